@@ -1,0 +1,175 @@
+"""Every failure a caller can see, as one tree.
+
+    DynamoError
+    ├── InvalidRequest            the caller's mistake
+    │   └── PayloadTooLarge
+    ├── Unauthenticated, Forbidden
+    ├── ModelNotFound
+    ├── Unsupported               asked for something this deployment does not do
+    ├── Overloaded                try again later; carries when
+    ├── Unavailable               nothing can serve this now
+    │   ├── NoInstances
+    │   ├── InstanceGone          left, or fell silent, while it held the request
+    │   └── ShuttingDown          refuses new work; another instance may take it
+    ├── DeadlineExceeded
+    ├── Cancelled                 the caller left
+    └── EngineError               the engine failed; its text may be shown to the caller
+
+`code` is what travels between processes and what each protocol edge maps to its own status (`api/statuses.py`).
+`retryable` says that nothing of the request took effect for the caller, so another instance may be asked.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    """Stable names of the failure classes, as they travel between processes."""
+
+    INVALID_REQUEST = "invalid_request"
+    PAYLOAD_TOO_LARGE = "payload_too_large"
+    UNAUTHENTICATED = "unauthenticated"
+    FORBIDDEN = "forbidden"
+    NOT_FOUND = "not_found"
+    UNSUPPORTED = "unsupported"
+    OVERLOADED = "overloaded"
+    UNAVAILABLE = "unavailable"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    INTERNAL = "internal"
+
+
+class DynamoError(Exception):
+    """Base of all failures that cross a module, process or protocol border.
+
+    `str(error)` is one plain sentence that the caller may read; it never holds a traceback or a secret.
+    """
+
+    code: Code = Code.INTERNAL
+    retryable: bool = False
+
+    def __init__(self, message: str, *, retryable: bool | None = None) -> None:
+        super().__init__(message)
+        if retryable is not None:
+            self.retryable = retryable
+
+
+class InvalidRequest(DynamoError):
+    """The request cannot be served as written. `param` names the offending field where one is known."""
+
+    code = Code.INVALID_REQUEST
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PayloadTooLarge(InvalidRequest):
+    """A body or message is above the configured limit; the message names the limit."""
+
+    code = Code.PAYLOAD_TOO_LARGE
+
+
+class Unauthenticated(DynamoError):
+    code = Code.UNAUTHENTICATED
+
+
+class Forbidden(DynamoError):
+    code = Code.FORBIDDEN
+
+
+class ModelNotFound(DynamoError):
+    """No such model, or no such version of it."""
+
+    code = Code.NOT_FOUND
+
+    def __init__(self, model: str, version: str = "") -> None:
+        text = f"model '{model}' is not found" if not version else f"model '{model}' has no version '{version}'"
+        super().__init__(text)
+
+
+class Unsupported(DynamoError):
+    code = Code.UNSUPPORTED
+
+
+class Overloaded(DynamoError):
+    """Refused to protect the work already accepted. `retry_after_s` is a hint for the caller."""
+
+    code = Code.OVERLOADED
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(DynamoError):
+    """Nothing can serve this now."""
+
+    code = Code.UNAVAILABLE
+    retryable = True
+
+
+class NoInstances(Unavailable):
+    """The model is known (or was asked for) but no instance that can serve it is attached."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"no instance is serving model '{model}' now")
+
+
+class InstanceGone(Unavailable):
+    """The instance left before it finished answering. Safe to retry if no frame was delivered."""
+
+    def __init__(self, instance: int, why: str = "left while it held the request") -> None:
+        super().__init__(f"instance {instance:x} {why}")
+        self.instance = instance
+
+
+class ShuttingDown(Unavailable):
+    """The process is draining: it finishes what it has and takes nothing new."""
+
+    def __init__(self, what: str = "the server") -> None:
+        super().__init__(f"{what} is shutting down and takes no new requests")
+
+
+class DeadlineExceeded(DynamoError):
+    code = Code.DEADLINE_EXCEEDED
+
+    def __init__(self, message: str = "the deadline of the request has passed") -> None:
+        super().__init__(message)
+
+
+class Cancelled(DynamoError):
+    code = Code.CANCELLED
+
+    def __init__(self, message: str = "the request was cancelled by its caller") -> None:
+        super().__init__(message)
+
+
+class EngineError(DynamoError):
+    """The engine failed on this request. The message is the engine's own and may be shown."""
+
+
+_BY_CODE: dict[Code, type[DynamoError]] = {
+    Code.INVALID_REQUEST: InvalidRequest,
+    Code.PAYLOAD_TOO_LARGE: PayloadTooLarge,
+    Code.UNAUTHENTICATED: Unauthenticated,
+    Code.FORBIDDEN: Forbidden,
+    Code.UNSUPPORTED: Unsupported,
+    Code.OVERLOADED: Overloaded,
+    Code.UNAVAILABLE: Unavailable,
+    Code.DEADLINE_EXCEEDED: DeadlineExceeded,
+    Code.CANCELLED: Cancelled,
+    Code.INTERNAL: EngineError,
+}
+
+
+def from_wire(code: str, message: str, retryable: bool) -> DynamoError:
+    """The error that another process sent, as the nearest class of this tree. An unknown code is an internal error."""
+    known = Code(code) if code in Code._value2member_map_ else Code.INTERNAL
+    cls = _BY_CODE.get(known)
+    error = cls(message) if cls else DynamoError(message)
+    error.code = known
+    error.retryable = retryable
+    return error

@@ -1,0 +1,134 @@
+"""A request for text generation and its answer, as they travel between frontend and worker (msgpack)."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CONTENT_FILTER = "content_filter"
+    TOOL_CALLS = "tool_calls"
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Token ids as little-endian u32: the form that travels and that is hashed."""
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(data: bytes) -> array[int]:
+    """Inverse of `pack_tokens`."""
+    tokens = array("I")
+    tokens.frombytes(data)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens. None means: the engine's own default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[int, float] | None = None
+    guided: dict[str, Any] | None = None
+    """Structured output: one of `json_schema`, `json_object`, `regex`, `choice`, `grammar`."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] | None = None
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """When to end. Stop *strings* are matched by the frontend, which sees the text; the engine knows token ids only."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One prompt for one instance."""
+
+    model: str
+    prompt: bytes
+    """Token ids, see `pack_tokens`."""
+    sampling: Sampling = Sampling()
+    stop: Stop = Stop()
+    n: int = 1
+    logprobs: int | None = None
+    """How many alternatives to report per generated token; 0 reports the chosen token only."""
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    """Higher is more important."""
+    adapter: str = ""
+    """LoRA adapter."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
+    data_parallel_rank: int | None = None
+    kv_transfer: dict[str, Any] | None = None
+    """Disaggregated serving: what the engine's connector needs to fetch or to offer the prompt's KV blocks."""
+    media: tuple[dict[str, Any], ...] = ()
+    """Content parts besides text, for engines whose card declares the modality."""
+
+    @property
+    def tokens(self) -> array[int]:
+        return unpack_tokens(self.prompt)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, in tokens."""
+        return len(self.prompt) // 4
+
+
+Logprobs = Sequence[tuple[int, float]]
+"""For one position: (token id, log probability), the chosen token first, then the best alternatives."""
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one engine step added to one choice. Fields at their default at the end do not travel."""
+
+    tokens: tuple[int, ...] = ()
+    index: int = 0
+    """Which of the request's `n` choices."""
+    finish_reason: FinishReason | None = None
+    logprobs: list[list[tuple[int, float]]] | None = None
+    """One entry per token of `tokens`."""
+    stop_token: int | None = None
+    """The stop token that ended the choice, if one did; it is not part of `tokens`."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The trailer that ends a generation."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV blocks were found in the instance's prefix cache."""
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    kv_transfer: dict[str, Any] | None = None
+    prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+
+
+request_encoder = msgspec.msgpack.Encoder()
+request_decoder = msgspec.msgpack.Decoder(GenerateRequest)
+delta_encoder = msgspec.msgpack.Encoder()
+delta_decoder = msgspec.msgpack.Decoder(Delta)
+summary_encoder = msgspec.msgpack.Encoder()
+summary_decoder = msgspec.msgpack.Decoder(Summary)

@@ -1,0 +1,11 @@
+"""The request plane: requests and streamed answers over NATS.
+
+| module | holds |
+|---|---|
+| `frames` | what travels: typed frames, many to a NATS message |
+| `outbox` | batches what one event-loop turn has for one peer into one message |
+| `connection` | one NATS connection with fast publish and dispatch paths, beside nats-py's own |
+| `client` | `RequestClient`: opens streams to instances, retries nothing |
+| `server` | `RequestServer`: takes requests for one instance |
+| `store` | small files (tokenizers, templates) in the object store |
+"""

@@ -1,0 +1,499 @@
+"""The caller's side of the request plane: opens streams to instances and hears how they end.
+
+A stream ends exactly once: with END, with ERROR, with its deadline, by being cancelled, or because its instance is gone. An
+instance counts as gone when nats-server says that nobody listens on its subject, when it answers no probe, or when it no
+longer knows the stream or lost part of its answer. Nothing is retried here: `dispatch` decides where a request goes next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from types import TracebackType
+
+from dynamo.common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DynamoError,
+    EngineError,
+    InstanceGone,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    Unavailable,
+    from_wire,
+)
+from dynamo.common.messaging import frames
+from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.frames import Body, Buffer, Pieces
+from dynamo.common.messaging.limits import FRAME_COST, PlaneLimits
+from dynamo.common.messaging.outbox import Outbox
+from dynamo.common.names import InstanceId, answers_prefix
+
+log = logging.getLogger(__name__)
+
+_NO_HEADERS: dict[str, str] = {}
+
+
+class Stream:
+    """One request at one instance, and its answers.
+
+    As a context manager it cancels the request when it is left before the end.
+    """
+
+    __slots__ = (
+        "_allowed",
+        "_answers",
+        "_client",
+        "_expected",
+        "_failure",
+        "_granted",
+        "_headers",
+        "_over",
+        "_owed",
+        "_parts",
+        "_parts_bytes",
+        "_peer",
+        "_timer",
+        "_total",
+        "_uncredited",
+        "_unheard",
+        "_upload",
+        "_upload_index",
+        "_verb",
+        "_waiter",
+        "batch",
+        "deadline",
+        "heard",
+        "id",
+        "started",
+        "trailer",
+    )
+
+    def __init__(
+        self,
+        client: RequestClient,
+        peer: _Peer,
+        id_: int,
+        verb: str,
+        body: Body,
+        headers: Mapping[str, str],
+        deadline: float | None,
+    ) -> None:
+        self.id = id_
+        self.deadline = deadline
+        self.started = False
+        """A DATA or END frame was delivered: from here on nobody may repeat the request elsewhere."""
+        self.trailer: Buffer = b""
+        """Body of END."""
+        self.batch = -1
+        self.heard = client.now
+        self._client = client
+        self._peer = peer
+        self._verb = verb
+        self._headers = headers
+        self._upload = Pieces(body)
+        self._upload_index = 0
+        self._unheard = 0
+        self._total = self._upload.left
+        self._granted = 0
+        self._allowed = 0
+        self._uncredited = 0
+        self._owed = 0
+        self._expected = 0
+        self._answers: list[Buffer] = []
+        self._parts: list[memoryview] = []
+        self._parts_bytes = 0
+        self._over = False
+        self._failure: DynamoError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def instance(self) -> InstanceId:
+        return self._peer.instance
+
+    async def read(self) -> list[Buffer]:
+        """Every answer that has come since the last call, at least one; an empty list after END. Raises as the stream failed."""
+        while not self._answers:
+            if self._over:
+                if self._failure is not None:
+                    raise self._failure
+                return []
+            await self._wait()
+        answers, self._answers = self._answers, []
+        if not self._over:
+            self._consumed(self._uncredited)
+        self._uncredited = 0
+        return answers
+
+    async def result(self) -> Buffer:
+        """The answer of a unary request. Raises as the stream failed, and EngineError if there were several answers."""
+        while not self._over:
+            await self._wait()
+        if self._failure is not None:
+            raise self._failure
+        if self._answers:
+            raise EngineError("the engine gave several answers to a request that takes one")
+        return self.trailer
+
+    def cancel(self) -> None:
+        """Ends the stream here and tells the instance to stop. Does nothing to a stream that is over."""
+        if not self._over:
+            self._tell(frames.encode(frames.Cancel(self.id)))
+            self.fail(Cancelled())
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.cancel()
+
+    async def _wait(self) -> None:
+        self._waiter = self._client.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # sending
+
+    def encoded(self, batch: int) -> list[Buffer] | None:
+        """The OPEN frame (see outbox.Opening)."""
+        if self._over:
+            return None
+        client, limits = self._client, self._client.limits
+        self.batch = batch
+        self.heard = client.now = client.loop.time()
+        left_ms = -1 if self.deadline is None else max(0, int((self.deadline - client.now) * 1000))
+        total = self._upload.left
+        flight = min(total, limits.first_flight_bytes, max(0, limits.unheard_bytes - self._peer.unheard))
+        self._granted = self._allowed = client.grant()
+        self._unheard = flight
+        self._peer.unheard += flight
+        first = self._upload.take(min(flight, client.chunk_bytes))
+        frame = frames.Open(self.id, self._verb, dict(self._headers), left_ms, total, flight, self._granted)
+        if flight > client.chunk_bytes:
+            client.loop.call_soon(self._send_chunks, flight)
+        return frames.encode_with_body(frame, first)
+
+    def _send_chunks(self, allowed: int) -> None:
+        """Sends of the body what may be sent when `allowed` bytes of it may."""
+        while not self._over:
+            size = min(self._upload.left, self._client.chunk_bytes, allowed - (self._total - self._upload.left))
+            if size <= 0:
+                return
+            self._tell(frames.encode_with_body(frames.Chunk(self.id, self._upload_index), self._upload.take(size)))
+            self._upload_index += 1
+
+    def _tell(self, frame: bytes | list[Buffer]) -> None:
+        self._peer.outbox.add(frame)
+
+    # hearing
+
+    def _reacted(self) -> None:
+        """The instance has seen the first flight of the body."""
+        if self._unheard:
+            self._peer.unheard -= self._unheard
+            self._unheard = 0
+
+    def on_credit(self, frame: frames.Credit) -> None:
+        self._reacted()
+        self._send_chunks(frame.total)
+
+    def on_chunk(self, frame: frames.Chunk) -> None:
+        self._parts.append(frame.body)
+        self._parts_bytes += frame.body.nbytes
+        if frame.index != len(self._parts) - 1:
+            self._lost()
+        elif self._parts_bytes > self._client.limits.max_body_bytes:
+            self._give_up(PayloadTooLarge(f"the answer is larger than {self._client.limits.max_body_bytes} bytes"))
+        else:
+            self._consumed(frame.body.nbytes + FRAME_COST)
+
+    def on_data(self, frame: frames.Data) -> None:
+        self._reacted()
+        if frame.seq != self._expected:
+            return self._lost()
+        self._expected += 1
+        self.started = True
+        if self._parts:
+            self._consumed(FRAME_COST)
+        else:
+            self._uncredited += frame.body.nbytes + FRAME_COST
+        self._answers.append(self._whole(frame.body))
+        self._wake()
+
+    def on_end(self, frame: frames.End) -> None:
+        if frame.seq != self._expected:
+            return self._lost()
+        self.started = True
+        self.trailer = self._whole(frame.body)
+        self._finish()
+
+    def on_error(self, frame: frames.Error) -> None:
+        error = from_wire(frame.code, frame.message, frame.retryable)
+        if isinstance(error, Overloaded):
+            error.retry_after_s = frame.retry_after_s
+        self.fail(error)
+
+    def _whole(self, body: memoryview) -> Buffer:
+        if not self._parts:
+            return body
+        parts, self._parts, self._parts_bytes = self._parts, [], 0
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _lost(self) -> None:
+        self._give_up(InstanceGone(self._peer.instance, "lost part of its answer on the way"))
+
+    def _give_up(self, error: DynamoError) -> None:
+        self._tell(frames.encode(frames.Cancel(self.id)))
+        self.fail(error)
+
+    def _consumed(self, size: int) -> None:
+        """Room for `size` more bytes goes back to the instance, in few frames rather than many."""
+        self._owed += size
+        self._allowed += size
+        if self._owed * 4 >= self._granted:
+            self.say_credit()
+
+    def say_credit(self) -> None:
+        """Tells the instance how much it may have sent by now."""
+        self._owed = 0
+        self._tell(frames.encode(frames.Credit(self.id, self._allowed)))
+
+    def interrupted(self) -> None:
+        """The connection was lost and is back: what was said last, on either side, may not have arrived."""
+        if self.batch < 0:
+            return
+        self.heard = float("-inf")  # asked after at the next check
+        if not self.started and self._total > self._client.chunk_bytes:
+            self._give_up(Unavailable("the connection was lost while the request was on its way"))
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        self._give_up(DeadlineExceeded())
+
+    def fail(self, error: DynamoError) -> None:
+        """Ends the stream with `error`, if it has not ended."""
+        if not self._over:
+            self._failure = error
+            self._finish()
+
+    def _finish(self) -> None:
+        self._over = True
+        self._reacted()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._client.ended(self, self._peer, self._granted)
+        self._wake()
+
+
+class _Peer:
+    """An instance as this client knows it."""
+
+    __slots__ = ("instance", "outbox", "probed_at", "streams", "unheard")
+
+    def __init__(self, instance: InstanceId, outbox: Outbox) -> None:
+        self.instance = instance
+        self.outbox = outbox
+        self.streams: dict[int, Stream] = {}
+        self.unheard = 0
+        self.probed_at: float | None = None
+        """When the first probe left that has not been answered."""
+
+
+class RequestClient:
+    """Opens streams. One per process; use `open_client`."""
+
+    def __init__(self, connection: Connection, namespace: str, limits: PlaneLimits) -> None:
+        self.limits = limits
+        self.loop = asyncio.get_running_loop()
+        self.now = self.loop.time()
+        """The loop's clock, read once per message rather than once per frame."""
+        self.chunk_bytes = min(limits.chunk_bytes, connection.max_payload // 2)
+        self.prefix = answers_prefix(namespace, secrets.token_hex(8))
+        self._connection = connection
+        self._peers: dict[InstanceId, _Peer] = {}
+        self._streams: dict[int, Stream] = {}
+        self._last = 0
+        self._budget = limits.budget_bytes
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
+
+    def open(
+        self,
+        instance: InstanceId,
+        subject: str,
+        verb: str,
+        body: Body,
+        *,
+        headers: Mapping[str, str] = _NO_HEADERS,
+        deadline: float | None = None,
+    ) -> Stream:
+        """Sends a request to `instance`. Waits for nothing: without a connection the request leaves when there is one.
+
+        `deadline` is absolute, on the event loop's clock. Raises PayloadTooLarge.
+        """
+        self._last += 1
+        peer = self._peers.get(instance)
+        if peer is None:
+            peer = self._peers[instance] = _Peer(
+                instance, Outbox(self._connection, subject, f"{self.prefix}.{instance:x}.{{}}".format)
+            )
+        stream = Stream(self, peer, self._last, verb, body, headers, deadline)
+        if stream._upload.left > self.limits.max_body_bytes:
+            raise PayloadTooLarge(
+                f"the request has {stream._upload.left} bytes; at most {self.limits.max_body_bytes} are allowed"
+            )
+        self._streams[stream.id] = peer.streams[stream.id] = stream
+        if deadline is not None:
+            stream._timer = self.loop.call_at(deadline, stream.expire)
+        peer.outbox.add(stream)
+        return stream
+
+    def grant(self) -> int:
+        """The first window of an answer, taken out of the budget."""
+        window = min(self.limits.window_bytes, max(self.limits.window_floor_bytes, self._budget // 4))
+        self._budget -= window
+        return window
+
+    def ended(self, stream: Stream, peer: _Peer, granted: int) -> None:
+        self._budget += granted
+        self._streams.pop(stream.id, None)
+        peer.streams.pop(stream.id, None)
+
+    def gone(self, instance: InstanceId, why: str = "is not there any more") -> None:
+        """Fails every stream of an instance, and forgets it."""
+        peer = self._peers.pop(instance, None)
+        if peer is not None:
+            for stream in list(peer.streams.values()):
+                stream.fail(InstanceGone(instance, why))
+
+    def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
+        """Every answer to this process."""
+        if no_responders:
+            return self._on_no_responders(subject)
+        try:
+            message = frames.decode(payload)
+        except InvalidRequest as error:
+            log.warning("an answer on %s was dropped: %s", subject, error)
+            return
+        self.now = now = self.loop.time()
+        streams = self._streams
+        for frame in message:
+            if isinstance(frame, frames.Data):
+                if stream := streams.get(frame.stream):
+                    stream.heard = now
+                    stream.on_data(frame)
+            elif isinstance(frame, frames.End):
+                if stream := streams.get(frame.stream):
+                    stream.on_end(frame)
+            elif isinstance(frame, frames.Beat):
+                for id_ in frame.streams:
+                    if stream := streams.get(id_):
+                        stream.heard = now
+            elif isinstance(frame, frames.Known):
+                self._on_known(subject, frame)
+            elif stream := streams.get(frame.stream) if not isinstance(frame, frames.Probe) else None:
+                stream.heard = now
+                if isinstance(frame, frames.Chunk):
+                    stream.on_chunk(frame)
+                elif isinstance(frame, frames.Credit):
+                    stream.on_credit(frame)
+                elif isinstance(frame, frames.Error):
+                    stream.on_error(frame)
+
+    def _on_no_responders(self, subject: str) -> None:
+        """Nobody subscribes to the instance: nothing in that batch ran. It may be reconnecting, as we just did."""
+        instance = InstanceId(int(subject.split(".")[-2], 16))
+        peer = self._peers.get(instance)
+        if peer is None:
+            return
+        batch = int(subject.rsplit(".", 1)[1])
+        for stream in [stream for stream in peer.streams.values() if stream.batch == batch]:
+            stream.fail(InstanceGone(instance, "is not there any more"))
+        if not self._in_grace():
+            self.gone(instance)
+
+    def _in_grace(self) -> bool:
+        return self.loop.time() - self._connection.reconnected_at < self.limits.reconnect_grace_s
+
+    def _on_known(self, subject: str, frame: frames.Known) -> None:
+        peer = self._peers.get(InstanceId(int(subject.rsplit(".", 1)[1], 16)))
+        if peer is None or peer.probed_at is None:
+            return
+        probed_at, peer.probed_at = peer.probed_at, None
+        known = set(frame.streams)
+        for stream in list(peer.streams.values()):
+            if stream.id in known:
+                stream.heard = self.now
+            elif stream.batch >= 0 and stream.heard < probed_at:
+                stream.fail(InstanceGone(peer.instance, "does not know the request any more"))
+
+    async def watch(self) -> None:
+        """Asks after silent streams, forever."""
+        interval = self.limits.probe_after_s / 4
+        while True:
+            await asyncio.sleep(interval)
+            if self._connection.is_connected:
+                self.now = self.loop.time()
+                for peer in list(self._peers.values()):
+                    self._check(peer)
+
+    def _check(self, peer: _Peer) -> None:
+        if not peer.streams:
+            self._peers.pop(peer.instance)
+            peer.outbox.flush()
+            return
+        silent_since = self.now - self.limits.probe_after_s
+        silent = [id_ for id_, stream in peer.streams.items() if stream.batch >= 0 and stream.heard < silent_since]
+        if not silent:
+            peer.probed_at = None
+            return
+        if peer.probed_at is None:
+            peer.probed_at = self.now
+        elif self.now - peer.probed_at > self.limits.gone_after_s and not self._in_grace():
+            self.gone(peer.instance, "answers no more")
+            return
+        for id_ in silent:
+            peer.streams[id_].say_credit()  # the instance may be waiting for one that was lost
+        peer.outbox.add(frames.encode(frames.Probe(silent)))
+
+    def reconnected(self) -> None:
+        """Sends what waited for the connection and asks after everything that was under way when it was lost."""
+        for peer in list(self._peers.values()):
+            peer.probed_at = None
+            for stream in list(peer.streams.values()):
+                stream.interrupted()
+            peer.outbox.flush()
+
+
+@asynccontextmanager
+async def open_client(connection: Connection, namespace: str, limits: PlaneLimits | None = None) -> AsyncIterator[RequestClient]:
+    """A client whose streams all end when the context is left."""
+    client = RequestClient(connection, namespace, limits or PlaneLimits())
+    subscription = await connection.subscribe(f"{client.prefix}.>", client.on_message)
+    connection.on_reconnect(client.reconnected)
+    watch = asyncio.create_task(client.watch())
+    try:
+        yield client
+    finally:
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+        for stream in list(client._streams.values()):
+            stream.cancel()
+        for peer in client._peers.values():
+            peer.outbox.flush()
+        await subscription.close()

@@ -1,0 +1,445 @@
+"""One NATS connection per process.
+
+nats-py connects, authenticates, reconnects and restores subscriptions, and carries JetStream. The request plane goes past it:
+nats-py copies a payload about six times on its way through, and spends more on a message than the rest of a small request
+costs. So the connection brings its own transport, which nats-py drives: it reads messages of *fast* subscriptions straight
+out of its receive buffer and hands them to their callback, and passes every other byte on to nats-py's parser. Publishing
+writes to the same socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+from urllib.parse import ParseResult
+
+import numpy as np
+from nats.aio.client import Client
+from nats.aio.transport import Transport
+from nats.errors import Error as NatsError
+
+from dynamo.common.errors import Unavailable
+from dynamo.common.messaging.frames import Body, Buffer
+
+log = logging.getLogger(__name__)
+
+OnMessage: TypeAlias = Callable[[str, str, memoryview, bool], None]
+"""Called with subject, reply subject, payload, and whether nats-server says that nobody subscribes to what we published."""
+
+_RECEIVE_BYTES = 128 * 1024
+_NO_RESPONDERS = b"NATS/1.0 503"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NatsConfig:
+    """Where nats-server is and how to be let in."""
+
+    servers: tuple[str, ...] = ("nats://127.0.0.1:4222",)
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    nkey_seed_file: str | None = None
+    credentials_file: str | None = None
+    tls_ca_file: str | None = None
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
+    reconnect_wait_s: float = 0.25
+    ping_interval_s: float = 5.0
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """The context for a TLS connection; None if no file asks for one."""
+        if not (self.tls_ca_file or self.tls_cert_file):
+            return None
+        context = ssl.create_default_context(cafile=self.tls_ca_file)
+        if self.tls_cert_file:
+            context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
+        return context
+
+
+class _SocketTransport(Transport, asyncio.BufferedProtocol):
+    """The socket, seen by nats-py as its transport and by the event loop as a protocol.
+
+    Until nats-py starts its read loop, bytes are kept for `readline`. From then on they are scanned: a message for a fast
+    subscription is dispatched, anything else is queued for `read`.
+    """
+
+    def __init__(self) -> None:
+        self.fast: dict[bytes, OnMessage] = {}
+        self._transport: asyncio.Transport | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._buffer = bytearray(_RECEIVE_BYTES)
+        self._view = memoryview(self._buffer)
+        self._begin = 0
+        self._end = 0
+        self._scanning = False
+        self._large: memoryview | None = None
+        self._large_at = 0
+        self._large_done: Callable[[memoryview], None] | None = None
+        self._queued: list[bytes] = []
+        self._eof = False
+        self._failure: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._paused = False
+        self._closed: asyncio.Future[None] | None = None
+
+    # nats-py's side
+
+    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
+        self._start()
+        loop = asyncio.get_running_loop()
+        self._closed = loop.create_future()
+        async with asyncio.timeout(connect_timeout):
+            await loop.create_connection(lambda: self, uri.hostname or "127.0.0.1", uri.port or 4222)
+
+    async def connect_tls(
+        self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
+    ) -> None:
+        assert self._transport is not None
+        host = uri if isinstance(uri, str) else uri.hostname
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(connect_timeout):
+            transport = await loop.start_tls(self._transport, self, ssl_context, server_hostname=host)
+        assert transport is not None
+        self._transport = transport
+
+    def write(self, payload: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(payload)
+
+    def writelines(self, payload: Sequence[Buffer]) -> None:
+        if self._transport is not None:
+            self._transport.writelines(payload)
+
+    async def drain(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._paused:
+            if self._writable is None:
+                self._writable = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._writable)
+
+    async def readline(self) -> bytes:
+        while True:
+            end = self._buffer.find(b"\n", self._begin, self._end)
+            if end >= 0:
+                line = bytes(self._view[self._begin : end + 1])
+                self._begin = end + 1
+                return line
+            if self._eof:
+                return b""
+            await self._more()
+
+    async def read(self, buffer_size: int) -> bytes:
+        if not self._scanning:
+            self._scanning = True
+            self._scan()
+        while not self._queued:
+            if self._failure is not None:
+                raise self._failure
+            if self._eof:
+                return b""
+            await self._more()
+        data = b"".join(self._queued)
+        self._queued.clear()
+        return data
+
+    async def _more(self) -> None:
+        self._reader = asyncio.get_running_loop().create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    async def wait_closed(self) -> None:
+        if self._closed is not None:
+            await self._closed
+
+    def at_eof(self) -> bool:
+        return self._eof and not self._queued
+
+    def __bool__(self) -> bool:
+        return True
+
+    # the event loop's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport.set_write_buffer_limits(high=1024 * 1024)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._large is not None:
+            return self._large[self._large_at :]
+        if self._end == len(self._buffer):
+            kept = self._end - self._begin
+            if kept > len(self._buffer) // 2:  # a line longer than any that is legal; nats-py's parser will refuse it
+                bigger = bytearray(len(self._buffer) * 2)
+                bigger[:kept] = self._view[self._begin : self._end]
+                self._buffer, self._view = bigger, memoryview(bigger)
+            else:
+                self._view[:kept] = self._view[self._begin : self._end]
+            self._begin, self._end = 0, kept
+        return self._view[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._large is not None:
+            self._large_at += nbytes
+            if self._large_at == self._large.nbytes:
+                large, done = self._large, self._large_done
+                self._large = self._large_done = None
+                assert done is not None
+                done(large[:-2])
+            return
+        self._end += nbytes
+        if self._scanning:
+            self._scan()
+        else:
+            self._wake()
+
+    def eof_received(self) -> bool:
+        self._eof = True
+        self._wake()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._eof = True
+        self._failure = exc
+        if self._closed is not None and not self._closed.done():
+            self._closed.set_result(None)
+        self.resume_writing()
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if self._writable is not None:
+            if not self._writable.done():
+                self._writable.set_result(None)
+            self._writable = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    # reading messages
+
+    def _scan(self) -> None:
+        """Takes every whole message out of the receive buffer, and the beginning of one that is not whole yet."""
+        buffer, begin, end = self._buffer, self._begin, self._end
+        while begin < end and self._large is None:
+            eol = buffer.find(b"\r\n", begin, end)
+            if eol < 0:
+                break
+            first = buffer[begin]
+            if first == 0x4D or (first == 0x48 and buffer[begin + 1] == 0x4D):  # MSG or HMSG
+                line = bytes(self._view[begin:eol])
+                begin = self._message(line, eol + 2, end)
+            else:
+                self._queued.append(bytes(self._view[begin : eol + 2]))
+                begin = eol + 2
+        if begin == end and self._large is None:
+            begin = end = 0
+        self._begin, self._end = begin, end
+        if self._queued:
+            self._wake()
+
+    def _message(self, line: bytes, begin: int, end: int) -> int:
+        """Handles the message whose control line was just read and whose payload begins at `begin`; returns where it ends."""
+        parts = line.split()
+        size = int(parts[-1])
+        on_message = self.fast.get(parts[2])
+        if on_message is None:
+            self._queued.append(line + b"\r\n")
+        if end - begin >= size + 2:
+            self._deliver(on_message, parts, memoryview(bytes(self._view[begin : begin + size])))
+            return begin + size + 2
+        # The rest is read straight into its place.
+        large = np.empty(size + 2, np.uint8).data  # uninitialised, which no bytearray is
+        have = end - begin
+        large[:have] = self._view[begin:end]
+        self._large, self._large_at = large, have
+        self._large_done = lambda payload: self._deliver(on_message, parts, payload)
+        return end
+
+    def _deliver(self, on_message: OnMessage | None, parts: list[bytes], payload: memoryview) -> None:
+        if on_message is None:
+            self._queued.append(payload.tobytes() + b"\r\n")
+            self._wake()
+            return
+        no_responders = False
+        if parts[0] == b"HMSG":
+            headers = int(parts[-2])
+            no_responders = payload[: len(_NO_RESPONDERS)] == _NO_RESPONDERS
+            payload = payload[headers:]
+            reply = parts[3].decode() if len(parts) == 6 else ""
+        else:
+            reply = parts[3].decode() if len(parts) == 5 else ""
+        try:
+            on_message(parts[1].decode(), reply, payload, no_responders)
+        except Exception:  # one bad message must not take the connection down
+            log.exception("a message on %s could not be handled", parts[1].decode(errors="replace"))
+
+
+class Connection:
+    """A NATS connection that comes back by itself.
+
+    While it is away `publish_nowait` refuses; nothing is replayed later behind the caller's back.
+    """
+
+    def __init__(self, client: Client, transport: _SocketTransport, name: str) -> None:
+        self.client = client
+        self.name = name
+        self._transport = transport
+        self.is_open = True
+        self.reconnected_at = float("-inf")
+        """When the connection last came back, on the loop's clock."""
+        self._on_reconnect: list[Callable[[], None]] = []
+        self._connected = asyncio.Event()
+        self._lost = asyncio.Event()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connected.is_set() and self.client.is_connected
+
+    async def connected(self) -> None:
+        """Returns once there is a connection."""
+        await self._connected.wait()
+
+    async def lost(self) -> None:
+        """Returns once there is none."""
+        await self._lost.wait()
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes that nats-server takes in one message."""
+        return self.client.max_payload
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        """`callback` is called each time the connection has come back and subscriptions are restored."""
+        self._on_reconnect.append(callback)
+
+    def publish_nowait(self, subject: str, payload: Body, reply: str = "") -> bool:
+        """Hands one message to the socket. False, and nothing sent, while there is no connection."""
+        if not self.is_connected:
+            return False
+        if isinstance(payload, bytes | bytearray | memoryview):
+            payload = (payload,)
+        size = sum(len(piece) for piece in payload)
+        head = f"PUB {subject} {reply} {size}\r\n" if reply else f"PUB {subject} {size}\r\n"
+        if size <= _RECEIVE_BYTES:
+            self._transport.write(b"".join((head.encode(), *payload, b"\r\n")))
+        else:
+            self._transport.writelines((head.encode(), *payload, b"\r\n"))
+        return True
+
+    async def subscribe(self, subject: str, on_message: OnMessage) -> Subscription:
+        """`on_message` is called, synchronously, for each message on `subject`. The subscription survives reconnects."""
+        key = str(self.client._sid + 1).encode()  # known before the server knows it, so that no message comes too early
+        self._transport.fast[key] = on_message
+        subscription = await self.client.subscribe(subject, cb=_unused)
+        assert str(subscription._id).encode() == key
+        await self.client.flush()
+        return Subscription(self, subscription, key)
+
+    def _down(self) -> None:
+        self._connected.clear()
+        self._lost.set()
+
+    def _up(self) -> None:
+        self._connected.set()
+        self._lost.clear()
+        self.reconnected_at = asyncio.get_running_loop().time()
+        for callback in self._on_reconnect:
+            callback()
+
+    def _forget(self, key: bytes) -> None:
+        self._transport.fast.pop(key, None)
+
+
+async def _unused(message: Any) -> None:
+    """nats-py wants a callback; a fast subscription's messages never get as far as that."""
+    raise AssertionError(f"a message on {message.subject} went past its fast subscription")
+
+
+class Subscription:
+    """A fast subscription."""
+
+    def __init__(self, connection: Connection, subscription: Any, key: bytes) -> None:
+        self._connection = connection
+        self._subscription = subscription
+        self._key = key
+
+    async def close(self) -> None:
+        """No message is delivered after this."""
+        self._connection._forget(self._key)
+        if self._connection.client.is_connected:
+            await self._subscription.unsubscribe()
+
+
+@asynccontextmanager
+async def connect_nats(config: NatsConfig, name: str) -> AsyncIterator[Connection]:
+    """A connection; returns when it stands, however long that takes. Raises Unavailable when the server refuses us for good."""
+    client = Client()
+    transport = _SocketTransport()
+    client._transport = transport
+    connection = Connection(client, transport, name)
+
+    async def down() -> None:
+        if connection.is_open:
+            connection._down()
+            log.warning("the NATS connection is lost; reconnecting")
+
+    async def up() -> None:
+        log.info("the NATS connection is back")
+        connection._up()
+
+    async def failed(error: Exception) -> None:
+        log.warning("NATS: %s", str(error) or type(error).__name__)
+
+    try:
+        await client.connect(
+            servers=list(config.servers),
+            name=name,
+            error_cb=failed,
+            disconnected_cb=down,
+            reconnected_cb=up,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=config.reconnect_wait_s,  # type: ignore[arg-type]  # passed to asyncio.sleep
+            ping_interval=config.ping_interval_s,  # type: ignore[arg-type]
+            max_outstanding_pings=2,
+            user=config.user,
+            password=config.password,
+            token=config.token,
+            nkeys_seed=config.nkey_seed_file,
+            user_credentials=config.credentials_file,
+            tls=config.tls_context(),
+            drain_timeout=2,
+        )
+    except NatsError as error:
+        raise Unavailable(f"NATS refused the connection: {error}") from error
+    connection._connected.set()
+    try:
+        yield connection
+    finally:
+        connection.is_open = False
+        connection._down()
+        await client.close()
+
+
+def read_secret(path: str) -> str:
+    """A secret kept in a file, without its final newline."""
+    return Path(path).read_text().rstrip("\n")

@@ -1,0 +1,198 @@
+"""What travels on the request plane.
+
+A NATS message is one msgpack array of frames: everything one process had for one peer within one event-loop turn. A frame is a
+msgpack array whose first element is its kind. The body, where there is one, comes last, so that a large body need not be copied
+into the message: it is written to the socket from where it lies (`Body`).
+
+| frame | direction | meaning |
+|---|---|---|
+| OPEN | to the instance | a request: its verb, headers, what is left of its deadline, body size, first bytes of the body |
+| CHUNK | both | the next part of a body; an answer's parts precede the DATA or END they belong to, whose own body is then empty |
+| CREDIT | both | so many bytes of this stream, counted from its beginning, may be sent; a later one makes up for a lost one |
+| CANCEL | to the instance | the caller is gone or too late: stop within one step |
+| DATA | to the caller | one answer |
+| END | to the caller | the last word of a request that succeeded: the trailer, or a unary answer |
+| ERROR | to the caller | the last word of a request that failed |
+| BEAT | to the caller | these silent streams are still being worked on |
+| PROBE | to the instance | are you there, and do you know these streams? |
+| KNOWN | to the caller | the answer to PROBE: those I know |
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from dynamo.common.errors import InvalidRequest
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Body: TypeAlias = Buffer | Sequence[Buffer]
+"""Bytes, whole or in pieces that belong together."""
+
+INLINE_BYTES = 4096
+"""Up to here copying a body into its frame is cheaper than writing it apart."""
+
+
+class Open(msgspec.Struct, array_like=True, tag=0, frozen=True, gc=False):
+    stream: int
+    verb: str
+    headers: dict[str, str]
+    left_ms: int
+    """Milliseconds left until the deadline; -1: no deadline."""
+    size: int
+    """Bytes of the whole body."""
+    flight: int
+    """Bytes of the body that are sent without waiting for credit, those of this frame included."""
+    window: int
+    """Bytes of the answer that may be sent before the first CREDIT."""
+    body: memoryview = memoryview(b"")
+
+
+class Chunk(msgspec.Struct, array_like=True, tag=1, frozen=True, gc=False):
+    stream: int
+    index: int
+    body: memoryview = memoryview(b"")
+
+
+class Credit(msgspec.Struct, array_like=True, tag=2, frozen=True, gc=False):
+    stream: int
+    total: int
+
+
+class Cancel(msgspec.Struct, array_like=True, tag=3, frozen=True, gc=False):
+    stream: int
+
+
+class Data(msgspec.Struct, array_like=True, tag=4, frozen=True, gc=False):
+    stream: int
+    seq: int
+    body: memoryview = memoryview(b"")
+
+
+class End(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
+    stream: int
+    seq: int
+    body: memoryview = memoryview(b"")
+
+
+class Error(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
+    stream: int
+    code: str
+    message: str
+    retryable: bool
+    retry_after_s: float = 1.0
+
+
+class Beat(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False):
+    streams: list[int]
+
+
+class Probe(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
+    streams: list[int]
+
+
+class Known(msgspec.Struct, array_like=True, tag=9, frozen=True, gc=False):
+    streams: list[int]
+
+
+Frame: TypeAlias = Open | Chunk | Credit | Cancel | Data | End | Error | Beat | Probe | Known
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Frame])
+
+
+def size_of(body: Body) -> int:
+    """Bytes in a body, whole or in pieces."""
+    if isinstance(body, bytes | bytearray):
+        return len(body)
+    if isinstance(body, memoryview):
+        return body.nbytes
+    return sum(piece.nbytes if isinstance(piece, memoryview) else len(piece) for piece in body)
+
+
+def joined(body: Body) -> Buffer:
+    """A body as one buffer; copies only if it is in several pieces."""
+    if isinstance(body, bytes | bytearray | memoryview):
+        return body
+    return body[0] if len(body) == 1 else b"".join(body)
+
+
+def encode(frame: Frame) -> bytes:
+    """A whole frame."""
+    return _encoder.encode(frame)
+
+
+def encode_data(stream: int, seq: int, body: Body) -> bytes | list[Buffer]:
+    """A DATA frame; the shortest way for a small body, of which there are most."""
+    if isinstance(body, bytes) and len(body) <= INLINE_BYTES:
+        return _encoder.encode(Data(stream, seq, body))  # type: ignore[arg-type]  # any buffer will do for encoding
+    return encode_with_body(Data(stream, seq), body)
+
+
+def encode_with_body(frame: Open | Chunk | Data | End, body: Body) -> list[Buffer]:
+    """`frame`, which holds no body itself, with `body` as its last element: pieces to be written one after the other."""
+    size = size_of(body)
+    head = _encoder.encode(frame)[:-2]  # without the two bytes that say "empty binary"
+    if size < 256:
+        prefix = struct.pack(">BB", 0xC4, size)
+    elif size < 65536:
+        prefix = struct.pack(">BH", 0xC5, size)
+    else:
+        prefix = struct.pack(">BI", 0xC6, size)
+    pieces: Sequence[Buffer] = (body,) if isinstance(body, _BYTES) else body
+    if size <= INLINE_BYTES:
+        return [b"".join((head, prefix, *pieces))]
+    return [head + prefix, *pieces]
+
+
+_BYTES = (bytes, bytearray, memoryview)
+
+
+def message_head(frames: int) -> bytes:
+    """What precedes that many frames in a message."""
+    if frames < 16:
+        return bytes((0x90 | frames,))
+    if frames < 65536:
+        return struct.pack(">BH", 0xDC, frames)
+    return struct.pack(">BI", 0xDD, frames)
+
+
+def decode(message: Buffer) -> list[Frame]:
+    """The frames of a message. Their bodies are views into it. Raises InvalidRequest for anything that is not a message."""
+    try:
+        return _decoder.decode(message)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRequest(f"not a message of the request plane: {error}") from None
+
+
+class Pieces:
+    """Takes a body apart from the front, without copying it."""
+
+    __slots__ = ("_at", "_index", "_pieces", "left")
+
+    def __init__(self, body: Body) -> None:
+        pieces: Sequence[Buffer] = (body,) if isinstance(body, _BYTES) else body
+        self._pieces = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+        self._index = 0
+        self._at = 0
+        self.left = sum(piece.nbytes for piece in self._pieces)
+
+    def take(self, size: int) -> list[Buffer]:
+        """The next `size` bytes, or what is left."""
+        taken: list[Buffer] = []
+        size = min(size, self.left)
+        self.left -= size
+        while size:
+            piece = self._pieces[self._index]
+            end = min(piece.nbytes, self._at + size)
+            taken.append(piece[self._at : end])
+            size -= end - self._at
+            if end == piece.nbytes:
+                self._index += 1
+                self._at = 0
+            else:
+                self._at = end
+        return taken

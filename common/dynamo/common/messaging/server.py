@@ -1,0 +1,497 @@
+"""The instance's side of the request plane: takes requests, runs a handler for each, and sends what it answers.
+
+A request is handled once its whole body has arrived. What a handler sends leaves at the end of the event-loop turn, together
+with everything else for the same caller, and no faster than the caller grants. A caller that is gone (nobody listens for its
+answers) has its requests cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+from dynamo.common.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    ShuttingDown,
+    Unavailable,
+    Unsupported,
+)
+from dynamo.common.messaging import frames
+from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.frames import Body, Buffer, Pieces
+from dynamo.common.messaging.limits import FRAME_COST, PlaneLimits
+from dynamo.common.messaging.outbox import Outbox
+from dynamo.common.names import Endpoint, InstanceId
+
+log = logging.getLogger(__name__)
+
+_LEAST_CHUNK_BYTES = 4 * 1024
+"""A window smaller than this is not worth a message of its own, unless it holds all that is left. A caller speaks up when a
+quarter of its window is used, the smallest of which is four times this, so that neither waits for the other."""
+
+
+class Incoming:
+    """One request, its body complete, and the way back to its caller."""
+
+    __slots__ = (
+        "_allowed",
+        "_allowed_body",
+        "_chunk_index",
+        "_ended",
+        "_flight",
+        "_granted",
+        "_handler",
+        "_left",
+        "_outgoing",
+        "_parts",
+        "_peer",
+        "_room",
+        "_seq",
+        "_server",
+        "_size",
+        "_task",
+        "_timer",
+        "_window",
+        "body",
+        "cancelled",
+        "deadline",
+        "headers",
+        "id",
+        "spoke",
+        "verb",
+    )
+
+    def __init__(self, server: RequestServer, peer: _Peer, frame: frames.Open, handler: Handler) -> None:
+        loop = server.loop
+        self.id = frame.stream
+        self.verb = frame.verb
+        self.headers = frame.headers
+        self.deadline = None if frame.left_ms < 0 else loop.time() + frame.left_ms / 1000
+        """Absolute, on the event loop's clock; None: none."""
+        self.body: Buffer = frame.body
+        self.cancelled = asyncio.Event()
+        """Set when the caller left or the deadline passed; the handler's task is cancelled as well."""
+        self.spoke = False
+        """Something was sent since the last BEAT."""
+        self._server = server
+        self._peer = peer
+        self._handler = handler
+        self._size = frame.size
+        self._parts: list[memoryview] = []
+        self._left = frame.size - frame.body.nbytes
+        self._flight = frame.flight - frame.body.nbytes
+        self._granted = 0
+        self._allowed_body = frame.flight
+        self._allowed = frame.window
+        self._window = frame.window
+        self._seq = 0
+        self._chunk_index = 0
+        self._outgoing: deque[tuple[bool, Pieces]] = deque()
+        self._room: asyncio.Future[None] | None = None
+        self._ended = False
+        self._task: asyncio.Task[None] | None = None
+        self._timer = None if self.deadline is None else loop.call_at(self.deadline, self._expire)
+
+    @property
+    def request_id(self) -> str:
+        return self.headers.get("request-id", "")
+
+    # answering
+
+    def send_nowait(self, body: Body) -> bool:
+        """Queues one answer. False if the caller has no room for it yet: `await ready()` before the next."""
+        if self._outgoing or self._ended:
+            self._queue(False, body)
+            return False
+        cost = frames.size_of(body) + FRAME_COST
+        if cost > self._window or cost > self._server.chunk_bytes:
+            self._queue(False, body)
+            return not self._outgoing
+        self._window -= cost
+        self._peer.outbox.add(frames.encode_data(self.id, self._seq, body))
+        self._seq += 1
+        self.spoke = True
+        return True
+
+    async def ready(self) -> None:
+        """Waits until everything queued has left."""
+        while self._outgoing:
+            self._room = self._server.loop.create_future()
+            try:
+                await self._room
+            finally:
+                self._room = None
+
+    async def end(self, body: Body = b"") -> None:
+        """The last word: the trailer of a stream, or the answer of a unary request. Nothing may be sent after it."""
+        self.end_nowait(body)
+
+    def end_nowait(self, body: Body = b"") -> None:
+        """As `end`."""
+        if self._ended:
+            raise RuntimeError("the request has been answered already")
+        self._ended = True
+        self._queue(True, body)
+
+    def _queue(self, last: bool, body: Body) -> None:
+        if self._ended and not last:
+            raise RuntimeError("the request has been answered already")
+        self._outgoing.append((last, Pieces(body)))
+        self._pump()
+
+    def on_credit(self, frame: frames.Credit) -> None:
+        self._window += frame.total - self._allowed
+        self._allowed = frame.total
+        self._pump()
+
+    def _pump(self) -> None:
+        """Sends as much of the queue as the window allows. The last word needs no room for itself, only for its body."""
+        outbox, most = self._peer.outbox, self._server.chunk_bytes
+        while self._outgoing:
+            last, body = self._outgoing[0]
+            if self._window <= 0 and not last and not self._chunk_index:
+                return
+            while body.left and (self._chunk_index or body.left > min(self._window, most)):
+                size = min(body.left, self._window, most)
+                if size < min(body.left, _LEAST_CHUNK_BYTES):
+                    return
+                outbox.add(frames.encode_with_body(frames.Chunk(self.id, self._chunk_index), body.take(size)))
+                self._chunk_index += 1
+                self._window -= size + FRAME_COST
+            self._outgoing.popleft()
+            self._chunk_index = 0
+            self._window -= body.left + FRAME_COST
+            kind = frames.End if last else frames.Data
+            outbox.add(frames.encode_with_body(kind(self.id, self._seq), body.take(body.left)))
+            self._seq += 1
+            self.spoke = True
+            if last:
+                self._server.forget(self)
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    def fail(self, error: DynamoError) -> None:
+        """The last word of a request that failed."""
+        retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
+        frame = frames.Error(self.id, error.code.value, str(error), error.retryable, retry_after_s)
+        self._peer.outbox.add(frames.encode(frame))
+        self._ended = True
+        self._outgoing.clear()
+        self._server.forget(self)
+
+    # running
+
+    def on_chunk(self, frame: frames.Chunk) -> None:
+        ungranted = min(frame.body.nbytes, self._flight)
+        self._flight -= ungranted
+        self._arrived(frame.body.nbytes - ungranted)
+        if not self._parts:
+            self._parts.append(memoryview(self.body))
+        self._parts.append(frame.body)
+        self._left -= frame.body.nbytes
+        if frame.index != len(self._parts) - 2 or self._left < 0:
+            self.fail(Unavailable("part of the request was lost on the way"))
+        elif not self._left:
+            self.body = b"".join(self._parts)
+            self._parts.clear()
+            self.start()
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._left
+
+    def _arrived(self, size: int) -> None:
+        self._granted -= size
+        self._server.uploads.arrived(size)
+
+    def start(self) -> None:
+        self._task = self._server.loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self._handler(self)
+            if not self._ended:
+                self.end_nowait()
+        except asyncio.CancelledError:
+            if not self.cancelled.is_set():
+                self.fail(ShuttingDown("the worker"))
+        except DynamoError as error:
+            if self._ended and not self._outgoing:
+                log.warning("request %s (%s) failed after its last word: %s", self.request_id, self.verb, error)
+            else:
+                self.fail(error)
+        except Exception:
+            log.exception("request %s (%s) failed", self.request_id, self.verb)
+            if not self._ended or self._outgoing:
+                self.fail(DynamoError("internal error"))
+
+    def _expire(self) -> None:
+        self.fail(DeadlineExceeded())
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the handler within one step. Says nothing to the caller."""
+        self.cancelled.set()
+        self._ended = True
+        self._outgoing.clear()
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        self._server.forget(self)
+
+    def release(self) -> None:
+        """Called once, when the server forgets the request."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._arrived(self._granted)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._size
+
+    def grant(self, size: int) -> None:
+        """Lets the caller send `size` more bytes of the body."""
+        self._granted += size
+        self._allowed_body += size
+        self._peer.outbox.add(frames.encode(frames.Credit(self.id, self._allowed_body)))
+        self.spoke = True
+
+    @property
+    def is_blocked(self) -> bool:
+        """Waits for credit."""
+        return bool(self._outgoing)
+
+    def interrupted(self) -> None:
+        """The connection was lost and is back: parts of a body that was on its way may be missing."""
+        if not self.is_whole:
+            self.fail(Unavailable("the connection was lost while the request was on its way"))
+
+
+Handler: TypeAlias = Callable[[Incoming], Awaitable[None]]
+
+
+class _Peer:
+    """A caller as this instance knows it."""
+
+    __slots__ = ("outbox", "requests")
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.outbox = outbox
+        self.requests: dict[int, Incoming] = {}
+
+
+class _Uploads:
+    """Shares the budget among the bodies that are on their way, first come first served."""
+
+    def __init__(self, budget: int) -> None:
+        self._free = budget
+        self._most = budget // 8
+        self._waiting: deque[tuple[Incoming, int]] = deque()
+
+    def want(self, request: Incoming, size: int) -> None:
+        self._waiting.append((request, size))
+        self._grant()
+
+    def arrived(self, size: int) -> None:
+        self._free += size
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and self._free > 0:
+            request, size = self._waiting.popleft()
+            if request.cancelled.is_set():
+                continue
+            share = min(size, self._most, self._free)
+            self._free -= share
+            request.grant(share)
+            if size > share:
+                self._waiting.append((request, size - share))
+
+
+class RequestServer:
+    """Takes the requests of one instance. Use `serve_requests`."""
+
+    def __init__(self, connection: Connection, subject: str, handlers: Mapping[str, Handler], limits: PlaneLimits) -> None:
+        self.limits = limits
+        self.loop = asyncio.get_running_loop()
+        self.chunk_bytes = min(limits.chunk_bytes, connection.max_payload // 2)
+        self._connection = connection
+        self._subject = subject
+        self._handlers = handlers
+        self._peers: dict[str, _Peer] = {}
+        self._open = 0
+        self._held_bytes = 0
+        self.uploads = _Uploads(limits.budget_bytes)
+        self._refusal: ShuttingDown | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def open_requests(self) -> int:
+        return self._open
+
+    def refuse_new(self) -> None:
+        """From now on requests are refused, in words that let the caller ask another instance."""
+        self._refusal = ShuttingDown("the worker")
+
+    async def drained(self) -> None:
+        """Returns when no request is open and all answers have been handed to the socket."""
+        await self._idle.wait()
+        for peer in self._peers.values():
+            peer.outbox.flush()
+
+    def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
+        """Everything callers send to this instance."""
+        if no_responders:
+            return self._on_caller_gone(subject)
+        address = reply.rsplit(".", 1)[0]
+        try:
+            message = frames.decode(payload)
+        except InvalidRequest as error:
+            log.warning("a message for %s was dropped: %s", reply or "nobody", error)
+            return
+        if not address:
+            log.warning("a message without a reply subject was dropped")
+            return
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = _Peer(self._outbox(address))
+        for frame in message:
+            if isinstance(frame, frames.Open):
+                self._on_open(peer, frame)
+            elif isinstance(frame, frames.Probe):
+                known = [id_ for id_ in frame.streams if id_ in peer.requests]
+                peer.outbox.add(frames.encode(frames.Known(known)))
+            elif isinstance(frame, frames.Chunk | frames.Credit | frames.Cancel):
+                request = peer.requests.get(frame.stream)
+                if request is None:
+                    continue  # it is over; this crossed the last word on its way
+                if isinstance(frame, frames.Chunk):
+                    request.on_chunk(frame)
+                elif isinstance(frame, frames.Credit):
+                    request.on_credit(frame)
+                else:
+                    request.stop()
+
+    def _outbox(self, address: str) -> Outbox:
+        gone = f"{self._subject}.gone.{address.split('.')[-2]}"
+        return Outbox(self._connection, address, lambda batch: gone)
+
+    def _on_open(self, peer: _Peer, frame: frames.Open) -> None:
+        if frame.stream in peer.requests:
+            return
+        handler = self._handlers.get(frame.verb)
+        request = Incoming(self, peer, frame, handler or _unknown_verb)
+        peer.requests[frame.stream] = request
+        self._open += 1
+        self._held_bytes += frame.size
+        self._idle.clear()
+        if refusal := self._reason_to_refuse(frame):
+            request.fail(refusal)
+        elif request.is_whole:
+            request.start()
+        elif frame.size > frame.flight:
+            self.uploads.want(request, frame.size - frame.flight)
+
+    def _reason_to_refuse(self, frame: frames.Open) -> DynamoError | None:
+        limits = self.limits
+        if self._refusal is not None:
+            return self._refusal
+        if frame.left_ms == 0:
+            return DeadlineExceeded()
+        if frame.size > limits.max_body_bytes:
+            return PayloadTooLarge(f"the request has {frame.size} bytes; at most {limits.max_body_bytes} are allowed")
+        if self._open > limits.max_open_requests:
+            return Overloaded(f"the instance has {limits.max_open_requests} requests open and takes no more")
+        if self._held_bytes > limits.max_buffered_bytes:
+            return Overloaded(f"the instance holds {limits.max_buffered_bytes} bytes of requests and takes no more")
+        return None
+
+    def forget(self, request: Incoming) -> None:
+        """The request is over."""
+        if request._peer.requests.pop(request.id, None) is None:
+            return
+        request.release()
+        self._open -= 1
+        self._held_bytes -= request.held_bytes
+        if not self._open:
+            self._idle.set()
+
+    def _on_caller_gone(self, subject: str) -> None:
+        """Nobody listens for the answers to a caller; unless it is reconnecting, as we just did, it is gone."""
+        if self.loop.time() - self._connection.reconnected_at < self.limits.reconnect_grace_s:
+            return
+        client = subject.rsplit(".", 1)[1]
+        for address in [address for address in self._peers if address.split(".")[-2] == client]:
+            peer = self._peers.pop(address)
+            for request in list(peer.requests.values()):
+                request.stop()
+
+    async def beat(self) -> None:
+        """Tells callers which silent requests are still being worked on, forever. Finds out which callers are gone."""
+        while True:
+            await asyncio.sleep(self.limits.beat_s)
+            if not self._connection.is_connected:
+                continue
+            for address, peer in list(self._peers.items()):
+                if not peer.requests:
+                    del self._peers[address]
+                    continue
+                silent = [request.id for request in peer.requests.values() if not (request.spoke or request.is_blocked)]
+                for request in peer.requests.values():
+                    request.spoke = False
+                if silent:
+                    peer.outbox.add(frames.encode(frames.Beat(silent)))
+
+    def reconnected(self) -> None:
+        """What waited for the connection leaves."""
+        for peer in self._peers.values():
+            for request in list(peer.requests.values()):
+                request.interrupted()
+            peer.outbox.flush()
+
+    def stop_all(self) -> None:
+        """Ends every open request without a word; callers learn from the missing subscription."""
+        for peer in self._peers.values():
+            for request in list(peer.requests.values()):
+                request.fail(ShuttingDown("the worker"))
+                request.stop()
+            peer.outbox.flush()
+
+
+async def _unknown_verb(request: Incoming) -> None:
+    raise Unsupported(f"the instance does not know the request verb {request.verb[:64]!r}")
+
+
+@asynccontextmanager
+async def serve_requests(
+    connection: Connection,
+    endpoint: Endpoint,
+    instance: InstanceId,
+    handlers: Mapping[str, Handler],
+    limits: PlaneLimits | None = None,
+) -> AsyncIterator[RequestServer]:
+    """Takes requests until the context is left; what is open then is refused, so leave it drained."""
+    subject = endpoint.rpc_subject(instance)
+    server = RequestServer(connection, subject, handlers, limits or PlaneLimits())
+    requests = await connection.subscribe(subject, server.on_message)
+    gone = await connection.subscribe(f"{subject}.gone.*", server.on_message)
+    connection.on_reconnect(server.reconnected)
+    beat = asyncio.create_task(server.beat())
+    try:
+        yield server
+    finally:
+        await requests.close()
+        beat.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await beat
+        server.stop_all()
+        await gone.close()

