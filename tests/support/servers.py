@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from dynamo.local.servers import EtcdServer, NatsServer, Server, ServerTls, etcd_binary
+from dynamo.local.servers import EtcdServer, NatsServer, Server, ServerTls, etcd_binary, free_ports
 
 __all__ = [
     "ETCD_FLAGS",
@@ -22,6 +22,7 @@ __all__ = [
     "Server",
     "ServerTls",
     "etcdctl",
+    "free_ports",
     "serving",
     "start_etcd",
     "start_nats",

@@ -119,11 +119,15 @@ class NoInstances(Unavailable):
 
 
 class InstanceGone(Unavailable):
-    """The instance left before it finished answering. Safe to retry if no frame was delivered."""
+    """The instance left before it finished answering. Safe to retry if no frame was delivered.
 
-    def __init__(self, instance: int, why: str = "left while it held the request") -> None:
+    `is_alive`: the process is there, only this request was lost on it or on the way.
+    """
+
+    def __init__(self, instance: int, why: str = "left while it held the request", *, is_alive: bool = False) -> None:
         super().__init__(f"instance {instance:x} {why}")
         self.instance = instance
+        self.is_alive = is_alive
 
 
 class ShuttingDown(Unavailable):

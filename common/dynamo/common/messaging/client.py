@@ -252,7 +252,7 @@ class Stream:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _lost(self) -> None:
-        self._give_up(InstanceGone(self._peer.instance, "lost part of its answer on the way"))
+        self._give_up(InstanceGone(self._peer.instance, "lost part of its answer on the way", is_alive=True))
 
     def _give_up(self, error: DynamoError) -> None:
         self._tell(frames.encode(frames.Cancel(self.id)))
@@ -439,7 +439,7 @@ class RequestClient:
             if stream.id in known:
                 stream.heard = self.now
             elif stream.batch >= 0 and stream.heard < probed_at:
-                stream.fail(InstanceGone(peer.instance, "does not know the request any more"))
+                stream.fail(InstanceGone(peer.instance, "does not know the request any more", is_alive=True))
 
     async def watch(self) -> None:
         """Asks after silent streams, forever."""

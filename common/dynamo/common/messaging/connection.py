@@ -95,8 +95,8 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
         self._start()
+        self._closed = None  # until there is a connection: one that was refused will not report its end
         loop = asyncio.get_running_loop()
-        self._closed = loop.create_future()
         async with asyncio.timeout(connect_timeout):
             await loop.create_connection(lambda: self, uri.hostname or "127.0.0.1", uri.port or 4222)
 
@@ -178,6 +178,8 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         self._transport.set_write_buffer_limits(high=1024 * 1024)
+        if self._closed is None:  # else TLS was put on top
+            self._closed = asyncio.get_running_loop().create_future()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._large is not None:

@@ -1,0 +1,205 @@
+"""Systems under test as child processes on this machine: ours, and optionally NVIDIA Dynamo as the peer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from dynamo.local.servers import EtcdServer, NatsServer, free_ports
+from dynamo.protos.inference_pb2 import ModelReadyRequest, ModelReadyResponse
+
+HERE = Path(__file__).parent
+START_TIMEOUT_S = 120
+
+
+@dataclass(slots=True)
+class System:
+    """A running deployment."""
+
+    name: str
+    grpc_port: int
+    http_port: int
+    pids: dict[str, int] = field(default_factory=dict)
+
+
+@asynccontextmanager
+async def process(
+    command: Sequence[str], env: dict[str, str], log: Path, cwd: Path | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A child process for the body; asked to end, and killed if it does not."""
+    with log.open("wb") as output:
+        child = await asyncio.create_subprocess_exec(
+            *command, env=env, cwd=cwd, stdout=output, stderr=output, stdin=asyncio.subprocess.DEVNULL
+        )
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            child.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(child.wait(), 15)
+            except TimeoutError:
+                child.kill()
+                await child.wait()
+
+
+@asynccontextmanager
+async def bus(stack_name: str) -> AsyncIterator[tuple[Path, EtcdServer, NatsServer]]:
+    """A folder, etcd and nats-server."""
+    with tempfile.TemporaryDirectory(prefix=f"bench-{stack_name}-") as folder:
+        path = Path(folder)
+        etcd, nats = EtcdServer(path / "etcd"), NatsServer(path / "nats")
+        await asyncio.gather(etcd.start(), nats.start())
+        try:
+            yield path, etcd, nats
+        finally:
+            await asyncio.gather(etcd.stop(), nats.stop())
+
+
+@asynccontextmanager
+async def ours(
+    *,
+    grpc_server: str = "auto",
+    models: Sequence[str] = ("echo",),
+    workers: int = 1,
+    frontend_flags: Sequence[str] = (),
+    worker_flags: Sequence[str] = (),
+    wait_for: Sequence[str] = ("echo",),
+    name: str = "",
+) -> AsyncIterator[System]:
+    """This project's frontend and workers."""
+    async with AsyncExitStack() as stack:
+        folder, etcd, nats = await stack.enter_async_context(bus("ours"))
+        env = {
+            **os.environ,
+            "DYN_ETCD_ENDPOINTS": etcd.endpoint,
+            "DYN_NATS_SERVERS": nats.url,
+            "DYN_LOG": "warning",
+        }
+        grpc_port, http_port = free_ports(2)
+        system = System(name or f"ours ({grpc_server})", grpc_port, http_port, {"nats": nats.pid})
+        flags = [flag for model in models for flag in ("--model", model)]
+        for index in range(workers):
+            command = [sys.executable, "-m", "dynamo.worker", *flags, *worker_flags]
+            child = await stack.enter_async_context(process(command, env, folder / f"worker{index}.log"))
+            system.pids[f"worker{index or ''}"] = child.pid
+        command = [
+            *(sys.executable, "-m", "dynamo.frontend", "--grpc", "--grpc-server", grpc_server),
+            *("--grpc-port", str(grpc_port), "--http-port", str(http_port), *frontend_flags),
+        ]
+        child = await stack.enter_async_context(process(command, env, folder / "frontend.log"))
+        system.pids["frontend"] = child.pid
+        try:
+            for model in wait_for:
+                await ready(grpc_port, model)
+        except TimeoutError:
+            for log in sorted(folder.glob("*.log")):
+                print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
+            raise
+        yield system
+
+
+@asynccontextmanager
+async def peer(python: str, kind: str, plane: str = "nats") -> AsyncIterator[System]:
+    """NVIDIA Dynamo out of the environment of interpreter `python`. `kind`: `echo`, `tokens` (both KServe gRPC) or `mocker`."""
+    async with AsyncExitStack() as stack:
+        folder, etcd, nats = await stack.enter_async_context(bus("peer"))
+        env = {
+            **os.environ,
+            "ETCD_ENDPOINTS": etcd.endpoint,
+            "NATS_SERVER": nats.url,
+            "DYN_LOG": "warn",
+            "HF_HUB_OFFLINE": "1",
+            "DYN_REQUEST_PLANE": plane,
+            "DYN_TCP_RPC_HOST": "127.0.0.1",
+            "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
+            "DYN_EVENT_PLANE_HOST": "127.0.0.1",
+        }
+        port, metrics_port = free_ports(2)
+        system = System(f"peer ({plane})", port, port, {"nats": nats.pid})
+        flags = ["--http-host", "127.0.0.1", "--http-port", str(port)]
+        if kind == "mocker":
+            flags += ["--event-plane", "nats"]
+        else:
+            flags += ["--kserve-grpc-server", "--grpc-metrics-port", str(metrics_port), "--request-plane", plane]
+        await make_peer_model(python, folder)
+        child = await stack.enter_async_context(
+            process([python, "-m", "dynamo.frontend", *flags], env, folder / "frontend.log", folder)
+        )
+        system.pids["frontend"] = child.pid
+        command = {
+            "echo": [python, str(HERE / "peer" / "echo_worker.py")],
+            "tokens": [python, str(HERE / "peer" / "token_worker.py")],
+            "mocker": [
+                python,
+                "-m",
+                "dynamo.mocker",
+                "--model-path",
+                "model",
+                "--model-name",
+                "m",
+                *("--speedup-ratio", "1000000", "--event-plane", "nats"),
+            ],
+        }[kind]
+        child = await stack.enter_async_context(process(command, env, folder / "worker.log", folder))
+        system.pids["worker"] = child.pid
+        try:
+            if kind == "mocker":
+                await http_ready(port)
+            else:
+                await ready(port, {"echo": "echo", "tokens": "m"}[kind])
+        except TimeoutError:
+            for log in sorted(folder.glob("*.log")):
+                print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
+            raise
+        yield system
+
+
+async def make_peer_model(python: str, folder: Path) -> None:
+    """A folder `model` with the small tokenizer that the peer's text path needs."""
+    child = await asyncio.create_subprocess_exec(python, str(HERE / "peer" / "make_model.py"), cwd=folder)
+    if await child.wait():
+        raise RuntimeError("the peer's model could not be made")
+
+
+async def ready(port: int, model: str) -> None:
+    """Returns when a model can be asked over gRPC. Raises TimeoutError."""
+    async with asyncio.timeout(START_TIMEOUT_S), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        ask = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelReady",
+            request_serializer=ModelReadyRequest.SerializeToString,
+            response_deserializer=ModelReadyResponse.FromString,
+        )
+        while True:
+            try:
+                if (await ask(ModelReadyRequest(name=model), timeout=5)).ready:
+                    return
+            except grpc.aio.AioRpcError:
+                pass
+            await asyncio.sleep(0.2)
+
+
+async def http_ready(port: int) -> None:
+    """Returns when some model is listed over HTTP. Raises TimeoutError."""
+    request = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(request)
+                answer = await reader.read()
+                writer.close()
+                if b'"id"' in answer:
+                    return
+            except OSError:
+                pass
+            await asyncio.sleep(0.2)

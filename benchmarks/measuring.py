@@ -1,0 +1,80 @@
+"""What benchmarks share: CPU time and memory of processes, percentiles, and tables."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds, user and system, that a process has used, all its threads together."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def rss_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES / 2**20
+
+
+class Meter:
+    """Wall time and the CPU time of named processes, over a `with` block."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = dict(pids)
+        self.wall_s = 0.0
+        self.cpu_s: dict[str, float] = {}
+
+    def __enter__(self) -> Meter:
+        self._before = {name: cpu_s(pid) for name, pid in self._pids.items()}
+        self._own = time.process_time()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wall_s = time.perf_counter() - self._start
+        self.cpu_s = {name: cpu_s(pid) - self._before[name] for name, pid in self._pids.items()}
+        self.cpu_s["client"] = time.process_time() - self._own
+
+
+@dataclass(slots=True)
+class Result:
+    """One run of one case on one system."""
+
+    case: str
+    system: str
+    done: int
+    wall_s: float
+    latencies_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """Requests per second."""
+        return self.done / self.wall_s if self.wall_s else 0.0
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the values lie; nan without any."""
+    if not values:
+        return float("nan")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else float("nan")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

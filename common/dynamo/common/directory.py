@@ -1,0 +1,232 @@
+"""A live view of all registrations, which outlives etcd: without it the view is stale, and serves on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+
+from dynamo.common.discovery import Change, Instance, View
+from dynamo.common.errors import DynamoError
+from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
+from dynamo.common.etcd.background import running
+from dynamo.common.etcd.transport import backoff
+from dynamo.common.model_card import ModelCard
+from dynamo.common.names import InstanceId, namespace_prefix
+
+log = logging.getLogger(__name__)
+
+RECONCILE_S = 30.0
+RETURN_S = 10.0
+"""The time of a lease: within it a living worker has noticed that its lease is gone, and has registered again."""
+DOWN_S = 10.0
+"""After the time of a lease the registration of a worker that died is gone, too."""
+_LONGEST_PAUSE_S = 10.0
+
+OnChange = Callable[[], None]
+OnRegistrations = Callable[[Sequence[Instance], Sequence[Instance]], None]
+
+
+class Directory:
+    """Who serves what, as far as is known. All questions are answered from memory, at once."""
+
+    def __init__(self, etcd: Etcd, namespace: str | None, return_s: float) -> None:
+        self.ready = asyncio.Event()
+        """Set when the first listing is in, and ever after."""
+        self.stale = True
+        """etcd is away, or has not been reached yet: what is told is the last known."""
+        self._etcd = etcd
+        self._prefix = namespace_prefix(namespace)
+        self._return_s = return_s
+        self._view = View()
+        self._revision = 0
+        """Of the store; everything up to it is in the view."""
+        self._returning: set[str] = set()
+        """Keys that etcd has lost together with its history, and whose owners may still put them back."""
+        self._return_timer: asyncio.TimerHandle | None = None
+        self._down_timers: dict[InstanceId, asyncio.TimerHandle] = {}
+        self._on_change: list[OnChange] = []
+        self._on_registrations: list[OnRegistrations] = []
+
+    # Questions
+
+    def instances(self, name: str) -> Sequence[Instance]:
+        """Those that serve a model, alias or adapter now, without those marked down; the same tuple until a change.
+
+        For an alias or adapter, the instances that have it. Empty for a name that nobody has registered.
+        """
+        return self._view.instances(name)
+
+    def registered(self) -> Collection[Instance]:
+        """Every registration, those of instances marked down included; one per model that an instance serves."""
+        return self._view.registered()
+
+    def models(self) -> Sequence[str]:
+        """Names of the registered models, sorted, without aliases and adapters."""
+        return self._view.models()
+
+    def card(self, name: str) -> ModelCard | None:
+        """The card of a model by its name, alias or adapter; None if nobody has registered it."""
+        return self._view.card(name)
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        """The card of each registered model."""
+        cards = ((model, self._view.card(model)) for model in self._view.models())
+        return {model: card for model, card in cards if card is not None}
+
+    # News
+
+    def on_change(self, callback: OnChange) -> None:
+        """`callback` is called, synchronously, whenever `registered` or `instances` answer differently than before."""
+        self._on_change.append(callback)
+
+    def on_registrations(self, callback: OnRegistrations) -> None:
+        """`callback(added, removed)` is called, synchronously, with the registrations that came and went.
+
+        One whose card changed is in both. An instance is gone for good only when its last model is. Marks do not count.
+        """
+        self._on_registrations.append(callback)
+
+    # Marks
+
+    def mark_down(self, instance: InstanceId, for_s: float = DOWN_S) -> None:
+        """Nothing answers there: leaves it out until it registers again, `mark_up`, or the time is over."""
+        changed = self._view.mark_down(instance)
+        if self._view.is_down(instance):
+            self._stop_timer(instance)
+            timer = asyncio.get_running_loop().call_later(for_s, self.mark_up, instance)
+            self._down_timers[instance] = timer
+        if changed:
+            log.info("instance %x is marked down for %g s", instance, for_s)
+            self._tell()
+
+    def mark_up(self, instance: InstanceId) -> None:
+        """The instance was heard of: ends `mark_down`."""
+        self._stop_timer(instance)
+        if self._view.mark_up(instance):
+            self._tell()
+
+    # Following etcd
+
+    async def follow(self) -> None:
+        """Takes over what changes in etcd, until cancelled. Nothing that etcd says or does ends it."""
+        pauses = backoff(_LONGEST_PAUSE_S)
+        while True:
+            try:
+                async with aclosing(self._etcd.watch(self._prefix, on_connected=self._connected)) as changes:
+                    async for change in changes:
+                        pauses = backoff(_LONGEST_PAUSE_S)
+                        if isinstance(change, Reset):
+                            self._reset(change)
+                        else:
+                            self._update(change)
+            except DynamoError as error:  # not allowed, or not understood: it may be put right in etcd
+                log.error("the registrations cannot be followed; trying on: %s", error)
+                self.stale = True
+            await asyncio.sleep(next(pauses))
+
+    async def reconcile(self, every_s: float) -> None:
+        """Lists everything now and then, which catches what a watch has lost, until cancelled."""
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                listing = await self._etcd.range(self._prefix, prefix=True)
+            except DynamoError as error:
+                log.debug("the registrations could not be listed: %s", error)
+                continue
+            # An older listing would bring back what the watch has seen go. It is older only when changes come just now.
+            if self.ready.is_set() and listing.revision >= self._revision:
+                change = self._take_over(listing.kvs, listing.revision)
+                if change:
+                    log.info("a listing found %d changes before the watch", len(change.added) + len(change.removed))
+
+    def close(self) -> None:
+        """Stops the clocks; the view stays."""
+        for instance in list(self._down_timers):
+            self._stop_timer(instance)
+        if self._return_timer is not None:
+            self._return_timer.cancel()
+
+    def _connected(self, connected: bool) -> None:
+        self.stale = not connected
+        if connected:
+            log.info("the view of %s is live", self._prefix)
+
+    def _reset(self, reset: Reset) -> None:
+        if reset.history_lost:
+            self._await_return(self._view.keys - {kv.key for kv in reset.kvs})
+        self._take_over(reset.kvs, reset.revision)
+        self.ready.set()
+
+    def _update(self, events: Events) -> None:
+        changes: dict[str, bytes | None] = {}
+        for event in events.events:
+            # What a listing has told already may come again.
+            if isinstance(event, Put) and event.kv.mod_revision > self._revision:
+                changes[event.kv.key] = event.kv.value
+            elif not isinstance(event, Put) and event.revision > self._revision:
+                changes[event.key] = None
+        self._revision = max(self._revision, events.revision)
+        self._apply(changes)
+
+    def _take_over(self, kvs: Iterable[KeyValue], revision: int) -> Change:
+        listed: dict[str, bytes | None] = {kv.key: kv.value for kv in kvs}
+        absent = self._view.keys - listed.keys() - self._returning
+        self._revision = revision
+        return self._apply(listed | dict.fromkeys(absent))
+
+    def _apply(self, changes: Mapping[str, bytes | None]) -> Change:
+        self._returning.difference_update(changes)
+        change = self._view.apply(changes)
+        for instance in change.revived:
+            self._stop_timer(instance)
+        if change:
+            self._tell(change.added, change.removed)
+        return change
+
+    def _await_return(self, keys: Collection[str]) -> None:
+        """Keeps what a store that began anew does not know, until its owners had the time to put it back."""
+        self._returning.update(keys)
+        if self._return_timer is not None:
+            self._return_timer.cancel()
+        self._return_timer = asyncio.get_running_loop().call_later(self._return_s, self._end_return)
+
+    def _end_return(self) -> None:
+        if self._returning:
+            log.warning("%d registrations were lost by etcd and did not come back", len(self._returning))
+        self._apply(dict.fromkeys(list(self._returning)))
+
+    def _tell(self, added: Sequence[Instance] = (), removed: Sequence[Instance] = ()) -> None:
+        """Without arguments: only marks have changed."""
+        callbacks: list[OnChange] = list(self._on_change)
+        if added or removed:
+            callbacks += [partial(callback, added, removed) for callback in self._on_registrations]
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:
+                log.exception("a listener of the directory failed; the others are told nevertheless")
+
+    def _stop_timer(self, instance: InstanceId) -> None:
+        timer = self._down_timers.pop(instance, None)
+        if timer is not None:
+            timer.cancel()
+
+
+@asynccontextmanager
+async def open_directory(
+    etcd: Etcd, namespace: str | None, *, reconcile_s: float = RECONCILE_S, return_s: float = RETURN_S
+) -> AsyncIterator[Directory]:
+    """The registrations of a namespace, or of all, followed while the body runs. Does not wait for etcd: see `ready`.
+
+    `return_s`: when etcd comes back with its data lost, how long the instances known before are kept for them to register
+    again.
+    """
+    directory = Directory(etcd, namespace, return_s)
+    try:
+        async with running(directory.follow(), "directory"), running(directory.reconcile(reconcile_s), "reconcile"):
+            yield directory
+    finally:
+        directory.close()

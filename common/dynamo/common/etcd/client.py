@@ -1,0 +1,66 @@
+"""The etcd client as the rest of the project uses it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from dynamo.common.etcd import kv, lease, watch
+from dynamo.common.etcd.config import EtcdConfig
+from dynamo.common.etcd.transport import Transport
+
+
+class Etcd:
+    """One etcd cluster. Every call raises EtcdUnavailable when no endpoint answered within `timeout_s`."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    @property
+    def config(self) -> EtcdConfig:
+        return self._transport.config
+
+    @property
+    def endpoint(self) -> str | None:
+        """The endpoint in use; None while there is none."""
+        return self._transport.endpoint
+
+    async def range(self, key: str, *, prefix: bool = False, revision: int = 0) -> kv.Listing:
+        """A key, or all keys with a prefix, now or as of a revision; Compacted if that one is gone."""
+        return await kv.read(self._transport, key, prefix=prefix, revision=revision)
+
+    async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
+        """Sets a key; returns the revision. Raises LeaseLost if the lease is no more."""
+        return await kv.put(self._transport, key, value, lease=lease)
+
+    async def delete(self, key: str, *, prefix: bool = False) -> int:
+        """Deletes a key, or all keys with a prefix; returns how many there were."""
+        return await kv.delete(self._transport, key, prefix=prefix)
+
+    def watch(
+        self,
+        prefix: str,
+        start_revision: int = 0,
+        on_connected: Callable[[bool], None] = lambda connected: None,
+    ) -> AsyncGenerator[watch.Events | watch.Reset, None]:
+        """All changes under a prefix, see `dynamo.common.etcd.watch.watch`. Use it with `aclosing`."""
+        return watch.watch(self._transport, prefix, start_revision, on_connected)
+
+    def session(
+        self,
+        ttl_s: float = lease.DEFAULT_TTL_S,
+        on_held: Callable[[int], None] = lambda lease: None,
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> AbstractAsyncContextManager[lease.Session]:
+        """A lease that is kept alive while the body runs, see `dynamo.common.etcd.lease.Session`."""
+        return lease.open_session(self._transport, ttl_s, on_held, on_lost)
+
+
+@asynccontextmanager
+async def connect_etcd(config: EtcdConfig) -> AsyncIterator[Etcd]:
+    """A client. Does not wait for etcd: connections are made when the first call needs one. Raises InvalidRequest."""
+    transport = Transport(config)
+    try:
+        yield Etcd(transport)
+    finally:
+        await transport.close()

@@ -1,0 +1,61 @@
+"""Which generation parameters mean something. Checked by the frontend, and by engines that would take nonsense in silence."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.generation import GenerateRequest, Sampling, Stop
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKENS = 1024
+MAX_TOP_K = 1 << 20
+GUIDES = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+def check_request(request: GenerateRequest) -> None:
+    """Raises InvalidRequest, with the field as `param`, for the first parameter that is out of range."""
+    check_sampling(request.sampling)
+    check_stop(request.stop)
+    _within("n", request.n, 1, MAX_CHOICES)
+    _within("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+    _within("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises InvalidRequest."""
+    _within("temperature", sampling.temperature, 0, 100)
+    _within("top_p", sampling.top_p, 0, 1)
+    if sampling.top_p == 0:
+        raise InvalidRequest("top_p is 0; it must be above 0", param="top_p")
+    _within("top_k", sampling.top_k, -1, MAX_TOP_K)
+    _within("min_p", sampling.min_p, 0, 1)
+    _within("frequency_penalty", sampling.frequency_penalty, -2, 2)
+    _within("presence_penalty", sampling.presence_penalty, -2, 2)
+    _within("repetition_penalty", sampling.repetition_penalty, 0, 100)
+    if sampling.repetition_penalty == 0:
+        raise InvalidRequest("repetition_penalty is 0; it must be above 0", param="repetition_penalty")
+    _within("seed", sampling.seed, -(2**63), 2**64 - 1)
+    biases = sampling.logit_bias or {}
+    _within("the number of entries in logit_bias", len(biases), 0, MAX_LOGIT_BIASES, "logit_bias")
+    for token, bias in biases.items():
+        _within(f"logit_bias of token {token}", bias, -100, 100, "logit_bias")
+    guided = sampling.guided
+    if guided is not None and (len(guided) != 1 or next(iter(guided)) not in GUIDES):
+        raise InvalidRequest(f"structured output is asked for by exactly one of {', '.join(GUIDES)}", param="guided")
+
+
+def check_stop(stop: Stop) -> None:
+    """Raises InvalidRequest."""
+    _within("max_tokens", stop.max_tokens, 0, 2**31 - 1)
+    _within("min_tokens", stop.min_tokens, 0, 2**31 - 1)
+    if stop.max_tokens is not None and stop.min_tokens > stop.max_tokens:
+        raise InvalidRequest(f"min_tokens is {stop.min_tokens}, above max_tokens {stop.max_tokens}", param="min_tokens")
+    _within("the number of stop token ids", len(stop.token_ids), 0, MAX_STOP_TOKENS, "stop_token_ids")
+
+
+def _within(name: str, value: float | None, least: float, most: float, param: str | None = None) -> None:
+    if value is not None and not (isfinite(value) and least <= value <= most):
+        raise InvalidRequest(f"{name} is {value}; it must be between {least} and {most}", param=param or name)

@@ -1,0 +1,223 @@
+"""What a worker tells about its KV cache: which blocks came and went, by sequence hash.
+
+A worker keeps a `KvState`: its own full copy, fed by the engine. Once per engine step it takes the net change as one numbered
+`KvUpdate`. Numbers count from 0 per instance without holes, so a reader knows what it missed; `KvSnapshot` is the whole copy
+as of one number. Applying the same update twice changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from dynamo.common.kv.hashes import HASH_BYTES, pack_hashes, unpack_hashes
+
+
+class KvUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """One step's net change. To be applied in this order: `cleared`, `removed`, `stored`."""
+
+    number: int
+    stored: bytes = b""
+    """Sequence hashes, see `pack_hashes`; parents before children."""
+    removed: bytes = b""
+    cleared: bool = False
+
+    @property
+    def stored_hashes(self) -> list[int]:
+        return unpack_hashes(self.stored)
+
+    @property
+    def removed_hashes(self) -> list[int]:
+        return unpack_hashes(self.removed)
+
+
+class KvSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """All blocks that an instance holds after its update `number`; -1: it has made none yet."""
+
+    number: int = -1
+    blocks: bytes = b""
+
+    @property
+    def hashes(self) -> list[int]:
+        return unpack_hashes(self.blocks)
+
+
+class LoadReport(msgspec.Struct, frozen=True, array_like=True):
+    """How busy an instance is with the requests of all frontends, at one moment."""
+
+    waiting: int = 0
+    running: int = 0
+    active_blocks: int = 0
+    """KV blocks that running requests hold, shared ones counted once."""
+    total_blocks: int = 0
+    queued_prefill_tokens: int = 0
+    """Prompt tokens of accepted requests that are still to be computed."""
+    step_ms: float = 0.0
+    kv_number: int = -1
+    """Number of the last KV update made; a reader that is behind missed the end of the stream."""
+    accepted: bytes = b""
+    """`request_key` of each request accepted since the report before the last one, packed: these are part of this report."""
+
+
+def request_key(request_id: str) -> int:
+    """A request's name in load reports and shared bookings: 8 bytes instead of a long id."""
+    return xxh3_64_intdigest(request_id.encode())
+
+
+update_encoder = msgspec.msgpack.Encoder()
+update_decoder = msgspec.msgpack.Decoder(KvUpdate)
+updates_decoder = msgspec.msgpack.Decoder(list[KvUpdate])
+snapshot_encoder = msgspec.msgpack.Encoder()
+snapshot_decoder = msgspec.msgpack.Decoder(KvSnapshot)
+load_encoder = msgspec.msgpack.Encoder()
+load_decoder = msgspec.msgpack.Decoder(LoadReport)
+
+
+class KvChange:
+    """A net change of a set of blocks, gathered from single ones: what came and went in between leaves no trace.
+
+    Never larger than the blocks held before and after together, however long it gathers.
+    """
+
+    __slots__ = ("cleared", "removed", "stored")
+
+    def __init__(self) -> None:
+        # Dictionaries as ordered sets: readers get parents before children.
+        self.stored: dict[int, None] = {}
+        self.removed: dict[int, None] = {}
+        self.cleared = False
+
+    def __bool__(self) -> bool:
+        return self.cleared or bool(self.stored) or bool(self.removed)
+
+    def store(self, block: int) -> None:
+        """`block` was absent and is present now."""
+        if block in self.removed:
+            del self.removed[block]
+        else:
+            self.stored[block] = None
+
+    def remove(self, block: int) -> None:
+        """`block` was present and is absent now."""
+        if block in self.stored:
+            del self.stored[block]
+        else:
+            self.removed[block] = None
+
+    def clear(self) -> None:
+        """Everything is absent now."""
+        self.stored.clear()
+        self.removed.clear()
+        self.cleared = True
+
+
+class KvState:
+    """A worker's own full copy of what its engine caches, and the numbered updates that others follow it by.
+
+    An engine with several data-parallel ranks names the rank of each change: a block counts as held while any rank holds it.
+    The latest updates are kept for readers that missed a few, as many as fit into `log_bytes`.
+    """
+
+    def __init__(self, log_bytes: int = 4 << 20) -> None:
+        self._held: dict[int, int] = {}
+        """Block → how many ranks hold it."""
+        self._ranks: dict[int, set[int]] = {}
+        self._change = KvChange()
+        self._next = 0
+        self._log: deque[KvUpdate] = deque()
+        self._log_bytes = 0
+        self._log_limit_bytes = log_bytes
+
+    def __len__(self) -> int:
+        """How many blocks are held."""
+        return len(self._held)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._held
+
+    @property
+    def number(self) -> int:
+        """Number of the last update taken; -1: none."""
+        return self._next - 1
+
+    @property
+    def changed(self) -> bool:
+        """`take_update` would return one."""
+        return bool(self._change)
+
+    def store(self, blocks: Iterable[int], rank: int = 0) -> None:
+        """Parents before children. Blocks already there are left alone."""
+        own, held, change = self._ranks.setdefault(rank, set()), self._held, self._change
+        for block in blocks:
+            if block in own:
+                continue
+            own.add(block)
+            count = held.get(block, 0)
+            held[block] = count + 1
+            if not count:
+                change.store(block)
+
+    def remove(self, blocks: Iterable[int], rank: int = 0) -> None:
+        """Blocks that are not there are left alone."""
+        own, held, change = self._ranks.setdefault(rank, set()), self._held, self._change
+        for block in blocks:
+            if block not in own:
+                continue
+            own.remove(block)
+            count = held[block]
+            if count > 1:
+                held[block] = count - 1
+            else:
+                del held[block]
+                change.remove(block)
+
+    def clear(self, rank: int = 0) -> None:
+        own = self._ranks.get(rank)
+        if own is not None and len(self._ranks) > 1:
+            self.remove(list(own), rank)
+        elif own:
+            own.clear()
+            self._held.clear()
+            self._change.clear()
+
+    def take_update(self) -> KvUpdate | None:
+        """The net change since the last call, numbered; None if there is none."""
+        change = self._change
+        if not change:
+            return None
+        update = KvUpdate(self._next, pack_hashes(change.stored), pack_hashes(change.removed), change.cleared)
+        self._change = KvChange()
+        self._next += 1
+        self._log.append(update)
+        self._log_bytes += _weight(update)
+        while self._log_bytes > self._log_limit_bytes:
+            self._log_bytes -= _weight(self._log.popleft())
+        return update
+
+    def since(self, number: int) -> Sequence[KvUpdate] | None:
+        """Every update from `number` on, or None if some of them are no longer kept: then a snapshot is needed."""
+        first = self._next - len(self._log)
+        if not first <= number <= self._next:
+            return None
+        return [update for update in self._log if update.number >= number]
+
+    def snapshot(self) -> KvSnapshot:
+        """All blocks as of `number`: changes not yet taken as an update are left out."""
+        change = self._change
+        if not change:
+            return KvSnapshot(self.number, pack_hashes(self._held))
+        if change.cleared:
+            # What was there before the clear is forgotten. Readers get the state after it now and the update, which changes
+            # nothing for them, later.
+            return KvSnapshot(self.number, pack_hashes(self._held))
+        published = [block for block in self._held if block not in change.stored]
+        published.extend(change.removed)
+        return KvSnapshot(self.number, pack_hashes(published))
+
+
+def _weight(update: KvUpdate) -> int:
+    """Bytes that a kept update costs, about."""
+    return len(update.stored) + len(update.removed) + 16 * HASH_BYTES

@@ -1,0 +1,308 @@
+"""vLLM's KV events, read as they come, and translated into sequence hashes.
+
+vLLM (and SGLang, which copied the format) publishes msgpack batches `[timestamp, events, data parallel rank]`. An event was an
+array led by its type's name until 2026-06 and is a map with a `type` key since; the batch may become a map too. New keys and
+types appear every few months. So decoding is by name or position, takes what it knows and skips the rest.
+
+The engine's block hashes are opaque (its seed and algorithm are its own): they serve as handles that removals refer to. What
+travels on are our own sequence hashes over the token ids in the events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from dynamo.common.errors import EngineError
+from dynamo.common.generation import pack_tokens
+from dynamo.common.kv.hashes import block_hash, chain, space_hash
+
+_STORED_FIELDS = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+)
+_REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+_BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
+
+_DEVICE_MEDIA = frozenset({"", "gpu", "device", "hbm"})
+_FULL_ATTENTION_KINDS = frozenset({"", "full_attention", "mla_attention"})
+
+_U64 = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    hashes: Sequence[int]
+    """The engine's, folded to 64 bits."""
+    parent: int | None
+    token_ids: Sequence[int]
+    block_size: int
+    medium: str = ""
+    adapter: str = ""
+    extra_keys: Sequence[Sequence[Any]] = ()
+    """Per block, what besides tokens entered the engine's hash. Empty, or one entry per block."""
+    group: int | None = None
+    attention: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    hashes: Sequence[int]
+    medium: str = ""
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllCleared:
+    pass
+
+
+VllmEvent = BlocksStored | BlocksRemoved | AllCleared
+
+
+@dataclass(frozen=True, slots=True)
+class VllmBatch:
+    events: Sequence[VllmEvent]
+    rank: int = 0
+    """Data-parallel rank of the engine that made the events."""
+    skipped: int = 0
+    """Events of unknown type, or malformed."""
+
+
+def decode_batch(payload: bytes | memoryview) -> VllmBatch:
+    """One published batch. Raises EngineError if it is no batch at all; single odd events are skipped and counted."""
+    try:
+        raw = msgspec.msgpack.decode(payload)
+    except (ValueError, RecursionError) as error:  # DecodeError is a ValueError, and so is text that is no UTF-8
+        raise EngineError(f"a KV event batch of the engine is not msgpack: {error}") from error
+    fields = raw if isinstance(raw, dict) else _named(raw, _BATCH_FIELDS) if isinstance(raw, list) else {}
+    items = fields.get("events")
+    if not isinstance(items, list):
+        raise EngineError("a KV event batch of the engine holds no list of events")
+    events: list[VllmEvent] = []
+    skipped = 0
+    for item in items:
+        try:
+            event = _event(item)
+        except (TypeError, ValueError):
+            event = None
+        if event is None:
+            skipped += 1
+        else:
+            events.append(event)
+    rank = fields.get("data_parallel_rank")
+    return VllmBatch(events, rank if isinstance(rank, int) else 0, skipped)
+
+
+def fold_hash(value: object) -> int:
+    """An engine's block hash as 64 bits: integers of either sign as they are, bytes by their last eight, big-endian.
+
+    Raises TypeError for anything else. Folding a digest gives the very integer that vLLM publishes when told to use integers.
+    """
+    if isinstance(value, bytes):
+        return int.from_bytes(value[-8:], "big")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value & _U64
+    raise TypeError(f"a block hash is an integer or bytes, not {type(value).__name__}")
+
+
+def _named(values: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    """Positional values by name. Trailing ones may be absent; more than the known ones are ignored."""
+    return dict(zip(names, values, strict=False))
+
+
+def _event(raw: object) -> VllmEvent | None:
+    """One event from either shape; None for an unknown type. Raises TypeError or ValueError if it is malformed."""
+    if isinstance(raw, dict):
+        kind, fields = raw.get("type"), raw
+    elif isinstance(raw, list) and raw:
+        kind = raw[0]
+        fields = _named(raw[1:], _STORED_FIELDS if kind == "BlockStored" else _REMOVED_FIELDS)
+    else:
+        raise TypeError("an event is a map or a list that is not empty")
+    match kind:
+        case "BlockStored":
+            return _stored(fields)
+        case "BlockRemoved":
+            hashes = _hashes(fields.get("block_hashes"))
+            return BlocksRemoved(hashes, _text(fields.get("medium")), _optional_int(fields.get("group_idx")))
+        case "AllBlocksCleared":
+            return AllCleared()
+        case _:
+            return None
+
+
+def _stored(fields: Mapping[Any, Any]) -> BlocksStored:
+    hashes = _hashes(fields.get("block_hashes"))
+    parent = fields.get("parent_block_hash")
+    token_ids = fields.get("token_ids") or ()
+    block_size = fields.get("block_size")
+    if not isinstance(block_size, int) or block_size < 1:
+        raise ValueError("a stored event has no block size")
+    if not isinstance(token_ids, list | tuple) or not all(isinstance(token, int) for token in token_ids):
+        raise TypeError("token ids are a list of integers")
+    extra_keys = fields.get("extra_keys") or ()
+    if not isinstance(extra_keys, list | tuple):
+        raise TypeError("extra keys are a list")
+    adapter = _text(fields.get("lora_name"))
+    lora_id = fields.get("lora_id")
+    if not adapter and isinstance(lora_id, int) and lora_id > 0:
+        # Old engines tell only a number; an adapter's blocks must not look like the base model's.
+        adapter = f"lora:{lora_id}"
+    return BlocksStored(
+        hashes=hashes,
+        parent=None if parent is None else fold_hash(parent),
+        token_ids=token_ids,
+        block_size=block_size,
+        medium=_text(fields.get("medium")),
+        adapter=adapter,
+        extra_keys=tuple(_keys(keys) for keys in extra_keys),
+        group=_optional_int(fields.get("group_idx")),
+        attention=_text(fields.get("kv_cache_spec_kind")),
+    )
+
+
+def _hashes(raw: object) -> list[int]:
+    if not isinstance(raw, list | tuple):
+        raise TypeError("block hashes are a list")
+    return [fold_hash(value) for value in raw]
+
+
+def _keys(raw: object) -> Sequence[Any]:
+    if raw is None:
+        return ()
+    return raw if isinstance(raw, list | tuple) else (raw,)
+
+
+def _text(raw: object) -> str:
+    return raw if isinstance(raw, str) else ""
+
+
+def _optional_int(raw: object) -> int | None:
+    return raw if isinstance(raw, int) and not isinstance(raw, bool) else None
+
+
+@dataclass(slots=True)
+class Translated:
+    """What one event means in sequence hashes."""
+
+    stored: list[int] = field(default_factory=list)
+    removed: list[int] = field(default_factory=list)
+    cleared: bool = False
+
+
+@dataclass(slots=True)
+class _Block:
+    sequence_hash: int
+    copies: int = 1
+
+
+class Translator:
+    """Engine hashes to sequence hashes, for one engine rank.
+
+    vLLM announces a block once per physical copy, and removes it once per copy: a block counts as held until the last one went.
+    Only blocks in GPU memory count. A hybrid model announces every block once per attention group: one group, of full
+    attention, speaks for all, because only there a held block means that the whole prefix before it is needed and held.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, _Block] = {}
+        self._group: int | None = None
+        self.orphans = 0
+        """Blocks left out because their parent is not known, as after lost events."""
+        self.ignored = 0
+        """Blocks left out because they lie outside of GPU memory, belong to another group or come without tokens."""
+
+    def __len__(self) -> int:
+        """How many of the engine's blocks are known."""
+        return len(self._blocks)
+
+    def translate(self, event: VllmEvent) -> Translated:
+        match event:
+            case BlocksStored():
+                return self._store(event)
+            case BlocksRemoved():
+                return Translated(removed=self._remove(event))
+            case AllCleared():
+                self._blocks.clear()
+                return Translated(cleared=True)
+
+    def _store(self, event: BlocksStored) -> Translated:
+        result = Translated()
+        size, count = event.block_size, len(event.hashes)
+        if not self._counts(event.medium, event.group, event.attention) or len(event.token_ids) < count * size:
+            self.ignored += count
+            return result
+        parent = None
+        if event.parent is not None:
+            known = self._blocks.get(event.parent)
+            if known is None:
+                self.orphans += count
+                return result
+            parent = known.sequence_hash
+        for at, handle in enumerate(event.hashes):
+            keys = event.extra_keys[at] if at < len(event.extra_keys) else ()
+            keys = [key for key in keys if key != event.adapter]
+            if parent is None:
+                # The salt is the last extra key of a first block.
+                salt = keys.pop() if keys and isinstance(keys[-1], str) else ""
+                parent = space_hash(event.adapter, salt)
+            try:
+                block = block_hash(_block_bytes(event.token_ids[at * size : (at + 1) * size], keys))
+            except OverflowError:
+                self.ignored += count - at
+                break
+            parent = chain(parent, block)
+            held = self._blocks.get(handle)
+            if held is not None and held.sequence_hash == parent:
+                held.copies += 1
+                continue
+            if held is not None:  # the engine gave the handle to another block, and its removal was lost
+                result.removed.append(held.sequence_hash)
+            self._blocks[handle] = _Block(parent)
+            result.stored.append(parent)
+        return result
+
+    def _remove(self, event: BlocksRemoved) -> list[int]:
+        if not self._counts(event.medium, event.group, ""):
+            return []
+        removed: list[int] = []
+        for handle in event.hashes:
+            held = self._blocks.get(handle)
+            if held is None:
+                continue
+            held.copies -= 1
+            if not held.copies:
+                del self._blocks[handle]
+                removed.append(held.sequence_hash)
+        return removed
+
+    def _counts(self, medium: str, group: int | None, attention: str) -> bool:
+        if medium.lower() not in _DEVICE_MEDIA or attention not in _FULL_ATTENTION_KINDS:
+            return False
+        if group is None:
+            return True
+        if self._group is None and attention:
+            self._group = group
+        return group == (self._group or 0)
+
+
+def _block_bytes(token_ids: Sequence[int], keys: Iterable[Any]) -> bytes:
+    """What is hashed for a block. Raises OverflowError for a token id that does not fit into 32 bits.
+
+    Images and the like enter the engine's hash by extra keys; here too, so that blocks of equal placeholder tokens differ.
+    """
+    tokens = pack_tokens(token_ids)
+    extra = list(keys)
+    return tokens + msgspec.msgpack.encode(extra) if extra else tokens

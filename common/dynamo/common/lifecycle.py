@@ -1,0 +1,149 @@
+"""How a process lives: its event loop, its memory, the signals that stop it, and the order in which it closes.
+
+def main() -> None:
+    config = load_or_exit(FrontendConfig, program="dynamo-frontend")
+    setup_logging(config.log)
+    run(serve(config), program="dynamo-frontend")
+
+async def serve(config: FrontendConfig) -> None:
+    stop = stop_on_signal()
+    async with AsyncExitStack() as stack:      # closes in reverse order
+        ...
+        freeze_garbage()
+        await stop.wait()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+import uvloop
+
+from dynamo.common.config import ConfigError, exit_with
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+"""Something broke at run time. A wrong configuration ends with `config.EXIT_CONFIG`, 2."""
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_BYTES = 32 * 2**20  # glibc's upper limit for this setting on 64-bit machines
+_TRIM_THRESHOLD_BYTES = 256 * 2**20
+
+
+def run(main: Coroutine[Any, Any, T], *, program: str = "dynamo") -> T:
+    """Runs `main` on a uvloop event loop, with memory settings for large messages, and returns what it returns.
+
+    A ConfigError (a port that is taken, a certificate that cannot be read) is printed as one sentence; status 2.
+    """
+    keep_freed_memory()
+    gc.set_threshold(50_000, 20, 50)  # most of what requests make dies by reference count
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(main)
+    except ConfigError as error:
+        exit_with(program, error)
+
+
+def keep_freed_memory() -> bool:
+    """Makes glibc keep freed blocks of up to 32 MiB instead of giving them back to the system; False elsewhere.
+
+    A tensor of a few hundred KiB is otherwise a fresh mapping, whose pages the kernel zeroes, for each copy of each request.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
+    kept = mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    return bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES) and kept)
+
+
+def freeze_garbage() -> None:
+    """Takes everything that lives now out of garbage collection. To call once, when the start is complete."""
+    gc.collect()
+    gc.freeze()
+
+
+def stop_on_signal(at_once: Callable[[int], None] | None = None) -> asyncio.Event:
+    """An event that the first SIGINT or SIGTERM sets. A second one ends the process at once, or calls `at_once(signal)`.
+
+    To call on the main thread, inside the running loop.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def received(number: int) -> None:
+        name = signal.Signals(number).name
+        if not stop.is_set():
+            log.info("%s: stopping; a second signal ends the process at once", name)
+            stop.set()
+        else:
+            log.warning("second signal (%s): ending at once", name)
+            (at_once or end_at_once)(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, received, number)
+    return stop
+
+
+def end_at_once(number: int) -> NoReturn:
+    """Ends the process without closing anything; the status is the shell's for that signal."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(128 + number)
+
+
+async def within(timeout_s: float, step: Awaitable[object], what: str) -> bool:
+    """Awaits one step of a shutdown for at most `timeout_s`; when that is not enough, cancels it, logs it, returns False.
+
+    The next step must run whatever the last one did, so an error of the step is logged as well. Cancellation passes through.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await step
+    except TimeoutError:
+        log.warning("%s was not done after %g s and is cut", what, timeout_s)
+        return False
+    except Exception:
+        log.exception("%s failed", what)
+        return False
+    return True
+
+
+def open_listener(host: str, port: int, *, flag: str, reuse_port: bool = False) -> socket.socket:
+    """A listening TCP socket; port 0 lets the system choose. Raises ConfigError naming `flag` if it cannot be had.
+
+    `reuse_port` lets several processes listen on one port, so it hides that somebody else is there already.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot listen on {host}:{port}: {error.strerror or error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{flag}: cannot listen on {host}:{port}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener

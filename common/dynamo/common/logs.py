@@ -1,0 +1,69 @@
+"""Log records as text for people or as one JSON object per line, with the id of the request they belong to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from contextvars import ContextVar
+from typing import TextIO
+
+from dynamo.common.options import LogFormat, LogOptions, parse_log_levels
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the request that the current task works on; set by each protocol edge and by the worker's serving loop."""
+trace_id: ContextVar[str] = ContextVar("trace_id", default="")
+
+_QUIET = ("asyncio", "grpc", "httpx", "nats", "uvicorn", "uvicorn.access", "uvicorn.error", "huggingface_hub", "filelock")
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def setup_logging(options: LogOptions, stream: TextIO | None = None) -> None:
+    """Sends all records to `stream` (standard error). To call once, before anything else starts."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if options.format is LogFormat.JSON else TextFormatter())
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    levels = dict(parse_log_levels(options.level))
+    root.setLevel(levels.pop(""))
+    for name in _QUIET:  # a library's chatter is no news for an operator; its warnings are
+        logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+class TextFormatter(logging.Formatter):
+    """`12:30:45.123 WARNING dynamo.worker.serve: the sentence [request id]`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        text = f"{clock}.{int(record.msecs):03d} {record.levelname} {record.name}: {record.getMessage()}"
+        if request := request_id.get():
+            text += f" [{request}]"
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record; what was passed as `extra` becomes fields of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields: dict[str, object] = {
+            "time": f"{clock}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request := request_id.get():
+            fields["request_id"] = request
+        if trace := trace_id.get():
+            fields["trace_id"] = trace
+        fields.update({key: value for key, value in vars(record).items() if key not in _STANDARD})
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str, ensure_ascii=False)

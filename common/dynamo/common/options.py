@@ -1,0 +1,151 @@
+"""Groups of options that several processes share: where NATS and etcd are, and what is logged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from dynamo.common.config import option
+
+if TYPE_CHECKING:  # imported when a connection is made: reading a configuration needs no client library
+    from dynamo.common.etcd.config import EtcdConfig
+    from dynamo.common.messaging.connection import NatsConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NatsOptions:
+    """Where NATS is and who we are there. Use with `group("NATS", prefix="nats")`."""
+
+    servers: tuple[str, ...] = option(
+        ("nats://127.0.0.1:4222",),
+        env=("DYN_NATS_SERVERS", "NATS_SERVER", "NATS_URL"),
+        repeatable=True,
+        metavar="URL",
+        help="Addresses of the NATS cluster, separated by commas.",
+    )
+    user: str | None = option(None, env=("DYN_NATS_USER", "NATS_AUTH_USERNAME"), help="User name.")
+    password: str | None = option(
+        None, env=("DYN_NATS_PASSWORD", "NATS_AUTH_PASSWORD"), secret=True, help="Password of the user."
+    )
+    token: str | None = option(None, env=("DYN_NATS_TOKEN", "NATS_AUTH_TOKEN"), secret=True, help="Access token.")
+    nkey_seed_file: str | None = option(
+        None, env=("DYN_NATS_NKEY_SEED_FILE", "NATS_AUTH_NKEY"), metavar="FILE", help="Seed file of an nkey."
+    )
+    credentials_file: str | None = option(
+        None,
+        env=("DYN_NATS_CREDENTIALS_FILE", "NATS_AUTH_CREDENTIALS_FILE"),
+        metavar="FILE",
+        help="Credentials file (JWT and nkey).",
+    )
+    tls_ca_file: str | None = option(None, metavar="FILE", help="CA certificates to trust; makes the connection use TLS.")
+    tls_cert_file: str | None = option(None, metavar="FILE", help="Our certificate, for servers that ask for one.")
+    tls_key_file: str | None = option(None, metavar="FILE", help="Key of our certificate.")
+
+    def __post_init__(self) -> None:
+        _check_pair("--nats-tls-cert-file", self.tls_cert_file, "--nats-tls-key-file", self.tls_key_file)
+        if not self.servers:
+            raise ValueError("--nats-servers names no server")
+
+    def to_config(self) -> NatsConfig:
+        from dynamo.common.messaging.connection import NatsConfig
+
+        return NatsConfig(
+            servers=self.servers,
+            user=self.user,
+            password=self.password,
+            token=self.token,
+            nkey_seed_file=self.nkey_seed_file,
+            credentials_file=self.credentials_file,
+            tls_ca_file=self.tls_ca_file,
+            tls_cert_file=self.tls_cert_file,
+            tls_key_file=self.tls_key_file,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EtcdOptions:
+    """Where etcd is and who we are there. Use with `group("etcd", prefix="etcd")`."""
+
+    endpoints: tuple[str, ...] = option(
+        ("http://127.0.0.1:2379",),
+        env=("DYN_ETCD_ENDPOINTS", "ETCD_ENDPOINTS"),
+        repeatable=True,
+        metavar="URL",
+        help="Addresses of the etcd cluster, separated by commas.",
+    )
+    user: str | None = option(None, env=("DYN_ETCD_USER", "ETCD_AUTH_USERNAME"), help="User name.")
+    password: str | None = option(
+        None, env=("DYN_ETCD_PASSWORD", "ETCD_AUTH_PASSWORD"), secret=True, help="Password of the user."
+    )
+    tls_ca_file: str | None = option(
+        None, env=("DYN_ETCD_TLS_CA_FILE", "ETCD_AUTH_CA"), metavar="FILE", help="CA certificates to trust."
+    )
+    tls_cert_file: str | None = option(
+        None,
+        env=("DYN_ETCD_TLS_CERT_FILE", "ETCD_AUTH_CLIENT_CERT"),
+        metavar="FILE",
+        help="Our certificate, for servers that ask for one.",
+    )
+    tls_key_file: str | None = option(
+        None, env=("DYN_ETCD_TLS_KEY_FILE", "ETCD_AUTH_CLIENT_KEY"), metavar="FILE", help="Key of our certificate."
+    )
+
+    def __post_init__(self) -> None:
+        _check_pair("--etcd-tls-cert-file", self.tls_cert_file, "--etcd-tls-key-file", self.tls_key_file)
+        _check_pair("--etcd-user", self.user, "--etcd-password-file", self.password)
+        if not self.endpoints:
+            raise ValueError("--etcd-endpoints names no server")
+
+    def to_config(self) -> EtcdConfig:
+        from dynamo.common.etcd.config import EtcdConfig
+
+        return EtcdConfig(
+            endpoints=self.endpoints,
+            user=self.user,
+            password=self.password,
+            ca_file=self.tls_ca_file,
+            cert_file=self.tls_cert_file,
+            key_file=self.tls_key_file,
+        )
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+def parse_log_levels(text: str) -> tuple[tuple[str, int], ...]:
+    """`info,dynamo.worker=debug` as (logger name, level of `logging`) pairs; the name of the first is empty: the root."""
+    names = {"debug": 10, "info": 20, "warn": 30, "warning": 30, "error": 40}
+    levels = {"": names["info"]}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        target, _, level = part.rpartition("=")
+        if level.lower() not in names:
+            raise ValueError(f"names the level {level!r}; there are debug, info, warning and error")
+        levels[target] = names[level.lower()]
+    return tuple(levels.items())
+
+
+def _log_level(text: str) -> str:
+    parse_log_levels(text)
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogOptions:
+    """What is logged, and how. Use with `group("Logging", prefix="log")`."""
+
+    level: str = option(
+        "info",
+        env=("DYN_LOG",),
+        parse=_log_level,
+        help="Least severe messages to log: debug, info, warning or error; also per logger: info,dynamo.worker=debug.",
+    )
+    format: LogFormat = option(LogFormat.TEXT, parse=LogFormat, help="Text for people, or one JSON object per line.")
+
+
+def _check_pair(first: str, one: str | None, second: str, other: str | None) -> None:
+    if (one is None) != (other is None):
+        given, missing = (first, second) if one is not None else (second, first)
+        raise ValueError(f"{given} needs {missing} as well")

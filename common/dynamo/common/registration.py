@@ -1,0 +1,156 @@
+"""A worker's registrations in etcd: put under its lease, put again when that was lost, gone when it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from dynamo.common.discovery import Instance, encode_registration
+from dynamo.common.errors import DynamoError, InvalidRequest
+from dynamo.common.etcd import Etcd, Session
+from dynamo.common.etcd.background import running
+from dynamo.common.etcd.transport import backoff
+
+log = logging.getLogger(__name__)
+
+LEASE_TTL_S = 10.0
+CHECK_S = 30.0
+_DEREGISTER_TIMEOUT_S = 2.0
+
+
+class Registration:
+    """What this process wants registered, and whether it is. The instance ids stay the same whatever happens to the lease."""
+
+    def __init__(self, etcd: Etcd, instances: Sequence[Instance], check_s: float) -> None:
+        self.registered = asyncio.Event()
+        """Set while etcd holds exactly what is wanted, as far as is known."""
+        self._etcd = etcd
+        self._check_s = check_s
+        self._session: Session | None = None
+        self._wanted = _to_registrations(instances)
+        self._stored: dict[str, bytes] = {}
+        """What was put under the present lease."""
+        self._present: set[str] = set()
+        """Keys that may be in etcd, those of failed attempts included."""
+        self._changed = asyncio.Event()
+
+    async def update(self, instances: Sequence[Instance], timeout_s: float = 5.0) -> bool:
+        """Registers these from now on, instead of those before. True when etcd has it.
+
+        False when etcd was away for `timeout_s`: it will have it when it is back. Raises InvalidRequest, changing nothing.
+        """
+        wanted = _to_registrations(instances)
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self.registered.clear()
+            self._changed.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.registered.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def on_held(self, lease: int) -> None:
+        """There is a lease to put the keys under. Called by the session."""
+        self._stored.clear()
+        self._changed.set()
+
+    def on_lost(self) -> None:
+        """The keys may be gone. Called by the session."""
+        self.registered.clear()
+
+    async def keep(self, session: Session) -> None:
+        """Brings etcd to what is wanted, whenever one of the two has changed, until cancelled."""
+        self._session = session
+        pauses = backoff(self._etcd.config.max_backoff_s)
+        failing = False
+        while True:
+            try:
+                async with asyncio.timeout(self._check_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass  # nothing known has changed; somebody may have deleted a key all the same
+            self._changed.clear()
+            try:
+                if self.registered.is_set():
+                    await self._check()
+                await self._store(session)
+            except DynamoError as error:
+                if not failing:
+                    log.warning("the registrations cannot be written; trying on: %s", error)
+                failing = True
+                await asyncio.sleep(next(pauses))
+                self._changed.set()
+            else:
+                failing = False
+                pauses = backoff(self._etcd.config.max_backoff_s)
+
+    async def withdraw(self) -> None:
+        """Deletes the registrations, so that nobody sends anything here any more. Without etcd, their lease runs out."""
+        self.registered.clear()
+        if self._session is None or not self._session.is_held:
+            return
+        try:
+            async with asyncio.timeout(_DEREGISTER_TIMEOUT_S):
+                for key in sorted(self._present):
+                    await self._etcd.delete(key)
+                    self._present.discard(key)
+        except (DynamoError, TimeoutError) as error:
+            why = str(error) or "no answer in time"
+            log.warning("the registrations could not be deleted; they end with their lease: %s", why)
+
+    async def _store(self, session: Session) -> None:
+        lease = session.lease
+        if not lease:
+            return  # `on_held` comes
+        for key in sorted(self._present - self._wanted.keys()):
+            await self._etcd.delete(key)
+            self._present.discard(key)
+            self._stored.pop(key, None)
+        for key, value in list(self._wanted.items()):
+            if self._stored.get(key) == value:
+                continue
+            self._present.add(key)
+            await self._etcd.put(key, value, lease=lease)
+            if session.lease != lease:
+                return  # `on_held` has come, or will: all is put again
+            self._stored[key] = value
+        if self._stored == self._wanted and not self.registered.is_set():
+            log.info("registered %s", ", ".join(self._wanted) or "nothing")
+            self.registered.set()
+
+    async def _check(self) -> None:
+        for key, value in list(self._stored.items()):
+            kvs = (await self._etcd.range(key)).kvs
+            if not kvs or kvs[0].value != value:
+                log.warning("the registration %s was gone or changed; it is written again", key)
+                self._stored.pop(key, None)
+                self.registered.clear()
+
+
+@asynccontextmanager
+async def registered(
+    etcd: Etcd, instances: Sequence[Instance], *, ttl_s: float = LEASE_TTL_S, check_s: float = CHECK_S
+) -> AsyncIterator[Registration]:
+    """Makes the instances visible to frontends while the body runs, all under one lease.
+
+    Does not wait for etcd: while it is away, trying goes on in the background. `ttl_s` is how long frontends still see an
+    instance that died silently; etcd's least is 2 s with its default settings. Raises InvalidRequest for a card that is wrong.
+    """
+    registration = Registration(etcd, instances, check_s)
+    async with etcd.session(ttl_s, registration.on_held, registration.on_lost) as session:
+        try:
+            async with running(registration.keep(session), "registration"):
+                yield registration
+        finally:
+            await registration.withdraw()
+
+
+def _to_registrations(instances: Sequence[Instance]) -> dict[str, bytes]:
+    wanted = {instance.key: encode_registration(instance) for instance in instances}
+    if len(wanted) != len(instances):
+        raise InvalidRequest("two registrations of one instance name the same model")
+    return wanted

@@ -1,0 +1,177 @@
+"""What an engine answered, in the form that its request asked for: which outputs, raw or typed, classified or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.model_card import ModelCard
+from dynamo.common.tensor_request import TensorRequest, build_response
+from dynamo.common.tensors import (
+    DATATYPES,
+    Array,
+    Buffer,
+    bf16_to_float32,
+    check_bytes,
+    datatype_named,
+    element_count,
+    encode_bytes,
+    expected_bytes,
+    from_numpy,
+    raw_to_typed,
+    to_numpy,
+    typed_to_raw,
+)
+from dynamo.protos.inference_pb2 import InferParameter, ModelInferResponse
+
+OutputTensor = ModelInferResponse.InferOutputTensor
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How all answers to one request look. Made once per request."""
+
+    model: str
+    version: str
+    id: str
+    wanted: tuple[str, ...]
+    """Requested outputs, in the order in which they are answered; empty: all, in the engine's order."""
+    typed: bool
+    """Outputs go into `contents`. An answer with an FP16 or BF16 output, which has no such form, is raw as a whole."""
+    top: Mapping[str, int]
+    """Outputs to be classified, and how many classes of each to name."""
+    card: ModelCard
+
+    @classmethod
+    def of(cls, request: TensorRequest, card: ModelCard) -> AnswerForm:
+        """The form that `request`, which passed its checks, asks for."""
+        head = request.head
+        wanted: tuple[str, ...] = ()
+        top: dict[str, int] = {}
+        if head.outputs:
+            wanted = tuple(output.name for output in head.outputs)
+            for output in head.outputs:
+                if "classification" in output.parameters:
+                    top[output.name] = output.parameters["classification"].int64_param
+        version = head.model_version or card.versions[-1]
+        return cls(head.model_name, version, head.id, wanted, request.is_typed, top, card)
+
+    def encode(self, head: ModelInferResponse, raw_outputs: Sequence[Buffer] = ()) -> list[Buffer]:
+        """A serialized ModelInferResponse in pieces, see `build_response`.
+
+        `head` has outputs (name, datatype, shape), parameters if any, and typed contents if `raw_outputs` is empty; it is used
+        up. Raises EngineError if the answer contradicts itself or the request.
+        """
+        outputs = head.outputs
+        typed_contents = bool(outputs) and not raw_outputs
+        raws = [_to_raw(output) for output in outputs] if typed_contents else list(raw_outputs)
+        if len(raws) != len(outputs):
+            raise EngineError(f"the model answered {len(outputs)} outputs with {len(raws)} buffers")
+        for output, raw in zip(outputs, raws, strict=True):
+            _check(output, raw)
+        if typed_contents:
+            for output in outputs:
+                output.ClearField("contents")
+        if self.wanted and outputs:
+            raws = self._select(head, raws)
+        head.model_name = self.model
+        head.model_version = self.version
+        head.id = self.id
+        if self.typed and all(DATATYPES[output.datatype].field for output in outputs):
+            for output, raw in zip(outputs, raws, strict=True):
+                output.contents.CopyFrom(raw_to_typed(raw, output.datatype, element_count(output.shape)))
+            return build_response(head)
+        return build_response(head, raws)
+
+    def encode_arrays(self, outputs: Mapping[str, Array], parameters: Mapping[str, InferParameter] | None = None) -> list[Buffer]:
+        """The same from numpy arrays by output name, in the datatypes that the card declares; data is not copied if it fits.
+
+        Raises EngineError for an array that cannot be sent as declared.
+        """
+        declared = {spec.name: spec.datatype for spec in self.card.outputs}
+        head = ModelInferResponse()
+        raws: list[Buffer] = []
+        for name, array in outputs.items():
+            if self.wanted and name not in self.wanted:
+                continue
+            try:
+                datatype, raw = from_numpy(array, declared.get(name, ""))
+            except InvalidRequest as error:
+                raise EngineError(f"output '{name}' of the model: {error}") from error
+            head.outputs.add(name=name, datatype=datatype, shape=array.shape)
+            raws.append(raw)
+        for key, parameter in (parameters or {}).items():
+            head.parameters[key].CopyFrom(parameter)
+        return self.encode(head, raws)
+
+    def encode_final(self) -> list[Buffer]:
+        """The answer without outputs that tells a client, if it asked to be told, that no more will come."""
+        head = ModelInferResponse(model_name=self.model, model_version=self.version, id=self.id)
+        head.parameters["triton_final_response"].bool_param = True
+        return build_response(head)
+
+    def _select(self, head: ModelInferResponse, raws: Sequence[Buffer]) -> list[Buffer]:
+        """Keeps the requested outputs in `head`, and returns their buffers."""
+        if not self.top and [output.name for output in head.outputs] == list(self.wanted):
+            return list(raws)
+        found = {output.name: (output, raw) for output, raw in zip(head.outputs, raws, strict=True)}
+        kept: list[OutputTensor] = []
+        kept_raws: list[Buffer] = []
+        for name in self.wanted:
+            if name not in found:
+                raise EngineError(f"the model answered without the requested output '{name}'")
+            output, raw = found[name]
+            if name in self.top:
+                output, raw = self._classify(output, raw)
+            kept.append(output)
+            kept_raws.append(raw)
+        kept = [OutputTensor.FromString(output.SerializeToString()) for output in kept]  # deleting empties the originals
+        del head.outputs[:]
+        head.outputs.extend(kept)
+        return kept_raws
+
+    def _classify(self, output: OutputTensor, raw: Buffer) -> tuple[OutputTensor, bytes]:
+        """The highest values of each row as BYTES `value:index` or `value:index:label`, best first, ties by index."""
+        if output.datatype in ("BYTES", "BOOL"):
+            raise InvalidRequest(f"output '{output.name}' is {output.datatype} and cannot be classified")
+        values = to_numpy(raw, output.datatype, output.shape)
+        if output.datatype == "BF16":
+            values = bf16_to_float32(values)
+        batched = self.card.max_batch_size > 0 and values.ndim > 0
+        rows = values.reshape(values.shape[0], -1) if batched and values.size else values.reshape(1, -1)
+        count = min(self.top[output.name], rows.shape[1])
+        labels = next((spec.labels for spec in self.card.outputs if spec.name == output.name), ())
+        order = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :count]
+        texts = [_class_text(row[index], int(index), labels) for row, best in zip(rows, order, strict=True) for index in best]
+        shape = [rows.shape[0], count] if batched else [count]
+        return OutputTensor(name=output.name, datatype="BYTES", shape=shape), encode_bytes(texts)
+
+
+def _class_text(value: np.generic, index: int, labels: Sequence[str]) -> str:
+    number = f"{value:f}" if isinstance(value, np.floating) else f"{value}"
+    return f"{number}:{index}:{labels[index]}" if index < len(labels) else f"{number}:{index}"
+
+
+def _check(output: OutputTensor, raw: Buffer) -> None:
+    """Raises EngineError unless `raw` is what the output's datatype and shape say."""
+    try:
+        kind = datatype_named(output.datatype)
+        count = element_count(output.shape)
+        if not kind.size:
+            check_bytes(raw, count)
+        elif len(raw) != expected_bytes(kind, count):
+            raise InvalidRequest(
+                f"it has {len(raw)} bytes where {kind.name} of shape {list(output.shape)} needs {kind.size * count}"
+            )
+    except InvalidRequest as error:
+        raise EngineError(f"the model answered a malformed output '{output.name}': {error}") from error
+
+
+def _to_raw(output: OutputTensor) -> bytes:
+    try:
+        return typed_to_raw(output.contents, output.datatype, element_count(output.shape))
+    except InvalidRequest as error:
+        raise EngineError(f"the model answered a malformed output '{output.name}': {error}") from error

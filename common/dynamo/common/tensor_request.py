@@ -1,0 +1,342 @@
+"""A tensor request and its answers, taken apart and put together around tensor data that is never copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from dynamo.common.errors import InvalidRequest, ModelNotFound, Unsupported
+from dynamo.common.model_card import ModelCard, TensorSpec
+from dynamo.common.protobuf_wire import BYTES, FIXED32, FIXED64, VARINT, read_varint, tag, varint
+from dynamo.common.tensors import (
+    Buffer,
+    check_bytes,
+    check_contents,
+    datatype_named,
+    element_count,
+    expected_bytes,
+    filled_fields,
+)
+from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
+
+MAX_TENSORS = 4096
+MAX_PARAMETERS = 1024
+SMALL_BYTES = 16 * 1024
+"""Up to here protobuf, copying, is faster than finding the tensors in the message by hand; and one buffer than several."""
+
+_RAW_INPUT = ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | BYTES
+_RAW_OUTPUT = tag(ModelInferResponse, "raw_output_contents")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRequest:
+    """A ModelInferRequest, split so that tensor data stays where it arrived."""
+
+    raw: Buffer
+    """The whole serialized message, to be forwarded as it is."""
+    head: ModelInferRequest
+    """Everything but `raw_input_contents`, which is empty here."""
+    raw_inputs: Sequence[Buffer]
+    """`raw_input_contents`; views into `raw` where that is large."""
+
+    @classmethod
+    def parse(cls, data: Buffer) -> TensorRequest:
+        """From a serialized ModelInferRequest. Raises InvalidRequest if it is none."""
+        try:
+            if len(data) > SMALL_BYTES:
+                pieces, raw_inputs = _split(memoryview(data))
+                return cls(data, ModelInferRequest.FromString(b"".join(pieces)), raw_inputs)
+            head = ModelInferRequest.FromString(data)  # type: ignore[arg-type]  # takes any buffer
+        except (DecodeError, ValueError, IndexError):
+            raise InvalidRequest("the message is not a ModelInferRequest") from None
+        small = head.raw_input_contents[:]
+        del head.raw_input_contents[:]
+        return cls(data, head, small)
+
+    @classmethod
+    def build(cls, head: ModelInferRequest, raw_inputs: Sequence[Buffer] = ()) -> TensorRequest:
+        """From its parts; `head` has no `raw_input_contents`. The tensors are copied once, into the message."""
+        pieces: list[Buffer] = [head.SerializeToString()]
+        key = varint(_RAW_INPUT)
+        for raw in raw_inputs:
+            pieces += (key + varint(len(raw)), raw)
+        return cls(b"".join(pieces), head, raw_inputs)
+
+    @property
+    def is_typed(self) -> bool:
+        """The tensors came in `contents`; answers then go the same way."""
+        return not self.raw_inputs and any(filled_fields(tensor.contents) for tensor in self.head.inputs)
+
+    @property
+    def wants_empty_final_response(self) -> bool:
+        """The client asked for a last, possibly empty, answer that says it is the last."""
+        return _parameter(self.head, "triton_enable_empty_final_response").bool_param
+
+    @property
+    def priority(self) -> int:
+        """As Triton counts: 1 is the most urgent, larger is less so, 0 is the model's default."""
+        return _whole_number(_parameter(self.head, "priority"))
+
+    @property
+    def timeout_us(self) -> int:
+        """How long the request may wait to be run; 0: no bound of its own."""
+        return _whole_number(_parameter(self.head, "timeout"))
+
+
+def _parameter(head: ModelInferRequest, key: str) -> InferParameter:
+    return head.parameters.get(key, _NOTHING)
+
+
+_NOTHING = InferParameter()
+
+
+def _whole_number(parameter: InferParameter) -> int:
+    return parameter.int64_param or parameter.uint64_param
+
+
+def _split(message: memoryview) -> tuple[list[memoryview], list[memoryview]]:
+    """Cuts a message, at its top level only, into what is not `raw_input_contents` and the entries of that.
+
+    Raises ValueError or IndexError for what is no message.
+    """
+    rest: list[memoryview] = []
+    raw_inputs: list[memoryview] = []
+    kept = at = 0
+    size = len(message)
+    while at < size:
+        start = at
+        key, at = read_varint(message, at)
+        wire_type = key & 7
+        if wire_type == BYTES:
+            length, at = read_varint(message, at)
+            begin, at = at, at + length
+            if key == _RAW_INPUT:
+                rest.append(message[kept:start])
+                raw_inputs.append(message[begin:at])
+                kept = at
+                if len(raw_inputs) > MAX_TENSORS:
+                    raise InvalidRequest(f"raw_input_contents has more than {MAX_TENSORS} entries")
+        elif wire_type == VARINT:
+            _, at = read_varint(message, at)
+        elif wire_type == FIXED64:
+            at += 8
+        elif wire_type == FIXED32:
+            at += 4
+        else:
+            raise ValueError("groups do not occur in this message")
+    if at > size:
+        raise ValueError("the last field is cut off")
+    rest.append(message[kept:])
+    return rest, raw_inputs
+
+
+# Checking
+
+
+class _Declared:
+    """What is known about one declared input before any request arrives."""
+
+    __slots__ = ("batched", "count", "kind", "optional", "shape", "size", "spec", "what")
+
+    def __init__(self, spec: TensorSpec, batched: bool) -> None:
+        self.spec = spec
+        self.what = f"input '{spec.name}'"
+        self.kind = datatype_named(spec.datatype, self.what)
+        self.shape = list(spec.shape)
+        self.batched = batched
+        fixed = -1 not in spec.shape
+        self.count = element_count(spec.shape, self.what) if fixed else -1
+
+    def count_of(self, shape: Sequence[int]) -> int:
+        """Elements of a tensor of `shape`; raises InvalidRequest if the declaration does not allow that shape."""
+        if self.count >= 0 and shape == self.shape:
+            return self.count
+        count = element_count(shape, self.what)
+        fits = len(shape) == len(self.shape) and all(want in (-1, have) for want, have in zip(self.shape, shape, strict=True))
+        if not fits:
+            raise InvalidRequest(f"{self.what} has the shape {list(shape)}; the model takes {self.shape}")
+        return count
+
+
+class RequestChecker:
+    """Checks requests against one model card. Made once per card; a check of a small request takes a few microseconds."""
+
+    __slots__ = ("_inputs", "_max_batch", "_model", "_outputs", "_required", "_versions")
+
+    def __init__(self, card: ModelCard) -> None:
+        self._model = card.name
+        self._versions = frozenset(("", *card.versions))
+        self._max_batch = card.max_batch_size
+        self._inputs = {spec.name: _Declared(spec, card.max_batch_size > 0) for spec in card.inputs}
+        self._required = sum(not spec.optional for spec in card.inputs)
+        self._outputs = frozenset(spec.name for spec in card.outputs)
+
+    def check(self, request: TensorRequest) -> None:
+        """Raises InvalidRequest, in one sentence naming the tensor, if the model cannot be given this request.
+
+        Raises ModelNotFound for a version that is not served, Unsupported for tensors in shared memory.
+        """
+        head = request.head
+        if head.model_version not in self._versions:
+            raise ModelNotFound(head.model_name, head.model_version)
+        if head.parameters:
+            check_request_parameters(head.parameters)
+        inputs = head.inputs
+        raws = request.raw_inputs
+        if len(inputs) > len(self._inputs) or len(inputs) < self._required:
+            self._explain_inputs([tensor.name for tensor in inputs])
+        if raws and len(raws) != len(inputs):
+            raise InvalidRequest(f"raw_input_contents has {len(raws)} entries for {len(inputs)} inputs")
+        seen: dict[str, _Declared] = {}
+        batch = -1
+        for position, tensor in enumerate(inputs):
+            name = tensor.name
+            declared = self._inputs.get(name)
+            if declared is None or name in seen:
+                self._explain_inputs([tensor.name for tensor in inputs])
+                raise AssertionError("a wrong input was explained")
+            seen[name] = declared
+            if tensor.parameters:
+                check_tensor_parameters(tensor.parameters, declared.what)
+            if tensor.datatype != declared.kind.name:
+                datatype_named(tensor.datatype, declared.what)
+                raise InvalidRequest(f"{declared.what} has the datatype {tensor.datatype}; the model takes {declared.kind.name}")
+            shape = tensor.shape
+            count = declared.count_of(shape)
+            if self._max_batch:
+                batch = self._check_batch(declared, shape[0], batch)
+            if raws:
+                if tensor.HasField("contents") and filled_fields(tensor.contents):
+                    raise InvalidRequest(f"{declared.what} has contents although the request has raw_input_contents")
+                _check_raw(declared, raws[position], shape, count)
+            elif not tensor.HasField("contents") and count:
+                raise InvalidRequest(f"{declared.what} has no data, neither in contents nor in raw_input_contents")
+            else:
+                check_contents(tensor.contents, declared.kind, count, declared.what)
+        if len(seen) < len(self._inputs):
+            self._check_missing(seen)
+        if head.outputs:
+            self._check_outputs(head)
+
+    def _check_batch(self, declared: _Declared, batch: int, others: int) -> int:
+        if not 1 <= batch <= self._max_batch:
+            raise InvalidRequest(f"{declared.what} has a batch of {batch}; model '{self._model}' takes 1 to {self._max_batch}")
+        if others not in (-1, batch):
+            raise InvalidRequest(f"{declared.what} has a batch of {batch} where an input before it has {others}")
+        return batch
+
+    def _check_missing(self, seen: Mapping[str, _Declared]) -> None:
+        for name, declared in self._inputs.items():
+            if name not in seen and not declared.spec.optional:
+                raise InvalidRequest(f"input '{name}' of model '{self._model}' is missing")
+
+    def _explain_inputs(self, names: Sequence[str]) -> None:
+        """Raises InvalidRequest for an unknown, repeated or missing input; one of these must be the case."""
+        seen: dict[str, _Declared] = {}
+        for name in names:
+            if name not in self._inputs:
+                known = ", ".join(f"'{known}'" for known in self._inputs) or "none"
+                raise InvalidRequest(f"model '{self._model}' has no input '{name[:80]}'; it has {known}")
+            if name in seen:
+                raise InvalidRequest(f"input '{name}' is given twice")
+            seen[name] = self._inputs[name]
+        self._check_missing(seen)
+
+    def _check_outputs(self, head: ModelInferRequest) -> None:
+        seen: set[str] = set()
+        for output in head.outputs:
+            name = output.name
+            if name not in self._outputs:
+                known = ", ".join(f"'{known}'" for known in sorted(self._outputs)) or "none"
+                raise InvalidRequest(f"model '{self._model}' has no output '{name[:80]}'; it has {known}")
+            if name in seen:
+                raise InvalidRequest(f"output '{name}' is requested twice")
+            seen.add(name)
+            if output.parameters:
+                check_tensor_parameters(output.parameters, f"output '{name}'")
+
+
+def check_request(request: TensorRequest, card: ModelCard) -> None:
+    """One check without keeping the checker, see RequestChecker.check."""
+    RequestChecker(card).check(request)
+
+
+def _check_raw(declared: _Declared, raw: Buffer, shape: Sequence[int], count: int) -> None:
+    kind = declared.kind
+    if not kind.size:
+        check_bytes(raw, count, declared.what)
+        return
+    needed = expected_bytes(kind, count, declared.what)
+    if len(raw) != needed:
+        raise InvalidRequest(
+            f"{declared.what} has {len(raw)} bytes of raw data where {kind.name} of shape {list(shape)} needs {needed}"
+        )
+
+
+_RESERVED: Mapping[str, tuple[str, ...]] = {
+    "sequence_id": ("int64_param", "string_param", "uint64_param"),
+    "sequence_start": ("bool_param",),
+    "sequence_end": ("bool_param",),
+    "priority": ("int64_param", "uint64_param"),
+    "timeout": ("int64_param", "uint64_param"),
+    "triton_enable_empty_final_response": ("bool_param",),
+}
+"""Request parameters with a meaning of their own, and the kinds each may have."""
+
+_REFUSED = frozenset(("headers", "binary_data_output"))
+"""Reserved names that mean nothing over gRPC."""
+
+_SHARED_MEMORY = frozenset(("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"))
+
+
+def check_request_parameters(parameters: Mapping[str, InferParameter]) -> None:
+    """Raises InvalidRequest for a parameter without value, or a reserved one that is misused."""
+    _check_number_of(parameters, "the request")
+    for key, parameter in parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind is None:
+            raise InvalidRequest(f"parameter '{key}' has no value")
+        allowed = _RESERVED.get(key)
+        if allowed is None:
+            if key in _REFUSED or key.startswith("triton_"):
+                raise InvalidRequest(f"parameter '{key}' is reserved and cannot be set")
+        elif kind not in allowed:
+            raise InvalidRequest(f"parameter '{key}' must be given as {' or '.join(allowed)}, not as {kind}")
+        elif parameter.int64_param < 0 and key != "sequence_id":
+            raise InvalidRequest(f"parameter '{key}' is {parameter.int64_param}; it must not be negative")
+
+
+def check_tensor_parameters(parameters: Mapping[str, InferParameter], what: str) -> None:
+    """The same for the parameters of one input or requested output. Raises Unsupported for shared memory."""
+    _check_number_of(parameters, what)
+    for key, parameter in parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind is None:
+            raise InvalidRequest(f"parameter '{key}' of {what} has no value")
+        if key in _SHARED_MEMORY:
+            raise Unsupported(f"{what} refers to shared memory, which this server does not read")
+        if key == "classification" and (kind != "int64_param" or parameter.int64_param < 1):
+            raise InvalidRequest(f"parameter 'classification' of {what} must be a positive int64_param")
+
+
+def _check_number_of(parameters: Mapping[str, InferParameter], what: str) -> None:
+    if len(parameters) > MAX_PARAMETERS:
+        raise InvalidRequest(f"{what} has {len(parameters)} parameters; at most {MAX_PARAMETERS} are allowed")
+
+
+# Answers
+
+
+def build_response(head: ModelInferResponse, raw_outputs: Sequence[Buffer] = ()) -> list[Buffer]:
+    """A serialized ModelInferResponse in pieces to be written one after the other; tensors above 16 KiB are not copied.
+
+    `head` is everything but `raw_output_contents`; `raw_outputs` has one entry per entry of `head.outputs`, or is empty.
+    """
+    pieces: list[Buffer] = [head.SerializeToString()]
+    size = 0
+    for raw in raw_outputs:
+        size += len(raw)
+        pieces += (_RAW_OUTPUT + varint(len(raw)), raw)
+    return [b"".join(pieces)] if size <= SMALL_BYTES else pieces

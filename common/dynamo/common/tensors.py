@@ -1,0 +1,337 @@
+"""Tensors as KServe v2 sends them, and as numpy arrays.
+
+A raw tensor is little-endian, row-major and unpadded. A BOOL is one byte; a BYTES element is its length as u32 followed by its
+bytes. BF16 has no numpy type: it is handled as its upper 16 bits in `uint16`, with conversions from and to float32.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.protobuf_wire import tag, varint
+from dynamo.protos import model_config_pb2
+from dynamo.protos.inference_pb2 import InferTensorContents
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Array: TypeAlias = NDArray[Any]
+
+MAX_DIMS = 16
+MAX_BYTES = 2**63 - 1
+"""What a shape may amount to at all: a signed 64-bit size."""
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class DataType:
+    """One of KServe's element types."""
+
+    name: str
+    size: int
+    """Bytes of an element; 0 for BYTES, whose elements say themselves how long they are."""
+    dtype: np.dtype[Any]
+    """Little-endian numpy type. BF16: its bits as uint16. BYTES: object."""
+    field: str
+    """The field of InferTensorContents that holds it; empty for FP16 and BF16, which have none and travel raw only."""
+    config_type: int
+    """Its number in model configurations."""
+
+
+def _datatypes() -> Mapping[str, DataType]:
+    config = model_config_pb2
+    rows = (
+        ("BOOL", 1, "?", "bool_contents", config.TYPE_BOOL),
+        ("UINT8", 1, "<u1", "uint_contents", config.TYPE_UINT8),
+        ("UINT16", 2, "<u2", "uint_contents", config.TYPE_UINT16),
+        ("UINT32", 4, "<u4", "uint_contents", config.TYPE_UINT32),
+        ("UINT64", 8, "<u8", "uint64_contents", config.TYPE_UINT64),
+        ("INT8", 1, "<i1", "int_contents", config.TYPE_INT8),
+        ("INT16", 2, "<i2", "int_contents", config.TYPE_INT16),
+        ("INT32", 4, "<i4", "int_contents", config.TYPE_INT32),
+        ("INT64", 8, "<i8", "int64_contents", config.TYPE_INT64),
+        ("FP16", 2, "<f2", "", config.TYPE_FP16),
+        ("BF16", 2, "<u2", "", config.TYPE_BF16),
+        ("FP32", 4, "<f4", "fp32_contents", config.TYPE_FP32),
+        ("FP64", 8, "<f8", "fp64_contents", config.TYPE_FP64),
+        ("BYTES", 0, "O", "bytes_contents", config.TYPE_STRING),
+    )
+    return MappingProxyType({row[0]: DataType(row[0], row[1], np.dtype(row[2]), row[3], row[4]) for row in rows})
+
+
+DATATYPES = _datatypes()
+CONTENT_FIELDS = tuple(field.name for field in InferTensorContents.DESCRIPTOR.fields)
+_BY_CONFIG_TYPE = {datatype.config_type: datatype for datatype in DATATYPES.values()}
+_BY_NUMPY = {datatype.dtype.newbyteorder("="): datatype for datatype in DATATYPES.values() if datatype.name != "BF16"}
+
+
+def datatype_named(name: str, what: str = "a tensor") -> DataType:
+    """The datatype called `name`; raises InvalidRequest listing what there is. `what` says whose type it is."""
+    found = DATATYPES.get(name)
+    if found is None:
+        raise InvalidRequest(f"{what} has the datatype {name[:40]!r}; known are {', '.join(DATATYPES)}")
+    return found
+
+
+def datatype_of_config(config_type: int) -> DataType | None:
+    """The datatype that a model configuration calls so; None for TYPE_INVALID and for numbers that mean nothing."""
+    return _BY_CONFIG_TYPE.get(config_type)
+
+
+def element_count(shape: Sequence[int], what: str = "a tensor") -> int:
+    """How many elements a shape holds; 1 for a scalar's empty shape.
+
+    Raises InvalidRequest for more than 16 dimensions, a negative one, or a product above 63 bits (zero dimensions do not
+    excuse the others: their product must fit as well).
+    """
+    if len(shape) > MAX_DIMS:
+        raise InvalidRequest(f"{what} has {len(shape)} dimensions; at most {MAX_DIMS} are allowed")
+    count = 1
+    empty = False
+    for dim in shape:
+        if dim > 0:
+            count *= dim
+            if count > MAX_BYTES:
+                raise InvalidRequest(f"{what} has the shape {list(shape)}, whose element count overflows 64 bits")
+        elif dim < 0:
+            raise InvalidRequest(f"{what} has the shape {list(shape)} with the negative dimension {dim}")
+        else:
+            empty = True
+    return 0 if empty else count
+
+
+def expected_bytes(datatype: DataType, count: int, what: str = "a tensor") -> int:
+    """Bytes of `count` elements of a fixed-size datatype; raises InvalidRequest above 63 bits."""
+    total = datatype.size * count
+    if total > MAX_BYTES:
+        raise InvalidRequest(f"{what} has {count} elements of {datatype.name}, whose size overflows 64 bits")
+    return total
+
+
+# BYTES
+
+
+def encode_bytes(elements: Iterable[bytes | str]) -> bytes:
+    """BYTES elements in raw form; text as UTF-8. Raises InvalidRequest for other types and for elements of 4 GiB and more."""
+    pieces: list[bytes] = []
+    for element in elements:
+        data = element.encode() if isinstance(element, str) else element
+        if not isinstance(data, bytes):
+            raise InvalidRequest(f"a BYTES element is a {type(element).__name__}; it must be bytes or str")
+        if len(data) > 0xFFFFFFFF:
+            raise InvalidRequest(f"a BYTES element has {len(data)} bytes; its length must fit 32 bits")
+        pieces += (_LENGTH.pack(len(data)), data)
+    return b"".join(pieces)
+
+
+def decode_bytes(raw: Buffer, count: int, what: str = "a tensor") -> list[bytes]:
+    """The `count` elements of a raw BYTES tensor. Raises InvalidRequest if `raw` is not exactly that."""
+    if uniform := _uniform_length(raw, count):
+        data = bytes(raw)
+        return [data[at + 4 : at + uniform] for at in range(0, len(data), uniform)]
+    return [bytes(raw[start:end]) for start, end in _spans(raw, count, what)]
+
+
+def check_bytes(raw: Buffer, count: int, what: str = "a tensor") -> None:
+    """Raises InvalidRequest if `raw` is not exactly `count` length-prefixed elements. Copies nothing."""
+    if not _uniform_length(raw, count):
+        for _ in _spans(raw, count, what):
+            pass
+
+
+def _uniform_length(raw: Buffer, count: int) -> int:
+    """Bytes of each element with its prefix, if all are equally long; else 0. Millions of equal elements are seen at once."""
+    size = len(raw)
+    if count < 16 or size % count or size // count < 4:
+        return 0
+    each = size // count
+    lengths = np.ndarray((count,), "<u4", buffer=raw, strides=(each,))
+    return each if bool((lengths == each - 4).all()) else 0
+
+
+def _spans(raw: Buffer, count: int, what: str) -> Iterable[tuple[int, int]]:
+    """Start and end of each element of a raw BYTES tensor."""
+    size = len(raw)
+    unpack = _LENGTH.unpack_from
+    at = found = 0
+    while at < size:
+        if found == count:
+            raise InvalidRequest(f"{what} has {size - at} bytes left over after its {count} BYTES elements")
+        if size - at < 4:
+            raise InvalidRequest(f"{what} ends inside the length of BYTES element {found}")
+        start = at + 4
+        at = start + unpack(raw, at)[0]
+        if at > size:
+            raise InvalidRequest(
+                f"{what} has a BYTES element {found} of {at - start} bytes, but only {size - start} bytes follow its length"
+            )
+        yield start, at
+        found += 1
+    if found != count:
+        raise InvalidRequest(f"{what} has {found} BYTES elements where its shape needs {count}")
+
+
+# BF16
+
+
+def bf16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Exact. `bits` are BF16 values as uint16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def float32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Rounded to the nearest, ties to even. A NaN stays one, with the upper bits of its payload."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).reshape(values.shape)
+    with np.errstate(over="ignore"):
+        rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
+    # Rounding could carry a NaN into the exponent's overflow, and cutting could turn it into infinity.
+    quiet = ((bits >> 16) | np.uint32(0x40)).astype(np.uint16)
+    return np.where(np.isnan(values), quiet, rounded)
+
+
+# numpy
+
+
+def to_numpy(raw: Buffer, datatype: str, shape: Sequence[int], what: str = "a tensor") -> Array:
+    """A raw tensor as an array of `shape`, read-only and without a copy wherever the datatype allows.
+
+    BYTES become an object array of `bytes` (copied), BF16 an array of its bits as uint16; a BOOL is true for any non-zero byte.
+    Raises InvalidRequest if the data does not have the size that the shape needs.
+    """
+    kind = datatype_named(datatype, what)
+    count = element_count(shape, what)
+    if not kind.size:
+        array = np.empty(count, object)
+        array[:] = decode_bytes(raw, count, what)
+        return array.reshape(shape)
+    needed = expected_bytes(kind, count, what)
+    if len(raw) != needed:
+        raise InvalidRequest(f"{what} has {len(raw)} bytes where {kind.name} of shape {list(shape)} needs {needed}")
+    if count == 0:
+        return np.empty(shape, kind.dtype)
+    if kind.name == "BOOL":
+        octets = np.frombuffer(raw, np.uint8)
+        flags = octets != 0 if octets.max() > 1 else octets.view(np.bool_)
+        return flags.reshape(shape)
+    array = np.frombuffer(raw, kind.dtype).reshape(shape)
+    return array if array.flags.writeable is False else _read_only(array)
+
+
+def _read_only(array: Array) -> Array:
+    array.flags.writeable = False
+    return array
+
+
+def datatype_of_array(array: Array) -> DataType:
+    """The datatype an array is sent as; raises InvalidRequest if there is none for its dtype."""
+    if array.dtype.kind in "OSU":
+        return DATATYPES["BYTES"]
+    if array.dtype.name == "bfloat16":  # from the package ml_dtypes, which is not needed here
+        return DATATYPES["BF16"]
+    found = _BY_NUMPY.get(array.dtype.newbyteorder("="))
+    if found is None:
+        raise InvalidRequest(f"an array of {array.dtype} cannot be sent; there is no such datatype")
+    return found
+
+
+def from_numpy(array: Array, datatype: str = "") -> tuple[str, Buffer]:
+    """Datatype and raw form of an array. The buffer is a view of the array where its memory is already in that form.
+
+    `datatype`, if given, must fit: BF16 takes float32 (rounded) or uint16 (the bits). Raises InvalidRequest otherwise. Numpy
+    text (`U`) becomes UTF-8, and fixed-length bytes (`S`) have lost their trailing zero bytes already: use object arrays.
+    """
+    kind = datatype_of_array(array)
+    if datatype == "BF16" and kind.name != "BF16":
+        if kind.name not in ("FP32", "UINT16"):
+            raise InvalidRequest(f"an array of {array.dtype} cannot be sent as BF16; give float32, or the bits as uint16")
+        bits = float32_to_bf16(array) if kind.name == "FP32" else array
+        return "BF16", _memory(bits, DATATYPES["BF16"].dtype)
+    if datatype and datatype != kind.name:
+        raise InvalidRequest(f"an array of {array.dtype} is {kind.name} and cannot be sent as {datatype}")
+    if kind.name == "BYTES":
+        return "BYTES", encode_bytes(array.reshape(-1).tolist())
+    return kind.name, _memory(array, array.dtype if kind.name == "BF16" else kind.dtype)
+
+
+def _memory(array: Array, dtype: np.dtype[Any]) -> Buffer:
+    ready = np.ascontiguousarray(array, dtype)
+    return ready.reshape(-1).view(np.uint8).data if ready.size else b""
+
+
+# Typed contents
+
+
+def filled_fields(contents: InferTensorContents) -> list[str]:
+    """The fields of `contents` that hold elements."""
+    return [descriptor.name for descriptor, _ in contents.ListFields()]
+
+
+def typed_to_raw(contents: InferTensorContents, datatype: str, count: int, what: str = "a tensor") -> bytes:
+    """Typed contents in raw form.
+
+    Raises InvalidRequest if another field than the datatype's is filled, the number of elements is not `count`, or a value is
+    outside the datatype's range.
+    """
+    kind = datatype_named(datatype, what)
+    check_contents(contents, kind, count, what)
+    elements = getattr(contents, kind.field) if kind.field else ()
+    if not kind.size:
+        return encode_bytes(elements)
+    return np.fromiter(elements, kind.dtype, count).tobytes()
+
+
+def check_contents(contents: InferTensorContents, kind: DataType, count: int, what: str = "a tensor") -> None:
+    """Raises InvalidRequest if `contents` are not `count` elements of `kind`, in the right field and each in range."""
+    filled = filled_fields(contents)
+    if filled and not kind.field:
+        raise InvalidRequest(f"{what} is {kind.name}, which has no typed contents; send it in raw_input_contents")
+    if len(filled) > 1:
+        raise InvalidRequest(f"{what} fills {' and '.join(filled)}; a tensor has its elements in one field")
+    if filled and filled[0] != kind.field:
+        raise InvalidRequest(f"{what} is {kind.name} and belongs in {kind.field}, not in {filled[0]}")
+    elements = getattr(contents, kind.field) if filled else ()
+    if len(elements) != count:
+        raise InvalidRequest(f"{what} has {len(elements)} elements in its contents where its shape needs {count}")
+    if kind.name in _NARROW and count:
+        low, high = _NARROW[kind.name]
+        values = np.fromiter(elements, np.int64, count)
+        outside = (values < low) | (values > high)
+        if outside.any():
+            at = int(outside.argmax())
+            raise InvalidRequest(f"{what} has the value {values[at]} at {at}, outside the range of {kind.name}")
+
+
+_NARROW = {"UINT8": (0, 2**8 - 1), "UINT16": (0, 2**16 - 1), "INT8": (-(2**7), 2**7 - 1), "INT16": (-(2**15), 2**15 - 1)}
+"""Datatypes whose field in InferTensorContents is wider than they are."""
+
+
+def raw_to_typed(raw: Buffer, datatype: str, count: int, what: str = "a tensor") -> InferTensorContents:
+    """A raw tensor as typed contents. Raises InvalidRequest if its size is wrong, or for FP16 and BF16, which have none."""
+    kind = datatype_named(datatype, what)
+    if not kind.field:
+        raise InvalidRequest(f"{what} is {kind.name}, which has no typed contents")
+    if not kind.size:
+        return InferTensorContents(bytes_contents=decode_bytes(raw, count, what))
+    array = to_numpy(raw, datatype, (count,), what)
+    packed = _PACKED.get(kind.name)
+    if packed is not None and sys.byteorder == "little":
+        # These are packed in protobuf as they are here, so their bits, those of a NaN too, pass unread.
+        return InferTensorContents.FromString(packed + varint(array.nbytes) + array.tobytes())
+    contents = InferTensorContents()
+    getattr(contents, kind.field).extend(array.tolist())
+    return contents
+
+
+_PACKED = {
+    "BOOL": tag(InferTensorContents, "bool_contents"),
+    "FP32": tag(InferTensorContents, "fp32_contents"),
+    "FP64": tag(InferTensorContents, "fp64_contents"),
+}

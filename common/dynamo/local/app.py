@@ -1,0 +1,106 @@
+"""`dynamo-local`: starts a deployment, shows what is served where, asks each model once, and waits for the end."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from dynamo.common.errors import DynamoError
+from dynamo.common.lifecycle import EXIT_FAILURE, EXIT_OK, end_at_once, stop_on_signal
+from dynamo.common.model_card import ModelKind
+from dynamo.local.config import LocalConfig
+from dynamo.local.deployment import Deployment, claimed, start_deployment
+from dynamo.local.supervisor import Supervisor, open_supervisor
+from dynamo.local.view import ServedModel, served_models
+
+PROMPT = "Write one sentence about the sea."
+
+
+class AskFailed(DynamoError):
+    """A model did not answer its first request; what it said instead is on the screen."""
+
+
+async def serve(config: LocalConfig) -> int:
+    """Runs until a signal, the death of a process or, with `once`, the last answer; returns the exit status.
+
+    Raises ConfigError when nothing could be started as asked.
+    """
+    with claimed(config.folder.resolve()):
+        async with open_supervisor(say, config.stop_timeout_s) as supervisor:
+
+            def kill_and_end(number: int) -> None:
+                supervisor.kill()
+                end_at_once(number)
+
+            stop = stop_on_signal(at_once=kill_and_end)
+            try:
+                await _unless_stopped(_run(config, supervisor), stop)
+            except DynamoError as error:
+                print(f"\ndynamo-local: {error}\n", file=sys.stderr, flush=True)
+                return EXIT_FAILURE
+    return EXIT_OK
+
+
+def say(line: str) -> None:
+    print(f"  {line}", flush=True)
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
+    """Runs `work`, which is cancelled when `stop` is set."""
+    task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        for pending in (task, stopping):
+            pending.cancel()
+        await asyncio.wait({task, stopping})
+
+
+async def _run(config: LocalConfig, supervisor: Supervisor) -> None:
+    print(f"dynamo-local: {config.workers} worker(s); data and logs in {config.folder}", flush=True)
+    deployment = await start_deployment(config, supervisor, say)
+    models = served_models(deployment.instances)
+    _show(deployment, models)
+    if config.ask:
+        for model in models:
+            await supervisor.unless_died(_ask(ask_command(deployment, model, config)))
+    if not config.once:
+        print("Ctrl-C stops everything.", flush=True)
+        await supervisor.unless_died(asyncio.Event().wait())
+
+
+def ask_command(deployment: Deployment, model: ServedModel, config: LocalConfig) -> list[str]:
+    """A command that sends one request to a model, to be run or to be copied."""
+    text = next((question.text for question in config.questions if question.model == model.card.name), "")
+    if not text and model.card.kind is ModelKind.LLM:
+        text = PROMPT
+    return [sys.executable, "-m", "dynamo.local.ask", deployment.grpc, model.card.name, *([text] if text else [])]
+
+
+def _show(deployment: Deployment, models: Sequence[ServedModel]) -> None:
+    print("\nServing")
+    for model in models:
+        kind = "language model" if model.card.kind is ModelKind.LLM else f"{model.card.kind} model"
+        print(f"  {model.card.name}: {kind}, {len(model.instances)} instance(s)")
+    print(f"  KServe v2 gRPC  {deployment.grpc}")
+    print(f"  HTTP            {deployment.http}/health  /metrics  /v1/models\n", flush=True)
+
+
+async def _ask(command: Sequence[str]) -> None:
+    shown = ["python", *command[1:]]
+    print(f"$ {shlex.join(shown)}", flush=True)
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
+    try:
+        status = await process.wait()
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
+    if status != 0:
+        raise AskFailed(f"the request above failed with status {status}")
+    print(flush=True)

@@ -1,0 +1,129 @@
+"""What `dynamo-local` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo.common.config import group, option, parse_port
+from dynamo.common.options import LogOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A first request: text for a language model, or `@FILE` with a KServe request in JSON for a tensor model."""
+
+    model: str
+    text: str
+
+
+def parse_question(text: str) -> Question:
+    model, equals, question = text.partition("=")
+    if not equals or not model or not question:
+        raise ValueError("is not of the form MODEL=TEXT or MODEL=@FILE")
+    if question.startswith("@") and not Path(question[1:]).is_file():
+        raise ValueError(f"names the file {question[1:]}, which does not exist")
+    return Question(model, question)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalConfig:
+    """A whole deployment on this machine: etcd, nats-server, workers and a frontend, each a process of its own."""
+
+    models: tuple[str, ...] = option(
+        ("smollm2",),
+        flags=("--model",),
+        env=("DYN_LOCAL_MODELS",),
+        file_key="local.models",
+        repeatable=True,
+        metavar="MODEL",
+        help="What every worker serves, as dynamo-worker takes it: smollm2, a GGUF file, module:Class. Repeatable.",
+    )
+    workers: int = option(
+        1, flags=("--workers",), env=("DYN_LOCAL_WORKERS",), file_key="local.workers", minimum=1, maximum=64, help="Workers."
+    )
+    http_port: int | None = option(
+        None,
+        parse=parse_port,
+        file_key=("local.http_port", "http.port"),
+        help="HTTP port; unset: 8000, or a free one if that is taken.",
+    )
+    grpc_port: int | None = option(
+        None,
+        parse=parse_port,
+        env=("DYN_GRPC_PORT", "DYNAMO_GRPC_PORT"),
+        file_key=("local.grpc_port", "grpc.port", "grpc_service.port"),
+        help="KServe gRPC port; unset: 8001, or a free one if that is taken.",
+    )
+    namespace: str = option("dynamo", help="Namespace of the deployment.")
+    etcd_endpoints: tuple[str, ...] = option(
+        (),
+        env=("DYN_ETCD_ENDPOINTS", "ETCD_ENDPOINTS"),
+        file_key="etcd.endpoints",
+        repeatable=True,
+        metavar="URL",
+        help="An etcd that runs already; unset: one is started.",
+    )
+    nats_servers: tuple[str, ...] = option(
+        (),
+        env=("DYN_NATS_SERVERS", "NATS_SERVER", "NATS_URL"),
+        file_key="nats.servers",
+        repeatable=True,
+        metavar="URL",
+        help="A NATS that runs already; unset: one is started.",
+    )
+    folder: Path = option(
+        Path(".dynamo/local"), env=("DYN_LOCAL_FOLDER",), file_key="local.folder", help="Where data and logs are kept."
+    )
+    worker_flags: tuple[str, ...] = option(
+        (),
+        flags=("--worker-flag",),
+        env=(),
+        file_key="local.worker_flags",
+        repeatable=True,
+        separator="",
+        metavar="FLAG",
+        help="A further flag for each worker, as in --worker-flag=--drain-timeout=5. Repeatable.",
+    )
+    frontend_flags: tuple[str, ...] = option(
+        (),
+        flags=("--frontend-flag",),
+        env=(),
+        file_key="local.frontend_flags",
+        repeatable=True,
+        separator="",
+        metavar="FLAG",
+        help="A further flag for the frontend, as in --frontend-flag=--router-mode=random. Repeatable.",
+    )
+    ask: bool = option(
+        True, env=("DYN_LOCAL_ASK",), file_key="local.ask", help="Send a first request to every model and show the answer."
+    )
+    questions: tuple[Question, ...] = option(
+        (),
+        flags=("--question",),
+        env=(),
+        file_key="local.questions",
+        parse=parse_question,
+        repeatable=True,
+        separator="",
+        metavar="MODEL=TEXT",
+        help="The first request to a model: a prompt, or @FILE with a KServe request in JSON. Repeatable.",
+    )
+    once: bool = option(False, env=("DYN_LOCAL_ONCE",), file_key="local.once", help="Stop when the first requests are answered.")
+    start_timeout_s: float = option(
+        120.0, flags=("--start-timeout",), env=("DYN_LOCAL_START_TIMEOUT_S",), minimum=1, help="Longest start, in seconds."
+    )
+    stop_timeout_s: float = option(
+        15.0,
+        flags=("--stop-timeout",),
+        env=("DYN_LOCAL_STOP_TIMEOUT_S",),
+        minimum=0,
+        help="Longest drain of a process after Ctrl-C, in seconds; then it is ended by force.",
+    )
+    log: LogOptions = group("Logging", prefix="log")
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("--model names nothing to serve")
+        if self.http_port is not None and self.http_port == self.grpc_port != 0:
+            raise ValueError(f"--http-port and --grpc-port are both {self.http_port}")

@@ -1,0 +1,153 @@
+"""A whole deployment on one machine: etcd, nats-server, workers and a frontend, each a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo.common.config import ConfigError
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import DynamoError
+from dynamo.common.etcd import Etcd, connect_etcd
+from dynamo.common.names import InstanceId
+from dynamo.common.options import EtcdOptions
+from dynamo.local.config import LocalConfig
+from dynamo.local.servers import HOST, EtcdServer, NatsServer, free_ports
+from dynamo.local.supervisor import Say, Supervisor
+from dynamo.local.view import read_instances, ready_workers
+
+HTTP_PORT, GRPC_PORT = 8000, 8001
+_LOOK_S = 0.1
+
+
+class NotReady(DynamoError):
+    """The workers did not come up in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A running one: all its workers have registered."""
+
+    http: str
+    """`http://127.0.0.1:8000`"""
+    grpc: str
+    """`127.0.0.1:8001`"""
+    logs: Path
+    instances: tuple[Instance, ...]
+
+
+async def start_deployment(config: LocalConfig, supervisor: Supervisor, say: Say) -> Deployment:
+    """Starts everything, with a line to `say` for each step; `supervisor` stops it: frontend, workers, nats-server, etcd.
+
+    Raises ConfigError for what cannot be started as asked, ServerFailed or ChildDied with the end of the log of what did not
+    start, NotReady after `start_timeout_s`.
+    """
+    folder = config.folder.resolve()
+    logs = folder / "logs"
+    http = choose_port("--http-port", config.http_port, HTTP_PORT)
+    grpc = choose_port("--grpc-port", config.grpc_port, GRPC_PORT)
+    etcd = config.etcd_endpoints or await _start_etcd(supervisor, folder, say)
+    nats = config.nats_servers or await _start_nats(supervisor, folder, say)
+    shutil.rmtree(logs, ignore_errors=True)
+    async with connect_etcd(EtcdOptions(endpoints=etcd).to_config()) as client:
+        others = frozenset(found.id for found in await read_instances(client, config.namespace))
+        workers = {f"worker {number + 1}": worker_command(config, etcd, nats) for number in range(config.workers)}
+        supervisor.start(workers, logs)
+        supervisor.start({"frontend": frontend_command(config, etcd, nats, http, grpc)}, logs)
+        say(f"frontend     KServe v2 over gRPC at {HOST}:{grpc}, HTTP at http://{HOST}:{http}")
+        say(f"workers      {config.workers}, loading {', '.join(config.models)}")
+        instances = await supervisor.unless_died(_all_ready(client, config, others, say))
+    return Deployment(f"http://{HOST}:{http}", f"{HOST}:{grpc}", logs, tuple(instances))
+
+
+async def _start_etcd(supervisor: Supervisor, folder: Path, say: Say) -> tuple[str, ...]:
+    shutil.rmtree(folder / "etcd", ignore_errors=True)  # it would only hold registrations of instances that are no more
+    server = EtcdServer(folder / "etcd", fsync=False)
+    await supervisor.start_server("etcd", server)
+    say(f"etcd         {server.endpoint}")
+    return (server.endpoint,)
+
+
+async def _start_nats(supervisor: Supervisor, folder: Path, say: Say) -> tuple[str, ...]:
+    server = NatsServer(folder / "nats")
+    await supervisor.start_server("nats-server", server)
+    say(f"nats-server  {server.url}")
+    return (server.url,)
+
+
+async def _all_ready(client: Etcd, config: LocalConfig, others: frozenset[InstanceId], say: Say) -> list[Instance]:
+    started = time.monotonic()
+    ready = 0
+    try:
+        async with asyncio.timeout(config.start_timeout_s):
+            while True:
+                instances = await read_instances(client, config.namespace)
+                if (now_ready := ready_workers(instances, others, len(config.models))) != ready:
+                    ready = now_ready
+                    say(f"             {ready} of {config.workers} ready after {time.monotonic() - started:.1f} s")
+                if ready == config.workers:
+                    return instances
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        text = f"only {ready} of {config.workers} workers were ready after {config.start_timeout_s:g} s"
+        raise NotReady(f"{text}; --start-timeout allows more, and {config.folder}/logs may say why") from None
+
+
+def worker_command(config: LocalConfig, etcd: tuple[str, ...], nats: tuple[str, ...]) -> list[str]:
+    models = [part for model in config.models for part in ("--model", model)]
+    threads = []
+    if not any(flag.startswith("--threads") for flag in config.worker_flags):
+        threads = ["--threads", str(max(1, (os.cpu_count() or 1) // config.workers))]
+    return [*_python("dynamo.worker", config, etcd, nats), *models, *threads, *config.worker_flags]
+
+
+def frontend_command(config: LocalConfig, etcd: tuple[str, ...], nats: tuple[str, ...], http: int, grpc: int) -> list[str]:
+    ports = ["--grpc", "--http-port", str(http), "--grpc-port", str(grpc)]
+    return [*_python("dynamo.frontend", config, etcd, nats), *ports, *config.frontend_flags]
+
+
+def _python(module: str, config: LocalConfig, etcd: tuple[str, ...], nats: tuple[str, ...]) -> list[str]:
+    return [
+        *(sys.executable, "-m", module, "--namespace", config.namespace),
+        *("--etcd-endpoints", ",".join(etcd), "--nats-servers", ",".join(nats)),
+    ]
+
+
+def choose_port(flag: str, wanted: int | None, usual: int) -> int:
+    """The wanted port, or the usual one if it is free, or any. Raises ConfigError if the wanted one is taken."""
+    if wanted == 0:
+        return free_ports(1)[0]
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, wanted or usual))
+        except OSError as error:
+            if wanted is not None:
+                raise ConfigError(f"{flag}: cannot listen on {HOST}:{wanted}: {error.strerror}") from error
+            return free_ports(1)[0]
+    return wanted or usual
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Raises ConfigError if another deployment uses the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"--folder {folder} cannot be used: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"--folder {folder} is in use by another dynamo-local; name another folder") from error
+        yield

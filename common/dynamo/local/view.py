@@ -1,0 +1,48 @@
+"""Which workers have registered, read from etcd: how the launcher knows that what it started can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from dynamo.common.discovery import Instance, decode_registration
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.etcd import Etcd
+from dynamo.common.model_card import ModelCard
+from dynamo.common.names import InstanceId, namespace_prefix
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    card: ModelCard
+    instances: frozenset[InstanceId]
+
+
+async def read_instances(etcd: Etcd, namespace: str) -> list[Instance]:
+    """All registrations of a namespace. Raises EtcdUnavailable."""
+    listing = await etcd.range(namespace_prefix(namespace), prefix=True)
+    instances = []
+    for kv in listing.kvs:
+        with suppress(InvalidRequest):  # somebody else's in an etcd we share; the frontend logs what it cannot read
+            instances.append(decode_registration(kv.key, kv.value))
+    return instances
+
+
+def ready_workers(instances: Iterable[Instance], others: frozenset[InstanceId], models: int) -> int:
+    """How many instances, beside `others`, have registered at least `models` models: a worker registers one by one."""
+    counts: dict[InstanceId, int] = {}
+    for instance in instances:
+        if instance.id not in others:
+            counts[instance.id] = counts.get(instance.id, 0) + 1
+    return sum(count >= models for count in counts.values())
+
+
+def served_models(instances: Iterable[Instance]) -> list[ServedModel]:
+    """By name."""
+    cards: dict[str, ModelCard] = {}
+    ids: dict[str, set[InstanceId]] = {}
+    for instance in instances:
+        cards[instance.card.name] = instance.card
+        ids.setdefault(instance.card.name, set()).add(instance.id)
+    return [ServedModel(cards[name], frozenset(ids[name])) for name in sorted(cards)]

@@ -1,0 +1,100 @@
+"""From gRPC metadata or HTTP headers to the conditions of a call."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.names import InstanceId, parse_instance
+from dynamo.common.telemetry import RequestType
+from dynamo.frontend.data_plane import Call
+
+MAX_ID_CHARS = 128
+_PASSED_ON = frozenset({"traceparent", "tracestate", "baggage"})
+_LONGEST_DEADLINE_S = 10 * 365 * 86400.0
+"""gRPC says "no deadline" by one that is centuries away."""
+_TRITON_LEVELS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """What the headers of a call say, for the one or many requests in it."""
+
+    request_id: str = ""
+    deadline: float | None = None
+    """Absolute, on the event loop's clock."""
+    instance: InstanceId | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    priority: int = 0
+    session: str = ""
+    grpc_errors: bool = False
+    """On a stream: the first failure ends it with a status, instead of going in-band."""
+
+    @classmethod
+    def read(cls, headers: Iterable[tuple[str, str | bytes]], remaining_s: float | None = None) -> Caller:
+        """From headers with lower-case names and the seconds until the deadline. Raises InvalidRequest."""
+        request_id = session = ""
+        instance = None
+        priority = 0
+        grpc_errors = False
+        passed_on: dict[str, str] = {}
+        for name, value in headers:
+            if not isinstance(value, str):
+                continue
+            if name in _PASSED_ON:
+                passed_on[name] = value
+            elif name == "x-request-id":
+                request_id = usable_id(value)
+            elif name == "triton_grpc_error":
+                grpc_errors = value.lower() == "true"
+            elif name == "x-dynamo-instance":
+                instance = parse_instance(value)
+            elif name == "x-dynamo-request-priority":
+                priority = _whole_number(name, value)
+            elif name == "x-dynamo-session":
+                session = value[:MAX_ID_CHARS]
+        deadline = None
+        if remaining_s is not None and remaining_s < _LONGEST_DEADLINE_S:
+            deadline = asyncio.get_running_loop().time() + remaining_s
+        return cls(
+            request_id=request_id,
+            deadline=deadline,
+            instance=instance,
+            headers=passed_on,
+            priority=priority,
+            session=session,
+            grpc_errors=grpc_errors,
+        )
+
+    def call(self, request_id: str = "", *, triton_priority: int = 0, endpoint: str, request_type: RequestType) -> Call:
+        """The conditions of one request. `request_id` is the request's own, used if the headers have none."""
+        return Call(
+            request_id=self.request_id or usable_id(request_id) or secrets.token_hex(8),
+            deadline=self.deadline,
+            instance=self.instance,
+            headers=self.headers,
+            priority=self.priority or _from_triton(triton_priority),
+            session=self.session,
+            endpoint=endpoint,
+            request_type=request_type,
+        )
+
+
+def usable_id(text: str) -> str:
+    """`text` if it can name a request in logs and headers, else nothing."""
+    return text if len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable() else ""
+
+
+def _from_triton(level: int) -> int:
+    """Triton's 1 is the most urgent and 0 the default; here larger is more urgent and 0 the default as well."""
+    return max(1, _TRITON_LEVELS - level) if level > 0 else 0
+
+
+def _whole_number(name: str, value: str) -> int:
+    try:
+        return int(value[:20])
+    except ValueError:
+        raise InvalidRequest(f"{name} is no whole number") from None

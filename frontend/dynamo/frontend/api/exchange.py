@@ -1,0 +1,243 @@
+"""One HTTP request and its answer, straight on ASGI: no framework between a token and the socket.
+
+    endpoint = Endpoint(handle, OPENAI_ERRORS, settings)   # an ASGI application, to be mounted by a route
+    async def handle(exchange: Exchange) -> None: ...
+
+`Exchange.attended` ends the work when the client leaves; failures become an error answer, or, once a stream has begun, its last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from starlette.types import Message, Receive, Scope, Send
+
+from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge
+from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
+from dynamo.frontend.config import OverloadStatus
+
+log = logging.getLogger(__name__)
+
+Header: TypeAlias = tuple[bytes, bytes]
+
+JSON = (b"content-type", b"application/json")
+_STREAM_HEADERS: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+_KEEPALIVE = b": keepalive\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorForm:
+    """How a protocol writes failures."""
+
+    body: Callable[[BaseException, int], bytes]
+    """JSON, from the failure and its HTTP status."""
+    event: Callable[[BaseException, int], bytes]
+    """The event that ends a stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSettings:
+    """What all JSON endpoints have in common."""
+
+    max_body_bytes: int = 64 * 2**20
+    max_json_depth: int = 100
+    keepalive_s: float = 15.0
+    """A comment goes out after so much silence, so that proxies do not cut a stream."""
+    overload: OverloadStatus = OverloadStatus.UNAVAILABLE
+
+
+class Exchange:
+    """The answer is either one `answer`, or events by `events()`."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: HttpSettings) -> None:
+        self.settings = settings
+        self.path: str = scope["path"]
+        self.headers: dict[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.request_id = ""
+        """Set by the handler once it is known; goes into the answer's headers."""
+        self.client_left = False
+        self.stream: EventStream | None = None
+        self._receive = receive
+        self._send = send
+        self._answered = False
+
+    def caller(self) -> Caller:
+        """Who asks. Raises InvalidRequest."""
+        return Caller.read(self.headers.items())
+
+    async def body(self) -> bytes:
+        """The request's JSON body. Raises PayloadTooLarge, InvalidRequest, and Cancelled if the client left."""
+        kind = self.headers.get("content-type")
+        if kind is not None and not _is_json(kind):
+            raise InvalidRequest(f"the content type is {kind[:80]!r}; it must be 'application/json'")
+        limit = self.settings.max_body_bytes
+        length = self.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > limit:
+            raise _too_large(limit)
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body"):
+            body: bytes = message["body"]
+            if len(body) > limit:
+                raise _too_large(limit)
+            return body
+        return await self._long_body(message, limit)
+
+    async def _long_body(self, message: Message, limit: int) -> bytes:
+        parts = bytearray()
+        while True:
+            if message["type"] == "http.disconnect":
+                self.client_left = True
+                raise Cancelled()
+            parts += message.get("body", b"")
+            if len(parts) > limit:
+                raise _too_large(limit)
+            if not message.get("more_body"):
+                return bytes(parts)
+            message = await self._receive()
+
+    @asynccontextmanager
+    async def attended(self) -> AsyncIterator[None]:
+        """Cancels the body when the client leaves, and raises Cancelled then. Call it when the request has been read."""
+        handler = asyncio.current_task()
+        assert handler is not None
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self.client_left = True
+            handler.cancel()
+
+        watcher = asyncio.get_running_loop().create_task(watch())
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.client_left and handler.uncancel() == 0:
+                raise Cancelled() from None
+            raise
+        finally:
+            watcher.cancel()
+
+    async def answer(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = (JSON,)) -> None:
+        """The whole answer."""
+        self._answered = True
+        length = (b"content-length", b"%d" % len(body))
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._id()]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    @asynccontextmanager
+    async def events(self) -> AsyncIterator[EventStream]:
+        """A stream of server-sent events. Its head goes out with the first event, so that an early failure has its own status."""
+        self.stream = stream = EventStream(self._send, self._id(), self.settings.keepalive_s)
+        try:
+            yield stream
+        finally:
+            stream.stop_keepalive()
+
+    async def fail(self, error: BaseException, form: ErrorForm) -> None:
+        """Answers with a failure, in whichever way is still open."""
+        if self.client_left:
+            log.info("the client of %s left before its answer was complete (499), request %s", self.path, self.request_id)
+            return
+        log_failure(error, self.request_id, self.path)
+        status = http_status(error, self.settings.overload)
+        if self.stream is not None and self.stream.begun:
+            return await self.stream.end(form.event(error, status))
+        if self._answered:  # it broke while it was written: there is nothing left to say
+            return
+        headers: tuple[Header, ...] = (JSON,)
+        pause_s = retry_after_s(error)
+        if pause_s is None and isinstance(error, DynamoError) and error.code is Code.UNAVAILABLE and error.retryable:
+            pause_s = 1.0
+        if pause_s is not None:
+            headers = (JSON, (b"retry-after", b"%d" % max(1, round(pause_s))))
+        await self.answer(form.body(error, status), status, headers)
+
+    def _id(self) -> tuple[Header, ...]:
+        return ((b"x-request-id", self.request_id.encode()),) if self.request_id else ()
+
+
+class EventStream:
+    """Server-sent events, written by one handler; comments fill silence."""
+
+    __slots__ = ("_headers", "_idle", "_interval_s", "_loop", "_send", "_timer", "_writing", "begun")
+
+    def __init__(self, send: Send, headers: tuple[Header, ...], keepalive_s: float) -> None:
+        self.begun = False
+        """The status has gone out."""
+        self._send = send
+        self._headers = headers
+        self._interval_s = keepalive_s
+        self._loop = asyncio.get_running_loop()
+        self._idle = True
+        """Nothing was written since the last look."""
+        self._writing: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(keepalive_s, self._tick)
+
+    async def write(self, events: bytes) -> None:
+        """Some whole events, in one piece. Waits while the client is slow."""
+        self._idle = False
+        if not self.begun:
+            await self._begin()
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, events: bytes) -> None:
+        """The last events."""
+        self.stop_keepalive()
+        if not self.begun:
+            await self._begin()
+        await self._send({"type": "http.response.body", "body": events})
+
+    def stop_keepalive(self) -> None:
+        self._timer.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
+
+    async def _begin(self) -> None:
+        self.begun = True
+        headers = [*_STREAM_HEADERS, *self._headers]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _tick(self) -> None:
+        # A comment may wait for a slow client, as any write may; while it does, no other is needed.
+        if self._idle and (self._writing is None or self._writing.done()):
+            self._writing = self._loop.create_task(self.write(_KEEPALIVE))
+        self._idle = True
+        self._timer = self._loop.call_later(self._interval_s, self._tick)
+
+
+class Endpoint:
+    """An ASGI application for one path."""
+
+    def __init__(self, handle: Callable[[Exchange], Awaitable[None]], errors: ErrorForm, settings: HttpSettings) -> None:
+        self._handle = handle
+        self._errors = errors
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self._settings)
+        try:
+            await self._handle(exchange)
+        except asyncio.CancelledError:
+            if not exchange.client_left:
+                raise
+        except Exception as error:
+            await exchange.fail(error, self._errors)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body is larger than {limit} bytes")

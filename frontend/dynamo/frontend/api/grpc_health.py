@@ -1,0 +1,111 @@
+"""What gRPC tools expect beside any service: grpc.health.v1 and server reflection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from enum import IntEnum
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection import ReflectionServicer
+
+from dynamo.common.errors import ModelNotFound, ShuttingDown
+from dynamo.frontend.api.grpc_server import Context, Handlers
+from dynamo.frontend.api.grpc_streams import StreamDrain
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.data_plane import DataPlane
+
+INFERENCE_SERVICE = "inference.GRPCInferenceService"
+HEALTH_SERVICE = "grpc.health.v1.Health"
+REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+"""The messages of both versions are the same on the wire."""
+
+
+class ServingStatus(IntEnum):
+    """The values of grpc.health.v1."""
+
+    SERVING = 1
+    NOT_SERVING = 2
+    SERVICE_UNKNOWN = 3
+
+
+class HealthService:
+    """Check and Watch. A service is the whole server (empty, or a service's name) or one model by its name."""
+
+    def __init__(self, plane: DataPlane, readiness: Readiness) -> None:
+        self._plane = plane
+        self._readiness = readiness
+
+    def handlers(self) -> Handlers:
+        return {
+            "Check": grpc.unary_unary_rpc_method_handler(self._check),
+            "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
+        }
+
+    def _status(self, service: str) -> ServingStatus:
+        if service in ("", INFERENCE_SERVICE):
+            ready = self._readiness.is_ready()
+        elif service in (HEALTH_SERVICE, *REFLECTION_SERVICES):
+            ready = True
+        else:
+            try:
+                self._plane.card(service)
+            except ModelNotFound:
+                return ServingStatus.SERVICE_UNKNOWN
+            ready = self._readiness.is_model_ready(service)
+        return ServingStatus.SERVING if ready else ServingStatus.NOT_SERVING
+
+    async def _check(self, data: bytes, context: Context) -> bytes:
+        status = self._status(await _service(data, context))
+        if status is ServingStatus.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "neither a service nor a model of this name is known")
+        return _response(status)
+
+    async def _watch(self, data: bytes, context: Context) -> None:
+        service = await _service(data, context)
+        sent: ServingStatus | None = None
+        async with aclosing(self._readiness.changes()) as changes:
+            async for _ in changes:
+                last = self._readiness.draining  # a watch must not hold up the shutdown, but it tells of it
+                status = self._status(service)
+                if status is not sent:
+                    await context.write(_response(status))
+                    sent = status
+                if last:
+                    return
+
+
+class ReflectionService:
+    """Lists the services and hands out their descriptions."""
+
+    def __init__(self, services: Sequence[str], drain: StreamDrain) -> None:
+        self._servicer = ReflectionServicer(services)
+        self._drain = drain
+
+    def handlers(self) -> Handlers:
+        return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(self._info)}
+
+    async def _info(self, unused: object, context: Context) -> None:
+        try:
+            while (data := await self._drain.read(context)) is not None:
+                request = reflection_pb2.ServerReflectionRequest.FromString(data)
+                for response in self._servicer.ServerReflectionInfo(iter((request,)), context):
+                    await context.write(response.SerializeToString())
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message is not a ServerReflectionRequest")
+        except ShuttingDown as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+
+async def _service(data: bytes, context: Context) -> str:
+    try:
+        return str(health_pb2.HealthCheckRequest.FromString(data).service)
+    except DecodeError:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message is not a HealthCheckRequest")
+
+
+def _response(status: ServingStatus) -> bytes:
+    return bytes(health_pb2.HealthCheckResponse(status=status.value).SerializeToString())

@@ -1,0 +1,180 @@
+"""A gRPC port, served by one of two exchangeable servers.
+
+*native* (pygrpc-native, the extra `fast`) does HTTP/2 in Rust outside the GIL and hands bidirectional calls to a grpcio server
+behind it; *grpcio* does everything itself and has TLS, compressed answers, connection ages and adjustable windows. Handlers
+are the same for both: coroutines that take and give bytes.
+
+Native is several times faster but, as of 0.5.0, compares a message with the size limit only when all of it has arrived and is
+unpacked: anybody who can connect can fill the memory, with gzip by very little. So `auto` takes it where only this machine can
+connect; `--grpc-server native` takes it anywhere, for networks where every client is trusted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc
+import grpc.aio
+
+from dynamo.common.config import ConfigError
+from dynamo.frontend.api.grpc_hardening import make_grpcio_server
+from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice
+
+Handlers: TypeAlias = Mapping[str, "grpc.RpcMethodHandler[bytes, bytes]"]
+"""Method name → handler, without serializers."""
+Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+
+_COMPRESSION = {
+    GrpcCompression.NONE: grpc.Compression.NoCompression,
+    GrpcCompression.GZIP: grpc.Compression.Gzip,
+    GrpcCompression.DEFLATE: grpc.Compression.Deflate,
+}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerChoice:
+    server: GrpcServerChoice
+    """NATIVE or GRPCIO, never AUTO."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcServer:
+    """A port that is being served."""
+
+    port: int
+    choice: ServerChoice
+    _server: grpc.aio.Server
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new calls; those running may finish for `grace_s` seconds and are cancelled then. Idempotent."""
+        await self._server.stop(grace_s)
+
+
+def needs_grpcio(options: GrpcOptions) -> str:
+    """Names the first thing asked for that only grpcio does; empty if there is none."""
+    if options.tls_cert_file is not None:
+        return "TLS is configured"
+    if options.compression is not GrpcCompression.NONE:
+        return "answers shall be compressed"
+    if options.max_connection_age_s is not None:
+        return "a connection age is configured"
+    if options.initial_connection_window_size is not None or options.initial_stream_window_size is not None:
+        return "HTTP/2 windows are configured"
+    return ""
+
+
+def is_local(host: str) -> bool:
+    """Whether only processes of this machine can connect to a port on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def choose_server(options: GrpcOptions, native_installed: bool) -> ServerChoice:
+    """Which server runs. Raises ConfigError if the native one was demanded and cannot do it."""
+    obstacle = needs_grpcio(options)
+    if options.server is GrpcServerChoice.GRPCIO:
+        return ServerChoice(GrpcServerChoice.GRPCIO, "it was asked for")
+    if options.server is GrpcServerChoice.NATIVE:
+        if not native_installed:
+            raise ConfigError("--grpc-server native needs the package pygrpc-native (extra `fast`)")
+        if obstacle:
+            raise ConfigError(f"--grpc-server native cannot be used: {obstacle}, which only grpcio can do")
+        return ServerChoice(GrpcServerChoice.NATIVE, "it was asked for")
+    if obstacle:
+        return ServerChoice(GrpcServerChoice.GRPCIO, obstacle)
+    if not native_installed:
+        return ServerChoice(GrpcServerChoice.GRPCIO, "pygrpc-native (extra `fast`) is not installed")
+    if not is_local(options.host):
+        why = "other machines can connect, and native does not bound what they send; with trusted clients use native"
+        return ServerChoice(GrpcServerChoice.GRPCIO, why)
+    return ServerChoice(GrpcServerChoice.NATIVE, "it is installed, nothing needs grpcio, and only this machine can connect")
+
+
+def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[str, int]]:
+    """The settings in the words of gRPC core, which the native server understands too."""
+    arguments = [
+        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.max_send_message_length", options.max_message_bytes),
+        ("grpc.max_metadata_size", options.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", options.max_metadata_bytes),
+        ("grpc.max_concurrent_streams", options.max_concurrent_streams),
+        ("grpc.keepalive_time_ms", int(options.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(options.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(options.client_ping_interval_s * 1000)),
+        # A port taken by someone else must be an error, unless it is one of our own processes that shares it.
+        ("grpc.so_reuseport", int(share_port)),
+    ]
+    # gRPC core has one setting for both windows: the connection's follows the largest of its streams.
+    windows = [size for size in (options.initial_connection_window_size, options.initial_stream_window_size) if size is not None]
+    if windows:
+        arguments.append(("grpc.http2.lookahead_bytes", max(windows)))
+    if options.max_connection_age_s is not None:
+        arguments.append(("grpc.max_connection_age_ms", int(options.max_connection_age_s * 1000)))
+    return arguments
+
+
+@asynccontextmanager
+async def serve_grpc(
+    options: GrpcOptions, services: Mapping[str, Handlers], *, share_port: bool = False
+) -> AsyncIterator[GrpcServer]:
+    """Serves `services` (full service name → handlers) until the context is left, which cuts what still runs.
+
+    Raises ConfigError if the port, the certificate or the chosen server cannot be used.
+    """
+    choice = choose_server(options, importlib.util.find_spec("pygrpc_native") is not None)
+    server = _make_server(options, choice.server, share_port)
+    for service, handlers in services.items():
+        server.add_registered_method_handlers(service, dict(handlers))
+    port = _bind(server, options)
+    await server.start()
+    secured = "TLS" if options.tls_cert_file is not None else "no TLS"
+    _log.info("gRPC on %s:%d by the %s server (%s), %s", options.host, port, choice.server, choice.why, secured)
+    try:
+        yield GrpcServer(port, choice, server)
+    finally:
+        await server.stop(None)
+
+
+def _make_server(options: GrpcOptions, kind: GrpcServerChoice, share_port: bool) -> grpc.aio.Server:
+    arguments = channel_arguments(options, share_port=share_port)
+    if kind is GrpcServerChoice.GRPCIO:
+        return make_grpcio_server(arguments, _COMPRESSION[options.compression])
+    import pygrpc_native.aio  # `from … import aio` recurses for ever in 0.5.0
+
+    server: grpc.aio.Server = pygrpc_native.aio.Server(options=arguments, io_threads=options.workers)
+    return server
+
+
+def _bind(server: grpc.aio.Server, options: GrpcOptions) -> int:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    address = f"{host}:{options.port}"
+    try:
+        credentials = _credentials(options)
+        port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"the gRPC port {address} cannot be opened: {error}") from error
+    if port == 0:
+        raise ConfigError(f"the gRPC port {address} cannot be opened")
+    return port
+
+
+def _credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
+    if options.tls_cert_file is None or options.tls_key_file is None:
+        return None
+    pair = (Path(options.tls_key_file).read_bytes(), Path(options.tls_cert_file).read_bytes())
+    client_ca = Path(options.tls_client_ca_file).read_bytes() if options.tls_client_ca_file else None
+    return grpc.ssl_server_credentials([pair], client_ca, client_ca is not None)

@@ -1,0 +1,80 @@
+"""Whether this process can serve: one view for HTTP probes, KServe readiness and grpc.health.v1."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from enum import StrEnum
+
+from dynamo.common.errors import Unavailable
+from dynamo.frontend.data_plane import DataPlane
+
+_LONGEST_UNNOTICED_S = 0.5
+"""A tokenizer that finished loading makes a model ready without the directory changing; it is seen this late."""
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    READY = "healthy"
+    NOT_READY = "unhealthy"
+    """No model can be served."""
+    SHUTTING_DOWN = "shutting_down"
+
+
+class Readiness:
+    """Ready means that a request would be served now. A draining process is not, though it still serves.
+
+    Made before there is a data plane: a process that still waits for NATS is alive, and says what it waits for.
+    """
+
+    def __init__(self) -> None:
+        self._plane: DataPlane | None = None
+        self._change = asyncio.Event()
+        self.draining = False
+
+    def attach(self, plane: DataPlane) -> None:
+        """The start is complete."""
+        self._plane = plane
+        plane.models.on_change(self._notify)
+        self._notify()
+
+    @property
+    def plane(self) -> DataPlane:
+        """Raises Unavailable while the process starts."""
+        if self._plane is None:
+            raise Unavailable("the server is starting: it has no connection to NATS yet")
+        return self._plane
+
+    def state(self) -> State:
+        if self.draining:
+            return State.SHUTTING_DOWN
+        if self._plane is None:
+            return State.STARTING
+        return State.READY if self._plane.server_ready() else State.NOT_READY
+
+    def is_ready(self) -> bool:
+        return self.state() is State.READY
+
+    def is_model_ready(self, model: str, version: str = "") -> bool:
+        return not self.draining and self._plane is not None and self._plane.model_ready(model, version)
+
+    def start_draining(self) -> None:
+        self.draining = True
+        if self._plane is not None:
+            self._plane.start_draining()
+        self._notify()
+
+    async def changes(self) -> AsyncGenerator[None, None]:
+        """Yields at once, and then each time the answers above may have changed since, which is twice a second in any case."""
+        while True:
+            change = self._change  # taken before the caller looks, so that nothing goes by while it is busy
+            yield
+            try:
+                async with asyncio.timeout(_LONGEST_UNNOTICED_S):
+                    await change.wait()
+            except TimeoutError:
+                pass  # the caller looks again anyway
+
+    def _notify(self) -> None:
+        change, self._change = self._change, asyncio.Event()
+        change.set()

@@ -1,0 +1,195 @@
+"""KServe v2 over gRPC: every call of `inference.GRPCInferenceService`, from bytes to bytes.
+
+Two calls are long-lived or heavy and have files of their own, `kserve_infer.py` and `kserve_stream.py`; the others are answered
+here from what the data plane knows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from dynamo.common.errors import InvalidRequest, ShuttingDown, Unsupported
+from dynamo.common.logs import request_id as logged_id
+from dynamo.common.telemetry import RequestType
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.frontend.api import kserve_messages
+from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.grpc_server import Context, Handlers
+from dynamo.frontend.api.grpc_streams import StreamDrain
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.kserve_infer import call_for, check_size, infer
+from dynamo.frontend.api.kserve_stream import KserveStream, StreamLimits
+from dynamo.frontend.api.statuses import grpc_status, log_failure, public_message, retry_after_s
+from dynamo.frontend.config import OverloadStatus
+from dynamo.frontend.data_plane import DataPlane
+from dynamo.protos import inference_pb2 as pb
+
+SERVICE = "inference.GRPCInferenceService"
+_LATER = {
+    "RepositoryModelLoad": "models are loaded by starting a worker that serves them, not through this server",
+    "RepositoryModelUnload": "models are unloaded by stopping the workers that serve them, not through this server",
+    **dict.fromkeys(
+        (f"SystemSharedMemory{what}" for what in ("Status", "Register", "Unregister")),
+        "this server shares no memory with its clients: tensors travel in the messages",
+    ),
+    **dict.fromkeys(
+        (f"CudaSharedMemory{what}" for what in ("Status", "Register", "Unregister")),
+        "this server shares no GPU memory with its clients: tensors travel in the messages",
+    ),
+    "TraceSetting": "trace settings cannot be read or changed through this server",
+    "LogSettings": "log settings cannot be read or changed through this server",
+}
+"""Calls that are refused, and why."""
+
+M = TypeVar("M", bound=Message)
+_log = logging.getLogger(__name__)
+
+
+class KserveService:
+    """The handlers of the service. `handlers()` goes to `serve_grpc`; `drain` ends the waiting of streams at shutdown."""
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        readiness: Readiness,
+        drain: StreamDrain,
+        limits: StreamLimits,
+        overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
+    ) -> None:
+        self._plane = plane
+        self._readiness = readiness
+        self._drain = drain
+        self._limits = limits
+        self._overload = overload
+        self._live = pb.ServerLiveResponse(live=True).SerializeToString()
+        self._metadata = kserve_messages.server_metadata().SerializeToString()
+
+    def handlers(self) -> Handlers:
+        answered: dict[str, Callable[[bytes], Awaitable[bytes]]] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelReady": self._model_ready,
+            "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
+            "ModelStatistics": self._model_statistics,
+            "RepositoryIndex": self._repository_index,
+        }
+        return {
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(self._model_infer),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._model_stream_infer),
+            **{name: self._unary(name, method) for name, method in answered.items()},
+            **{name: self._unary(name, _refusing(f"{name}: {why}")) for name, why in _LATER.items()},
+        }
+
+    def _unary(self, name: str, method: Callable[[bytes], Awaitable[bytes]]) -> grpc.RpcMethodHandler[bytes, bytes]:
+        async def handle(data: bytes, context: Context) -> bytes:
+            try:
+                return await method(data)
+            except Exception as error:
+                await self._abort(context, error, "", name)
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    # Inference
+
+    async def _model_infer(self, data: bytes, context: Context) -> bytes:
+        request_id = ""
+        try:
+            caller = _caller(context)
+            request = TensorRequest.parse(data)
+            card = self._plane.card(request.head.model_name, request.head.model_version)
+            call = call_for(request, card, caller, RequestType.UNARY)
+            request_id = call.request_id
+            logged_id.set(request_id)
+            return check_size(await infer(self._plane, request, card, call), self._limits.max_message_bytes)
+        except Exception as error:
+            await self._abort(context, error, request_id, "ModelInfer")
+
+    async def _model_stream_infer(self, unused: object, context: Context) -> None:
+        request_id = ""
+        try:
+            caller = _caller(context)
+            request_id = caller.request_id
+            await KserveStream(self._plane, self._drain, self._limits, context, caller).run()
+        except Exception as error:
+            await self._abort(context, error, request_id, "ModelStreamInfer", log=not isinstance(error, ShuttingDown))
+
+    # Health
+
+    async def _server_live(self, data: bytes) -> bytes:
+        return self._live
+
+    async def _server_ready(self, data: bytes) -> bytes:
+        return pb.ServerReadyResponse(ready=self._readiness.is_ready()).SerializeToString()
+
+    async def _model_ready(self, data: bytes) -> bytes:
+        request = _parse(pb.ModelReadyRequest, data)
+        ready = self._readiness.is_model_ready(request.name, request.version)
+        return pb.ModelReadyResponse(ready=ready).SerializeToString()
+
+    # What there is
+
+    async def _server_metadata(self, data: bytes) -> bytes:
+        return self._metadata
+
+    async def _model_metadata(self, data: bytes) -> bytes:
+        request = _parse(pb.ModelMetadataRequest, data)
+        return kserve_messages.model_metadata(self._plane.card(request.name, request.version)).SerializeToString()
+
+    async def _model_config(self, data: bytes) -> bytes:
+        request = _parse(pb.ModelConfigRequest, data)
+        return kserve_messages.model_config(self._plane.card(request.name, request.version)).SerializeToString()
+
+    async def _model_statistics(self, data: bytes) -> bytes:
+        request = _parse(pb.ModelStatisticsRequest, data)
+        return (await self._plane.statistics(request.name, request.version)).SerializeToString()
+
+    async def _repository_index(self, data: bytes) -> bytes:
+        request = _parse(pb.RepositoryIndexRequest, data)
+        if request.repository_name:
+            raise InvalidRequest("there is one repository, without a name: leave 'repository_name' empty")
+        index = kserve_messages.repository_index(self._plane.cards(), self._readiness.is_model_ready)
+        if request.ready:
+            ready = [entry for entry in index.models if entry.state == "READY"]
+            index = pb.RepositoryIndexResponse(models=ready)
+        return index.SerializeToString()
+
+    # Failures
+
+    async def _abort(self, context: Context, error: Exception, request_id: str, what: str, *, log: bool = True) -> NoReturn:
+        """Ends the call with the failure's status, which the caller may read; logs what is ours."""
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        if log:
+            log_failure(error, request_id, what)
+        metadata: list[tuple[str, str | bytes]] = []
+        if request_id:
+            metadata.append(("x-request-id", request_id))
+        if (pause_s := retry_after_s(error)) is not None:
+            metadata.append(("retry-after", f"{pause_s:g}"))
+        await context.abort(grpc_status(error, self._overload), public_message(error), tuple(metadata))
+
+
+def _caller(context: Context) -> Caller:
+    return Caller.read(context.invocation_metadata() or (), context.time_remaining())
+
+
+def _parse(message: type[M], data: bytes) -> M:
+    try:
+        return message.FromString(data)
+    except DecodeError:
+        raise InvalidRequest(f"the message is not a {message.DESCRIPTOR.name}") from None
+
+
+def _refusing(why: str) -> Callable[[bytes], Awaitable[bytes]]:
+    async def refuse(data: bytes) -> bytes:
+        raise Unsupported(why)
+
+    return refuse

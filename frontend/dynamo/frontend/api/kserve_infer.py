@@ -1,0 +1,77 @@
+"""Inference of KServe v2 with one answer, from parsed request to serialized answer, for any transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from dynamo.common.errors import InvalidRequest, PayloadTooLarge, Unsupported
+from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.telemetry import RequestType
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.kserve_text import TextAnswer, to_text_requests, wants_stream
+from dynamo.frontend.data_plane import Call, DataPlane
+from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+
+TENSOR_ENDPOINT = "tensor"
+TEXT_ENDPOINT = "completions"
+"""Names of these APIs in metrics."""
+
+
+def call_for(request: TensorRequest, card: ModelCard, caller: Caller, request_type: RequestType) -> Call:
+    """The conditions under which one request is served."""
+    return caller.call(
+        request.head.id,
+        triton_priority=request.priority,
+        endpoint=TEXT_ENDPOINT if card.kind is ModelKind.LLM else TENSOR_ENDPOINT,
+        request_type=request_type,
+    )
+
+
+async def infer(plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call) -> bytes:
+    """The one answer to a request for any kind of model, a serialized ModelInferResponse. Raises DynamoError."""
+    match card.kind:
+        case ModelKind.TENSOR:
+            answer = await plane.infer(request, call)
+            return answer if isinstance(answer, bytes) else bytes(answer)
+        case ModelKind.LLM:
+            if wants_stream(request):
+                raise InvalidRequest("ModelInfer has one answer; ModelStreamInfer streams, so leave out 'streaming' here")
+            texts = to_text_requests(request, card)
+            return TextAnswer(request, card, texts).folded(await all_text(plane, texts, call))
+        case _:
+            raise Unsupported(f"model '{card.name}' is of kind {card.kind.value}, which KServe requests cannot ask")
+
+
+async def all_text(plane: DataPlane, texts: Sequence[TextRequest], call: Call) -> list[list[TextDelta]]:
+    """Everything that the model says to each prompt, in the order of the prompts, which run side by side."""
+    if len(texts) == 1:
+        return [await _text(plane, texts[0], call)]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(_text(plane, text, call)) for text in texts]
+    except* Exception as failures:  # the others were cancelled: half an answer helps nobody
+        raise first_of(failures) from None
+    return [task.result() for task in running]
+
+
+async def _text(plane: DataPlane, text: TextRequest, call: Call) -> list[TextDelta]:
+    found: list[TextDelta] = []
+    async with plane.generate(text, call) as generation:
+        while deltas := await generation.read():
+            found += deltas
+    return found
+
+
+def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that made a task group end."""
+    first = failures.exceptions[0]
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def check_size(message: bytes, limit_bytes: int) -> bytes:
+    """`message` if it may be sent. Raises PayloadTooLarge, where a gRPC server would only break the call."""
+    if len(message) > limit_bytes:
+        raise PayloadTooLarge(f"the answer has {len(message)} bytes; messages are limited to {limit_bytes}")
+    return message

@@ -1,0 +1,129 @@
+"""What KServe clients are told about the server and its models, made from model cards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+
+from google.protobuf.message import DecodeError
+
+from dynamo.common.errors import EngineError
+from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.tensors import DATATYPES, datatype_of_config
+from dynamo.protos.inference_pb2 import (
+    ModelConfigResponse,
+    ModelMetadataResponse,
+    RepositoryIndexResponse,
+    ServerMetadataResponse,
+)
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
+
+SERVER_NAME = "dynamo"
+EXTENSIONS = ("classification", "model_configuration", "binary_tensor_data", "parameters", "statistics")
+"""Protocol extensions that work here, by their published names."""
+
+TEXT_INPUTS = (
+    TensorSpec(name="text_input", datatype="BYTES", shape=(1,)),
+    TensorSpec(name="streaming", datatype="BOOL", shape=(1,), optional=True),
+)
+TEXT_OUTPUTS = (
+    TensorSpec(name="text_output", datatype="BYTES", shape=(-1,)),
+    TensorSpec(name="finish_reason", datatype="BYTES", shape=(-1,)),
+)
+"""What a language model looks like to KServe clients. Further inputs, all optional, are described in the documentation."""
+
+
+def server_version() -> str:
+    """Of the installed distribution; `unknown` when the project runs from its sources without being installed."""
+    try:
+        return version("dynamo-serving")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def server_metadata(extensions: Iterable[str] = EXTENSIONS) -> ServerMetadataResponse:
+    return ServerMetadataResponse(name=SERVER_NAME, version=server_version(), extensions=extensions)
+
+
+def model_metadata(card: ModelCard) -> ModelMetadataResponse:
+    """Tensors with the batch dimension in front when the model batches. A ModelConfig in the card supersedes the rest."""
+    config = _own_config(card)
+    if config is None:
+        platform, inputs, outputs = card.platform, *_tensors(card)
+    else:
+        batch = (-1,) if config.max_batch_size > 0 else ()
+        platform = config.platform or config.backend or card.platform
+        inputs = tuple(_spec(tensor, batch) for tensor in config.input)
+        outputs = tuple(_spec(tensor, batch) for tensor in config.output)
+    return ModelMetadataResponse(
+        name=card.name if config is None else config.name or card.name,
+        versions=card.versions,
+        platform=platform,
+        inputs=map(_tensor_metadata, inputs),
+        outputs=map(_tensor_metadata, outputs),
+        properties=card.labels,
+    )
+
+
+def model_config(card: ModelCard) -> ModelConfigResponse:
+    """The ModelConfig that the worker registered, as it is; or one made from the card."""
+    return ModelConfigResponse(config=_own_config(card) or _made_config(card))
+
+
+def repository_index(cards: Iterable[ModelCard], is_ready: Callable[[str, str], bool]) -> RepositoryIndexResponse:
+    """One entry per model and version. `is_ready` takes these two."""
+    index = RepositoryIndexResponse()
+    for card in cards:
+        for number in card.versions:
+            if is_ready(card.name, number):
+                index.models.add(name=card.name, version=number, state="READY")
+            else:
+                index.models.add(name=card.name, version=number, state="UNAVAILABLE", reason="no instance is attached")
+    return index
+
+
+def _own_config(card: ModelCard) -> ModelConfig | None:
+    """The ModelConfig inside the card, if there is one. Raises EngineError if it is broken."""
+    if not card.model_config:
+        return None
+    try:
+        return ModelConfig.FromString(card.model_config)
+    except DecodeError as error:
+        raise EngineError(f"model '{card.name}' registered a model configuration that cannot be read") from error
+
+
+def _made_config(card: ModelCard) -> ModelConfig:
+    inputs, outputs = _tensors(card)
+    batch_dims = 1 if card.max_batch_size > 0 else 0
+    config = ModelConfig(name=card.name, platform=card.platform, backend=card.backend, max_batch_size=card.max_batch_size)
+    for spec in inputs:
+        config.input.add(
+            name=spec.name,
+            data_type=_config_type(spec),
+            dims=spec.shape[batch_dims:],
+            optional=spec.optional,
+        )
+    for spec in outputs:
+        config.output.add(name=spec.name, data_type=_config_type(spec), dims=spec.shape[batch_dims:])
+    if card.decoupled:
+        config.model_transaction_policy.decoupled = True
+    return config
+
+
+def _tensors(card: ModelCard) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    if card.kind is ModelKind.LLM and not card.inputs:
+        return TEXT_INPUTS, TEXT_OUTPUTS
+    return card.inputs, card.outputs
+
+
+def _tensor_metadata(spec: TensorSpec) -> ModelMetadataResponse.TensorMetadata:
+    return ModelMetadataResponse.TensorMetadata(name=spec.name, datatype=spec.datatype, shape=spec.shape)
+
+
+def _spec(tensor: ModelInput | ModelOutput, batch: tuple[int, ...]) -> TensorSpec:
+    datatype = datatype_of_config(tensor.data_type)
+    return TensorSpec(name=tensor.name, datatype="INVALID" if datatype is None else datatype.name, shape=(*batch, *tensor.dims))
+
+
+def _config_type(spec: TensorSpec) -> int:
+    return DATATYPES[spec.datatype].config_type

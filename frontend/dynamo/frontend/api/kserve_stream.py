@@ -1,0 +1,234 @@
+"""ModelStreamInfer: many requests on one call, worked on side by side.
+
+1. A request that fails is answered in-band, by `error_message` and its id, and the stream lives on. A client that sent the
+   metadata `triton_grpc_error: true` gets the status of the first failure instead, which ends the stream.
+2. Answers of tensor models that have one per request come in the order of the requests; those of decoupled models and of
+   language models as they are made.
+3. Every answer says by `triton_final_response` whether it is the last of its request. A decoupled model's last answer is not
+   known as such when it goes out; clients that set `triton_enable_empty_final_response` get an empty one after it.
+4. Each request has at most one message on its way into the call. What its model makes meanwhile goes into the next message
+   together: a token leaves at once if the client keeps up, and tokens share messages if not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import grpc.aio
+
+from dynamo.common.errors import DynamoError, ShuttingDown
+from dynamo.common.logs import request_id as logged_id
+from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.protobuf_wire import tag, varint
+from dynamo.common.telemetry import RequestType
+from dynamo.common.tensor_answer import AnswerForm
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.grpc_server import Context
+from dynamo.frontend.api.grpc_streams import StreamDrain
+from dynamo.frontend.api.kserve_infer import all_text, call_for, check_size, first_of
+from dynamo.frontend.api.kserve_text import TextAnswer, to_text_requests, wants_stream
+from dynamo.frontend.api.statuses import log_failure, public_message
+from dynamo.frontend.data_plane import Call, DataPlane
+from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.protos.inference_pb2 import (
+    InferParameter,
+    ModelInferRequest,
+    ModelInferResponse,
+    ModelStreamInferResponse,
+)
+
+_INFER_RESPONSE = tag(ModelStreamInferResponse, "infer_response")
+_FINAL = {
+    final: ModelInferResponse(parameters={"triton_final_response": InferParameter(bool_param=final)}).SerializeToString()
+    for final in (False, True)
+}
+"""Serialized messages that are appended to each other are one message, merged: this adds a parameter to a finished answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLimits:
+    max_requests: int = 256
+    """Worked on at once within one call. Past it nothing is read, so that the client has to wait."""
+    max_message_bytes: int = 64 * 2**20
+
+
+class _ClientGone(Exception):
+    """A message could not be written any more."""
+
+
+class KserveStream:
+    """One ModelStreamInfer call."""
+
+    def __init__(self, plane: DataPlane, drain: StreamDrain, limits: StreamLimits, context: Context, caller: Caller) -> None:
+        self._plane = plane
+        self._drain = drain
+        self._limits = limits
+        self._context = context
+        self._caller = caller
+        self._running = 0
+        self._room: asyncio.Future[None] | None = None
+        self._turn: asyncio.Future[None] | None = None
+        """Done when the last request with ordered answers has been answered."""
+        self._writing = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Returns when the client has half-closed and everything is answered, or is gone.
+
+        Raises the first failure if the caller wants it so, and ShuttingDown, after all answers, if this process drains.
+        """
+        stopped: ShuttingDown | None = None
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                stopped = await self._read_requests(tasks)
+        except* Exception as failures:
+            failure = first_of(failures)
+        if isinstance(failure, _ClientGone):
+            return
+        if failure is not None:
+            raise failure
+        if stopped is not None:
+            raise stopped
+
+    async def _read_requests(self, tasks: asyncio.TaskGroup) -> ShuttingDown | None:
+        while True:
+            try:
+                data = await self._drain.read(self._context)
+            except ShuttingDown as error:
+                return error
+            if data is None:
+                return None
+            self._start(tasks, data)
+            if self._running >= self._limits.max_requests:
+                self._room = asyncio.get_running_loop().create_future()
+                await self._room
+
+    def _start(self, tasks: asyncio.TaskGroup, data: bytes) -> None:
+        request: TensorRequest | None = None
+        card: ModelCard | None = None
+        problem: DynamoError | None = None
+        try:
+            request = TensorRequest.parse(data)
+            card = self._plane.card(request.head.model_name, request.head.model_version)
+        except DynamoError as error:
+            problem = error
+        turn = after = None
+        if card is None or (card.kind is ModelKind.TENSOR and not card.decoupled):
+            turn, after = asyncio.get_running_loop().create_future(), self._turn
+            self._turn = turn
+        self._running += 1
+        tasks.create_task(self._serve(request, card, problem, after, turn))
+
+    async def _serve(
+        self,
+        request: TensorRequest | None,
+        card: ModelCard | None,
+        problem: DynamoError | None,
+        after: asyncio.Future[None] | None,
+        turn: asyncio.Future[None] | None,
+    ) -> None:
+        """One request, whose answers begin after `after`; sets `turn` at its end, however it ended."""
+        request_id = self._caller.request_id
+        try:
+            if request is None or card is None:
+                assert problem is not None
+                raise problem
+            call = call_for(request, card, self._caller, RequestType.STREAM)
+            request_id = call.request_id
+            logged_id.set(request_id)
+            await self._answer(request, card, call, after)
+        except _ClientGone:
+            raise
+        except Exception as error:
+            log_failure(error, request_id, "ModelStreamInfer")
+            if self._caller.grpc_errors:
+                raise
+            if after is not None:
+                await after
+            await self._send(_failure(request.head if request is not None else ModelInferRequest(), error))
+        finally:
+            if turn is not None and not turn.done():  # done if the next in line was cancelled while waiting for it
+                turn.set_result(None)
+            self._running -= 1
+            if self._room is not None and not self._room.done():
+                self._room.set_result(None)
+
+    async def _answer(self, request: TensorRequest, card: ModelCard, call: Call, after: asyncio.Future[None] | None) -> None:
+        if card.kind is ModelKind.LLM:
+            await self._answer_text(request, card, call)
+        elif card.decoupled:
+            await self._answer_decoupled(request, card, call)
+        else:
+            async with self._plane.infer_stream(request, call) as answers:
+                found = await answers.read()
+            if after is not None:
+                await after
+            for answer in found:
+                await self._write(_message(bytes(answer), final=True))
+
+    async def _answer_decoupled(self, request: TensorRequest, card: ModelCard, call: Call) -> None:
+        async with self._plane.infer_stream(request, call) as answers:
+            while found := await answers.read():
+                for answer in found:
+                    await self._write(_message(bytes(answer), final=False))
+        if request.wants_empty_final_response:
+            final = b"".join(AnswerForm.of(request, card).encode_final())
+            await self._write(_INFER_RESPONSE + varint(len(final)) + final)
+
+    async def _answer_text(self, request: TensorRequest, card: ModelCard, call: Call) -> None:
+        streams = wants_stream(request)
+        texts = to_text_requests(request, card)
+        answer = TextAnswer(request, card, texts)
+        if streams:
+            await self._stream_texts(answer, texts, call)
+        else:
+            await self._write(answer.stream_folded(await all_text(self._plane, texts, call), final=True))
+
+    async def _stream_texts(self, answer: TextAnswer, texts: list[TextRequest], call: Call) -> None:
+        unfinished = sum(text.n for text in texts)
+
+        async def stream(prompt: int, text: TextRequest) -> None:
+            nonlocal unfinished
+            async with self._plane.generate(text, call) as generation:
+                while deltas := await generation.read():
+                    for delta in deltas:
+                        if delta.finish_reason is not None:
+                            unfinished -= 1
+                    await self._write(answer.stream_answer(deltas, prompt=prompt, final=unfinished == 0))
+
+        if len(texts) == 1:
+            return await stream(0, texts[0])
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for prompt, text in enumerate(texts):
+                    tasks.create_task(stream(prompt, text))
+        except* Exception as failures:
+            raise first_of(failures) from None
+
+    async def _write(self, message: bytes) -> None:
+        await self._send(check_size(message, self._limits.max_message_bytes))
+
+    async def _send(self, message: bytes) -> None:
+        async with self._writing:  # gRPC takes one message at a time; the lock is fair
+            try:
+                await self._context.write(message)
+            except grpc.aio.BaseError as error:
+                raise _ClientGone from error
+
+
+def _message(answer: bytes, *, final: bool) -> bytes:
+    """A serialized ModelStreamInferResponse around a serialized ModelInferResponse."""
+    mark = _FINAL[final]
+    return b"".join((_INFER_RESPONSE, varint(len(answer) + len(mark)), answer, mark))
+
+
+def _failure(head: ModelInferRequest, error: BaseException) -> bytes:
+    about = ModelInferResponse(
+        id=head.id,
+        model_name=head.model_name,
+        model_version=head.model_version,
+        parameters={"triton_final_response": InferParameter(bool_param=True)},
+    )
+    return ModelStreamInferResponse(error_message=public_message(error), infer_response=about).SerializeToString()

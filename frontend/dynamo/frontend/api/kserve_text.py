@@ -1,0 +1,463 @@
+"""Language models over KServe tensors: requests into text requests, text deltas into answers.
+
+| input | datatype, elements | meaning |
+|---|---|---|
+| `text_input` | BYTES, any number | one prompt per element |
+| `messages` | BYTES, any number | instead: one conversation per element, as JSON, for the model's chat template |
+| `streaming` or `stream` | BOOL, 1 | one answer per batch of tokens, over ModelStreamInfer |
+| those of `SETTINGS` | any number type, 1 | sampling; request parameters of the same names mean the same |
+| `stop` | BYTES, any number | stop strings; as a parameter: one string, or a JSON array of strings |
+| `chat` | BOOL, 1 | each prompt is a user's message, for the model's chat template |
+
+Outputs are `text_output`, `finish_reason` (empty while a choice goes on) and, where asked for, `logprobs`: BYTES, one element per
+choice, those of the first prompt first. A `logprobs` element is JSON: for each token an array of [token id, log probability], the
+chosen token first. A request that came raw is answered raw, a typed one typed.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import msgspec
+
+from dynamo.common.errors import InvalidRequest, ModelNotFound
+from dynamo.common.generation import FinishReason, Sampling, Stop
+from dynamo.common.model_card import ModelCard
+from dynamo.common.protobuf_wire import delimited, tag, varint
+from dynamo.common.tensor_request import TensorRequest, check_request_parameters, check_tensor_parameters
+from dynamo.common.tensors import (
+    Array,
+    bf16_to_float32,
+    datatype_named,
+    element_count,
+    encode_bytes,
+    filled_fields,
+    to_numpy,
+    typed_to_raw,
+)
+from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.protos.inference_pb2 import (
+    InferParameter,
+    InferTensorContents,
+    ModelInferRequest,
+    ModelInferResponse,
+    ModelStreamInferResponse,
+)
+
+MAX_CHOICES = 128
+"""Of all prompts of a request together."""
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARS = 1024
+MAX_TOKENS = 2**31 - 1
+
+Value: TypeAlias = bool | int | float | str | list[str]
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A sampling setting, and which values it may have."""
+
+    integer: bool
+    low: float
+    high: float
+    above: bool = False
+    """`low` itself is not allowed."""
+
+    def check(self, name: str, value: Value) -> int | float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidRequest(f"'{name}' must be a number", param=name)
+        if self.integer and (not math.isfinite(value) or value != int(value)):
+            raise InvalidRequest(f"'{name}' is {value}; it must be a whole number", param=name)
+        if not self.low <= value <= self.high or (self.above and value == self.low):
+            low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
+            raise InvalidRequest(f"'{name}' is {value}; it must be {low} and at most {self.high:g}", param=name)
+        return int(value) if self.integer else float(value)
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "max_tokens": Setting(True, 1, MAX_TOKENS),
+    "min_tokens": Setting(True, 0, MAX_TOKENS),
+    "temperature": Setting(False, 0, 2),
+    "top_p": Setting(False, 0, 1, above=True),
+    "top_k": Setting(True, -1, MAX_TOKENS),
+    "min_p": Setting(False, 0, 1),
+    "frequency_penalty": Setting(False, -2, 2),
+    "presence_penalty": Setting(False, -2, 2),
+    "repetition_penalty": Setting(False, 0, 10, above=True),
+    "seed": Setting(True, -(2**63), 2**63 - 1),
+    "n": Setting(True, 1, MAX_CHOICES),
+    "logprobs": Setting(True, 0, 20),
+}
+FLAGS = frozenset(("ignore_eos", "chat"))
+_STREAM = ("streaming", "stream")
+_PASSED = frozenset(("triton_enable_empty_final_response", "priority", "timeout"))
+"""Parameters that the protocol edge reads, see TensorRequest."""
+_ONE_INPUTS = frozenset((*SETTINGS, *FLAGS, *_STREAM))
+_INPUTS = frozenset((*_ONE_INPUTS, "text_input", "messages", "stop"))
+_OUTPUTS = ("text_output", "finish_reason", "logprobs")
+
+
+# Requests
+
+
+def to_text_requests(request: TensorRequest, card: ModelCard) -> list[TextRequest]:
+    """One request per prompt, in the order of the prompts.
+
+    Raises InvalidRequest, in one sentence naming what is wrong, and ModelNotFound for a version that is not served.
+    """
+    head = request.head
+    if head.model_version and head.model_version not in card.versions:
+        raise ModelNotFound(head.model_name, head.model_version)
+    _check_outputs(head)
+    values = _parameters(head.parameters)
+    prompts: list[str] = []
+    conversations: list[Conversation] = []
+    for name, elements in _inputs(request).items():
+        if name == "text_input":
+            prompts = [_text(element, name) for element in elements]
+        elif name == "messages":
+            conversations = [_conversation(element) for element in elements]
+        elif name in values:
+            raise InvalidRequest(f"'{name}' is given as an input and as a parameter", param=name)
+        elif name == "stop":
+            values[name] = [_text(element, name) for element in elements]
+        else:
+            values[name] = elements[0]
+    if not prompts and not conversations:
+        raise InvalidRequest("the input 'text_input' is missing", param="text_input")
+    if prompts and conversations:
+        raise InvalidRequest("'text_input' and 'messages' are both given; send one of them", param="messages")
+    if _flag(values, "chat") and prompts:
+        conversations = [({"role": "user", "content": prompt},) for prompt in prompts]
+    model = head.model_name
+    settings = _settings(values)
+    count = max(len(prompts), len(conversations))
+    if count * settings.n > MAX_CHOICES:
+        raise InvalidRequest(f"{count} prompts with {settings.n} choices each are above the {MAX_CHOICES} of one request")
+    if conversations:
+        return [replace(settings, model=model, messages=messages) for messages in conversations]
+    return [replace(settings, model=model, prompt=prompt) for prompt in prompts]
+
+
+def _settings(values: Mapping[str, Value]) -> TextRequest:
+    """A request with everything but its model and its prompt."""
+    numbers = {name: setting.check(name, values[name]) for name, setting in SETTINGS.items() if name in values}
+    whole = {name: int(number) for name, number in numbers.items() if SETTINGS[name].integer}
+    max_tokens, min_tokens = whole.get("max_tokens"), whole.get("min_tokens", 0)
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise InvalidRequest(f"'min_tokens' is {min_tokens}, above the 'max_tokens' of {max_tokens}", param="min_tokens")
+    return TextRequest(
+        model="",
+        sampling=Sampling(
+            temperature=numbers.get("temperature"),
+            top_p=numbers.get("top_p"),
+            top_k=whole.get("top_k"),
+            min_p=numbers.get("min_p"),
+            frequency_penalty=numbers.get("frequency_penalty"),
+            presence_penalty=numbers.get("presence_penalty"),
+            repetition_penalty=numbers.get("repetition_penalty"),
+            seed=whole.get("seed"),
+        ),
+        stop=Stop(max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=_flag(values, "ignore_eos")),
+        stop_strings=_stop_strings(values.get("stop")),
+        n=whole.get("n", 1),
+        logprobs=whole.get("logprobs"),
+    )
+
+
+def wants_stream(request: TensorRequest) -> bool:
+    """The input or parameter `streaming`, or `stream`, says so. Raises InvalidRequest if it is there and unreadable."""
+    head = request.head
+    for position, tensor in enumerate(head.inputs):
+        if tensor.name in _STREAM:
+            raw = request.raw_inputs[position] if position < len(request.raw_inputs) else None
+            return bool(_elements(tensor, raw, tensor.name)[0])
+    return any(_flag({name: _value(head.parameters[name])}, name) for name in _STREAM if name in head.parameters)
+
+
+def _inputs(request: TensorRequest) -> dict[str, list[Any]]:
+    """The elements of each input by its name: bytes of text inputs, numbers and bools of the others."""
+    tensors, raws = request.head.inputs, request.raw_inputs
+    if raws and len(raws) != len(tensors):
+        raise InvalidRequest(f"raw_input_contents has {len(raws)} entries for {len(tensors)} inputs")
+    found: dict[str, list[Any]] = {}
+    for position, tensor in enumerate(tensors):
+        name = tensor.name
+        if name not in _INPUTS:
+            raise InvalidRequest(
+                f"a language model has no input '{name[:80]}'; it has 'text_input', 'streaming', 'messages', 'stop',"
+                " and sampling settings",
+                param=name[:80],
+            )
+        if name in found:
+            raise InvalidRequest(f"input '{name}' is given twice", param=name)
+        found[name] = _elements(tensor, raws[position] if raws else None, name)
+    if "streaming" in found and "stream" in found:
+        raise InvalidRequest("'streaming' and 'stream' mean the same; send one of them", param="stream")
+    for name in _STREAM:
+        found.pop(name, None)
+    return found
+
+
+_TEXT = frozenset(("text_input", "messages", "stop"))
+_BOOL = frozenset((*FLAGS, *_STREAM))
+
+
+def _elements(tensor: ModelInferRequest.InferInputTensor, raw: bytes | bytearray | memoryview | None, name: str) -> list[Any]:
+    """The elements of one known input. Raises InvalidRequest for a wrong datatype, shape or contents."""
+    what = f"input '{name}'"
+    if tensor.parameters:
+        check_tensor_parameters(tensor.parameters, what)
+    datatype_named(tensor.datatype, what)
+    if name in _TEXT:
+        if tensor.datatype != "BYTES":
+            raise InvalidRequest(f"{what} has the datatype {tensor.datatype}; it must be BYTES", param=name)
+    elif name in _BOOL:
+        if tensor.datatype != "BOOL":
+            raise InvalidRequest(f"{what} has the datatype {tensor.datatype}; it must be BOOL", param=name)
+    elif tensor.datatype in ("BYTES", "BOOL"):
+        raise InvalidRequest(f"{what} has the datatype {tensor.datatype}; it must be a number", param=name)
+    count = element_count(tensor.shape, what)
+    if name in _ONE_INPUTS and count != 1:
+        raise InvalidRequest(f"{what} has the shape {list(tensor.shape)}; it must have one element", param=name)
+    if name in _TEXT and (count == 0 or sum(size != 1 for size in tensor.shape) > 1):
+        raise InvalidRequest(f"{what} has the shape {list(tensor.shape)}; it must be [n] or [n, 1]", param=name)
+    contents = tensor.contents if tensor.HasField("contents") else None
+    if raw is None:
+        if contents is None:
+            raise InvalidRequest(f"{what} has no data, neither in contents nor in raw_input_contents", param=name)
+        raw = typed_to_raw(contents, tensor.datatype, count, what)
+    elif contents is not None and filled_fields(contents):
+        raise InvalidRequest(f"{what} has contents although the request has raw_input_contents", param=name)
+    array: Array = to_numpy(raw, tensor.datatype, (count,), what)
+    if tensor.datatype == "BF16":
+        array = bf16_to_float32(array)
+    elements: list[Any] = array.tolist()
+    return elements
+
+
+def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Value]:
+    """Settings by name. Raises InvalidRequest for a name that means nothing here."""
+    if not parameters:
+        return {}
+    check_request_parameters(parameters)
+    found: dict[str, Value] = {}
+    for name, parameter in parameters.items():
+        if name in SETTINGS or name in FLAGS or name == "stop":
+            found[name] = _value(parameter)
+        elif name not in _PASSED and name not in _STREAM:
+            raise InvalidRequest(f"a language model has no parameter '{name[:80]}'", param=name[:80])
+    return found
+
+
+def _value(parameter: InferParameter) -> Value:
+    kind = parameter.WhichOneof("parameter_choice")
+    value: Value = getattr(parameter, kind) if kind else ""
+    return value
+
+
+def _flag(values: Mapping[str, Value], name: str) -> bool:
+    value = values.get(name, False)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"'{name}' must be true or false", param=name)
+    return value
+
+
+def _text(element: bytes, name: str) -> str:
+    try:
+        return element.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"input '{name}' is not UTF-8 at byte {error.start}", param=name) from None
+
+
+def _stop_strings(value: Value | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = _json_strings(value) if value.startswith("[") else [value]
+    if not isinstance(value, list):
+        raise InvalidRequest("'stop' must be a string, or a JSON array of strings", param="stop")
+    if len(value) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"'stop' has {len(value)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop")
+    for text in value:
+        if not 1 <= len(text) <= MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"a string of 'stop' has {len(text)} characters; it must have 1 to {MAX_STOP_CHARS}", param="stop"
+            )
+    return tuple(value)
+
+
+def _json_strings(text: str) -> list[str]:
+    """A JSON array of strings; any other text stands for itself."""
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.MsgspecError:
+        return [text]
+
+
+class _Message(msgspec.Struct):
+    """The part of a chat message that must be right for a template to read it."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+def _conversation(element: bytes) -> Conversation:
+    try:
+        typed = msgspec.json.decode(element, type=list[_Message])
+        conversation: Conversation = msgspec.json.decode(element)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"input 'messages' is not a JSON array of messages: {error}", param="messages") from None
+    if not typed:
+        raise InvalidRequest("input 'messages' has an empty conversation", param="messages")
+    return conversation
+
+
+def _check_outputs(head: ModelInferRequest) -> None:
+    seen: set[str] = set()
+    for output in head.outputs:
+        if output.name not in _OUTPUTS:
+            raise InvalidRequest(
+                f"a language model has no output '{output.name[:80]}'; it has 'text_output', 'finish_reason' and 'logprobs'"
+            )
+        if output.name in seen:
+            raise InvalidRequest(f"output '{output.name}' is requested twice")
+        if output.name == "logprobs" and not _is_set(head, "logprobs"):
+            raise InvalidRequest("output 'logprobs' is requested, but no setting 'logprobs' says how many")
+        seen.add(output.name)
+        check_tensor_parameters(output.parameters, f"output '{output.name}'")
+        if "classification" in output.parameters:
+            raise InvalidRequest(f"output '{output.name}' is BYTES and cannot be classified")
+
+
+def _is_set(head: ModelInferRequest, name: str) -> bool:
+    return name in head.parameters or any(tensor.name == name for tensor in head.inputs)
+
+
+# Answers
+
+OutputTensor = ModelInferResponse.InferOutputTensor
+
+_NAME = tag(ModelInferResponse, "model_name")
+_VERSION = tag(ModelInferResponse, "model_version")
+_ID = tag(ModelInferResponse, "id")
+_PARAMETER = tag(ModelInferResponse, "parameters")
+_OUTPUT = tag(ModelInferResponse, "outputs")
+_RAW = tag(ModelInferResponse, "raw_output_contents")
+_CONTENTS = tag(OutputTensor, "contents")
+_ELEMENT = tag(InferTensorContents, "bytes_contents")
+_INFER_RESPONSE = tag(ModelStreamInferResponse, "infer_response")
+_u32 = struct.Struct("<I").pack
+
+_REASON: Mapping[FinishReason | None, bytes] = {None: b"", **{reason: reason.value.encode() for reason in FinishReason}}
+_RAW_REASON = {reason: delimited(_RAW, encode_bytes([text])) for reason, text in _REASON.items()}
+
+
+def _final_parameter(final: bool) -> bytes:
+    parameter = delimited(b"\x0a", b"triton_final_response") + delimited(
+        b"\x12", InferParameter(bool_param=final).SerializeToString()
+    )
+    return delimited(_PARAMETER, parameter)  # an entry of a map is a message with the key as field 1, the value as field 2
+
+
+_FINAL = {True: _final_parameter(True), False: _final_parameter(False), None: b""}
+
+
+class TextAnswer:
+    """Writes the answers to one request. What is the same in all of them is encoded once.
+
+    A message takes any number of deltas: their text together, one element per choice. `final` adds the parameter
+    `triton_final_response` with that value; None leaves it out.
+    """
+
+    __slots__ = ("_choices", "_described", "_n", "_names", "_plain", "_prefix", "_typed")
+
+    def __init__(self, request: TensorRequest, card: ModelCard, texts: Sequence[TextRequest]) -> None:
+        """`texts` are the requests that `request` was turned into."""
+        head = request.head
+        self._n = texts[0].n
+        self._choices = self._n * len(texts)
+        self._typed = request.is_typed
+        usual = _OUTPUTS if texts[0].logprobs is not None else _OUTPUTS[:2]
+        self._names = tuple(output.name for output in head.outputs) or usual
+        self._prefix = (
+            delimited(_NAME, head.model_name.encode())
+            + delimited(_VERSION, (head.model_version or card.versions[-1]).encode())
+            + (delimited(_ID, head.id.encode()) if head.id else b"")
+        )
+        outputs = [OutputTensor(name=name, datatype="BYTES", shape=(self._choices,)) for name in self._names]
+        self._described = [output.SerializeToString() for output in outputs]
+        self._plain = b""
+        """With one choice, raw, and the usual outputs: all that precedes their contents."""
+        if self._choices == 1 and not self._typed and self._names == _OUTPUTS[:2]:
+            self._plain = self._prefix + b"".join(delimited(_OUTPUT, described) for described in self._described)
+
+    def stream_answer(self, deltas: Sequence[TextDelta], *, prompt: int = 0, final: bool | None = None) -> bytes:
+        """A serialized ModelStreamInferResponse with what was added to the choices of one prompt, given by its position."""
+        answer = self.answer(deltas, prompt=prompt, final=final)
+        return _INFER_RESPONSE + varint(len(answer)) + answer
+
+    def answer(self, deltas: Sequence[TextDelta], *, prompt: int = 0, final: bool | None = None) -> bytes:
+        """The same as a ModelInferResponse."""
+        if not self._plain:
+            return self._write({prompt: deltas}, final)
+        reason: FinishReason | None = None
+        for delta in deltas:
+            reason = delta.finish_reason or reason
+        text = "".join([delta.text for delta in deltas]).encode()
+        size = len(text)
+        return b"".join((self._plain, _FINAL[final], _RAW, varint(size + 4), _u32(size), text, _RAW_REASON[reason]))
+
+    def stream_folded(self, deltas: Sequence[Sequence[TextDelta]], *, final: bool | None = None) -> bytes:
+        """`folded` as a ModelStreamInferResponse."""
+        return delimited(_INFER_RESPONSE, self.folded(deltas, final=final))
+
+    def folded(self, deltas: Sequence[Sequence[TextDelta]], *, final: bool | None = None) -> bytes:
+        """One ModelInferResponse with everything: all deltas of each prompt, in the order of the prompts."""
+        return self._write(dict(enumerate(deltas)), final)
+
+    def _write(self, by_prompt: Mapping[int, Sequence[TextDelta]], final: bool | None) -> bytes:
+        choices = [_Choice() for _ in range(self._choices)]
+        for prompt, deltas in by_prompt.items():
+            for delta in deltas:
+                choices[prompt * self._n + delta.index].add(delta)
+        pieces = [self._prefix, _FINAL[final]]
+        raws: list[bytes] = []
+        for name, described in zip(self._names, self._described, strict=True):
+            elements = [choice.element(name) for choice in choices]
+            if self._typed:
+                contents = b"".join(delimited(_ELEMENT, element) for element in elements)
+                described += delimited(_CONTENTS, contents)
+            else:
+                raws.append(delimited(_RAW, encode_bytes(elements)))
+            pieces.append(delimited(_OUTPUT, described))
+        return b"".join((*pieces, *raws))
+
+
+class _Choice:
+    """What a batch of deltas adds to one choice."""
+
+    __slots__ = ("_logprobs", "_reason", "_texts")
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._reason: FinishReason | None = None
+        self._logprobs: list[list[tuple[int, float]]] = []
+
+    def add(self, delta: TextDelta) -> None:
+        self._texts.append(delta.text)
+        self._reason = delta.finish_reason or self._reason
+        if delta.logprobs:
+            self._logprobs += delta.logprobs
+
+    def element(self, output: str) -> bytes:
+        if output == "text_output":
+            return "".join(self._texts).encode()
+        if output == "finish_reason":
+            return _REASON[self._reason]
+        return msgspec.json.encode(self._logprobs)

@@ -1,0 +1,50 @@
+"""Failures as OpenAI clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynamo.common.errors import Code, DynamoError, InvalidRequest
+from dynamo.frontend.api.exchange import ErrorForm
+from dynamo.frontend.api.openai.answers import ErrorAnswer, ErrorInfo
+from dynamo.frontend.api.statuses import public_message
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    501: "not_implemented",
+    503: "service_unavailable",
+    504: "timeout",
+    529: "service_unavailable",
+}
+_CODES = {
+    Code.INVALID_REQUEST: None,
+    Code.UNAUTHENTICATED: "invalid_api_key",
+    Code.NOT_FOUND: "model_not_found",
+    Code.INTERNAL: "internal_error",
+}
+_encoder = msgspec.json.Encoder()
+
+
+def error_info(error: BaseException, status: int) -> ErrorInfo:
+    code = error.code if isinstance(error, DynamoError) else Code.INTERNAL
+    return ErrorInfo(
+        message=public_message(error),
+        type=_TYPES.get(status, "invalid_request_error" if status < 500 else "internal_error"),
+        param=error.param if isinstance(error, InvalidRequest) else "model" if code is Code.NOT_FOUND else None,
+        code=_CODES.get(code, code.value),
+    )
+
+
+def error_body(error: BaseException, status: int) -> bytes:
+    return _encoder.encode(ErrorAnswer(error_info(error, status)))
+
+
+def error_event(error: BaseException, status: int) -> bytes:
+    """The last event of a stream that broke. No `[DONE]` follows: what came before is not the whole answer."""
+    return b"event: error\ndata: " + error_body(error, status) + b"\n\n"
+
+
+OPENAI_ERRORS = ErrorForm(body=error_body, event=error_event)

@@ -1,0 +1,267 @@
+"""What OpenAI clients send, field by field. Unknown fields are refused; `null` means the same as leaving a field out.
+
+Fields of OpenAI's that have no meaning here are accepted where ignoring them changes nothing about the answer (`user`, `store`), and
+refused with a sentence where it would (`audio`): see `refused`. Fields below "beyond OpenAI" are those of other servers for open models.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+INT32 = 2**31 - 1
+INT64 = 2**63 - 1
+
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=INT32)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=INT32)]
+Positive: TypeAlias = Annotated[int, Meta(ge=1, le=INT32)]
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
+Text: TypeAlias = Annotated[str, Meta(min_length=1)]
+Json: TypeAlias = dict[str, Any]
+
+
+class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    include_usage: Annotated[bool, Meta(description="End the stream with a chunk that has `usage`.")] | None = None
+    include_obfuscation: Annotated[bool, Meta(description="Accepted; chunks are never padded.")] | None = None
+
+
+class JsonSchemaFormat(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    name: Name
+    schema: Json | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class AgentHints(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    priority: Annotated[int, Meta(ge=-INT32, le=INT32)] | None = None
+
+
+class RouterOverrides(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    overlap_score_weight: Annotated[float, Meta(ge=0, le=1000)] | None = None
+    router_temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+
+
+Annotation: TypeAlias = Literal["formatted_prompt", "token_ids", "worker_id", "request_id", "llm_metrics"]
+ExtraField: TypeAlias = Literal["worker_id", "timing", "completion_token_ids"]
+
+
+class NvExt(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """NVIDIA's extension."""
+
+    greed_sampling: Annotated[bool, Meta(description="Always the likeliest token.")] | None = None
+    use_raw_prompt: Annotated[bool, Meta(description="The one message is the prompt, without a chat template.")] | None = None
+    annotations: Annotated[list[Annotation], Meta(max_length=16, description="Events to put in front of the stream.")] | None = None
+    extra_fields: Annotated[list[ExtraField], Meta(max_length=16, description="To be added as `nvext` of the answer.")] | None = None
+    token_data: Annotated[list[TokenId], Meta(min_length=1, description="Token ids that replace the prompt.")] | None = None
+    backend_instance_id: Annotated[str, Meta(max_length=16, description="The instance to ask, in hex.")] | None = None
+    priority: Annotated[int, Meta(ge=-INT32, le=INT32, description="Higher is more important.")] | None = None
+    agent_hints: AgentHints | None = None
+    router: RouterOverrides | None = None
+
+
+class Sampled(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What chat and plain completions have in common."""
+
+    model: Annotated[str, Meta(max_length=256, description="A served model, an alias, or a LoRA adapter of one.")] = ""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Positive | None = None
+    stop: str | list[Text] | None = None
+    seed: Annotated[int, Meta(ge=-INT64 - 1, le=INT64)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
+    user: str | None = None
+    # Beyond OpenAI
+    top_k: Annotated[int, Meta(ge=-1, le=INT32, description="-1 and 0: all tokens.")] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=65536)] | None = None
+    bad_words_token_ids: Annotated[list[Annotated[list[TokenId], Meta(min_length=1)]], Meta(max_length=1024)] | None = None
+    prompt_logprobs: Count | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: str | Json | None = None
+    guided_regex: Text | None = None
+    guided_choice: Annotated[list[Text], Meta(min_length=1, max_length=1024)] | None = None
+    guided_grammar: Text | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-INT32, le=INT32, description="Higher is more important.")] | None = None
+    nvext: NvExt | None = None
+
+
+# Chat
+
+
+class ImageUrl(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    url: Text
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class InputAudio(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    data: Text
+    format: Name
+
+
+class ContentPart(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    type: Literal["text", "refusal", "image_url", "input_audio"]
+    text: str | None = None
+    refusal: str | None = None
+    image_url: ImageUrl | None = None
+    input_audio: InputAudio | None = None
+
+
+class CalledFunction(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    name: Name
+    arguments: Annotated[str, Meta(description="JSON.")]
+
+
+class PastToolCall(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class ChatMessage(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[PastToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    annotations: list[Any] | None = None
+    audio: Json | None = None
+    function_call: Json | None = None
+
+
+class FunctionDefinition(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,96}$")]
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ChosenFunction(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    name: Name
+
+
+class ToolChoice(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class ChatRequest(Sampled, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Json | None = None
+    prompt_cache_retention: str | None = None
+    modalities: list[Literal["text", "audio"]] | None = None
+    audio: Json | None = None
+    prediction: Json | None = None
+    web_search_options: Json | None = None
+    moderation: Json | None = None
+    verbosity: str | None = None
+    functions: list[Any] | None = None
+    function_call: str | Json | None = None
+    # Beyond OpenAI
+    chat_template_kwargs: Json | None = None
+    add_generation_prompt: bool | None = None
+
+    def refused(self) -> dict[str, str]:
+        """Fields that are set although they cannot be served, each with what to say."""
+        found = {
+            "functions": "'functions' is out of date; use 'tools'" if self.functions is not None else "",
+            "function_call": "'function_call' is out of date; use 'tool_choice'" if self.function_call is not None else "",
+            "audio": "answers are text; 'audio' is not available" if self.audio is not None else "",
+            "modalities": "answers are text; 'modalities' may only be [\"text\"]" if "audio" in (self.modalities or ()) else "",
+            "web_search_options": "this server does not search the web" if self.web_search_options is not None else "",
+            "moderation": "this server does not moderate" if self.moderation is not None else "",
+        }
+        return {name: sentence for name, sentence in found.items() if sentence}
+
+
+class CompletionRequest(Sampled, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/completions"""
+
+    max_tokens: Annotated[int, Meta(ge=0, le=INT32, description="0 only with `echo`.")] | None = None  # type: ignore[assignment]
+    prompt: Annotated[
+        str | list[str | TokenId | list[TokenId]],
+        Meta(description="A text, an array of texts, an array of token ids, or an array of arrays of token ids."),
+    ]
+    best_of: Positive | None = None
+    echo: bool | None = None
+    logprobs: Count | None = None
+    suffix: str | None = None
+
+
+# Embeddings
+
+
+class EmbeddingRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings"""
+
+    model: Annotated[str, Meta(max_length=256)]
+    input: Annotated[str | list[str | TokenId | list[TokenId]], Meta(description="A text, or an array of texts.")]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 20, description="Cut the vectors to so many, of length 1 again.")] | None = None
+    user: str | None = None
+
+
+# Tokens
+
+
+class TokenizeRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /tokenize: either `prompt` or `messages`."""
+
+    model: Annotated[str, Meta(max_length=256)]
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Json | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /detokenize"""
+
+    model: Annotated[str, Meta(max_length=256)]
+    tokens: list[TokenId]
+    skip_special_tokens: bool | None = None

@@ -1,0 +1,214 @@
+"""A frontend process: its parts in the order in which they start, and, backwards, end.
+
+    HTTP (alive, not ready) → etcd, NATS → the data plane → gRPC (ready as soon as a worker is there)
+
+On SIGTERM: say not ready, serve on for a moment until that has got around, take nothing new, finish what runs within the drain
+timeout, close. A second signal ends the process at once.
+
+To have a frontend inside a program of one's own:
+
+    async with serve_frontend(FrontendConfig(grpc=GrpcOptions(enabled=True))) as frontend:
+        print(frontend.grpc_port, [card.name for card in frontend.plane.cards()])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from dynamo.common.config import ConfigError, project_version
+from dynamo.common.directory import Directory, open_directory
+from dynamo.common.errors import InvalidRequest, Unavailable
+from dynamo.common.etcd import connect_etcd
+from dynamo.common.lifecycle import freeze_garbage, stop_on_signal
+from dynamo.common.messaging.client import open_client
+from dynamo.common.messaging.connection import Connection, connect_nats
+from dynamo.common.messaging.store import FileStore
+from dynamo.common.model_card import ModelCard
+from dynamo.common.telemetry import FrontendMetrics, RuntimeMetrics, make_registry, render
+from dynamo.frontend.api.grpc_health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
+from dynamo.frontend.api.grpc_server import GrpcServer, Handlers, serve_grpc
+from dynamo.frontend.api.grpc_streams import StreamDrain
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http import (
+    HttpServer,
+    LinkState,
+    health_routes,
+    make_app,
+    metrics_routes,
+    model_routes,
+    serve_http,
+)
+from dynamo.frontend.api.kserve_grpc import SERVICE, KserveService
+from dynamo.frontend.api.kserve_stream import StreamLimits
+from dynamo.frontend.config import FrontendConfig
+from dynamo.frontend.data_plane import DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.dispatch import DispatchSettings
+from dynamo.frontend.router.select import make_router
+from dynamo.frontend.text_models import TextModel
+
+log = logging.getLogger(__name__)
+
+_LINKS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """A frontend that serves."""
+
+    http_port: int
+    grpc_port: int | None
+    """None without the gRPC side."""
+    plane: DataPlane
+    readiness: Readiness
+
+
+@dataclass(slots=True)
+class _Links:
+    """Filled as the process starts."""
+
+    connection: Connection | None = None
+    directory: Directory | None = None
+
+    @property
+    def nats(self) -> LinkState:
+        if self.connection is None:
+            return LinkState.CONNECTING
+        return LinkState.CONNECTED if self.connection.is_connected else LinkState.DISCONNECTED
+
+    @property
+    def etcd(self) -> LinkState:
+        if self.directory is None or not self.directory.ready.is_set():
+            return LinkState.CONNECTING
+        return LinkState.STALE if self.directory.stale else LinkState.CONNECTED
+
+
+async def run(config: FrontendConfig, *, metrics_folder: str | None = None) -> None:
+    """Serves until SIGINT or SIGTERM, which may come while the process still waits for NATS or etcd.
+
+    Raises ConfigError for a port, certificate or credential that cannot be used. With `metrics_folder` this is one of several
+    processes on the same ports, whose metrics are added up.
+    """
+    stop = stop_on_signal()
+    start = asyncio.timeout(None)
+    watch = asyncio.create_task(_expire(start, stop))
+    try:
+        async with AsyncExitStack() as stack:
+            async with start:
+                await stack.enter_async_context(serve_frontend(config, metrics_folder=metrics_folder))
+            freeze_garbage()
+            await stop.wait()
+    except TimeoutError:
+        if not start.expired():
+            raise
+        log.info("stopped before the start was complete")
+    except (Unavailable, InvalidRequest) as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+
+
+@asynccontextmanager
+async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None = None) -> AsyncIterator[Frontend]:
+    """A frontend for the body; on the way out it drains, bounded by `config.settle_s` and `config.drain_timeout_s`.
+
+    Entering waits until NATS and etcd have been reached, however long that takes; the HTTP side is up before, and not ready.
+    Raises ConfigError for a port or certificate that cannot be used, Unavailable or InvalidRequest if NATS or etcd refuse us.
+    """
+    registry = make_registry()
+    metrics = FrontendMetrics(registry)
+    runtime = RuntimeMetrics(registry, role="frontend", version=project_version())
+    readiness, links = Readiness(), _Links()
+    share_port = metrics_folder is not None
+    routes = [
+        *health_routes(readiness, links),
+        *metrics_routes(lambda: render(registry, metrics_folder)),
+        *model_routes(readiness, time.time()),
+    ]
+    async with AsyncExitStack() as stack:
+        app = make_app(routes, config.overload_status)
+        http = await stack.enter_async_context(serve_http(config.http, app, share_port=share_port))
+        await stack.enter_async_context(_watching(runtime, links))
+        etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
+        directory = links.directory = await stack.enter_async_context(open_directory(etcd, config.namespace))
+        name = f"dynamo-frontend {os.getpid()}"
+        nats = links.connection = await stack.enter_async_context(connect_nats(config.nats.to_config(), name))
+        client = await stack.enter_async_context(open_client(nats, config.namespace))
+        store = FileStore(nats, config.cache_dir.expanduser())
+
+        async def load_text(card: ModelCard) -> TextModel:
+            from dynamo.frontend.preprocess.pipeline import load_text_model  # heavy; a fleet of tensor models does without
+
+            return await load_text_model(card, store)
+
+        settings = DataPlaneSettings(
+            declared=config.models, dispatch=DispatchSettings(request_timeout_s=config.request_timeout_s)
+        )
+        router = make_router(config.router_mode)
+        plane = await stack.enter_async_context(open_data_plane(directory, client, nats, router, load_text, metrics, settings))
+        if not directory.ready.is_set():
+            log.info("waiting for etcd")
+        await directory.ready.wait()  # before, every model would be unknown
+        drain = StreamDrain()
+        grpc: GrpcServer | None = None
+        if config.grpc.wanted:
+            services = grpc_services(config, plane, readiness, drain)
+            grpc = await stack.enter_async_context(serve_grpc(config.grpc, services, share_port=share_port))
+        readiness.attach(plane)
+        stack.push_async_callback(_drain, config, readiness, drain, http, grpc)
+        yield Frontend(http.port, None if grpc is None else grpc.port, plane, readiness)
+
+
+def grpc_services(config: FrontendConfig, plane: DataPlane, readiness: Readiness, drain: StreamDrain) -> dict[str, Handlers]:
+    """Everything on the gRPC port, by full service name."""
+    limits = StreamLimits(max_requests=config.grpc.max_stream_requests, max_message_bytes=config.grpc.max_message_bytes)
+    reflection = ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).handlers()
+    return {
+        SERVICE: KserveService(plane, readiness, drain, limits, config.overload_status).handlers(),
+        HEALTH_SERVICE: HealthService(plane, readiness).handlers(),
+        **dict.fromkeys(REFLECTION_SERVICES, reflection),
+    }
+
+
+async def _drain(
+    config: FrontendConfig, readiness: Readiness, drain: StreamDrain, http: HttpServer, grpc: GrpcServer | None
+) -> None:
+    readiness.start_draining()
+    await asyncio.sleep(config.settle_s)  # whoever watches our readiness sends no more by then
+    log.info("draining")
+    drain.start()
+    async with asyncio.TaskGroup() as stops:
+        stops.create_task(http.stop(config.drain_timeout_s))
+        if grpc is not None:
+            stops.create_task(grpc.stop(config.drain_timeout_s))
+
+
+async def _expire(start: asyncio.Timeout, stop: asyncio.Event) -> None:
+    await stop.wait()
+    with contextlib.suppress(RuntimeError):  # the start is complete
+        start.reschedule(asyncio.get_running_loop().time())
+
+
+@asynccontextmanager
+async def _watching(runtime: RuntimeMetrics, links: _Links) -> AsyncIterator[None]:
+    """Keeps the metrics of the links current. Not done by the scrape: that may be another process's."""
+
+    async def watch() -> None:
+        while True:
+            runtime.etcd_stale.set(links.etcd is not LinkState.CONNECTED)
+            runtime.nats_connected.set(links.nats is LinkState.CONNECTED)
+            await asyncio.sleep(_LINKS_S)
+
+    task = asyncio.create_task(watch(), name="links")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

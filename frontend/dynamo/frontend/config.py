@@ -1,0 +1,297 @@
+"""Everything a frontend process can be told, as one frozen object built before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from dynamo.common.config import group, option, parse_bytes, parse_port
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+
+MIB = 2**20
+MAX_WINDOW_BYTES = 2**31 - 1
+
+
+class GrpcServerChoice(StrEnum):
+    AUTO = "auto"
+    NATIVE = "native"
+    GRPCIO = "grpcio"
+
+
+class GrpcCompression(StrEnum):
+    NONE = "none"
+    GZIP = "gzip"
+    DEFLATE = "deflate"
+
+
+class RouterMode(StrEnum):
+    ROUND_ROBIN = "round-robin"
+    RANDOM = "random"
+    DIRECT = "direct"
+    """Only requests that name their instance are served."""
+
+
+class OverloadStatus(StrEnum):
+    """What overload looks like to callers. Peers differ, and gateways in front expect one or the other."""
+
+    UNAVAILABLE = "503"
+    """HTTP 503, gRPC UNAVAILABLE."""
+    TOO_MANY_REQUESTS = "429"
+    """HTTP 429, gRPC RESOURCE_EXHAUSTED."""
+    OVERLOADED = "529"
+    """HTTP 529, gRPC UNAVAILABLE."""
+
+
+class _DeclaredTensor(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    optional: bool = False
+    labels: tuple[str, ...] = ()
+
+
+class _DeclaredModel(msgspec.Struct, forbid_unknown_fields=True):
+    """An entry of `models` in the configuration file."""
+
+    name: str
+    type: str = "TensorBased"
+    inputs: tuple[_DeclaredTensor, ...] = ()
+    outputs: tuple[_DeclaredTensor, ...] = ()
+    versions: tuple[str, ...] = ("1",)
+    platform: str = "dynamo"
+    max_batch_size: int = 0
+    decoupled: bool = False
+    labels: dict[str, str] = {}
+
+
+class _GrpcService(msgspec.Struct, forbid_unknown_fields=True):
+    """The section `grpc_service`, whose keys are read by the options that name them."""
+
+    host: str | None = None
+    port: int | None = None
+    http_metrics_host: str | None = None
+    http_metrics_port: int | None = None
+
+
+def parse_declared_models(value: object) -> tuple[ModelCard, ...]:
+    """The `models` section of a configuration file as cards; ValueError says what is wrong with it."""
+    try:
+        declared = msgspec.convert(value, tuple[_DeclaredModel, ...])
+        cards = tuple(_to_card(model) for model in declared)
+    except (msgspec.ValidationError, InvalidRequest) as error:
+        raise ValueError(f"is not a list of models: {error}") from error
+    names = [card.name for card in cards]
+    if len(set(names)) != len(names):
+        raise ValueError("declares a model twice")
+    return cards
+
+
+def _to_card(model: _DeclaredModel) -> ModelCard:
+    if model.type.lower() not in ("tensorbased", "tensor"):
+        raise InvalidRequest(
+            f"model '{model.name}' has type '{model.type}'; only TensorBased models can be declared in a file, "
+            "language models describe themselves when their worker starts"
+        )
+    return ModelCard(
+        name=model.name,
+        kind=ModelKind.TENSOR,
+        versions=model.versions,
+        platform=model.platform,
+        inputs=tuple(_to_spec(tensor) for tensor in model.inputs),
+        outputs=tuple(_to_spec(tensor) for tensor in model.outputs),
+        max_batch_size=model.max_batch_size,
+        decoupled=model.decoupled,
+        labels=model.labels,
+    ).check()
+
+
+def _to_spec(tensor: _DeclaredTensor) -> TensorSpec:
+    return TensorSpec(
+        name=tensor.name,
+        datatype=tensor.datatype.removeprefix("TYPE_"),
+        shape=tensor.shape,
+        optional=tensor.optional,
+        labels=tensor.labels,
+    )
+
+
+def _grpc_section(value: object) -> bool:
+    try:
+        msgspec.convert(value, _GrpcService)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"is not a gRPC service section: {error}") from error
+    return True
+
+
+def _ignored(value: object) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """The HTTP side, which is always up."""
+
+    host: str = option("127.0.0.1", file_key=("http.host", "grpc_service.http_metrics_host"), help="Address to listen on.")
+    port: int = option(
+        8000,
+        parse=parse_port,
+        file_key=("http.port", "grpc_service.http_metrics_port"),
+        help="Port; 0 lets the system choose.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcOptions:
+    """The KServe v2 gRPC side."""
+
+    enabled: bool = option(
+        False,
+        flags=("--grpc", "--kserve-grpc-server", "--kserve-mode"),
+        env=("DYN_GRPC", "DYN_KSERVE_GRPC_SERVER"),
+        help="Serve KServe v2 over gRPC. A section grpc_service in the configuration file does so too.",
+    )
+    section: bool = option(
+        False, flags=(), env=(), file_key="grpc_service", from_file=_grpc_section, help="Host and ports of this side."
+    )
+    host: str = option("127.0.0.1", file_key=("grpc.host", "grpc_service.host"), help="Address to listen on.")
+    port: int = option(
+        8001,
+        parse=parse_port,
+        env=("DYN_GRPC_PORT", "DYNAMO_GRPC_PORT"),
+        file_key=("grpc.port", "grpc_service.port"),
+        help="Port; 0 lets the system choose.",
+    )
+    server: GrpcServerChoice = option(
+        GrpcServerChoice.AUTO,
+        help="Which server runs: auto takes the native one (extra `fast`) if it is installed and can do all that is asked.",
+    )
+    workers: int = option(
+        2,
+        env=("DYN_GRPC_WORKERS", "DYNAMO_GRPC_WORKERS"),
+        minimum=1,
+        maximum=256,
+        help="Threads that do HTTP/2 work in the native server; grpcio chooses for itself.",
+    )
+    max_message_bytes: int = option(
+        64 * MIB,
+        flags=("--max-message-size",),
+        env=("DYN_MAX_MESSAGE_SIZE", "DYNAMO_MAX_MESSAGE_SIZE"),
+        file_key=("grpc.max_message_size", "max_message_size"),
+        parse=parse_bytes,
+        minimum=1024,
+        maximum=2**31 - 1,
+        metavar="SIZE",
+        help="Largest message in either direction.",
+    )
+    max_metadata_bytes: int = option(
+        64 * 1024, parse=parse_bytes, minimum=8192, maximum=16 * MIB, help="Largest metadata of a call."
+    )
+    max_concurrent_streams: int = option(1024, minimum=1, maximum=2**31 - 1, help="Calls open at once on one connection.")
+    max_stream_requests: int = option(
+        256, minimum=1, maximum=65536, help="Requests worked on at once within one ModelStreamInfer call."
+    )
+    initial_connection_window_size: int | None = option(
+        None,
+        parse=parse_bytes,
+        minimum=1,
+        maximum=MAX_WINDOW_BYTES,
+        help="HTTP/2 window of a connection, in bytes; taken by grpcio only.",
+    )
+    initial_stream_window_size: int | None = option(
+        None,
+        parse=parse_bytes,
+        minimum=1,
+        maximum=MAX_WINDOW_BYTES,
+        help="HTTP/2 window of a call, in bytes; taken by grpcio only.",
+    )
+    keepalive_s: float = option(60.0, minimum=1, help="A silent connection is pinged after this many seconds.")
+    keepalive_timeout_s: float = option(20.0, minimum=1, help="An unanswered ping closes the connection.")
+    client_ping_interval_s: float = option(
+        5.0, minimum=0, help="Clients that ping more often than this are disconnected; enforced by grpcio only."
+    )
+    compression: GrpcCompression = option(
+        GrpcCompression.NONE, help="Compression of answers; compressed requests are always accepted."
+    )
+    max_connection_age_s: float | None = option(
+        None, minimum=1, help="Connections older than this are closed in peace, so that load can be spread anew."
+    )
+    tls_cert_file: str | None = option(
+        None,
+        env=("DYN_GRPC_TLS_CERT_FILE", "DYNAMO_TLS_CERT"),
+        metavar="FILE",
+        help="Certificate of the server (PEM); makes the port speak TLS.",
+    )
+    tls_key_file: str | None = option(
+        None, env=("DYN_GRPC_TLS_KEY_FILE", "DYNAMO_TLS_KEY"), metavar="FILE", help="Key of the certificate (PEM)."
+    )
+    tls_client_ca_file: str | None = option(
+        None, metavar="FILE", help="Clients must show a certificate signed by one of these (PEM)."
+    )
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("--grpc-tls-cert-file and --grpc-tls-key-file are only useful together")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("--grpc-tls-client-ca-file needs --grpc-tls-cert-file")
+
+    @property
+    def wanted(self) -> bool:
+        return self.enabled or self.section
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendConfig:
+    """A stateless front door: KServe v2 and HTTP in front, workers found in etcd and reached over NATS behind."""
+
+    namespace: str = option("dynamo", help="Namespace whose workers are served.")
+    router_mode: RouterMode = option(RouterMode.ROUND_ROBIN, help="How an instance is chosen.")
+    processes: int = option(1, minimum=1, maximum=256, help="Processes that share the same ports.")
+    drain_timeout_s: float = option(
+        30.0, flags=("--drain-timeout",), minimum=0, help="After SIGTERM, requests may finish for this many seconds."
+    )
+    settle_s: float = option(
+        0.5, minimum=0, help="After SIGTERM, new requests are still taken for so long: readiness has to get around first."
+    )
+    request_timeout_s: float | None = option(
+        None, minimum=0.001, help="Longest life of a request whose caller gave no deadline; unset: none."
+    )
+    overload_status: OverloadStatus = option(
+        OverloadStatus.UNAVAILABLE,
+        help="HTTP status of refused overload; gRPC says RESOURCE_EXHAUSTED for 429 and UNAVAILABLE otherwise.",
+    )
+    cache_dir: Path = option(
+        Path("~/.cache/dynamo"), help="Where tokenizers and templates are kept that were fetched from the object store."
+    )
+    models: tuple[ModelCard, ...] = option(
+        (),
+        flags=(),
+        env=(),
+        file_key="models",
+        from_file=parse_declared_models,
+        help="Tensor models known before a worker serves them: metadata is answered, inference is UNAVAILABLE until then.",
+    )
+    elsewhere: None = option(
+        None,
+        flags=(),
+        env=(),
+        file_key=("prometheus", "grafana"),
+        from_file=_ignored,
+        help="Sections that describe other programs; accepted, without effect here.",
+    )
+    http: HttpOptions = group("HTTP", prefix="http", default=HttpOptions)
+    grpc: GrpcOptions = group("KServe gRPC", prefix="grpc", default=GrpcOptions)
+    nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
+    etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)
+    log: LogOptions = group("Logging", prefix="log", default=LogOptions)
+
+    def __post_init__(self) -> None:
+        if self.processes > 1 and (self.http.port == 0 or (self.grpc.wanted and self.grpc.port == 0)):
+            raise ValueError("--processes shares ports between processes, so they need fixed --http-port and --grpc-port")
+        same = self.grpc.wanted and self.http.port == self.grpc.port != 0
+        if same and self.http.host == self.grpc.host:
+            raise ValueError(f"--http-port and --grpc-port are both {self.http.port}")

@@ -1,0 +1,395 @@
+"""What every protocol edge calls: which models there are, and requests to them.
+
+A model is *ready* when an instance that can serve it is attached now and, for a language model, its tokenizer is loaded here.
+A model that was served a short while ago, or that the configuration declares, is known but not ready: asking for it is
+`NoInstances`. Anything else is `ModelNotFound`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+from google.protobuf.message import DecodeError
+
+from dynamo.common.discovery import Instance, other_names
+from dynamo.common.errors import (
+    Code,
+    DynamoError,
+    EngineError,
+    InvalidRequest,
+    ModelNotFound,
+    NoInstances,
+    Unavailable,
+    Unsupported,
+)
+from dynamo.common.messaging.frames import Buffer
+from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.names import InstanceId
+from dynamo.common.telemetry import FrontendMetrics, ModelMetrics, Request, RequestType
+from dynamo.common.tensor_request import TensorRequest, check_request
+from dynamo.frontend.dispatch import Call, Client, DispatchedStream, Dispatcher, DispatchSettings, Instances, Link, Work
+from dynamo.frontend.generation import Generation
+from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.router.base import Router
+from dynamo.frontend.statistics import add_up
+from dynamo.frontend.text_models import LoadText, TextModel, TextModels
+from dynamo.protos.inference_pb2 import ModelStatisticsResponse
+
+__all__ = ["Answers", "Call", "DataPlane", "DataPlaneSettings", "Directory", "Generation", "open_data_plane"]
+
+log = logging.getLogger(__name__)
+
+_STATISTICS_AT_ONCE = 32
+
+
+class Directory(Instances, Protocol):
+    """The part of `common.directory.Directory` that the data plane needs."""
+
+    def registered(self) -> Collection[Instance]:
+        """Every registration there is, those of instances marked down included."""
+        ...
+
+    def card(self, name: str) -> ModelCard | None:
+        """The card of a model, by its name, alias or adapter; None if nobody has registered it."""
+        ...
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """`callback` is called, synchronously, whenever `registered` or `instances` answer differently than before."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPlaneSettings:
+    migration_limit: int = 3
+    """How often one generation may be moved to another instance."""
+    remember_s: float = 600.0
+    """A model that lost its last instance is known for so long: asking for it is unavailable, not unknown."""
+    statistics_timeout_s: float = 5.0
+    """How long instances are waited for when they are asked for statistics."""
+    declared: tuple[ModelCard, ...] = ()
+    """Models known before a worker serves them."""
+    dispatch: DispatchSettings = field(default_factory=DispatchSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model that requests can name."""
+
+    card: ModelCard
+    metrics: ModelMetrics
+
+
+class DataPlane:
+    """One per process; use `open_data_plane`."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        dispatcher: Dispatcher,
+        texts: TextModels,
+        metrics: FrontendMetrics,
+        settings: DataPlaneSettings,
+    ) -> None:
+        self.models = directory
+        """The live view of registrations."""
+        self._dispatcher = dispatcher
+        self._texts = texts
+        self._metrics = metrics
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._draining = False
+        self._cards: dict[str, list[ModelCard]] = {}
+        """By model, of every instance, the newest first."""
+        self._known: dict[tuple[str, str], _Model] = {}
+        """By the name and version that requests use; everything looked up since the last change."""
+        self._gone: dict[str, tuple[ModelCard, float]] = {}
+        self._instances: set[InstanceId] = set()
+        self._refresh_due = False
+        self._closed = False
+        texts.on_loaded = self._show_readiness
+        directory.on_change(self._changed)
+        self._refresh()
+
+    # Which models there are
+
+    def server_ready(self) -> bool:
+        """Some model is ready, and this process is not about to stop."""
+        return not self._draining and any(map(self.model_ready, self._cards))
+
+    def model_ready(self, model: str, version: str = "") -> bool:
+        try:
+            card = self.card(model, version)
+        except ModelNotFound:
+            return False
+        tokenizer = card.llm.tokenizer if card.llm is not None else ""
+        if not self._dispatcher.able_to_serve(model, version, tokenizer):
+            return False
+        return card.llm is None or self._texts.is_loaded(card)
+
+    def card(self, model: str, version: str = "") -> ModelCard:
+        """The card of a model, by its name, an alias or an adapter of it. Raises ModelNotFound."""
+        return self._find(model, version).card
+
+    def cards(self) -> list[ModelCard]:
+        """One card per model that is served or declared, in order of name."""
+        found = {card.name: card for card in self._settings.declared}
+        found.update((name, cards[0]) for name, cards in self._cards.items())
+        return [found[name] for name in sorted(found)]
+
+    def start_draining(self) -> None:
+        """From now on this process says that it is not ready. It serves what comes nevertheless."""
+        self._draining = True
+
+    def stop_following(self) -> None:
+        """The directory may live on; its changes are nothing to us any more."""
+        self._closed = True
+
+    # Requests
+
+    async def infer(self, request: TensorRequest, call: Call) -> Buffer:
+        """The serialized ModelInferResponse. Raises DynamoError."""
+        model = self._find(request.head.model_name, request.head.model_version)
+        measured = model.metrics.start(call.endpoint, call.request_type)
+        try:
+            if model.card.decoupled:
+                raise Unsupported(
+                    f"model '{model.card.name}' is decoupled: a request may have any number of answers, so ask by a stream"
+                )
+            check_request(request, model.card)
+            answer = await self._dispatcher.call(_infer(request, model), call)
+        except BaseException as error:
+            measured.finish(_code(error))
+            raise
+        measured.finish()
+        return answer
+
+    def infer_stream(self, request: TensorRequest, call: Call) -> Answers:
+        """The answers of any tensor model, decoupled or not. Raises ModelNotFound; all else is raised by reading."""
+        model = self._find(request.head.model_name, request.head.model_version)
+        return Answers(self._dispatcher, model, request, call)
+
+    def generate(self, request: TextRequest, call: Call) -> Generation:
+        """Text of a language model. Raises ModelNotFound, InvalidRequest; all else is raised by entering and reading."""
+        model = self._find(request.model, "")
+        if model.card.kind is not ModelKind.LLM:
+            raise InvalidRequest(f"model '{model.card.name}' takes tensors; it does not generate text")
+        return Generation(self._dispatcher, self._texts, model.metrics, self._settings.migration_limit, model.card, request, call)
+
+    async def text_model(self, model: str) -> TextModel:
+        """Tokenizer and chat template of a language model. Raises ModelNotFound, InvalidRequest if it takes tensors, Unavailable."""
+        card = self._find(model, "").card
+        if card.kind is not ModelKind.LLM:
+            raise InvalidRequest(f"model '{card.name}' takes tensors; it has no tokenizer", param="model")
+        return await self._texts.get(card, None)
+
+    async def statistics(self, model: str = "", version: str = "") -> ModelStatisticsResponse:
+        """Statistics of one model, or of all, added up over their instances.
+
+        Instances that do not answer in time are left out, which the log says. Raises ModelNotFound, NoInstances if the model
+        has none, and Unavailable if none answered.
+        """
+        if model:
+            card = self.card(model, version)
+            asked = [i for i in self.models.instances(card.name) if not version or version in i.card.versions]
+            if not asked:
+                raise NoInstances(card.name)
+            model = card.name
+        else:
+            names = list(self._cards)
+            asked = list({instance.id: instance for name in names for instance in self.models.instances(name)}.values())
+        body = msgspec.msgpack.encode({"model": model, "version": version})
+        deadline = self._loop.time() + self._settings.statistics_timeout_s
+        limit = asyncio.Semaphore(_STATISTICS_AT_ONCE)
+        failures: list[DynamoError] = []
+        parts: list[ModelStatisticsResponse] = []
+
+        async def ask(instance: Instance) -> None:
+            try:
+                async with limit:
+                    answer = await self._dispatcher.ask(instance, "statistics", body, deadline)
+                parts.append(ModelStatisticsResponse.FromString(bytes(answer)))
+            except DecodeError:
+                failures.append(EngineError(f"instance {instance.id:x} sent statistics that cannot be read"))
+            except DynamoError as error:
+                failures.append(error)
+
+        async with asyncio.TaskGroup() as tasks:
+            for instance in asked:
+                tasks.create_task(ask(instance))
+        if failures:
+            log.warning("%d of %d instances gave no statistics; first: %s", len(failures), len(asked), failures[0])
+            if not parts:
+                raise Unavailable(f"no instance gave statistics: {failures[0]}") from failures[0]
+        return add_up(parts)
+
+    # Following the directory
+
+    def _find(self, model: str, version: str) -> _Model:
+        known = self._known.get((model, version))
+        if known is not None:
+            return known
+        try:
+            card = self._lookup(model, version)
+        except ModelNotFound:
+            self._metrics.for_unknown_model().start("", RequestType.UNARY).finish(Code.NOT_FOUND)
+            raise
+        found = _Model(card, self._metrics.for_model(card.name))
+        if card.name in self._cards:  # what is gone is forgotten some day, without any change to tell us
+            self._known[model, version] = found
+        return found
+
+    def _lookup(self, name: str, version: str) -> ModelCard:
+        live = self.models.card(name)
+        cards: Sequence[ModelCard]
+        if live is not None:
+            cards = self._cards.get(live.name, [live])
+        else:
+            now = self._loop.time()
+            lost = (card for card, at in self._gone.values() if now - at < self._settings.remember_s)
+            cards = [card for card in (*lost, *self._settings.declared) if name in (card.name, *other_names(card))][:1]
+        if not cards:
+            raise ModelNotFound(name)
+        for card in cards:
+            if not version or version in card.versions:
+                return card
+        raise ModelNotFound(name, version)
+
+    def _changed(self) -> None:
+        """Changes come in crowds, of which the last counts."""
+        self._known.clear()
+        if not self._refresh_due and not self._closed:
+            self._refresh_due = True
+            self._loop.call_soon(self._refresh)
+
+    def _refresh(self) -> None:
+        self._refresh_due = False
+        if self._closed:
+            return
+        self._known.clear()
+        now = self._loop.time()
+        before = self._cards
+        registered = sorted(self.models.registered(), key=_started_at, reverse=True)
+        self._cards = {}
+        for instance in registered:
+            self._cards.setdefault(instance.card.name, []).append(instance.card)
+        for name in before.keys() - self._cards.keys():
+            self._gone[name] = (before[name][0], now)
+            self._metrics.forget(name)
+        self._gone = {
+            name: (card, at)
+            for name, (card, at) in self._gone.items()
+            if name not in self._cards and now - at < self._settings.remember_s
+        }
+        ids = {instance.id for instance in registered}
+        for removed in self._instances - ids:
+            self._dispatcher.removed(removed)
+        self._instances = ids
+        self._texts.keep(instance.card for instance in registered)
+        self._show_readiness()
+
+    def _show_readiness(self) -> None:
+        for name in self._cards:
+            self._metrics.for_model(name).ready.set(self.model_ready(name))
+
+
+class Answers:
+    """The answers to one tensor request. Leaving it early cancels the request at the instance."""
+
+    def __init__(self, dispatcher: Dispatcher, model: _Model, request: TensorRequest, call: Call) -> None:
+        self._dispatcher = dispatcher
+        self._model = model
+        self._request = request
+        self._call = call
+        self._stream: DispatchedStream | None = None
+        self._measured: Request | None = None
+
+    async def __aenter__(self) -> Self:
+        self._measured = self._model.metrics.start(self._call.endpoint, self._call.request_type)
+        try:
+            check_request(self._request, self._model.card)
+            self._stream = self._dispatcher.stream(_infer(self._request, self._model), self._call)
+        except BaseException as error:
+            self._over(_code(error))
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._over(Code.CANCELLED)
+
+    async def read(self) -> list[Buffer]:
+        """All serialized ModelInferResponses that came since the last call, at least one; [] at the end. Raises DynamoError."""
+        measured, stream = self._measured, self._stream
+        if measured is None or stream is None:
+            return []
+        try:
+            if not self._model.card.decoupled:
+                answers = [await stream.result()]
+                self._over(None)
+                return answers
+            answers = await stream.read()
+        except DynamoError as error:
+            self._over(error.code)
+            raise
+        if answers:
+            measured.answered()
+        else:
+            self._over(None)
+        return answers
+
+    def _over(self, code: Code | None) -> None:
+        measured, self._measured = self._measured, None
+        if measured is not None:
+            measured.finish(code)
+
+
+@asynccontextmanager
+async def open_data_plane(
+    directory: Directory,
+    client: Client,
+    link: Link,
+    router: Router,
+    load_text: LoadText,
+    metrics: FrontendMetrics,
+    settings: DataPlaneSettings | None = None,
+) -> AsyncIterator[DataPlane]:
+    """A data plane that follows `directory`. `load_text` reads the tokenizer of a card; `link` is the client's connection."""
+    settings = settings or DataPlaneSettings()
+    dispatcher = Dispatcher(directory, client, link, router, settings.dispatch)
+    async with TextModels(load_text) as texts:
+        plane = DataPlane(directory, dispatcher, texts, metrics, settings)
+        try:
+            yield plane
+        finally:
+            plane.stop_following()
+
+
+def _infer(request: TensorRequest, model: _Model) -> Work:
+    return Work(
+        model=model.card.name,
+        verb="infer",
+        body=request.raw,
+        metrics=model.metrics,
+        name=request.head.model_name,
+        version=request.head.model_version,
+    )
+
+
+def _code(error: BaseException) -> Code:
+    if isinstance(error, DynamoError):
+        return error.code
+    return Code.CANCELLED if isinstance(error, asyncio.CancelledError) else Code.INTERNAL
+
+
+def _started_at(instance: Instance) -> float:
+    return instance.started_at

@@ -1,0 +1,527 @@
+"""Sends a request to an instance, and to another one where that is safe.
+
+Picking an instance and booking the request on it is one synchronous step; the booking is released on every exit path. A failed
+attempt is repeated
+
+1. only if the error says that it may be (`retryable`), and only before the first frame was delivered;
+2. only on another instance, and never if the caller named the instance;
+3. only inside the deadline, `max_attempts` and the retry budget.
+
+After our own NATS connection was away this is different for `reconnect_grace_s`: the instances have lost theirs too, so one that
+seems gone probably comes back. Then requests wait, and may ask the same instance again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DynamoError,
+    InstanceGone,
+    NoInstances,
+    Unavailable,
+)
+from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.model_card import Role
+from dynamo.common.names import InstanceId
+from dynamo.common.telemetry import ModelMetrics, RequestType
+from dynamo.frontend.router.base import Choice, Router, RouteRequest
+
+T = TypeVar("T")
+
+REQUEST_ID_HEADER = "request-id"
+"""Where `messaging.server` looks for the request id."""
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 0.5
+
+
+class Instances(Protocol):
+    """The part of the directory that dispatching needs."""
+
+    def instances(self, name: str) -> Sequence[Instance]:
+        """Those that serve a model, alias or adapter now, without those marked down. The same tuple until a change."""
+        ...
+
+    def mark_down(self, instance: InstanceId) -> None:
+        """Nothing answers there: leave it out until it is heard of again."""
+        ...
+
+
+class Stream(Protocol):
+    """One open request, as `messaging.client` has it."""
+
+    @property
+    def started(self) -> bool: ...
+
+    @property
+    def trailer(self) -> Buffer: ...
+
+    async def read(self) -> list[Buffer]: ...
+
+    async def result(self) -> Buffer: ...
+
+    def cancel(self) -> None:
+        """Ends the request early; does nothing if it has ended."""
+        ...
+
+
+class Client(Protocol):
+    """The part of `messaging.client.RequestClient` that dispatching needs."""
+
+    def open(
+        self,
+        instance: InstanceId,
+        subject: str,
+        verb: str,
+        body: Body,
+        *,
+        headers: Mapping[str, str] = ...,
+        deadline: float | None = None,
+    ) -> Stream: ...
+
+
+class Link(Protocol):
+    """The state of this process's own NATS connection."""
+
+    @property
+    def is_connected(self) -> bool: ...
+
+    @property
+    def reconnected_at(self) -> float:
+        """When it last came back, on the loop's clock; -inf if it never had to."""
+        ...
+
+    async def connected(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchSettings:
+    request_timeout_s: float | None = None
+    """For requests that come without a deadline; None: they have none."""
+    max_attempts: int = 5
+    """Instances asked for one request, the first included. A migration counts anew."""
+    retry_ratio: float = 0.2
+    """Retries and migrations allowed per request, over all of them."""
+    retry_floor_per_s: float = 10.0
+    """Retries allowed however few requests there are."""
+    retry_burst: int = 1000
+    """Retries saved up at most. An instance's death costs one for each request it held."""
+    reconnect_grace_s: float = 5.0
+    """After our NATS connection came back: how long instances that seem gone are waited for."""
+    disconnected_wait_s: float = 30.0
+    """How long a request, whatever its deadline, waits for a NATS connection that is away."""
+    refusal_pause_s: float = 1.0
+    """An instance that refused as unavailable, e.g. because it drains, is left out for so long if there are others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Who asks, and under which conditions; made by each protocol edge."""
+
+    request_id: str
+    deadline: float | None = None
+    """Absolute, on the event loop's clock."""
+    instance: InstanceId | None = None
+    """The only instance that may serve this."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """`traceparent`, `tracestate` and the like: passed to the worker."""
+    priority: int = 0
+    """Higher is more important."""
+    session: str = ""
+    overrides: Mapping[str, float] = field(default_factory=dict)
+    """Router settings of this request."""
+    explain: bool = False
+    """Fill `Choice.candidates`."""
+    endpoint: str = "tensor"
+    """Which API asked, for metrics: one of a fixed set of names."""
+    request_type: RequestType = RequestType.UNARY
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """What is asked, and of whom it may be asked."""
+
+    model: str
+    """The name in the card, no alias."""
+    verb: str
+    body: Body
+    metrics: ModelMetrics
+    name: str = ""
+    """The alias or adapter that the request names: only instances that have it. Empty: the model's own name."""
+    version: str = ""
+    """Only instances that serve this version; empty: any."""
+    tokenizer: str = ""
+    """Only instances whose model has this tokenizer, for work that is token ids; empty: any."""
+    prompt: bytes = b""
+    adapter: str = ""
+    cache_salt: str = ""
+    expected_output_tokens: int = 0
+
+
+def able_to_serve(instances: Sequence[Instance], version: str = "", tokenizer: str = "") -> tuple[Instance, ...]:
+    """The instances that a request can be sent to. A decode instance needs a prefill instance somewhere to be one of them."""
+    able = tuple(
+        instance
+        for instance in instances
+        if (not version or version in instance.card.versions)
+        and (not tokenizer or (instance.card.llm is not None and instance.card.llm.tokenizer == tokenizer))
+    )
+    if all(instance.card.role is Role.AGGREGATED for instance in able):
+        return able
+    if any(instance.card.role is Role.PREFILL for instance in able):
+        return tuple(instance for instance in able if instance.card.role is not Role.PREFILL)
+    return tuple(instance for instance in able if instance.card.role is Role.AGGREGATED)
+
+
+class RetryBudget:
+    """A token bucket that grows with requests and with time, so that retries stay a fraction of the traffic."""
+
+    def __init__(self, settings: DispatchSettings, now: float) -> None:
+        self._ratio = settings.retry_ratio
+        self._per_s = settings.retry_floor_per_s
+        self._burst = float(settings.retry_burst)
+        self._left = self._burst
+        self._at = now
+
+    def request(self) -> None:
+        """A request came in."""
+        self._left = min(self._burst, self._left + self._ratio)
+
+    def take(self, now: float) -> bool:
+        """Whether one retry may be made now; it is counted."""
+        self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
+        self._at = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+class Dispatcher:
+    """Opens requests at instances. Made once per process, inside its event loop."""
+
+    def __init__(
+        self, directory: Instances, client: Client, link: Link, router: Router, settings: DispatchSettings | None = None
+    ) -> None:
+        self._directory = directory
+        self._client = client
+        self._link = link
+        self._router = router
+        self._settings = settings or DispatchSettings()
+        self._loop = asyncio.get_running_loop()
+        self._budget = RetryBudget(self._settings, self._loop.time())
+        # Clients choose request ids and may use one twice; bookings have ids of their own, unique among frontends too.
+        self._origin = secrets.token_hex(6)
+        self._bookings = itertools.count()
+        self._able: dict[tuple[str, str, str], tuple[Sequence[Instance], tuple[Instance, ...]]] = {}
+        self._refusing: dict[InstanceId, float] = {}
+
+    async def call(self, work: Work, call: Call) -> Buffer:
+        """The one answer to a request. Raises DynamoError."""
+        async with DispatchedStream(self, work, call) as stream:
+            return await stream.result()
+
+    def stream(self, work: Work, call: Call) -> DispatchedStream:
+        """A request with any number of answers. An instance is picked at the first `read`."""
+        return DispatchedStream(self, work, call)
+
+    async def ask(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
+        """What one instance answers to a question about itself: not routed, not booked, not repeated. Raises DynamoError."""
+        stream = self._client.open(instance.id, instance.subject, verb, body, deadline=deadline)
+        try:
+            return await stream.result()
+        finally:
+            stream.cancel()
+
+    def deadline(self, call: Call) -> float | None:
+        """The call's deadline, or else the default one, counted from now."""
+        if call.deadline is not None or self._settings.request_timeout_s is None:
+            return call.deadline
+        return self._loop.time() + self._settings.request_timeout_s
+
+    def removed(self, instance: InstanceId) -> None:
+        """An instance deregistered."""
+        self._refusing.pop(instance, None)
+        self._router.removed(instance)
+
+    def able_to_serve(self, name: str, version: str = "", tokenizer: str = "") -> tuple[Instance, ...]:
+        """`able_to_serve` of the instances of a model, alias or adapter; the same tuple until they change."""
+        instances = self._directory.instances(name)
+        key = (name, version, tokenizer)
+        known = self._able.get(key)
+        if known is not None and known[0] is instances:
+            return known[1]
+        able = able_to_serve(instances, version, tokenizer)
+        if isinstance(instances, tuple) and able:  # a tuple cannot change under us, so being the same one says enough
+            self._able[key] = (instances, able)
+        else:
+            self._able.pop(key, None)
+        return able
+
+    def _candidates(self, work: Work, call: Call, failed: Sequence[InstanceId]) -> Sequence[Instance]:
+        able = self.able_to_serve(work.name or work.model, work.version, work.tokenizer)
+        if call.instance is not None:
+            return [instance for instance in able if instance.id == call.instance]
+        if failed:
+            able = tuple(instance for instance in able if instance.id not in failed)
+        if self._refusing:
+            now = self._loop.time()
+            self._refusing = {instance: until for instance, until in self._refusing.items() if until > now}
+            return tuple(instance for instance in able if instance.id not in self._refusing) or able
+        return able
+
+    def _is_disturbed(self, now: float) -> bool:
+        """Our own connection is away, or came back so recently that the instances' may not have."""
+        link = self._link
+        return not link.is_connected or now - link.reconnected_at < self._settings.reconnect_grace_s
+
+    def _note(self, instance: InstanceId, error: DynamoError) -> None:
+        """Draws the conclusion from a failed attempt for other requests."""
+        if not (error.retryable and isinstance(error, Unavailable)) or self._is_disturbed(self._loop.time()):
+            return
+        if isinstance(error, InstanceGone):
+            if not error.is_alive:
+                self._directory.mark_down(instance)
+        else:
+            self._refusing[instance] = self._loop.time() + self._settings.refusal_pause_s
+
+
+class DispatchedStream:
+    """One request, wherever it is being answered. Leaving it ends the request there and releases the booking."""
+
+    __slots__ = (
+        "_attempts",
+        "_booking",
+        "_call",
+        "_deadline",
+        "_dispatcher",
+        "_ended",
+        "_failed",
+        "_failure",
+        "_pause_s",
+        "_stream",
+        "_wait_until",
+        "_work",
+        "choice",
+        "started",
+        "trailer",
+    )
+
+    def __init__(self, dispatcher: Dispatcher, work: Work, call: Call) -> None:
+        self._dispatcher = dispatcher
+        self._work = work
+        self._call = call
+        self._deadline = dispatcher.deadline(call)
+        self._stream: Stream | None = None
+        self._booking = ""
+        self._attempts = 0
+        self._failed: list[InstanceId] = []
+        self._pause_s = _FIRST_PAUSE_S
+        self._wait_until: float | None = None
+        self._ended = False
+        self._failure: DynamoError | None = None
+        self.choice: Choice | None = None
+        """Where the request is, or was last; None before the first `read`."""
+        self.started = False
+        """Whether the instance in `choice` answered anything yet."""
+        self.trailer: Buffer = b""
+        """The last word of the instance, after `read` returned []."""
+        dispatcher._budget.request()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the request at its instance if it has not ended."""
+        if self._failure is None:
+            self._failure = Cancelled()
+        if self._stream is not None:
+            self._stream.cancel()
+            self._release(self._failure)
+
+    async def read(self) -> list[Buffer]:
+        """All answers that arrived so far, at least one; [] at the end. Raises DynamoError; see `move` for what then."""
+        if self._ended:
+            return []
+        bodies = await self._ask(_read)
+        if not bodies:
+            stream = self._stream
+            assert stream is not None
+            self.trailer = stream.trailer
+            self._ended = True
+            self._release(None)
+        elif not self.started:
+            self.started = True
+            self._dispatcher._router.first_token(self._booking)
+        return bodies
+
+    async def result(self) -> Buffer:
+        """The one answer of a request that has just one. Raises DynamoError."""
+        body = await self._ask(_result)
+        self._release(None)
+        return body
+
+    async def move(self, error: DynamoError, work: Work) -> None:
+        """After `read` raised `error` in the middle: lets another instance do `work`, the rest of it.
+
+        Raises `error` if that may not be, by the rules for retries.
+        """
+        self.started = False
+        self._attempts = 0
+        await self._after(error)
+        self._failure = None
+        self._work = work
+
+    async def _ask(self, ask: Callable[[Stream], Awaitable[T]]) -> T:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return await self._try(ask)
+        except DynamoError as error:
+            self._failure = error
+            raise
+
+    async def _try(self, ask: Callable[[Stream], Awaitable[T]]) -> T:
+        """Asks one instance after another."""
+        while True:
+            stream = self._stream or await self._open()
+            try:
+                return await ask(stream)
+            except DynamoError as error:
+                assert self.choice is not None
+                self._dispatcher._note(self.choice.instance.id, error)
+                self._release(error)
+                if self.started or stream.started:
+                    raise
+                await self._after(error)
+                self._work.metrics.retries.inc()
+
+    async def _open(self) -> Stream:
+        dispatcher = self._dispatcher
+        while True:
+            if self._deadline is not None and dispatcher._loop.time() >= self._deadline:
+                raise DeadlineExceeded()
+            error: Unavailable
+            if not dispatcher._link.is_connected:
+                error = Unavailable("the frontend has no connection to its workers now")
+            elif candidates := dispatcher._candidates(self._work, self._call, self._failed):
+                return self._book(candidates)
+            else:
+                error = self._nobody()
+            if not dispatcher._is_disturbed(dispatcher._loop.time()):
+                raise error
+            await self._wait(error)
+
+    def _book(self, candidates: Sequence[Instance]) -> Stream:
+        """Picks, books and opens in one step."""
+        dispatcher, work, call = self._dispatcher, self._work, self._call
+        booking = f"{dispatcher._origin}-{next(dispatcher._bookings):x}"
+        choice = dispatcher._router.pick(
+            RouteRequest(
+                model=work.model,
+                request_id=booking,
+                prompt=work.prompt,
+                adapter=work.adapter,
+                cache_salt=work.cache_salt,
+                expected_output_tokens=work.expected_output_tokens,
+                priority=call.priority,
+                pinned=call.instance,
+                session=call.session,
+                overrides=call.overrides,
+            ),
+            candidates,
+            explain=call.explain,
+        )
+        self.choice = choice
+        self._booking = booking
+        instance = choice.instance
+        try:
+            self._stream = stream = dispatcher._client.open(
+                instance.id,
+                instance.subject,
+                work.verb,
+                work.body,
+                headers={**call.headers, REQUEST_ID_HEADER: call.request_id},
+                deadline=self._deadline,
+            )
+        except DynamoError as error:
+            self._release(error)
+            raise
+        except BaseException:
+            self._release(DynamoError("the request could not be sent"))
+            raise
+        return stream
+
+    def _release(self, error: DynamoError | None) -> None:
+        self._stream = None
+        self._dispatcher._router.finished(self._booking, error)
+
+    def _nobody(self) -> Unavailable:
+        if self._call.instance is None:
+            return NoInstances(self._work.model)
+        return Unavailable(f"instance {self._call.instance:x} does not serve model '{self._work.model}' now")
+
+    async def _after(self, error: DynamoError) -> None:
+        """Returns when the request may be sent again after `error`; raises `error` if it may not."""
+        dispatcher, call = self._dispatcher, self._call
+        assert self.choice is not None
+        if not error.retryable:
+            raise error
+        now = dispatcher._loop.time()
+        if self._deadline is not None and now >= self._deadline:
+            raise DeadlineExceeded() from error
+        if isinstance(error, InstanceGone) and dispatcher._is_disturbed(now):
+            return await self._wait(error)
+        self._failed.append(self.choice.instance.id)
+        self._attempts += 1
+        if (
+            call.instance is not None
+            or self._attempts >= dispatcher._settings.max_attempts
+            or not dispatcher._candidates(self._work, call, self._failed)
+            or not dispatcher._budget.take(now)
+        ):
+            raise error
+
+    async def _wait(self, error: DynamoError) -> None:
+        """Lets time pass while the bus comes back. Raises `error` when that takes too long."""
+        dispatcher = self._dispatcher
+        now = dispatcher._loop.time()
+        if self._wait_until is None:
+            self._wait_until = now + dispatcher._settings.disconnected_wait_s
+        if now >= self._wait_until:
+            raise error
+        self._failed.clear()  # what failed before may be back, too
+        until = self._wait_until if self._deadline is None else min(self._wait_until, self._deadline)
+        if not dispatcher._link.is_connected:
+            with contextlib.suppress(TimeoutError):  # the loop in `_open` says which bound was reached
+                async with asyncio.timeout_at(until):
+                    await dispatcher._link.connected()
+        # Everybody waits for the same workers: some earlier, some later, lest they be asked by all at once.
+        pause_s = self._pause_s * (0.5 + random.random() / 2)
+        self._pause_s = min(self._pause_s * 2, _LONGEST_PAUSE_S)
+        await asyncio.sleep(min(pause_s, max(until - dispatcher._loop.time(), 0.0)))
+
+
+def _read(stream: Stream) -> Awaitable[list[Buffer]]:
+    return stream.read()
+
+
+def _result(stream: Stream) -> Awaitable[Buffer]:
+    return stream.result()

@@ -1,0 +1,295 @@
+"""Tokens back to text as they come: whole characters only, and nothing that may turn out to be part of a stop string."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Protocol
+
+from dynamo.common.generation import Delta, FinishReason
+from dynamo.frontend.preprocess.text import TextDelta
+from dynamo.frontend.preprocess.tokenizer import Piece, Tokenizer
+
+_REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 8
+"""How many tokens of the prompt decide how the answer begins (with a space or without)."""
+_LONGEST_CHARACTER = 4
+"""Tokens that one character can be spread over: UTF-8 has at most four bytes."""
+
+
+class Detokenizer:
+    """The text of one request's choices.
+
+    The text goes on where the prompt ends. A stop string ends a choice, and is not part of the text unless the request says
+    so; it counts only in text of tokens after the first `min_tokens`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        n: int = 1,
+        stop_strings: Sequence[str] = (),
+        include_stop_string: bool = False,
+        skip_special_tokens: bool = True,
+        eos_token_ids: AbstractSet[int] = frozenset(),
+        min_tokens: int = 0,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """`eos_token_ids` end a choice without being its `stop_reason`. `prompt` may be its last CONTEXT_TOKENS only."""
+        stops = tuple(_Pattern(text) for text in dict.fromkeys(stop_strings) if text)
+        first = re.compile(f"[{re.escape(''.join(stop.text[0] for stop in stops))}]") if stops else None
+        self._include_stop_string = include_stop_string
+        self._eos_token_ids = eos_token_ids
+        self._min_tokens = min_tokens
+        self._running: dict[int, _Choice] = {}
+        for index in range(n):
+            stopper = _Stopper(stops, first) if first is not None else None
+            self._running[index] = _Choice(_text(tokenizer, prompt, skip_special_tokens), stopper)
+
+    @property
+    def done(self) -> bool:
+        """Every choice has finished."""
+        return not self._running
+
+    def feed(self, delta: Delta) -> TextDelta | None:
+        """What became certain: text, all tokens since the last text, their logprobs. None if nothing did.
+
+        A choice's end is always said, once; what comes for a finished choice is None.
+        """
+        index = delta.index
+        choice = self._running.get(index)
+        if choice is None:
+            return None
+        tokens = delta.tokens
+        if choice.stopper is not None:
+            return self._feed_until_stop(choice, choice.stopper, delta)
+        push = choice.text.push
+        text = push(tokens[0]) if len(tokens) == 1 else "".join([push(token) for token in tokens])
+        if delta.finish_reason is not None:
+            return self._end(choice, delta, text + choice.text.flush())
+        if not text:
+            choice.hold(tokens, delta.logprobs)
+            return None
+        if choice.tokens:
+            return choice.release(index, text, tokens, delta.logprobs)
+        return TextDelta(index, text, tokens, None, delta.logprobs)
+
+    def _feed_until_stop(self, choice: _Choice, stopper: _Stopper, delta: Delta) -> TextDelta | None:
+        certain: list[str] = []
+        for at, token in enumerate(delta.tokens, 1):
+            choice.seen += 1
+            text = choice.text.push(token)
+            if choice.seen <= self._min_tokens:
+                certain.append(text)
+                continue
+            certain.append(stopper.push(text))
+            if stopper.hit is not None:
+                return self._stopped(choice, stopper.hit, delta, "".join(certain), at)
+        if delta.finish_reason is not None:
+            certain.append(stopper.push(choice.text.flush()))
+            if stopper.hit is not None:
+                return self._stopped(choice, stopper.hit, delta, "".join(certain), len(delta.tokens))
+            return self._end(choice, delta, "".join(certain) + stopper.held)
+        text = "".join(certain)
+        if not text:
+            choice.hold(delta.tokens, delta.logprobs)
+            return None
+        return choice.release(delta.index, text, delta.tokens, delta.logprobs)
+
+    def _stopped(self, choice: _Choice, hit: str, delta: Delta, text: str, count: int) -> TextDelta:
+        """`count` of the delta's tokens were needed for the stop string."""
+        del self._running[delta.index]
+        if self._include_stop_string:
+            text += hit
+        logprobs = delta.logprobs and delta.logprobs[:count]
+        return choice.release(delta.index, text, delta.tokens[:count], logprobs, FinishReason.STOP, hit)
+
+    def _end(self, choice: _Choice, delta: Delta, text: str) -> TextDelta:
+        del self._running[delta.index]
+        stop_token = None if delta.stop_token in self._eos_token_ids else delta.stop_token
+        return choice.release(delta.index, text, delta.tokens, delta.logprobs, delta.finish_reason, stop_token)
+
+
+class _Choice:
+    __slots__ = ("_logprobs", "seen", "stopper", "text", "tokens")
+
+    def __init__(self, text: _Text, stopper: _Stopper | None) -> None:
+        self.text = text
+        self.stopper = stopper
+        self.seen = 0
+        """Tokens so far; counted only if there are stop strings."""
+        self.tokens: tuple[int, ...] = ()
+        """Tokens whose text is not certain yet."""
+        self._logprobs: list[list[tuple[int, float]]] | None = None
+
+    def hold(self, tokens: tuple[int, ...], logprobs: list[list[tuple[int, float]]] | None) -> None:
+        self.tokens += tokens
+        if logprobs:
+            self._logprobs = (self._logprobs or []) + logprobs
+
+    def release(
+        self,
+        index: int,
+        text: str,
+        tokens: tuple[int, ...],
+        logprobs: list[list[tuple[int, float]]] | None,
+        reason: FinishReason | None = None,
+        stop_reason: str | int | None = None,
+    ) -> TextDelta:
+        """A delta with `text`, and with all tokens held so far before `tokens`."""
+        if self.tokens:
+            self.hold(tokens, logprobs)
+            tokens, logprobs = self.tokens, self._logprobs
+            self.tokens, self._logprobs = (), None
+        return TextDelta(index, text, tokens, reason, logprobs, stop_reason)
+
+
+# Tokens to whole characters
+
+
+class _Text(Protocol):
+    def push(self, token: int) -> str:
+        """The characters that `token` completed."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for half a character."""
+        ...
+
+
+def _text(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> _Text:
+    pieces = tokenizer.pieces_without_special if skip_special_tokens else tokenizer.pieces
+    if pieces is not None:
+        return _PieceText(pieces)
+    return _WindowText(tokenizer, prompt, skip_special_tokens)
+
+
+class _PieceText:
+    """For tokenizers whose tokens each add the same to any text."""
+
+    __slots__ = ("_half", "_pieces")
+
+    def __init__(self, pieces: Mapping[int, Piece]) -> None:
+        self._pieces = pieces
+        self._half = b""
+        """The beginning of a character: a valid one, of three bytes at most."""
+
+    def push(self, token: int) -> str:
+        piece = self._pieces[token]
+        if not self._half and isinstance(piece, str):
+            return piece
+        if not piece:
+            return ""
+        if isinstance(piece, str):
+            return self.flush() + piece
+        data = self._half + piece
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._half = data[used:]
+        return text
+
+    def flush(self) -> str:
+        half, self._half = self._half, b""
+        return _REPLACEMENT if half else ""
+
+
+class _WindowText:
+    """For all others: decodes the last few tokens again with each new one, and takes what the text is longer by."""
+
+    __slots__ = ("_before", "_known", "_new", "_skip", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._before = list(prompt[-CONTEXT_TOKENS:])
+        """Tokens whose text is out."""
+        self._known = self._decode(self._before)
+        self._new: list[int] = []
+        """Tokens since."""
+
+    def push(self, token: int) -> str:
+        self._new.append(token)
+        text = self._decode(self._before + self._new)
+        if text.endswith(_REPLACEMENT) and len(self._new) < _LONGEST_CHARACTER:
+            return ""
+        return self._take(text)
+
+    def flush(self) -> str:
+        return self._take(self._decode(self._before + self._new)) if self._new else ""
+
+    def _take(self, text: str) -> str:
+        added = text[len(self._known) :]
+        self._before = (self._before + self._new)[-CONTEXT_TOKENS:]
+        self._new = []
+        self._known = self._decode(self._before)
+        return added
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
+
+
+# Stop strings
+
+
+class _Pattern:
+    """A stop string and, for each number of its characters that matched, how many still do after a mismatch."""
+
+    __slots__ = ("_fallback", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._fallback = [0] * (len(text) + 1)
+        matched = 0
+        for at in range(1, len(text)):
+            matched = self.advance(matched, text[at])
+            self._fallback[at + 1] = matched
+
+    def advance(self, matched: int, character: str) -> int:
+        """How many characters of the stop string the text ends with, after `character`; `matched` before it."""
+        while matched and self.text[matched] != character:
+            matched = self._fallback[matched]
+        return matched + (self.text[matched] == character)
+
+
+class _Stopper:
+    """Looks for stop strings in one choice's text, however that is cut.
+
+    The stop string that is complete first counts; of those that end together, the longest.
+    """
+
+    __slots__ = ("_first", "_matched", "_stops", "held", "hit")
+
+    def __init__(self, stops: Sequence[_Pattern], first: re.Pattern[str]) -> None:
+        """`first` finds a character with which any of `stops` begins."""
+        self._stops = stops
+        self._first = first
+        self._matched = [0] * len(stops)
+        self.held = ""
+        """Text that may be the beginning of a stop string."""
+        self.hit: str | None = None
+        """The stop string that was found."""
+
+    def push(self, text: str) -> str:
+        """The text that certainly is in front of any stop string. After a hit, push no more."""
+        if not self.held and self._first.search(text) is None:
+            return text
+        before = len(self.held)
+        whole = self.held + text
+        for at, character in enumerate(text, before + 1):
+            hit = self._advance(character)
+            if hit is not None:
+                self.hit, self.held = hit, ""
+                return whole[: at - len(hit)]
+        certain = len(whole) - max(self._matched)
+        self.held = whole[certain:]
+        return whole[:certain]
+
+    def _advance(self, character: str) -> str | None:
+        hit: str | None = None
+        for at, stop in enumerate(self._stops):
+            matched = self._matched[at] = stop.advance(self._matched[at], character)
+            if matched == len(stop.text) and (hit is None or matched > len(hit)):
+                hit = stop.text
+        return hit

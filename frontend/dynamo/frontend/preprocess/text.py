@@ -1,0 +1,46 @@
+"""Text generation as every protocol edge asks for it and gets it, before and after tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo.common.generation import FinishReason, Sampling, Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """One prompt. Exactly one of `prompt` and `messages` is set."""
+
+    model: str
+    prompt: str | Sequence[int] | None = None
+    """Text, or token ids."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """A conversation, to be rendered with the model's chat template."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    sampling: Sampling = Sampling()
+    stop: Stop = Stop()
+    stop_strings: tuple[str, ...] = ()
+    include_stop_string: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    cache_salt: str = ""
+    media: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Text that became certain in one choice. `text` may be empty: a token can hold half a character."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    logprobs: list[list[tuple[int, float]]] | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the choice."""

@@ -1,0 +1,192 @@
+"""A model's tokenizer: text to token ids, and what each token adds to a text."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import msgspec
+import tokenizers
+
+from dynamo.common.errors import EngineError, InvalidRequest
+
+Piece: TypeAlias = str | bytes
+"""What a token adds to a text: whole characters, or, as bytes, something with halves of characters in it."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LONG_TEXT_CHARS = 2_000
+"""Longer texts take about a millisecond and more: too long for the event loop."""
+_ANCHOR = "a"
+"""A token in front of another, so that decoders which treat the first one differently do not see the other as first."""
+
+
+class Tokenizer:
+    """Immutable after it was made; threads may share it."""
+
+    def __init__(self, data: bytes, *, bos_token: str = "", add_bos: bool = False) -> None:
+        """`data` is a `tokenizer.json`. With `add_bos`, `bos_token` begins every text. Raises EngineError."""
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(data)
+            self._decoders = _decoders(data)
+        except Exception as error:  # the library raises plain exceptions
+            raise EngineError(f"the model's tokenizer cannot be read: {error}") from error
+        # What a training run left in the file would shorten or fill up prompts.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocabulary_size = 1 + max(vocabulary.values(), default=-1)
+        """One above the highest token id."""
+        # Byte-level vocabularies have a character for each byte. 32: a run of spaces, or an unknown word, may be one token.
+        self.longest_token_chars = max(32, max(map(len, vocabulary), default=0))
+        """A text with more characters than this per token does not exist."""
+        self._bos: int | None = None
+        if add_bos:
+            self._bos = self.token_id(bos_token)
+            if self._bos is None:
+                raise EngineError(f"the model's tokenizer has no token {bos_token!r}, which should begin each prompt")
+
+    async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        """`encode_now`, in a thread if the text is long; the tokenizer lets other threads run."""
+        if len(text) < _LONG_TEXT_CHARS:
+            return self.encode_now(text, special_tokens=special_tokens)
+        return await asyncio.to_thread(self.encode_now, text, special_tokens=special_tokens)
+
+    def encode_now(self, text: str, *, special_tokens: bool) -> list[int]:
+        """Token ids of `text`; takes about 0.5 µs per character.
+
+        Names of special tokens in the text are these tokens. `special_tokens` adds those that the tokenizer puts around a
+        text, such as BOS; a rendered conversation has its own. Raises InvalidRequest for what the tokenizer cannot take.
+        """
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        except Exception as error:  # lone surrogates; characters that a vocabulary without an unknown token lacks
+            raise InvalidRequest(f"the prompt cannot be tokenized: {error}", param="prompt") from error
+        if special_tokens and self._bos is not None and ids[:1] != [self._bos]:
+            ids.insert(0, self._bos)
+        return ids
+
+    def check_ids(self, tokens: Sequence[int]) -> None:
+        """Raises InvalidRequest unless all of `tokens`, of which there is at least one, are in the vocabulary."""
+        try:
+            least, most = min(tokens), max(tokens)
+        except TypeError:
+            raise InvalidRequest("the prompt's token ids must be whole numbers", param="prompt") from None
+        if least < 0 or most >= self.vocabulary_size:
+            wrong = least if least < 0 else most
+            raise InvalidRequest(
+                f"the prompt has the token id {wrong}; the model's token ids are 0 to {self.vocabulary_size - 1}", param="prompt"
+            )
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        known: int | None = self._tokenizer.token_to_id(token)
+        return known
+
+    @cached_property
+    def pieces(self) -> Mapping[int, Piece] | None:
+        """What each token adds to a text, an empty string for unknown ids; None if that depends on the tokens around it."""
+        return _Pieces(self._piece) if _is_local(self._decoders) else None
+
+    @cached_property
+    def pieces_without_special(self) -> Mapping[int, Piece] | None:
+        """`pieces`, with empty strings for special tokens."""
+        if self.pieces is None:
+            return None
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = frozenset(token.content for token in added if token.special)
+        return _Pieces(lambda token: "" if self._tokenizer.id_to_token(token) in special else self._piece(token))
+
+    def _piece(self, token: int) -> Piece | None:
+        content: str | None = self._tokenizer.id_to_token(token)
+        if content is None:
+            return None
+        if not self._decoders:
+            return " " + content
+        kinds = [decoder["type"] for decoder in self._decoders]
+        if kinds == ["ByteLevel"]:
+            return _whole_if_possible(_bytes_of(content))
+        byte = _BYTE_TOKEN.fullmatch(content) if "ByteFallback" in kinds else None
+        if byte is not None:
+            return _whole_if_possible(bytes([int(byte[1], 16)]))
+        text: str = self._tokenizer.decoder.decode([_ANCHOR, content])
+        return text.removeprefix(_ANCHOR)
+
+
+class _Pieces(dict[int, Piece]):
+    """Filled as tokens are seen: few requests use more than a part of a vocabulary."""
+
+    def __init__(self, find: Callable[[int], Piece | None]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, token: int) -> Piece:
+        piece = self._find(token)
+        if piece is None:  # not kept, so that ids an engine makes up take no memory
+            return ""
+        self[token] = piece
+        return piece
+
+
+class _File(msgspec.Struct):
+    """The part of a `tokenizer.json` that the library does not show."""
+
+    decoder: dict[str, Any] | None = None
+
+
+def _decoders(data: bytes) -> list[dict[str, Any]]:
+    decoder = msgspec.json.decode(data, type=_File).decoder
+    return _flat(decoder) if decoder is not None else []
+
+
+def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [part for inner in decoder["decoders"] for part in _flat(inner)]
+
+
+def _is_local(decoders: list[dict[str, Any]]) -> bool:
+    """What a token, other than the first, adds to a text depends on nothing but the token.
+
+    1. ByteLevel: the bytes of the tokens, one after the other (GPT-2, Llama 3, Qwen, SmolLM2).
+    2. Metaspace, WordPiece, Replace, ByteFallback, Strip: each token by itself (Llama 2, Mistral, Gemma, BERT), as long as
+       nothing looks at the fused text but a Strip of its beginning.
+    """
+    kinds = [decoder["type"] for decoder in decoders]
+    if kinds == ["ByteLevel"]:
+        return True
+    fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+    alone = {"Metaspace", "WordPiece", "Replace", "ByteFallback", "Strip"}
+    return set(kinds[:fused]) <= alone and all(
+        decoder["type"] == "Fuse" or (decoder["type"] == "Strip" and decoder["stop"] == 0) for decoder in decoders[fused:]
+    )
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The alphabet of byte-level vocabularies: printable Latin-1 stands for itself, the rest is moved above U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+def _bytes_of(content: str) -> bytes:
+    """The bytes of a byte-level token; added tokens may be written in other characters and mean themselves then."""
+    try:
+        return bytes([_BYTE_OF_CHARACTER[character] for character in content])
+    except KeyError:
+        return content.encode()
+
+
+def _whole_if_possible(data: bytes) -> Piece:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data

@@ -1,0 +1,125 @@
+"""Several frontend processes on the same ports: the kernel spreads connections over them, their metrics are added up.
+
+The first process only supervises. It stops its children with one SIGTERM when it is told to stop itself, and starts anew a child
+that ended by itself, after a pause that grows while children keep ending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from multiprocessing.context import SpawnProcess
+from types import FrameType
+
+from prometheus_client.multiprocess import mark_process_dead
+
+from dynamo.common.config import EXIT_CONFIG
+from dynamo.common.lifecycle import EXIT_FAILURE, EXIT_OK, open_listener, run
+from dynamo.common.logs import setup_logging
+from dynamo.frontend import app
+from dynamo.frontend.config import FrontendConfig
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+_STEADY_S = 60.0
+"""A child that ran for so long did not fail at its start."""
+_PR_SET_PDEATHSIG = 1
+_METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def supervise(config: FrontendConfig, program: str) -> int:
+    """Runs `config.processes` frontends until SIGINT or SIGTERM; the exit status. Raises ConfigError for a port that is taken.
+
+    A second signal ends all of them at once.
+    """
+    # The children share the ports, which hides that somebody else is there already.
+    open_listener(config.http.host, config.http.port, flag="--http-port").close()
+    if config.grpc.wanted:
+        open_listener(config.grpc.host, config.grpc.port, flag="--grpc-port").close()
+    folder = tempfile.mkdtemp(prefix="dynamo-metrics-")
+    os.environ[_METRICS_FOLDER] = folder  # read by the metrics library when a child imports it
+    try:
+        return _Supervisor(config, program, folder).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Supervisor:
+    def __init__(self, config: FrontendConfig, program: str, folder: str) -> None:
+        self._config = config
+        self._program = program
+        self._folder = folder
+        self._children: dict[SpawnProcess, float] = {}
+        """With the time of their start."""
+        self._stopping = False
+        self._status = EXIT_OK
+
+    def run(self) -> int:
+        wake, wakes = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(wakes, False)
+        signal.set_wakeup_fd(wakes)  # a signal must end the wait below, whose system call Python restarts
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._signalled)
+        pause_s = _FIRST_PAUSE_S
+        for _ in range(self._config.processes):
+            self._start()
+        while self._children:
+            multiprocessing.connection.wait([wake, *(child.sentinel for child in self._children)])
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake, 512)
+            for child, started in [item for item in self._children.items() if not item[0].is_alive()]:
+                del self._children[child]
+                mark_process_dead(child.pid, self._folder)  # type: ignore[no-untyped-call]
+                if self._stopping:
+                    self._status = self._status or (EXIT_FAILURE if child.exitcode else EXIT_OK)
+                elif child.exitcode == EXIT_CONFIG:  # a configuration that one child cannot use, none can
+                    self._stop(signal.SIGTERM)
+                    self._status = child.exitcode
+                else:
+                    pause_s = _FIRST_PAUSE_S if time.monotonic() - started > _STEADY_S else pause_s
+                    log.error("process %s ended with status %s; starting another in %g s", child.pid, child.exitcode, pause_s)
+                    multiprocessing.connection.wait([wake], pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    if not self._stopping:
+                        self._start()
+        return self._status
+
+    def _start(self) -> None:
+        arguments = (self._config, self._program, self._folder, os.getpid())
+        child = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
+        child.start()
+        self._children[child] = time.monotonic()
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        if self._stopping:
+            log.warning("second signal: ending all processes at once")
+        self._stop(signal.SIGKILL if self._stopping else signal.SIGTERM)
+
+    def _stop(self, number: signal.Signals) -> None:
+        self._stopping = True
+        for child in self._children:
+            if child.pid is not None and child.is_alive():
+                os.kill(child.pid, number)
+
+
+def _serve(config: FrontendConfig, program: str, folder: str, supervisor: int) -> None:
+    """What a child process runs."""
+    os.setsid()  # a terminal's Ctrl-C goes to the supervisor alone, or else each of us would count two signals
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != supervisor:  # it ended before we asked to be told
+        return
+    setup_logging(config.log)
+    run(app.run(config, metrics_folder=folder), program=program)

@@ -1,0 +1,104 @@
+"""Routing by load only: how many requests an instance has, of all frontends."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import DynamoError
+from dynamo.common.kv.hashes import TOKEN_BYTES
+from dynamo.common.names import InstanceId
+from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.load import Floats, Loads, LoadTable, Thresholds, all_busy
+from dynamo.frontend.router.rows import RowCache
+from dynamo.frontend.router.simple import pinned
+
+Strategy = Callable[[Floats, random.Random], int]
+"""From the number of requests of each instance to the position of the one to take."""
+
+
+def least_loaded(requests: Floats, rng: random.Random) -> int:
+    """The one with the fewest requests, ties at random."""
+    ties = np.flatnonzero(requests == requests.min())
+    return int(ties[rng.randrange(len(ties))])
+
+
+def power_of_two(requests: Floats, rng: random.Random) -> int:
+    """The better one of two drawn at random: nearly as even as least-loaded, and never a stampede on one instance."""
+    if len(requests) == 1:
+        return 0
+    one, other = rng.sample(range(len(requests)), 2)
+    return one if requests[one] <= requests[other] else other
+
+
+class LoadRouter:
+    """Chooses among the instances that are not busy by a strategy. `name` is the reason given for its choices."""
+
+    def __init__(
+        self,
+        name: str,
+        strategy: Strategy,
+        thresholds: Thresholds | None = None,
+        loads: LoadTable | None = None,
+        *,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.thresholds = thresholds or Thresholds()
+        """May be replaced at any time."""
+        self.loads = LoadTable() if loads is None else loads
+        self._name = name
+        self._strategy = strategy
+        self._rows = RowCache(self.loads)
+        self._rng = rng or random.Random()
+        self._clock = clock
+
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+        now = self._clock()
+        loads = self.loads.read(self._rows.rows(candidates), now)
+        explanation = _explain(candidates, loads) if explain else ()
+        choice = pinned(request, candidates)
+        if choice is not None:
+            choice = Choice(choice.instance, choice.reason, candidates=explanation)
+        else:
+            at = self._choose(request, loads)
+            choice = Choice(candidates[at], self._name, cost=float(loads.requests[at]), candidates=explanation)
+        tokens = len(request.prompt) // TOKEN_BYTES
+        self.loads.book(request.request_id, choice.instance.id, now, prefill_tokens=tokens)
+        return choice
+
+    def first_token(self, request_id: str) -> None:
+        self.loads.first_token(request_id)
+
+    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
+        self.loads.finished(request_id)
+
+    def removed(self, instance: InstanceId) -> None:
+        self.loads.remove_instance(instance)
+
+    def _choose(self, request: RouteRequest, loads: Loads) -> int:
+        """Position of the candidate that wins. Raises Overloaded if all are busy."""
+        busy = loads.busy(self.thresholds)
+        if busy is None or not busy.any():
+            return self._strategy(loads.requests, self._rng)
+        allowed = np.flatnonzero(~busy)
+        if not len(allowed):
+            raise all_busy(request.model)
+        return int(allowed[self._strategy(loads.requests[allowed], self._rng)])
+
+
+def _explain(candidates: Sequence[Instance], loads: Loads) -> list[Mapping[str, float | int | str]]:
+    """One mapping per candidate, least busy first."""
+    return [
+        {
+            "instance": f"{candidates[at].id:x}",
+            "cost": float(loads.requests[at]),
+            "requests": int(loads.requests[at]),
+            "prefill_tokens": int(loads.prefill_tokens[at]),
+        }
+        for at in np.argsort(loads.requests, kind="stable")
+    ]

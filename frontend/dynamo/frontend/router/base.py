@@ -1,0 +1,67 @@
+"""What a router decides, and from what. Routers are plain computation: no asyncio, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import DynamoError
+from dynamo.common.names import InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """The part of a request that routing looks at."""
+
+    model: str
+    request_id: str = ""
+    prompt: bytes = b""
+    """Token ids (little-endian u32) of an LLM request; empty for tensors."""
+    adapter: str = ""
+    cache_salt: str = ""
+    expected_output_tokens: int = 0
+    priority: int = 0
+    """Higher is more important."""
+    pinned: InstanceId | None = None
+    """The client named the instance itself."""
+    session: str = ""
+    """Requests of one session like to land on one instance."""
+    overrides: Mapping[str, float] = field(default_factory=dict)
+    """Per-request router settings, e.g. `overlap_score_weight`, `router_temperature`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a request goes, and why."""
+
+    instance: Instance
+    reason: str
+    overlap_blocks: int = 0
+    cost: float = 0.0
+    candidates: Sequence[Mapping[str, float | int | str]] = ()
+    """Filled when an explanation was asked for: one mapping per candidate (instance, overlap, load, cost)."""
+
+
+class Router(Protocol):
+    """Chooses an instance and books the request on it in one synchronous step.
+
+    Whoever got a Choice must call `finished` exactly once, on every path; `first_token` in between where the request streams.
+    """
+
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+        """One of `candidates`, which is not empty. Raises Overloaded if none may take more, NoInstances if a pin is absent."""
+        ...
+
+    def first_token(self, request_id: str) -> None:
+        """The prefill of a booked request is done."""
+        ...
+
+    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
+        """The booking of a request is released, however it ended."""
+        ...
+
+    def removed(self, instance: InstanceId) -> None:
+        """An instance is gone for good."""
+        ...

@@ -1,0 +1,271 @@
+"""Which instances hold which prefixes: a flat map from sequence hash to the set of instances.
+
+An equal sequence hash means an equal prefix, so the map needs no tree. It is kept exact by the instances' events. Three things
+keep it cheap at tens of millions of entries:
+
+- it is split into shards by hash, so that no single dictionary ever grows for long while a request waits;
+- a set of instances is one small integer (`holders.py`);
+- removing an instance, or replacing what it holds by a snapshot, only retires its *slot*: matches ignore retired slots, and
+  `sweep` takes them out of the map a few shards at a time. A slot is used again when every shard has been swept.
+
+Memory per (block, instance) entry: 81 to 107 bytes where every block is held by one instance only, less where they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamo.common.discovery import Instance
+from dynamo.common.kv.events import KvSnapshot, KvUpdate
+from dynamo.common.names import InstanceId
+from dynamo.frontend.router import holders
+from dynamo.frontend.router.rows import Rows
+
+_SHARD_BITS = 12
+_SHARDS = 1 << _SHARD_BITS
+# By the highest bits: a dictionary spreads its keys by the lowest ones.
+_SHARD_SHIFT = 64 - _SHARD_BITS
+_SHARDS_SWEPT_PER_UPDATE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How much of one prompt each instance holds, as groups of instances of equal overlap."""
+
+    groups: Sequence[tuple[int, int]]
+    """(overlap in blocks, bit mask of slots) per group, longest overlap first. Who holds nothing is in none."""
+
+    def overlap_by_slot(self, slots: int) -> NDArray[np.int32]:
+        """Overlap in blocks for each of the first `slots` slots."""
+        overlaps = np.zeros(slots, dtype=np.int32)
+        for blocks, mask in self.groups:
+            if mask.bit_count() <= 16:
+                while mask:
+                    slot = mask.bit_length() - 1
+                    overlaps[slot] = blocks
+                    mask ^= 1 << slot
+            else:
+                packed = np.frombuffer(mask.to_bytes((slots + 7) // 8, "little"), dtype=np.uint8)
+                overlaps[np.unpackbits(packed, count=slots, bitorder="little").view(bool)] = blocks
+        return overlaps
+
+
+NO_MATCH = Match(())
+
+
+class PrefixIndex:
+    """The prefixes that the instances of one model hold.
+
+    Not for several threads. `apply`, `store` and `remove` cost about half a microsecond per block.
+    """
+
+    def __init__(self) -> None:
+        self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
+        self._slots: dict[InstanceId, int] = {}
+        self._owners: list[InstanceId | None] = []
+        """Instance of each slot; None: retired, or free."""
+        self._free: list[int] = []
+        self._retired: list[int] = []
+        """Slots retired since the running sweep began; they wait for the next one."""
+        self._live = 0
+        """Bit mask of the slots in use."""
+        self._sweeping: list[int] = []
+        self._swept_shards = 0
+        self.epoch = 0
+        """Changes whenever an instance gets another slot."""
+
+    def __len__(self) -> int:
+        """How many different blocks are in the map, retired ones not yet swept included."""
+        return sum(map(len, self._shards))
+
+    @property
+    def slots(self) -> int:
+        """One more than the highest slot in use."""
+        return self._live.bit_length()
+
+    def slot(self, instance: InstanceId) -> int | None:
+        return self._slots.get(instance)
+
+    def rows(self, instances: Sequence[Instance]) -> Rows:
+        """The slots of instances; -1 for those that hold nothing."""
+        slots = self._slots
+        return np.array([slots.get(instance.id, -1) for instance in instances], dtype=np.intp)
+
+    def instances(self) -> list[InstanceId]:
+        return list(self._slots)
+
+    # Changes
+
+    def apply(self, instance: InstanceId, update: KvUpdate) -> None:
+        """Takes over an update. Its place in the instance's stream is the caller's business."""
+        if update.cleared:
+            self._retire(instance)
+        if update.removed:
+            self.remove(instance, update.removed_hashes)
+        if update.stored:
+            self.store(instance, update.stored_hashes)
+        if self._sweeping or self._retired:
+            self.sweep(_SHARDS_SWEPT_PER_UPDATE)
+
+    def replace(self, instance: InstanceId, snapshot: KvSnapshot) -> None:
+        """The instance holds exactly this."""
+        self._retire(instance)
+        self.store(instance, snapshot.hashes)
+
+    def remove_instance(self, instance: InstanceId) -> None:
+        """The instance is gone. Takes the same short time however much it held."""
+        self._retire(instance)
+
+    def store(self, instance: InstanceId, blocks: Iterable[int]) -> None:
+        slot = self._slots.get(instance)
+        if slot is None:
+            slot = self._new_slot(instance)
+        only, shards, with_slot = holders.single(slot), self._shards, holders.with_slot
+        for block in blocks:
+            shard = shards[block >> _SHARD_SHIFT]
+            held = shard.get(block)
+            if held is None:
+                shard[block] = only
+            elif held != only:
+                shard[block] = with_slot(held, slot)
+
+    def remove(self, instance: InstanceId, blocks: Iterable[int]) -> None:
+        """Blocks that the instance does not hold are left alone."""
+        slot = self._slots.get(instance)
+        if slot is None:
+            return
+        only, shards, without_slot = holders.single(slot), self._shards, holders.without_slot
+        for block in blocks:
+            shard = shards[block >> _SHARD_SHIFT]
+            held = shard.get(block)
+            if held is None:
+                continue
+            left = holders.EMPTY if held == only else without_slot(held, slot)
+            if left:
+                shard[block] = left
+            else:
+                del shard[block]
+
+    def sweep(self, shards: int = _SHARDS) -> bool:
+        """Takes retired slots out of the next few shards; True while there is more to do.
+
+        A shard of 2,500 blocks (10 million in all) takes about 0.2 ms.
+        """
+        if not self._sweeping:
+            if not self._retired:
+                return False
+            self._sweeping, self._retired = self._retired, []
+            self._swept_shards = 0
+        stop = min(self._swept_shards + shards, _SHARDS)
+        bits = sum(1 << slot for slot in self._sweeping)
+        singles = {holders.single(slot) for slot in self._sweeping}
+        for shard in islice(self._shards, self._swept_shards, stop):
+            _sweep_shard(shard, bits, singles)
+        self._swept_shards = stop
+        if stop == _SHARDS:
+            self._free.extend(self._sweeping)
+            self._sweeping = []
+        return bool(self._sweeping or self._retired)
+
+    def _new_slot(self, instance: InstanceId) -> int:
+        if self._free:
+            # The lowest, so that small sets stay small integers and masks short.
+            slot = min(self._free)
+            self._free.remove(slot)
+            self._owners[slot] = instance
+        else:
+            slot = len(self._owners)
+            self._owners.append(instance)
+        self._slots[instance] = slot
+        self._live |= 1 << slot
+        self.epoch += 1
+        return slot
+
+    def _retire(self, instance: InstanceId) -> None:
+        slot = self._slots.pop(instance, None)
+        if slot is None:
+            return
+        self._owners[slot] = None
+        self._live &= ~(1 << slot)
+        self._retired.append(slot)
+        self.epoch += 1
+
+    # Matching
+
+    def match(self, blocks: Sequence[int]) -> Match:
+        """The overlap of each instance with a prompt, given by its sequence hashes.
+
+        Looks up far fewer blocks than the prompt has: an instance that holds a block holds those before it (engines free the end
+        of a prefix first), so where two blocks have the same holders those between have them too, and the ends of the others are
+        found by halving.
+        """
+        if not blocks:
+            return NO_MATCH
+        live, shards, mask = self._live, self._shards, holders.mask
+
+        def at(position: int) -> int:
+            block = blocks[position]
+            held = shards[block >> _SHARD_SHIFT].get(block)
+            return mask(held) if held else 0
+
+        first = at(0) & live
+        if not first:
+            return NO_MATCH
+        last = len(blocks) - 1
+        complete = at(last) & first if last else first
+        groups = [(last + 1, complete)] if complete else []
+        # Stretches whose two ends differ, the last one on top: (left end, its holders, right end, its holders).
+        stretches = [(0, first, last, complete)] if complete != first else []
+        while stretches:
+            left, left_mask, right, right_mask = stretches.pop()
+            if right - left == 1:
+                groups.append((right, left_mask & ~right_mask))
+                continue
+            middle = (left + right) // 2
+            # Who holds the right end counts as holding the middle: one hole must not hide what lies behind it from one of two
+            # equal walks.
+            middle_mask = at(middle) & left_mask | right_mask
+            if middle_mask != left_mask:
+                stretches.append((left, left_mask, middle, middle_mask))
+            if middle_mask != right_mask:
+                stretches.append((middle, middle_mask, right, right_mask))
+        return Match(groups)
+
+    def overlaps(self, blocks: Sequence[int]) -> dict[InstanceId, int]:
+        """The overlap in blocks of every instance that holds at least the first block."""
+        result: dict[InstanceId, int] = {}
+        for overlap, mask in self.match(blocks).groups:
+            while mask:
+                slot = mask.bit_length() - 1
+                mask ^= 1 << slot
+                owner = self._owners[slot]
+                assert owner is not None, "live slots have owners"
+                result[owner] = overlap
+        return result
+
+    def held(self, instance: InstanceId) -> set[int]:
+        """Everything that an instance holds. Reads the whole map: for tests and for looking into a live index."""
+        slot = self._slots.get(instance)
+        if slot is None:
+            return set()
+        return {block for shard in self._shards for block, held in shard.items() if holders.contains(held, slot)}
+
+
+def _sweep_shard(shard: dict[int, int], bits: int, singles: set[int]) -> None:
+    """Takes the slots of `bits` out of a shard; `singles` are the sets of just one of them."""
+    for block in [block for block, held in shard.items() if held in singles]:
+        del shard[block]
+    mask, last_single = holders.mask, holders.LAST_SINGLE
+    shared = [(block, mask(held)) for block, held in shard.items() if not 0 < held <= last_single]
+    for block, present in shared:
+        if present & bits:
+            left = holders.from_mask(present & ~bits)
+            if left:
+                shard[block] = left
+            else:
+                del shard[block]

@@ -1,0 +1,312 @@
+"""Routing by what instances have cached and by how busy they are.
+
+Lower cost wins, ties at random. All terms are in KV blocks:
+
+    prefill = (prompt tokens still to be computed on the instance + tokens of this prompt) / block size
+    cost    = prefill_load_scale · max(prefill − overlap_score_weight · overlap, 0)
+            + active decode blocks
+            + kv_full_penalty · prompt blocks · k / (1 − k)        k: share of the instance's KV blocks in use, above half
+
+With a temperature above 0 the instance is drawn from the softmax over the costs, min-max normalised.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import DynamoError, InvalidRequest
+from dynamo.common.kv.events import KvSnapshot, KvUpdate
+from dynamo.common.kv.hashes import TOKEN_BYTES, sequence_hashes, space_hash
+from dynamo.common.names import InstanceId
+from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.index import Match, PrefixIndex
+from dynamo.frontend.router.load import Floats, Loads, LoadTable, Thresholds, all_busy
+from dynamo.frontend.router.predicted import PredictedIndex
+from dynamo.frontend.router.rows import RowCache, Rows
+from dynamo.frontend.router.simple import pinned
+
+_KV_FULL_FROM = 0.5
+_KV_FULL_LIMIT = 0.99
+"""k is cut off here: past it, instances differ by their other terms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRouterConfig:
+    """What the flags of the KV router set."""
+
+    overlap_score_weight: float = 1.0
+    """How many blocks of prefill one cached block saves. 0: caches are not looked at."""
+    prefill_load_scale: float = 1.0
+    """What one block to prefill costs, against one block that a running request holds."""
+    temperature: float = 0.0
+    kv_full_penalty: float = 1.0
+    use_kv_events: bool = True
+    """False: caches are guessed from the router's own decisions."""
+    ttl_s: float = 120.0
+    """How long such a guess lasts."""
+    max_tree_size: int = 1 << 20
+    """How many (block, instance) pairs are guessed at most."""
+    prune_target_ratio: float = 0.8
+    """What is left of them after pruning."""
+    speculative_ttl_s: float = 2.0
+    """With events: how long a decision counts as cached before events must confirm it. 0: not at all."""
+    track_active_blocks: bool = True
+    """False: blocks held by running requests cost nothing; only prefill counts."""
+    track_output_blocks: bool = False
+    """True: the blocks that a request's expected output will fill are booked with it."""
+    assume_kv_reuse: bool = True
+    """False: bookings on one instance count shared prefixes once each."""
+    block_size: int = 0
+    """0: as the instances' cards say."""
+
+    def __post_init__(self) -> None:
+        for name in ("overlap_score_weight", "prefill_load_scale", "temperature", "kv_full_penalty"):
+            _check_weight(name, getattr(self, name))
+        if not 0.0 < self.prune_target_ratio <= 1.0:
+            raise InvalidRequest("router_prune_target_ratio must be above 0 and at most 1")
+
+    def overridden(self, overrides: Mapping[str, float]) -> KvRouterConfig:
+        """The settings for a request that changes some of them. Names that are none of them are left to others."""
+        weight, scale, temperature = self.overlap_score_weight, self.prefill_load_scale, self.temperature
+        for name, value in overrides.items():
+            match name:
+                case "overlap_score_weight" | "overlap_score_credit":
+                    weight = _check_weight(name, value)
+                case "prefill_load_scale":
+                    scale = _check_weight(name, value)
+                case "router_temperature":
+                    temperature = _check_weight(name, value)
+        return replace(self, overlap_score_weight=weight, prefill_load_scale=scale, temperature=temperature)
+
+
+def _check_weight(name: str, value: float) -> float:
+    if not math.isfinite(value) or value < 0.0:
+        raise InvalidRequest(f"{name} must be a number from 0 on, not {value}", param=name)
+    return value
+
+
+class _Caches:
+    """What is known of the caches of one model's instances."""
+
+    def __init__(self, config: KvRouterConfig) -> None:
+        self.index = PrefixIndex()
+        """What the instances told."""
+        self.predicted: PredictedIndex | None = None
+        self._use_index = config.use_kv_events
+        self._rows = RowCache(self.index)
+        ttl_s = config.speculative_ttl_s if config.use_kv_events else config.ttl_s
+        if ttl_s > 0.0:
+            self.predicted = PredictedIndex(ttl_s, config.max_tree_size, config.prune_target_ratio)
+            self._predicted_rows = RowCache(self.predicted.index)
+
+    def overlaps(self, hashes: Sequence[int], candidates: Sequence[Instance], now: float) -> NDArray[np.int32]:
+        """Overlap in blocks per candidate: what it told, or what is guessed if that is more."""
+        overlaps = np.zeros(len(candidates), dtype=np.int32)
+        if self._use_index:
+            _raise_to(overlaps, self.index, self.index.match(hashes), self._rows.rows(candidates))
+        if self.predicted is not None:
+            index = self.predicted.index
+            _raise_to(overlaps, index, self.predicted.match(hashes, now), self._predicted_rows.rows(candidates))
+        return overlaps
+
+
+def _raise_to(overlaps: NDArray[np.int32], index: PrefixIndex, match: Match, rows: Rows) -> None:
+    if match.groups:
+        # One more than the slots there are: it stays 0, and row -1 is the last one.
+        np.maximum(overlaps, match.overlap_by_slot(index.slots + 1)[rows], out=overlaps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    tokens: int
+    block_size: int
+    """0: the instances have no KV blocks that could be told apart."""
+    hashes: Sequence[int]
+
+    @property
+    def blocks(self) -> float:
+        return self.tokens / self.block_size if self.block_size else 0.0
+
+
+class KvRouter:
+    """Prefers the instance that has most of the prompt cached, unless its load says otherwise."""
+
+    def __init__(
+        self,
+        config: KvRouterConfig | None = None,
+        thresholds: Thresholds | None = None,
+        loads: LoadTable | None = None,
+        *,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config or KvRouterConfig()
+        self.thresholds = thresholds or Thresholds()
+        """May be replaced at any time."""
+        self.loads = LoadTable() if loads is None else loads
+        self._rows = RowCache(self.loads)
+        self._caches: dict[str, _Caches] = {}
+        self._rng = rng or random.Random()
+        self._clock = clock
+
+    # What instances tell
+
+    def index(self, model: str) -> PrefixIndex:
+        """What the instances of a model told about their caches."""
+        return self._caches_of(model).index
+
+    def apply(self, model: str, instance: InstanceId, update: KvUpdate) -> None:
+        self.index(model).apply(instance, update)
+
+    def replace(self, model: str, instance: InstanceId, snapshot: KvSnapshot) -> None:
+        self.index(model).replace(instance, snapshot)
+
+    # Deciding
+
+    def hash_prompt(self, request: RouteRequest, candidates: Sequence[Instance]) -> list[int]:
+        """The sequence hashes of a prompt, for `pick`. Changes nothing, so a long prompt may be hashed in a thread."""
+        block_size = self._block_size(candidates)
+        if not block_size:
+            return []
+        return sequence_hashes(request.prompt, block_size, space_hash(request.adapter, request.cache_salt))
+
+    def pick(
+        self,
+        request: RouteRequest,
+        candidates: Sequence[Instance],
+        *,
+        explain: bool = False,
+        hashes: Sequence[int] | None = None,
+    ) -> Choice:
+        """See `Router`. `hashes` saves hashing the prompt if that was done already."""
+        config = self.config.overridden(request.overrides) if request.overrides else self.config
+        now = self._clock()
+        if hashes is None:
+            hashes = self.hash_prompt(request, candidates)
+        prompt = _Prompt(len(request.prompt) // TOKEN_BYTES, self._block_size(candidates), hashes)
+        caches = self._caches_of(request.model)
+        loads = self.loads.read(self._rows.rows(candidates), now)
+        overlaps = caches.overlaps(hashes, candidates, now)
+        costs = _costs(config, prompt, loads, overlaps)
+        chosen = pinned(request, candidates)
+        if chosen is not None:
+            at = next(at for at, instance in enumerate(candidates) if instance is chosen.instance)
+            reason = chosen.reason
+        else:
+            at = self._choose(request, config, loads, costs)
+            reason = "kv" if overlaps[at] else "kv: nothing cached"
+        instance, overlap = candidates[at], int(overlaps[at])
+        self._book(request, config, prompt, instance.id, overlap, now)
+        if caches.predicted is not None:
+            caches.predicted.add(instance.id, hashes, now)
+        explanation = _explain(candidates, overlaps, loads, costs) if explain else ()
+        return Choice(instance, reason, overlap, float(costs[at]), explanation)
+
+    def first_token(self, request_id: str) -> None:
+        self.loads.first_token(request_id)
+
+    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
+        self.loads.finished(request_id)
+
+    def removed(self, instance: InstanceId) -> None:
+        self.loads.remove_instance(instance)
+        for caches in self._caches.values():
+            caches.index.remove_instance(instance)
+            if caches.predicted is not None:
+                caches.predicted.remove_instance(instance)
+
+    # Inside
+
+    def _caches_of(self, model: str) -> _Caches:
+        caches = self._caches.get(model)
+        if caches is None:
+            caches = self._caches[model] = _Caches(self.config)
+        return caches
+
+    def _block_size(self, candidates: Sequence[Instance]) -> int:
+        """Tokens per block. Instances of one model that differ in it share no hashes: the first one's counts."""
+        if self.config.block_size:
+            return self.config.block_size
+        llm = candidates[0].card.llm
+        return llm.block_size if llm is not None else 0
+
+    def _choose(self, request: RouteRequest, config: KvRouterConfig, loads: Loads, costs: Floats) -> int:
+        """Position of the candidate that wins. Raises Overloaded if all are busy."""
+        busy = loads.busy(self.thresholds)
+        if busy is not None and busy.any():
+            if busy.all():
+                raise all_busy(request.model)
+            costs = np.where(busy, np.inf, costs)
+        least = costs.min()
+        if config.temperature > 0.0:
+            return self._draw(costs, float(least), config.temperature)
+        ties = np.flatnonzero(costs <= least)
+        return int(ties[0] if len(ties) == 1 else ties[self._rng.randrange(len(ties))])
+
+    def _draw(self, costs: Floats, least: float, temperature: float) -> int:
+        allowed = np.flatnonzero(np.isfinite(costs))
+        spread = float(costs[allowed].max()) - least
+        normalised = (costs[allowed] - least) / spread if spread > 0.0 else np.zeros(len(allowed))
+        cumulative = np.cumsum(np.exp(-normalised / temperature))
+        drawn = self._rng.random() * cumulative[-1]
+        return int(allowed[min(int(np.searchsorted(cumulative, drawn, side="right")), len(allowed) - 1)])
+
+    def _book(
+        self, request: RouteRequest, config: KvRouterConfig, prompt: _Prompt, instance: InstanceId, overlap: int, now: float
+    ) -> None:
+        # An engine computes at least the last token of a prompt that it has cached completely.
+        prefill_tokens = max(prompt.tokens - overlap * prompt.block_size, min(prompt.tokens, 1))
+        blocks: Sequence[int] = ()
+        extra_blocks = 0
+        if config.track_active_blocks and prompt.block_size:
+            blocks = prompt.hashes
+            extra_blocks = math.ceil(prompt.blocks) - len(blocks)
+            if not config.assume_kv_reuse:
+                extra_blocks += len(blocks)
+                blocks = ()
+            if config.track_output_blocks:
+                extra_blocks += math.ceil(request.expected_output_tokens / prompt.block_size)
+        self.loads.book(
+            request.request_id, instance, now, prefill_tokens=prefill_tokens, blocks=blocks, extra_blocks=extra_blocks
+        )
+
+
+def _costs(config: KvRouterConfig, prompt: _Prompt, loads: Loads, overlaps: NDArray[np.int32]) -> Floats:
+    if not prompt.block_size:
+        return loads.requests
+    prefill = (loads.prefill_tokens + prompt.tokens) / prompt.block_size
+    costs: Floats = config.prefill_load_scale * np.maximum(prefill - config.overlap_score_weight * overlaps, 0.0)
+    if config.track_active_blocks:
+        costs += loads.decode_blocks
+        full = loads.usage > _KV_FULL_FROM
+        if config.kv_full_penalty and full.any():
+            usage = np.minimum(loads.usage, _KV_FULL_LIMIT)
+            costs += np.where(full, config.kv_full_penalty * prompt.blocks * usage / (1.0 - usage), 0.0)
+    return costs
+
+
+def _explain(
+    candidates: Sequence[Instance], overlaps: NDArray[np.int32], loads: Loads, costs: Floats
+) -> list[Mapping[str, float | int | str]]:
+    """One mapping per candidate, cheapest first."""
+    order = np.argsort(costs, kind="stable")
+    return [
+        {
+            "instance": f"{candidates[at].id:x}",
+            "cost": round(float(costs[at]), 3),
+            "overlap_blocks": int(overlaps[at]),
+            "prefill_tokens": int(loads.prefill_tokens[at]),
+            "decode_blocks": int(loads.decode_blocks[at]),
+            "kv_usage": round(float(loads.usage[at]), 4),
+            "requests": int(loads.requests[at]),
+        }
+        for at in order
+    ]

@@ -1,0 +1,420 @@
+"""How busy each instance is, as one frontend knows it.
+
+The truth comes from the instances: each reports its load, for the requests of all frontends. Between a decision and the report
+that reflects it lie some milliseconds, in which many more decisions are made. So a frontend *books* what it sends:
+
+    load = last report + bookings that it does not reflect yet        while an instance reports
+    load = all bookings that are not finished                         before its first report, or when it fell silent
+
+A report names the requests accepted since the one before the last; their bookings are reflected by it. With replica sync a
+frontend also books what its siblings tell it they book.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import Overloaded
+from dynamo.common.kv.events import LoadReport, request_key
+from dynamo.common.kv.hashes import pack_hashes, unpack_hashes
+from dynamo.common.names import InstanceId
+from dynamo.frontend.router.rows import Rows
+
+Floats = NDArray[np.float64]
+
+
+class Step(IntEnum):
+    """What happened to a booking."""
+
+    BOOKED = 0
+    FIRST_TOKEN = 1
+    FINISHED = 2
+    ALIVE = 3
+    """Nothing: the frontend only says that it is still there."""
+
+
+class BookingEvent(msgspec.Struct, frozen=True, array_like=True):
+    """What a frontend tells its siblings about one of its bookings."""
+
+    origin: str
+    step: Step
+    key: int = 0
+    """`request_key` of the request."""
+    instance: int = 0
+    prefill_tokens: int = 0
+    blocks: bytes = b""
+    """Sequence hashes of the prompt's full blocks, packed."""
+    extra_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """From which load on an instance counts as busy and gets no more requests. None: never."""
+
+    active_decode_blocks: float | None = None
+    """Share of the instance's KV blocks in use, 0 to 1."""
+    active_prefill_tokens: int | None = None
+    """Prompt tokens still to be computed."""
+
+
+@dataclass(slots=True)
+class _Booking:
+    instance: InstanceId
+    key: int
+    prefill_tokens: int
+    blocks: Sequence[int]
+    new_blocks: int
+    """How many of `blocks` no earlier booking on the instance held."""
+    extra_blocks: int
+    booked_at: float
+    prefilling: bool = True
+
+
+class _ActiveBlocks:
+    """The distinct blocks of the bookings on one instance: shared prefixes count once.
+
+    A node's count is its children plus the bookings that end in it, so taking or giving back a prompt touches only those of its
+    blocks that nobody else shares.
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def take(self, blocks: Sequence[int]) -> int:
+        """Adds a prompt; returns how many of its blocks are new."""
+        if not blocks:
+            return 0
+        counts = self._counts
+        low, high = 0, len(blocks)  # blocks before `low` are held, those from `high` on are not
+        while low < high:
+            middle = (low + high) // 2
+            if blocks[middle] in counts:
+                low = middle + 1
+            else:
+                high = middle
+        if low:
+            counts[blocks[low - 1]] += 1
+        counts.update(dict.fromkeys(blocks[low:], 1))
+        return len(blocks) - low
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        counts = self._counts
+        for block in reversed(blocks):
+            count = counts[block]
+            if count > 1:
+                counts[block] = count - 1
+                return
+            del counts[block]
+
+
+@dataclass(slots=True)
+class _InstanceLoad:
+    row: int
+    active: _ActiveBlocks = field(default_factory=_ActiveBlocks)
+    booked_requests: int = 0
+    booked_prefill_tokens: int = 0
+    booked_extra_blocks: int = 0
+    report: LoadReport | None = None
+    unreflected: dict[int, _Booking] = field(default_factory=dict)
+    """By identity of the booking."""
+    unreflected_prefill_tokens: int = 0
+    unreflected_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """The loads of some instances; all arrays in their order."""
+
+    requests: Floats
+    prefill_tokens: Floats
+    decode_blocks: Floats
+    usage: Floats
+    """Share of the KV blocks in use, 0 to 1; 0 where the number of blocks is not known."""
+
+    def busy(self, thresholds: Thresholds) -> NDArray[np.bool_] | None:
+        """Which instances are busy; None: there is no threshold."""
+        busy: NDArray[np.bool_] | None = None
+        if thresholds.active_decode_blocks is not None:
+            busy = self.usage > thresholds.active_decode_blocks
+        if thresholds.active_prefill_tokens is not None:
+            prefilling = self.prefill_tokens > thresholds.active_prefill_tokens
+            busy = prefilling if busy is None else busy | prefilling
+        return busy
+
+
+def all_busy(model: str, retry_after_s: float = 1.0) -> Overloaded:
+    return Overloaded(f"all instances of model '{model}' are busy", retry_after_s=retry_after_s)
+
+
+_REQUESTS, _PREFILL, _BLOCKS = 0, 1, 2
+"""Columns of the two matrices of a LoadTable."""
+
+
+class LoadTable:
+    """The load of every instance. Each change takes about two microseconds, reading all loads some nanoseconds per instance.
+
+    `origin` names this frontend to its siblings; `on_booking` gets every change of its own bookings. `now` is in seconds on one
+    clock that never goes back.
+    """
+
+    def __init__(
+        self,
+        origin: str = "",
+        on_booking: Callable[[BookingEvent], None] | None = None,
+        *,
+        report_ttl_s: float = 3.0,
+        settle_s: float = 1.0,
+        sibling_ttl_s: float = 5.0,
+    ) -> None:
+        self.origin = origin
+        self.epoch = 0
+        """Changes whenever an instance comes, goes, or gets another row."""
+        self._on_booking = on_booking
+        self._report_ttl_s = report_ttl_s
+        self._settle_s = settle_s
+        self._sibling_ttl_s = sibling_ttl_s
+        self._loads: dict[InstanceId, _InstanceLoad] = {}
+        self._free_rows: list[int] = []
+        self._bookings: dict[tuple[str, int], list[_Booking]] = {}
+        """By origin and request key. A list, because nothing keeps two requests from having one id."""
+        self._siblings: dict[str, float] = {}
+        """When each sibling was last heard of."""
+        self._booked: Floats = np.zeros((8, 3))
+        """All bookings: requests, prefill tokens and blocks per row."""
+        self._seen: Floats = np.zeros((8, 3))
+        """Last report plus the bookings that it does not reflect."""
+        self._reported_at: Floats = np.full(8, -np.inf)
+        self._total_blocks: Floats = np.zeros(8)
+
+    def __len__(self) -> int:
+        """How many bookings are not finished, siblings' included."""
+        return sum(map(len, self._bookings.values()))
+
+    # Own bookings
+
+    def book(
+        self,
+        request_id: str,
+        instance: InstanceId,
+        now: float,
+        *,
+        prefill_tokens: int,
+        blocks: Sequence[int] = (),
+        extra_blocks: int = 0,
+    ) -> None:
+        """A request goes to `instance`.
+
+        `prefill_tokens`: those of its prompt that have to be computed. `blocks`: its full blocks, which it may share with other
+        requests. `extra_blocks`: those it shares with nobody.
+        """
+        key = request_key(request_id)
+        self._add(self.origin, key, instance, now, prefill_tokens, blocks, extra_blocks)
+        if self._on_booking is not None:
+            packed = pack_hashes(blocks)
+            event = BookingEvent(self.origin, Step.BOOKED, key, instance, prefill_tokens, packed, extra_blocks)
+            self._on_booking(event)
+
+    def first_token(self, request_id: str) -> None:
+        """The prompt is computed. Does nothing if there is no such booking."""
+        key = request_key(request_id)
+        if self._end_prefill(self.origin, key) and self._on_booking is not None:
+            self._on_booking(BookingEvent(self.origin, Step.FIRST_TOKEN, key))
+
+    def finished(self, request_id: str) -> None:
+        """The booking is released. Does nothing if there is none, as after the instance was removed."""
+        key = request_key(request_id)
+        if self._release(self.origin, key) and self._on_booking is not None:
+            self._on_booking(BookingEvent(self.origin, Step.FINISHED, key))
+
+    # What others tell
+
+    def report(self, instance: InstanceId, report: LoadReport, now: float) -> None:
+        """An instance reports its load."""
+        load = self._load(instance)
+        load.report = report
+        self._reported_at[load.row] = now
+        if report.total_blocks:
+            self._total_blocks[load.row] = report.total_blocks
+        if load.unreflected:
+            accepted = frozenset(unpack_hashes(report.accepted))
+            settled = now - self._settle_s
+            for booking in list(load.unreflected.values()):
+                # Whoever is not named after a while was lost on the way, or the engine does not name requests at all.
+                if booking.key in accepted or booking.booked_at <= settled:
+                    self._reflect(load, booking)
+        self._write(load)
+
+    def apply(self, event: BookingEvent, now: float) -> None:
+        """A sibling tells about one of its bookings. One's own events, which come back, are ignored."""
+        if event.origin == self.origin:
+            return
+        self._siblings[event.origin] = now
+        match event.step:
+            case Step.BOOKED:
+                blocks = unpack_hashes(event.blocks)
+                instance = InstanceId(event.instance)
+                self._add(event.origin, event.key, instance, now, event.prefill_tokens, blocks, event.extra_blocks)
+            case Step.FIRST_TOKEN:
+                self._end_prefill(event.origin, event.key)
+            case Step.FINISHED:
+                self._release(event.origin, event.key)
+            case Step.ALIVE:
+                pass
+
+    def expire_siblings(self, now: float) -> None:
+        """Releases the bookings of siblings that fell silent: they will not release them themselves."""
+        for origin in [origin for origin, heard in self._siblings.items() if heard < now - self._sibling_ttl_s]:
+            del self._siblings[origin]
+            for key in [key for key in self._bookings if key[0] == origin]:
+                while self._release(*key):
+                    pass
+
+    def set_total_blocks(self, instance: InstanceId, blocks: int) -> None:
+        """How many KV blocks an instance has, by its card. Its reports have the last word."""
+        load = self._load(instance)
+        if not self._total_blocks[load.row]:
+            self._total_blocks[load.row] = blocks
+
+    def remove_instance(self, instance: InstanceId) -> None:
+        load = self._loads.pop(instance, None)
+        if load is None:
+            return
+        for key, bookings in list(self._bookings.items()):
+            left = [booking for booking in bookings if booking.instance != instance]
+            if left:
+                self._bookings[key] = left
+            else:
+                del self._bookings[key]
+        row = load.row
+        self._booked[row] = self._seen[row] = self._total_blocks[row] = 0
+        self._reported_at[row] = -np.inf
+        self._free_rows.append(row)
+        self.epoch += 1
+
+    # Reading
+
+    def rows(self, instances: Sequence[Instance]) -> Rows:
+        """The rows of instances, for `read`. Valid as long as `epoch` stays what it is after this call."""
+        rows: list[int] = []
+        for instance in instances:
+            rows.append(self._load(instance.id).row)
+            if instance.card.llm is not None:
+                self.set_total_blocks(instance.id, instance.card.llm.total_blocks)
+        return np.array(rows, dtype=np.intp)
+
+    def read(self, rows: Rows, now: float) -> Loads:
+        """The loads of the instances of `rows`, in that order."""
+        fresh = self._reported_at[rows] >= now - self._report_ttl_s
+        values = np.where(fresh[:, None], self._seen[rows], self._booked[rows])
+        total = self._total_blocks[rows]
+        usage = np.minimum(values[:, _BLOCKS] / np.maximum(total, 1.0), 1.0)
+        usage[total == 0] = 0.0
+        return Loads(values[:, _REQUESTS], values[:, _PREFILL], values[:, _BLOCKS], usage)
+
+    # Inside
+
+    def _load(self, instance: InstanceId) -> _InstanceLoad:
+        load = self._loads.get(instance)
+        if load is None:
+            load = self._loads[instance] = _InstanceLoad(self._new_row())
+            self.epoch += 1
+        return load
+
+    def _new_row(self) -> int:
+        if self._free_rows:
+            return self._free_rows.pop()
+        row, size = len(self._loads), len(self._reported_at)
+        if row == size:
+            self._booked = np.concatenate([self._booked, np.zeros((size, 3))])
+            self._seen = np.concatenate([self._seen, np.zeros((size, 3))])
+            self._reported_at = np.concatenate([self._reported_at, np.full(size, -np.inf)])
+            self._total_blocks = np.concatenate([self._total_blocks, np.zeros(size)])
+        return row
+
+    def _write(self, load: _InstanceLoad) -> None:
+        blocks = len(load.active) + load.booked_extra_blocks
+        self._booked[load.row] = (load.booked_requests, load.booked_prefill_tokens, blocks)
+        report = load.report
+        if report is not None:
+            self._seen[load.row] = (
+                report.waiting + report.running + len(load.unreflected),
+                report.queued_prefill_tokens + load.unreflected_prefill_tokens,
+                report.active_blocks + load.unreflected_blocks,
+            )
+
+    def _add(
+        self,
+        origin: str,
+        key: int,
+        instance: InstanceId,
+        now: float,
+        prefill_tokens: int,
+        blocks: Sequence[int],
+        extra_blocks: int,
+    ) -> None:
+        load = self._load(instance)
+        new_blocks = load.active.take(blocks)
+        booking = _Booking(instance, key, prefill_tokens, blocks, new_blocks, extra_blocks, now)
+        self._bookings.setdefault((origin, key), []).append(booking)
+        load.booked_requests += 1
+        load.booked_prefill_tokens += prefill_tokens
+        load.booked_extra_blocks += extra_blocks
+        load.unreflected[id(booking)] = booking
+        load.unreflected_prefill_tokens += prefill_tokens
+        load.unreflected_blocks += new_blocks + extra_blocks
+        self._write(load)
+
+    def _end_prefill(self, origin: str, key: int) -> bool:
+        for booking in self._bookings.get((origin, key), ()):
+            if booking.prefilling:
+                load = self._loads[booking.instance]
+                self._stop_prefilling(load, booking)
+                self._write(load)
+                return True
+        return False
+
+    def _release(self, origin: str, key: int) -> bool:
+        bookings = self._bookings.get((origin, key))
+        if not bookings:
+            return False
+        booking = bookings.pop()
+        if not bookings:
+            del self._bookings[origin, key]
+        load = self._loads[booking.instance]
+        self._stop_prefilling(load, booking)
+        load.active.give_back(booking.blocks)
+        load.booked_requests -= 1
+        load.booked_extra_blocks -= booking.extra_blocks
+        if id(booking) in load.unreflected:
+            self._reflect(load, booking)
+        self._write(load)
+        return True
+
+    @staticmethod
+    def _stop_prefilling(load: _InstanceLoad, booking: _Booking) -> None:
+        if not booking.prefilling:
+            return
+        booking.prefilling = False
+        load.booked_prefill_tokens -= booking.prefill_tokens
+        if id(booking) in load.unreflected:
+            load.unreflected_prefill_tokens -= booking.prefill_tokens
+
+    @staticmethod
+    def _reflect(load: _InstanceLoad, booking: _Booking) -> None:
+        """The booking needs no longer be added to the last report."""
+        del load.unreflected[id(booking)]
+        if booking.prefilling:
+            load.unreflected_prefill_tokens -= booking.prefill_tokens
+        load.unreflected_blocks -= booking.new_blocks + booking.extra_blocks

@@ -1,0 +1,52 @@
+"""A router that is watched: what its decisions cost and what they found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import DynamoError, Overloaded
+from dynamo.common.names import InstanceId
+from dynamo.frontend.router.base import Choice, Router, RouteRequest
+
+
+class Observer(Protocol):
+    """Where measurements go: a registry of metrics, or a benchmark's lists."""
+
+    def picked(self, request: RouteRequest, choice: Choice, seconds: float) -> None:
+        """A decision was made in so much time, hashing included unless it was done before."""
+        ...
+
+    def refused(self, request: RouteRequest) -> None:
+        """All instances were busy."""
+        ...
+
+
+class MeasuredRouter:
+    """Another router, with every decision told to an observer."""
+
+    def __init__(self, router: Router, observer: Observer, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._router = router
+        self._observer = observer
+        self._clock = clock
+
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+        start = self._clock()
+        try:
+            choice = self._router.pick(request, candidates, explain=explain)
+        except Overloaded:
+            self._observer.refused(request)
+            raise
+        self._observer.picked(request, choice, self._clock() - start)
+        return choice
+
+    def first_token(self, request_id: str) -> None:
+        self._router.first_token(request_id)
+
+    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
+        self._router.finished(request_id, error)
+
+    def removed(self, instance: InstanceId) -> None:
+        self._router.removed(instance)

@@ -1,0 +1,121 @@
+"""What instances are about to hold, guessed from the router's own decisions.
+
+Two uses: short-lived guesses bridge the moment between a decision and the events it causes, so that a burst of siblings lands
+together; long-lived ones stand in for events where the engines publish none.
+
+A guess need not be exact to the block. Of a long prompt the first 64 blocks are kept, then every sixteenth: a match is at most 15
+blocks too short, for a tenth of the time and memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from dynamo.common.names import InstanceId
+from dynamo.frontend.router.index import Match, PrefixIndex
+
+_DENSE = 64
+_STRIDE = 16
+_MAX_LISTED = 8
+"""How many times a guess may be listed by decisions, on average, before the oldest decisions are dropped early."""
+_BLOCKS_PER_TURN = 1024
+"""About how many outdated guesses one call drops, so that no request waits for all of them after a pause."""
+
+
+def _kept(blocks: Sequence[int]) -> Sequence[int]:
+    """The blocks of a prompt that are kept: always those at the same positions."""
+    if len(blocks) <= _DENSE:
+        return blocks
+    return [*blocks[:_DENSE], *blocks[_DENSE + _STRIDE - 1 :: _STRIDE]]
+
+
+def _overlap(kept: int) -> int:
+    """How many leading blocks it means that the first `kept` of the kept ones match."""
+    return kept if kept <= _DENSE else _DENSE + (kept - _DENSE) * _STRIDE
+
+
+class PredictedIndex:
+    """Prefixes guessed to be held, each until `ttl_s` after the last decision that used it.
+
+    Keeps at most `max_blocks` (block, instance) pairs; above that the oldest decisions are dropped until `prune_ratio` of it is
+    left.
+    """
+
+    def __init__(self, ttl_s: float, max_blocks: int = 1 << 20, prune_ratio: float = 0.8) -> None:
+        self.ttl_s = ttl_s
+        self._max_blocks = max_blocks
+        self._prune_to = int(max_blocks * prune_ratio)
+        self._pruning = False
+        self.index = PrefixIndex()
+        self._decisions: deque[tuple[float, InstanceId, Sequence[int]]] = deque()
+        """(expires at, instance, kept blocks), oldest first."""
+        self._expires_at: dict[InstanceId, dict[int, float]] = {}
+        self._size = 0
+        self._listed = 0
+        """Blocks in all decisions together."""
+
+    def __len__(self) -> int:
+        """How many (block, instance) pairs are kept."""
+        return self._size
+
+    def add(self, instance: InstanceId, blocks: Sequence[int], now: float) -> None:
+        """`instance` was chosen for a prompt of these blocks. `now` is in seconds and never goes back."""
+        if not blocks:
+            return
+        blocks = _kept(blocks)
+        expires_at = now + self.ttl_s
+        own = self._expires_at.setdefault(instance, {})
+        before = len(own)
+        own.update(dict.fromkeys(blocks, expires_at))
+        added = len(own) - before
+        self._size += added
+        if added:
+            self.index.store(instance, blocks)
+        self._decisions.append((expires_at, instance, blocks))
+        self._listed += len(blocks)
+        self._prune()
+
+    def match(self, blocks: Sequence[int], now: float) -> Match:
+        self.expire(now)
+        match = self.index.match(_kept(blocks))
+        if not match.groups or match.groups[0][0] <= _DENSE:
+            return match
+        return Match([(_overlap(kept), mask) for kept, mask in match.groups])
+
+    def expire(self, now: float) -> None:
+        """Drops guesses that are past their time, a part of them if there are many."""
+        stop = self._listed - _BLOCKS_PER_TURN
+        while self._decisions and self._decisions[0][0] <= now and self._listed > stop:
+            self._drop_oldest()
+        self.index.sweep(1)
+
+    def remove_instance(self, instance: InstanceId) -> None:
+        self._size -= len(self._expires_at.pop(instance, ()))
+        self.index.remove_instance(instance)
+
+    def _prune(self) -> None:
+        if self._size > self._max_blocks:
+            self._pruning = True
+            while self._size > self._max_blocks:
+                self._drop_oldest()
+        stop = self._listed - _BLOCKS_PER_TURN
+        while self._pruning and self._listed > stop:
+            self._pruning = self._size > self._prune_to
+            if self._pruning:
+                self._drop_oldest()
+        while self._listed > _MAX_LISTED * self._max_blocks:  # the same prefixes over and over
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Drops what the oldest decision left, except for what a later one used again."""
+        expires_at, instance, blocks = self._decisions.popleft()
+        self._listed -= len(blocks)
+        own = self._expires_at.get(instance)
+        if own is None:
+            return
+        dropped = [block for block in blocks if own.get(block) == expires_at]
+        for block in dropped:
+            own.pop(block, None)
+        self._size -= len(dropped)
+        self.index.remove(instance, dropped)

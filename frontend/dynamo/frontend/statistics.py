@@ -1,0 +1,56 @@
+"""Statistics of several instances, added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from google.protobuf.message import Message
+
+from dynamo.protos.inference_pb2 import InferBatchStatistics, ModelStatistics, ModelStatisticsResponse, StatisticDuration
+
+
+def add_up(parts: Iterable[ModelStatisticsResponse]) -> ModelStatisticsResponse:
+    """One entry per model and version, in order of name and version."""
+    sums: dict[tuple[str, str], ModelStatistics] = {}
+    for part in parts:
+        for statistics in part.model_stats:
+            total = sums.get((statistics.name, statistics.version))
+            if total is None:
+                total = sums[statistics.name, statistics.version] = ModelStatistics()
+                total.CopyFrom(statistics)
+            else:
+                _add(total, statistics)
+    return ModelStatisticsResponse(model_stats=[sums[key] for key in sorted(sums)])
+
+
+def _add(total: ModelStatistics, more: ModelStatistics) -> None:
+    total.last_inference = max(total.last_inference, more.last_inference)
+    total.inference_count += more.inference_count
+    total.execution_count += more.execution_count
+    _add_durations(total.inference_stats, more.inference_stats)
+    by_size = {batch.batch_size: batch for batch in total.batch_stats}
+    for batch in more.batch_stats:
+        known = by_size.get(batch.batch_size)
+        if known is None:
+            known = total.batch_stats.add()
+            known.batch_size = batch.batch_size
+        _add_durations(known, batch)
+    ordered = sorted(total.batch_stats, key=_batch_size)
+    del total.batch_stats[:]
+    total.batch_stats.extend(ordered)
+    for index, response in more.response_stats.items():
+        _add_durations(total.response_stats[index], response)
+    total.memory_usage.extend(more.memory_usage)  # each instance has memory of its own
+
+
+def _batch_size(batch: InferBatchStatistics) -> int:
+    return batch.batch_size
+
+
+def _add_durations(total: Message, more: Message) -> None:
+    """Adds every `StatisticDuration` field of `more` to the same field of `total`, a message of the same type."""
+    for field, value in more.ListFields():
+        if isinstance(value, StatisticDuration):
+            known: StatisticDuration = getattr(total, field.name)
+            known.count += value.count
+            known.ns += value.ns

@@ -1,0 +1,719 @@
+"""What Triton's own client sees of a KServe gRPC server. Run as `kserve_conformance HOST:PORT`; prints one JSON line per case.
+
+A program of its own: tritonclient's messages and this project's cannot be loaded into one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import sys
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import tritonclient.grpc as blocking
+import tritonclient.grpc.aio as triton
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.utils import InferenceServerException, deserialize_bf16_tensor, serialize_bf16_tensor, serialize_byte_tensor
+
+SERVICE = "/inference.GRPCInferenceService/"
+FIXED = "org/fixed.v1"
+NUMPY = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    target: str
+    client: triton.InferenceServerClient
+    channel: grpc.aio.Channel
+
+    async def call(self, method: str, data: bytes, **options: Any) -> bytes:
+        return await self.channel.unary_unary(SERVICE + method)(data, timeout=20.0, **options)
+
+    async def infer(self, request: pb.ModelInferRequest, **options: Any) -> pb.ModelInferResponse:
+        return pb.ModelInferResponse.FromString(await self.call("ModelInfer", request.SerializeToString(), **options))
+
+
+Case = Callable[[Server], Awaitable[None]]
+good: dict[str, Case] = {}
+
+
+def case(name: str) -> Callable[[Case], Case]:
+    def add(run: Case) -> Case:
+        assert name not in good
+        good[name] = run
+        return run
+
+    return add
+
+
+def tensor(name: str, values: np.ndarray, datatype: str) -> triton.InferInput:
+    made = triton.InferInput(name, list(values.shape), datatype)
+    made.set_data_from_numpy(values)
+    return made
+
+
+async def fails(call: Awaitable[Any], status: str, *words: str) -> None:
+    try:
+        answer = await call
+    except InferenceServerException as error:
+        assert error.status() == f"StatusCode.{status}", (error.status(), error.message())
+        for word in words:
+            assert word in error.message(), error.message()
+    except grpc.aio.AioRpcError as error:
+        assert error.code().name == status, (error.code(), error.details())
+        for word in words:
+            assert word in (error.details() or ""), error.details()
+    else:
+        raise AssertionError(f"it was answered: {answer}")
+
+
+def raw_request(model: str, *inputs: tuple[str, str, Sequence[int], bytes], **fields: Any) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=model, **fields)
+    for name, datatype, shape, data in inputs:
+        request.inputs.add(name=name, datatype=datatype, shape=shape)
+        request.raw_input_contents.append(data)
+    return request
+
+
+def int32(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def fixed(**fields: Any) -> pb.ModelInferRequest:
+    """A request that the model takes."""
+    x, s = ("X", "INT32", [2, 3], int32(*range(6))), ("S", "FP32", [], np.float32(1.5).tobytes())
+    return raw_request(FIXED, x, s, **fields)
+
+
+# Health and metadata
+
+
+@case("server_live")
+async def _(server: Server) -> None:
+    assert await server.client.is_server_live()
+
+
+@case("server_ready")
+async def _(server: Server) -> None:
+    assert await server.client.is_server_ready()
+
+
+@case("server_metadata")
+async def _(server: Server) -> None:
+    metadata = await server.client.get_server_metadata()
+    assert metadata.name == "dynamo"
+    assert metadata.version
+    assert "model_configuration" in metadata.extensions
+
+
+@case("model_ready")
+async def _(server: Server) -> None:
+    assert await server.client.is_model_ready("types")
+    assert await server.client.is_model_ready(FIXED, "3")
+
+
+@case("model_ready of what is not there is false")
+async def _(server: Server) -> None:
+    for name, version in [
+        ("nobody", ""),
+        (FIXED, "2"),
+        ("", ""),
+        ("a.b/c", ""),
+        (">", ""),
+        ("*", ""),
+        ("x" * 10_000, ""),
+        ("größe", ""),
+    ]:
+        assert not await server.client.is_model_ready(name, version)
+
+
+@case("model_metadata of a model that batches")
+async def _(server: Server) -> None:
+    metadata = await server.client.get_model_metadata("batchy")
+    assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [("A", "FP32", [-1, 2]), ("B", "INT64", [-1, 1])]
+
+
+@case("model_metadata lists versions")
+async def _(server: Server) -> None:
+    assert list((await server.client.get_model_metadata(FIXED)).versions) == ["1", "3"]
+
+
+@case("model_config of a model that batches has shapes without the batch")
+async def _(server: Server) -> None:
+    config = (await server.client.get_model_config("batchy")).config
+    assert config.max_batch_size == 4
+    assert [list(t.dims) for t in config.input] == [[2], [1]]
+
+
+@case("model_config tells decoupled models")
+async def _(server: Server) -> None:
+    assert (await server.client.get_model_config("repeater")).config.model_transaction_policy.decoupled
+
+
+@case("repository_index")
+async def _(server: Server) -> None:
+    index = await server.client.get_model_repository_index()
+    assert {(m.name, m.version) for m in index.models} >= {("types", "1"), (FIXED, "1"), (FIXED, "3")}
+    assert all(m.state == "READY" for m in index.models)
+
+
+@case("statistics count what was served")
+async def _(server: Server) -> None:
+    async def served() -> int:
+        statistics = await server.client.get_inference_statistics(FIXED)
+        return sum(m.inference_stats.success.count for m in statistics.model_stats)
+
+    before = await served()
+    await server.infer(fixed())
+    assert await served() == before + 1
+
+
+@case("statistics of all models")
+async def _(server: Server) -> None:
+    statistics = await server.client.get_inference_statistics()
+    assert {m.name for m in statistics.model_stats} >= {"types", FIXED, "batchy"}
+
+
+# Tensors
+
+
+def _round_trip(datatype: str, typed: bool) -> Case:
+    async def run(server: Server) -> None:
+        if datatype == "BYTES":
+            values = np.array([b"", b"a", "größe".encode(), bytes(range(256))], object)
+        elif datatype == "BOOL":
+            values = np.array([True, False, True])
+        elif datatype in NUMPY and np.issubdtype(NUMPY[datatype], np.integer):
+            limits = np.iinfo(NUMPY[datatype])
+            values = np.array([limits.min, 0, 1, limits.max], NUMPY[datatype])
+        else:
+            values = np.array([0.0, -1.5, 2.25, 3.0], NUMPY[datatype])
+        if not typed:
+            result = await server.client.infer("types", [tensor(datatype, values, datatype)])
+            assert len(result.get_response().raw_output_contents) == 1
+            assert list(result.as_numpy(datatype)) == list(values)
+            return
+        field = {"BOOL": "bool", "FP32": "fp32", "FP64": "fp64", "INT64": "int64", "UINT64": "uint64", "BYTES": "bytes"}.get(
+            datatype, "uint" if datatype.startswith("U") else "int"
+        )
+        request = pb.ModelInferRequest(model_name="types")
+        contents = request.inputs.add(name=datatype, datatype=datatype, shape=[len(values)]).contents
+        getattr(contents, f"{field}_contents").extend(values.tolist())
+        answer = await server.infer(request)
+        assert not answer.raw_output_contents
+        assert list(getattr(answer.outputs[0].contents, f"{field}_contents")) == values.tolist()
+
+    return run
+
+
+for _datatype in (*NUMPY, "BYTES"):
+    good[f"{_datatype} raw"] = _round_trip(_datatype, typed=False)
+    if _datatype != "FP16":
+        good[f"{_datatype} typed"] = _round_trip(_datatype, typed=True)
+
+
+@case("BF16 raw")
+async def _(server: Server) -> None:
+    values = np.array([1.0, -2.5, 3.0], np.float32)
+    answer = await server.infer(raw_request("types", ("BF16", "BF16", [3], serialize_bf16_tensor(values).tobytes())))
+    assert deserialize_bf16_tensor(answer.raw_output_contents[0]).tolist() == values.tolist()
+
+
+@case("several inputs at once")
+async def _(server: Server) -> None:
+    a, b = np.arange(3, dtype=np.float32), np.arange(5, dtype=np.int64)
+    result = await server.client.infer("types", [tensor("FP32", a, "FP32"), tensor("INT64", b, "INT64")])
+    assert (result.as_numpy("FP32") == a).all()
+    assert (result.as_numpy("INT64") == b).all()
+
+
+@case("NaN payload bits survive")
+async def _(server: Server) -> None:
+    bits = np.array([0x7FA00001, 0xFFC12345, 0x7F800000], np.uint32).tobytes()
+    assert (await server.infer(raw_request("types", ("FP32", "FP32", [3], bits)))).raw_output_contents[0] == bits
+
+
+@case("an empty tensor")
+async def _(server: Server) -> None:
+    answer = await server.infer(raw_request("types", ("FP32", "FP32", [0], b"")))
+    assert (list(answer.outputs[0].shape), answer.raw_output_contents[0]) == ([0], b"")
+
+
+@case("a scalar")
+async def _(server: Server) -> None:
+    answer = await server.infer(fixed())
+    scalar = next(i for i, output in enumerate(answer.outputs) if output.name == "S")
+    assert (list(answer.outputs[scalar].shape), answer.raw_output_contents[scalar]) == ([], np.float32(1.5).tobytes())
+
+
+@case("no inputs where all are optional")
+async def _(server: Server) -> None:
+    assert not (await server.infer(pb.ModelInferRequest(model_name="types"))).outputs
+
+
+@case("a tensor of 24 MiB")
+async def _(server: Server) -> None:
+    data = np.random.default_rng(1).bytes(24 * 2**20)
+    answer = await server.infer(raw_request("types", ("UINT8", "UINT8", [len(data)], data)))
+    assert answer.raw_output_contents[0] == data
+
+
+@case("a batch")
+async def _(server: Server) -> None:
+    a, b = np.ones((3, 2), np.float32), np.ones((3, 1), np.int64)
+    result = await server.client.infer("batchy", [tensor("A", a, "FP32"), tensor("B", b, "INT64")])
+    assert result.as_numpy("A").shape == (3, 2)
+
+
+@case("requested outputs are filtered and come in their order")
+async def _(server: Server) -> None:
+    request = fixed()
+    request.outputs.add(name="S")
+    assert [output.name for output in (await server.infer(request)).outputs] == ["S"]
+    request.outputs.add(name="X")
+    assert [output.name for output in (await server.infer(request)).outputs] == ["S", "X"]
+
+
+@case("id, model and version come back")
+async def _(server: Server) -> None:
+    answer = await server.infer(fixed(id="größe ☃", model_version="1"))
+    assert (answer.id, answer.model_name, answer.model_version) == ("größe ☃", FIXED, "1")
+
+
+@case("without a version the newest answers")
+async def _(server: Server) -> None:
+    assert (await server.infer(fixed())).model_version == "3"
+
+
+@case("parameters of all five kinds")
+async def _(server: Server) -> None:
+    request = fixed()
+    request.parameters["b"].bool_param = True
+    request.parameters["i"].int64_param = -(2**63)
+    request.parameters["s"].string_param = "größe"
+    request.parameters["d"].double_param = 0.1
+    request.parameters["u"].uint64_param = 2**64 - 1
+    answer = await server.infer(request)
+    for key, value in request.parameters.items():
+        assert answer.parameters[key] == value
+
+
+@case("priority, timeout and sequence parameters")
+async def _(server: Server) -> None:
+    a = np.arange(2, dtype=np.int32)
+    options = {"priority": 1, "timeout": 10_000_000, "sequence_id": 5, "sequence_start": True, "sequence_end": True}
+    result = await server.client.infer("types", [tensor("INT32", a, "INT32")], **options)
+    assert (result.as_numpy("INT32") == a).all()
+
+
+@case("gzip and deflate requests")
+async def _(server: Server) -> None:
+    a = np.zeros(100_000, np.float32)
+    for algorithm in ("gzip", "deflate"):
+        result = await server.client.infer("types", [tensor("FP32", a, "FP32")], compression_algorithm=algorithm)
+        assert result.as_numpy("FP32").shape == (100_000,)
+
+
+@case("metadata of the client")
+async def _(server: Server) -> None:
+    a = np.arange(2, dtype=np.int32)
+    headers = {
+        "x-request-id": "my-id",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "x-any": "y" * 9000,
+    }
+    await server.client.infer("types", [tensor("INT32", a, "INT32")], headers=headers)
+
+
+@case("64 requests at once")
+async def _(server: Server) -> None:
+    async def one(number: int) -> None:
+        values = np.full(10, number, np.int32)
+        result = await server.client.infer("types", [tensor("INT32", values, "INT32")])
+        assert (result.as_numpy("INT32") == values).all()
+
+    await asyncio.gather(*(one(number) for number in range(64)))
+
+
+@case("the classifier names its classes")
+async def _(server: Server) -> None:
+    image = np.zeros((1, 8, 8), np.float32)
+    image[0, :, 3:5] = 1.0
+    outputs = [triton.InferRequestedOutput("probability", class_count=3)]
+    result = await server.client.infer("Classifier", [tensor("image", image, "FP32")], outputs=outputs)
+    best = result.as_numpy("probability").reshape(-1)[0].decode()
+    assert best.split(":")[1:] == ["1", "one"], best
+
+
+@case("the blocking client works as well")
+async def _(server: Server) -> None:
+    def run() -> None:
+        with blocking.InferenceServerClient(server.target) as client:
+            made = blocking.InferInput("INT32", [2], "INT32")
+            made.set_data_from_numpy(np.array([4, 5], np.int32))
+            assert client.infer("types", [made]).as_numpy("INT32").tolist() == [4, 5]
+            done: queue.Queue[Any] = queue.Queue()
+            client.async_infer("types", [made], lambda result, error: done.put((result, error)))
+            result, error = done.get(timeout=10)
+            assert error is None
+            assert result.as_numpy("INT32").tolist() == [4, 5]
+
+    await asyncio.to_thread(run)
+
+
+# Streams
+
+
+async def stream(server: Server, *requests: dict[str, Any], **options: Any) -> list[tuple[Any, Any]]:
+    async def all_of_them() -> AsyncIterator[dict[str, Any]]:
+        for request in requests:
+            yield request
+
+    return [pair async for pair in server.client.stream_infer(all_of_them(), stream_timeout=20.0, **options)]
+
+
+def streamed(model: str, name: str, values: np.ndarray, datatype: str, **fields: Any) -> dict[str, Any]:
+    return {"model_name": model, "inputs": [tensor(name, values, datatype)], **fields}
+
+
+@case("stream: answers keep the order of requests")
+async def _(server: Server) -> None:
+    requests = [streamed("types", "INT32", np.array([n], np.int32), "INT32", request_id=str(n)) for n in range(50)]
+    found = await stream(server, *requests)
+    assert [error for _, error in found] == [None] * 50
+    assert [result.get_response().id for result, _ in found] == [str(n) for n in range(50)]
+
+
+@case("stream: a decoupled model ends with an empty final answer")
+async def _(server: Server) -> None:
+    words = np.array([b"one two three"], object)
+    found = await stream(server, streamed("Words", "text", words, "BYTES", enable_empty_final_response=True))
+    said = [r.as_numpy("word")[0].decode() for r, _ in found if r.get_response().outputs]
+    assert said == ["one", "two", "three"]
+    assert [r.get_response().parameters["triton_final_response"].bool_param for r, _ in found] == [False] * 3 + [True]
+
+
+@case("stream: a decoupled model without that wish sends its answers only")
+async def _(server: Server) -> None:
+    found = await stream(server, streamed("Words", "text", np.array([b"a b"], object), "BYTES"))
+    assert len(found) == 2
+
+
+@case("stream: decoupled requests do not wait for each other")
+async def _(server: Server) -> None:
+    slow = streamed(
+        "repeater", "X", np.array([1], np.int32), "INT32", request_id="slow", parameters={"repeat": 2, "delay_ms": 300}
+    )
+    quick = streamed("repeater", "X", np.array([2], np.int32), "INT32", request_id="quick", parameters={"repeat": 2})
+    found = await stream(server, slow, quick)
+    assert [r.get_response().id for r, _ in found] == ["quick", "quick", "slow", "slow"]
+
+
+@case("stream: errors have the id of their request, and the stream lives on")
+async def _(server: Server) -> None:
+    channel = server.channel.stream_stream(SERVICE + "ModelStreamInfer")(timeout=20.0)
+    bad = fixed(id="bad")
+    bad.inputs[0].shape[:] = [9, 9]
+    for request in (bad, raw_request("nobody", id="none"), fixed(id="good")):
+        await channel.write(request.SerializeToString())
+    await channel.done_writing()
+    found = []
+    while isinstance(data := await channel.read(), bytes):
+        found.append(pb.ModelStreamInferResponse.FromString(data))
+    assert [(r.infer_response.id, bool(r.error_message)) for r in found] == [("bad", True), ("none", True), ("good", False)]
+    assert (await channel.code()).name == "OK"
+
+
+@case("stream: real statuses where asked for")
+async def _(server: Server) -> None:
+    request = streamed("nobody", "INT32", np.array([1], np.int32), "INT32")
+    await fails(stream(server, request, headers={"triton_grpc_error": "true"}), "NOT_FOUND", "nobody")
+
+
+@case("stream: the blocking client")
+async def _(server: Server) -> None:
+    def run() -> None:
+        with blocking.InferenceServerClient(server.target) as client:
+            done: queue.Queue[Any] = queue.Queue()
+            client.start_stream(lambda result, error: done.put((result, error)))
+            made = blocking.InferInput("INT32", [1], "INT32")
+            for number in range(5):
+                made.set_data_from_numpy(np.array([number], np.int32))
+                client.async_stream_infer("types", [made])
+            for number in range(5):
+                result, error = done.get(timeout=10)
+                assert error is None
+                assert result.as_numpy("INT32").tolist() == [number]
+            client.stop_stream()
+
+    await asyncio.to_thread(run)
+
+
+# Requests that are refused: (request, status, words of the sentence). Each is sent by ModelInfer and by ModelStreamInfer
+
+
+@dataclass(frozen=True)
+class Bad:
+    data: bytes
+    status: str
+    words: tuple[str, ...]
+
+
+bad: dict[str, Bad] = {}
+
+
+def refused(name: str, request: pb.ModelInferRequest | bytes, status: str = "INVALID_ARGUMENT", *words: str) -> None:
+    assert name not in bad
+    bad[name] = Bad(request if isinstance(request, bytes) else request.SerializeToString(), status, words)
+
+
+def changed(
+    change: Callable[[pb.ModelInferRequest], object], request: pb.ModelInferRequest | None = None
+) -> pb.ModelInferRequest:
+    made = fixed() if request is None else request
+    change(made)
+    return made
+
+
+def set_input(index: int = 0, **fields: Any) -> Callable[[pb.ModelInferRequest], None]:
+    def change(request: pb.ModelInferRequest) -> None:
+        for name, value in fields.items():
+            if name == "shape":
+                request.inputs[index].shape[:] = value
+            elif name == "raw":
+                request.raw_input_contents[index] = value
+            else:
+                setattr(request.inputs[index], name, value)
+
+    return change
+
+
+def typed(datatype: str, shape: Sequence[int], **contents: Any) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name="types")
+    request.inputs.add(name=datatype, datatype=datatype, shape=shape, contents=pb.InferTensorContents(**contents))
+    return request
+
+
+def batch(a: int, b: int) -> pb.ModelInferRequest:
+    first = ("A", "FP32", [a, 2], bytes(8 * max(a, 0)))
+    return raw_request("batchy", first, ("B", "INT64", [b, 1], bytes(8 * max(b, 0))))
+
+
+def with_parameter(key: str, **value: Any) -> pb.ModelInferRequest:
+    return changed(lambda r: r.parameters[key].CopyFrom(pb.InferParameter(**value)))
+
+
+def utf8_less_id() -> bytes:
+    return b"\x0a\x05types\x1a\x02\xff\xfe"
+
+
+INVALID, MISSING = "INVALID_ARGUMENT", "NOT_FOUND"
+refused("unknown model", raw_request("nobody"), MISSING, "'nobody'")
+refused("empty model name", raw_request(""), MISSING)
+refused("model name >", raw_request(">"), MISSING)
+refused("model name *", raw_request("*"), MISSING)
+refused("model name of 10 kB", raw_request("x" * 10_000), MISSING)
+refused("model name that is not ASCII", raw_request("größe"), MISSING)
+refused("model name a.b/c", raw_request("a.b/c"), MISSING, "'a.b/c'")
+refused("unknown version", fixed(model_version="2"), MISSING, "version '2'")
+refused("version that is no number", fixed(model_version="latest"), MISSING, "'latest'")
+refused("version of 10 kB", fixed(model_version="1" * 10_000), MISSING)
+refused("no inputs", raw_request(FIXED), INVALID, "'X'")
+refused("one input missing", raw_request(FIXED, ("X", "INT32", [2, 3], bytes(24))), INVALID, "'S'")
+refused("unknown input", changed(set_input(name="Y")), INVALID, "'Y'")
+refused("input without name", changed(set_input(name="")), INVALID)
+refused("input name of 10 kB", changed(set_input(name="n" * 10_000)), INVALID)
+refused("input twice", changed(set_input(1, name="X", datatype="INT32", shape=[2, 3], raw=bytes(24))), INVALID, "'X'")
+refused("one input too many", raw_request(FIXED, *[(n, "INT32", [2, 3], bytes(24)) for n in "XSZ"]), INVALID, "'Z'")
+refused("wrong datatype", changed(set_input(datatype="FP32")), INVALID, "'X'", "FP32")
+refused("unknown datatype", changed(set_input(datatype="INT33")), INVALID, "INT33")
+refused("empty datatype", changed(set_input(datatype="")), INVALID, "'X'")
+refused("datatype TYPE_INT32", changed(set_input(datatype="TYPE_INT32")), INVALID, "TYPE_INT32")
+refused("datatype in small letters", changed(set_input(datatype="int32")), INVALID, "int32")
+refused("wrong shape", changed(set_input(shape=[3, 2])), INVALID, "'X'", "[3, 2]")
+refused("wrong rank", changed(set_input(shape=[6])), INVALID, "'X'")
+refused("no shape", changed(set_input(shape=[])), INVALID, "'X'")
+refused("a scalar with a shape", changed(set_input(1, shape=[1])), INVALID, "'S'")
+refused("shape of 1000 dimensions", changed(set_input(shape=[1] * 1000)), INVALID, "'X'")
+refused("negative dimension", raw_request("types", ("FP32", "FP32", [-1], bytes(4))), INVALID, "'FP32'", "-1")
+refused("negative dimensions whose product fits", changed(set_input(shape=[-2, -3])), INVALID, "'X'")
+refused("shape product overflows", raw_request("types", ("UINT8", "UINT8", [2**62], b"")), INVALID, "'UINT8'")
+refused("shape product overflows in bytes", raw_request("types", ("FP64", "FP64", [2**61], b"")), INVALID, "'FP64'")
+refused("shape product overflows to zero", changed(set_input(shape=[2**32, 2**32])), INVALID, "'X'")
+refused("raw data too short", changed(set_input(raw=bytes(20))), INVALID, "'X'", "20")
+refused("raw data too long", changed(set_input(raw=bytes(28))), INVALID, "'X'", "28")
+refused("raw data cut in an element", changed(set_input(raw=bytes(23))), INVALID, "'X'")
+refused("raw data empty", changed(set_input(raw=b"")), INVALID, "'X'")
+refused("raw data for a scalar missing", changed(lambda r: r.raw_input_contents.pop()), INVALID, "raw_input_contents")
+refused("raw data for one input too many", changed(lambda r: r.raw_input_contents.append(b"x")), INVALID, "raw_input_contents")
+refused("no data at all", changed(lambda r: r.ClearField("raw_input_contents")), INVALID, "'X'")
+refused(
+    "raw and typed", changed(lambda r: r.inputs[0].contents.int_contents.extend(range(6))), INVALID, "'X'", "raw_input_contents"
+)
+refused("BYTES cut in the length", raw_request("types", ("BYTES", "BYTES", [1], b"\1\0")), INVALID, "'BYTES'")
+refused("BYTES shorter than their length", raw_request("types", ("BYTES", "BYTES", [1], b"\5\0\0\0abc")), INVALID, "'BYTES'")
+refused(
+    "BYTES of 4 GiB by their length", raw_request("types", ("BYTES", "BYTES", [1], b"\xff\xff\xff\xffabc")), INVALID, "'BYTES'"
+)
+refused("BYTES with too few elements", raw_request("types", ("BYTES", "BYTES", [2], b"\1\0\0\0a")), INVALID, "'BYTES'")
+refused("BYTES with too many elements", raw_request("types", ("BYTES", "BYTES", [1], b"\1\0\0\0a" * 2)), INVALID, "'BYTES'")
+refused("a billion BYTES", raw_request("types", ("BYTES", "BYTES", [10**9], b"")), INVALID, "'BYTES'")
+refused("typed UINT8 of 300", typed("UINT8", [1], uint_contents=[300]), INVALID, "'UINT8'", "300")
+refused("typed INT8 of -129", typed("INT8", [1], int_contents=[-129]), INVALID, "'INT8'", "-129")
+refused("typed INT16 of 40000", typed("INT16", [1], int_contents=[40000]), INVALID, "'INT16'", "40000")
+refused("typed UINT16 of 65536", typed("UINT16", [1], uint_contents=[65536]), INVALID, "'UINT16'", "65536")
+refused("typed FP16", typed("FP16", [1], fp32_contents=[1.0]), INVALID, "'FP16'")
+refused("typed BF16", typed("BF16", [1], fp32_contents=[1.0]), INVALID, "'BF16'")
+refused("typed in the wrong field", typed("INT32", [1], fp32_contents=[1.0]), INVALID, "'INT32'")
+refused("typed in two fields", typed("INT32", [1], int_contents=[1], int64_contents=[1]), INVALID, "'INT32'")
+refused("typed with too few elements", typed("FP32", [3], fp32_contents=[1.0]), INVALID, "'FP32'")
+refused("typed with too many elements", typed("FP32", [1], fp32_contents=[1.0, 2.0]), INVALID, "'FP32'")
+refused("typed with no elements", typed("FP32", [1]), INVALID, "'FP32'")
+refused("batch of 0", batch(0, 0), INVALID, "'A'")
+refused("batch above the model's", batch(5, 5), INVALID, "'A'", "5")
+refused("batches that differ", batch(2, 3), INVALID, "'B'")
+refused("unknown requested output", changed(lambda r: r.outputs.add(name="Z")), INVALID, "'Z'")
+refused("requested output twice", changed(lambda r: (r.outputs.add(name="X"), r.outputs.add(name="X"))), INVALID, "'X'")
+refused("requested output without name", changed(lambda r: r.outputs.add()), INVALID)
+refused("parameter without value", with_parameter("p"), INVALID, "'p'")
+refused("parameter of an input without value", changed(lambda r: r.inputs[0].parameters["p"].Clear()), INVALID, "'p'")
+refused("reserved parameter", with_parameter("triton_secret", bool_param=True), INVALID, "'triton_secret'")
+refused("reserved parameter headers", with_parameter("headers", string_param="x"), INVALID, "'headers'")
+refused("priority as text", with_parameter("priority", string_param="high"), INVALID, "'priority'")
+refused("timeout below zero", with_parameter("timeout", int64_param=-1), INVALID, "'timeout'")
+refused("empty final response as a number", with_parameter("triton_enable_empty_final_response", int64_param=1), INVALID)
+refused(
+    "classification of 0",
+    changed(lambda r: r.outputs.add(name="X").parameters["classification"].CopyFrom(pb.InferParameter(int64_param=0))),
+    INVALID,
+    "classification",
+)
+refused(
+    "shared memory",
+    changed(lambda r: r.inputs[0].parameters["shared_memory_region"].CopyFrom(pb.InferParameter(string_param="r"))),
+    "UNIMPLEMENTED",
+    "shared memory",
+)
+refused("bytes that are no message", b"\xff" * 20, INVALID, "not a ModelInferRequest")
+refused("a message cut off", fixed().SerializeToString()[:-3], INVALID)
+refused("an id that is no UTF-8", utf8_less_id(), INVALID)
+refused("a field of a wrong kind", b"\x08\x01\x2a\x03abc", INVALID)
+refused(
+    "a model that raises",
+    raw_request("Faulty", ("how", "BYTES", [1], serialize_byte_tensor(np.array([b"raise"])).tobytes())),
+    "INTERNAL",
+    "the model broke",
+)
+refused(
+    "a model that refuses",
+    raw_request("Faulty", ("how", "BYTES", [1], serialize_byte_tensor(np.array([b"refuse"])).tobytes())),
+    INVALID,
+    "does not like this",
+)
+refused(
+    "a model with a wrong output",
+    raw_request("Faulty", ("how", "BYTES", [1], serialize_byte_tensor(np.array([b"name"])).tobytes())),
+    "INTERNAL",
+)
+refused(
+    "a model with a wrong type",
+    raw_request("Faulty", ("how", "BYTES", [1], serialize_byte_tensor(np.array([b"type"])).tobytes())),
+    "INTERNAL",
+)
+
+ONLY_UNARY: dict[str, Bad] = {
+    "a decoupled model asked for one answer": Bad(
+        raw_request("repeater", ("X", "INT32", [1], int32(1))).SerializeToString(), "UNIMPLEMENTED", ("stream",)
+    ),
+}
+METADATA: dict[str, tuple[tuple[str, str], str]] = {
+    "an instance that is not there": (("x-dynamo-instance", "123"), "UNAVAILABLE"),
+    "an instance that is none": (("x-dynamo-instance", "hello"), "INVALID_ARGUMENT"),
+    "a priority that is none": (("x-dynamo-request-priority", "high"), "INVALID_ARGUMENT"),
+}
+
+
+async def refused_unary(server: Server, request: Bad) -> None:
+    await fails(server.call("ModelInfer", request.data), request.status, *request.words)
+
+
+async def refused_on_streams(server: Server) -> dict[str, str]:
+    """All bad requests on one stream, with a good one after each: what is wrong, by case."""
+    call = server.channel.stream_stream(SERVICE + "ModelStreamInfer")(timeout=60.0)
+    problems: dict[str, str] = {}
+    for name, request in bad.items():
+        await call.write(request.data)
+        answer = pb.ModelStreamInferResponse.FromString(await call.read())
+        if not answer.error_message:
+            problems[name] = "it was answered"
+        elif any(word not in answer.error_message for word in request.words):
+            problems[name] = answer.error_message
+        await call.write(fixed(id=name).SerializeToString())
+        answer = pb.ModelStreamInferResponse.FromString(await call.read())
+        if answer.error_message or answer.infer_response.id != name:
+            problems[name] = f"the good request after it: {answer.error_message or answer.infer_response.id}"
+    await call.done_writing()
+    assert (await call.code()).name == "OK"
+    return problems
+
+
+UNIMPLEMENTED = {
+    "load_model": lambda c: c.load_model("x"),
+    "unload_model": lambda c: c.unload_model("x"),
+    "get_system_shared_memory_status": lambda c: c.get_system_shared_memory_status(),
+    "register_system_shared_memory": lambda c: c.register_system_shared_memory("x", "/x", 10),
+    "get_cuda_shared_memory_status": lambda c: c.get_cuda_shared_memory_status(),
+    "get_trace_settings": lambda c: c.get_trace_settings(),
+    "get_log_settings": lambda c: c.get_log_settings(),
+}
+
+
+async def main(target: str) -> None:
+    unbounded = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    async with triton.InferenceServerClient(target) as client, grpc.aio.insecure_channel(target, options=unbounded) as channel:
+        server = Server(target, client, channel)
+
+        async def report(kind: str, name: str, run: Awaitable[Any]) -> None:
+            problem = ""
+            try:
+                async with asyncio.timeout(60):
+                    await run
+            except Exception:
+                problem = traceback.format_exc(limit=-4)
+            print(json.dumps({"kind": kind, "case": name, "problem": problem}), flush=True)
+
+        for name, run in good.items():
+            await report("good", name, run(server))
+        for name, request in {**bad, **ONLY_UNARY}.items():
+            await report("bad", name, refused_unary(server, request))
+        for name, (pair, status) in METADATA.items():
+            await report("bad", name, fails(server.infer(fixed(), metadata=(pair,)), status))
+        for name, call in UNIMPLEMENTED.items():
+            await report("bad", name, fails(call(client), "UNIMPLEMENTED", ": "))
+        for name, problem in (await refused_on_streams(server)).items():
+            print(json.dumps({"kind": "stream", "case": name, "problem": problem}), flush=True)
+        await report("good", "after all that the server lives", good["server_live"](server))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

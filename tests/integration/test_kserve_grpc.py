@@ -1,0 +1,60 @@
+"""The whole way of a KServe request: Triton's client → gRPC → frontend → NATS → worker and back, on both gRPC servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import frontend, worker
+from tests.support.servers import EtcdServer, NatsServer
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MODELS = (
+    *(f"echo:{HERE}/clients/models/{name}.yaml" for name in ("types", "fixed", "batchy", "repeater")),
+    f"{HERE}/clients/models/faulty.py:Faulty",
+    f"{ROOT}/examples/classifier.py:Classifier",
+    f"{ROOT}/examples/countdown.py:Words",
+)
+NAMES = ("types", "org/fixed.v1", "batchy", "repeater", "Faulty", "Classifier", "Words")
+
+
+async def run_client(module: str, *arguments: str, timeout_s: float = 150.0) -> list[dict[str, str]]:
+    """The JSON lines that a client program prints."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"tests.integration.clients.{module}", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    lines = [json.loads(line) for line in output.splitlines()]
+    assert process.returncode == 0, f"the client failed after {lines[-1:]}"
+    return lines
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("server", ["grpcio", "native"])
+async def test_tritons_client_finds_everything_as_it_expects(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: str
+) -> None:
+    flags = [flag for model in MODELS for flag in ("--model", model)]
+    async with (
+        worker(etcd_server, nats_server, namespace, *flags),
+        frontend(etcd_server.endpoint, nats_server.url, namespace, "--grpc-server", server) as front,
+    ):
+        await front.serves(*NAMES)
+        found = await run_client("kserve_conformance", front.grpc_target)
+        assert sum(line["kind"] == "good" for line in found) >= 40
+        assert sum(line["kind"] == "bad" for line in found) >= 60
+        problems = [f"{line['kind']}: {line['case']}\n{line['problem']}" for line in found if line["problem"]]
+        assert not problems, "\n".join(problems)
+        assert not [line for line in front.lines if " ERROR " in line or "Traceback" in line]

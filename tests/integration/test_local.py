@@ -1,0 +1,173 @@
+"""`dynamo-local` as a user runs it: real etcd, nats-server, workers and frontend, started and stopped by one command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers import EtcdServer, NatsServer, etcdctl
+
+ROOT = Path(__file__).parents[2]
+CLASSIFIER = "examples/classifier.py:Classifier"
+RUNNING = "Ctrl-C stops everything."
+
+
+class Launcher:
+    """A running `dynamo-local` and what it has printed."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+
+    async def read_until(self, text: str) -> None:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(60):
+            while line := (await self.process.stdout.readline()).decode():
+                self.lines.append(line.rstrip())
+                if text in line:
+                    return
+        raise AssertionError(f"ended without {text!r}:\n" + "\n".join(self.lines))
+
+    async def end(self) -> int:
+        """Reads what is left; returns the exit status."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(60):
+            while line := (await self.process.stdout.readline()).decode():
+                self.lines.append(line.rstrip())
+            return await self.process.wait()
+
+    def children(self) -> list[int]:
+        text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in text.split()]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+def command(folder: Path, *flags: str) -> list[str]:
+    ports = ["--http-port", "0", "--grpc-port", "0", "--folder", str(folder)]
+    return [sys.executable, "-m", "dynamo.local", *ports, *flags]
+
+
+@asynccontextmanager
+async def launched(arguments: Sequence[str]) -> AsyncIterator[Launcher]:
+    process = await asyncio.create_subprocess_exec(
+        *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        yield Launcher(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def gone(pids: Sequence[int]) -> None:
+    """Returns when none of the processes is there any more."""
+    async with asyncio.timeout(20):
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            await asyncio.sleep(0.05)
+
+
+async def test_one_command_answers_a_first_request_with_two_workers_and_cleans_up(tmp_path: Path) -> None:
+    question = "classifier=@examples/classifier.json"
+    flags = ["--workers", "2", "--model", CLASSIFIER, "--model", "echo", "--question", question, "--once"]
+    async with launched(command(tmp_path, *flags)) as local:
+        assert await local.end() == 0, local.text
+    assert "classifier: tensor model, 2 instance(s)" in local.text
+    assert "name BYTES [1]: seven" in local.text
+    stops = [line.strip() for line in local.lines if line.strip().startswith("stopping")]
+    assert stops == ["stopping frontend", "stopping worker 1, worker 2", "stopping nats-server", "stopping etcd"]
+
+
+async def test_ctrl_c_drains_everything(tmp_path: Path) -> None:
+    async with launched(command(tmp_path, "--model", "echo")) as local:
+        await local.read_until(RUNNING)
+        children = local.children()
+        assert len(children) == 4
+        local.process.send_signal(signal.SIGINT)
+        assert await local.end() == 0, local.text
+        await gone(children)
+    assert "deregistering" in (tmp_path / "logs" / "worker-1.log").read_text()
+
+
+async def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
+    async with launched(command(tmp_path, "--model", "echo", "--stop-timeout", "600")) as local:
+        await local.read_until(RUNNING)
+        children = local.children()
+        frontend = next(pid for pid in children if b"dynamo.frontend" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(frontend, signal.SIGSTOP)  # it will not stop in order
+        local.process.send_signal(signal.SIGTERM)
+        await local.read_until("stopping frontend")
+        local.process.send_signal(signal.SIGTERM)
+        assert await local.end() == 128 + signal.SIGTERM
+        await gone(children)
+
+
+async def test_nothing_is_left_behind_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    async with launched(command(tmp_path, "--model", "echo", "--no-ask")) as local:
+        await local.read_until(RUNNING)
+        children = local.children()
+        local.process.kill()
+        await local.process.wait()
+        await gone(children)
+
+
+async def test_a_worker_that_dies_ends_the_deployment_and_is_named(tmp_path: Path) -> None:
+    async with launched(command(tmp_path, "--model", "echo", "--no-ask")) as local:
+        await local.read_until(RUNNING)
+        worker = next(pid for pid in local.children() if b"dynamo.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(worker, signal.SIGKILL)
+        assert await local.end() == 1
+    assert "dynamo-local: worker 1 was ended by signal 9; its log" in local.text
+    assert "stopping etcd" in local.text
+
+
+async def test_a_model_that_cannot_be_served_is_a_sentence_on_the_screen(tmp_path: Path) -> None:
+    async with launched(command(tmp_path, "--model", "examples/none.py:None_")) as local:
+        assert await local.end() == 1
+    assert "there is no file" in local.text and "Traceback" not in local.text
+
+
+async def test_an_etcd_and_a_nats_that_already_run_are_used_and_left_running(
+    tmp_path: Path, etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    elsewhere = ["--etcd-endpoints", etcd_server.endpoint, "--nats-servers", nats_server.url, "--namespace", namespace]
+    async with launched(command(tmp_path, "--model", "echo", *elsewhere)) as local:
+        await local.read_until(RUNNING)
+        assert f"/dynamo/v1/{namespace}/" in etcdctl(etcd_server.endpoint, "get", "--prefix", "--keys-only", "/dynamo/")
+        assert len(local.children()) == 2
+        local.process.send_signal(signal.SIGTERM)
+        assert await local.end() == 0, local.text
+    assert etcd_server.is_running and nats_server.is_running
+    assert f"/dynamo/v1/{namespace}/" not in etcdctl(etcd_server.endpoint, "get", "--prefix", "--keys-only", "/dynamo/")
+
+
+async def test_two_deployments_cannot_share_a_folder(tmp_path: Path) -> None:
+    async with launched(command(tmp_path, "--model", "echo", "--no-ask")) as first:
+        await first.read_until("nats-server")
+        async with launched(command(tmp_path, "--model", "echo")) as second:
+            assert await second.end() == 2
+        first.process.send_signal(signal.SIGTERM)  # in the middle of the start
+        assert await first.end() == 0, first.text
+    assert "is in use by another dynamo-local" in second.text
+
+
+@pytest.mark.real_model
+async def test_a_real_language_model_streams_through_the_grpc_port(tmp_path: Path) -> None:
+    flags = ["--workers", "2", "--model", "smollm2", "--question", "smollm2=Name a colour.", "--once"]
+    async with launched(command(tmp_path, *flags)) as local:
+        assert await local.end() == 0, local.text
+    assert "smollm2: language model, 2 instance(s)" in local.text
+    answered = next(index for index, line in enumerate(local.lines) if line.startswith("$ python -m dynamo.local.ask"))
+    assert local.lines[answered + 1].strip()
+    parts = next(line for line in local.lines if "parts streamed" in line)
+    assert int(parts.lstrip("[").split()[0]) > 1

@@ -1,0 +1,123 @@
+"""The frontend's gRPC edge on a real port, with the real data plane behind it and instances in memory behind that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import grpc
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.model_card import ModelCard
+from dynamo.common.telemetry import FrontendMetrics
+from dynamo.frontend.api.grpc_health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
+from dynamo.frontend.api.grpc_server import GrpcServer, serve_grpc
+from dynamo.frontend.api.grpc_streams import StreamDrain
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.kserve_grpc import SERVICE, KserveService
+from dynamo.frontend.api.kserve_stream import StreamLimits
+from dynamo.frontend.config import GrpcOptions, GrpcServerChoice, OverloadStatus
+from dynamo.frontend.data_plane import DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.router.simple import RoundRobin
+from dynamo.protos import inference_pb2 as pb
+from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, FakeText, instance
+
+SERVERS = (GrpcServerChoice.GRPCIO, GrpcServerChoice.NATIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    plane: DataPlane
+    directory: FakeDirectory
+    client: FakeClient
+    readiness: Readiness
+    drain: StreamDrain
+    server: GrpcServer
+    channel: grpc.aio.Channel
+
+    async def call(self, method: str, request: object, **options: object) -> bytes:
+        """One unary call with a message or raw bytes, answered with raw bytes."""
+        data = request if isinstance(request, bytes) else request.SerializeToString()  # type: ignore[attr-defined]
+        answer: bytes = await self.channel.unary_unary(f"/{SERVICE}/{method}")(data, **options)  # type: ignore[arg-type]
+        return answer
+
+    async def infer(self, request: pb.ModelInferRequest, **options: object) -> pb.ModelInferResponse:
+        return pb.ModelInferResponse.FromString(await self.call("ModelInfer", request, **options))
+
+    def stream(self, **options: object) -> Stream:
+        return Stream(self.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(**options))  # type: ignore[arg-type]
+
+
+class Stream:
+    """A ModelStreamInfer call."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
+        self.call = call
+
+    async def send(self, *requests: pb.ModelInferRequest | bytes) -> None:
+        for request in requests:
+            await self.call.write(request if isinstance(request, bytes) else request.SerializeToString())
+
+    async def read(self) -> pb.ModelStreamInferResponse:
+        data = await self.call.read()
+        assert isinstance(data, bytes), "the stream has ended"
+        return pb.ModelStreamInferResponse.FromString(data)
+
+    async def rest(self) -> list[pb.ModelStreamInferResponse]:
+        """Half-closes and reads to the end."""
+        await self.call.done_writing()
+        found = []
+        while isinstance(data := await self.call.read(), bytes):
+            found.append(pb.ModelStreamInferResponse.FromString(data))
+        return found
+
+
+@asynccontextmanager
+async def open_edge(
+    *cards: ModelCard,
+    server: GrpcServerChoice = GrpcServerChoice.GRPCIO,
+    options: GrpcOptions | None = None,
+    declared: tuple[ModelCard, ...] = (),
+    max_stream_requests: int = 256,
+    overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
+) -> AsyncIterator[Edge]:
+    """An edge whose instances 1, 2, … serve one card each; `edge.client.respond` says how they answer."""
+    options = replace(options or GrpcOptions(), port=0, server=server)
+    directory = FakeDirectory(*(instance(number, card) for number, card in enumerate(cards, 1)))
+    client = FakeClient()
+
+    async def load_text(card: ModelCard) -> FakeText:
+        return FakeText()
+
+    metrics = FrontendMetrics(CollectorRegistry())
+    settings = DataPlaneSettings(declared=declared)
+    async with open_data_plane(directory, client, FakeLink(), RoundRobin(), load_text, metrics, settings) as plane:
+        readiness = Readiness()
+        readiness.attach(plane)
+        drain = StreamDrain()
+        limits = StreamLimits(max_requests=max_stream_requests, max_message_bytes=options.max_message_bytes)
+        services = {
+            SERVICE: KserveService(plane, readiness, drain, limits, overload).handlers(),
+            HEALTH_SERVICE: HealthService(plane, readiness).handlers(),
+            **dict.fromkeys(
+                REFLECTION_SERVICES, ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).handlers()
+            ),
+        }
+        async with (
+            serve_grpc(options, services) as running,
+            grpc.aio.insecure_channel(
+                f"127.0.0.1:{running.port}",
+                options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
+            ) as channel,
+        ):
+            await asyncio.sleep(0)  # tokenizers load in the next turn
+            yield Edge(plane, directory, client, readiness, drain, running, channel)
+
+
+async def over(*streams: FakeStream) -> None:
+    """Returns when these have been ended, by whomever."""
+    while not all(stream.is_over for stream in streams):  # noqa: ASYNC110 - the fake has no event for it
+        await asyncio.sleep(0.001)

@@ -1,0 +1,343 @@
+"""Neighbours of the frontend's data plane, in memory: they keep the protocols and do what a test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dynamo.common.discovery import Instance, View, encode_registration
+from dynamo.common.errors import Cancelled, DeadlineExceeded, DynamoError
+from dynamo.common.generation import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    Summary,
+    delta_encoder,
+    pack_tokens,
+    request_decoder,
+    summary_encoder,
+)
+from dynamo.common.messaging.frames import Body, Buffer, joined
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role, TensorSpec
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.router.base import Choice, RouteRequest
+
+ENDPOINT = Endpoint()
+
+
+def tensor_card(name: str = "adder", *, decoupled: bool = False, versions: tuple[str, ...] = ("1",)) -> ModelCard:
+    """A model that maps one INT32 vector to another."""
+    return ModelCard(
+        name=name,
+        kind=ModelKind.TENSOR,
+        versions=versions,
+        decoupled=decoupled,
+        inputs=(TensorSpec(name="x", datatype="INT32", shape=(-1,)),),
+        outputs=(TensorSpec(name="y", datatype="INT32", shape=(-1,)),),
+    )
+
+
+def llm_card(name: str = "talker", *, role: Role = Role.AGGREGATED, tokenizer: str = "t1") -> ModelCard:
+    return ModelCard(name=name, kind=ModelKind.LLM, role=role, llm=LlmInfo(context_length=4096, tokenizer=tokenizer))
+
+
+def instance(id_: int, card: ModelCard | None = None, started_at: float = 0.0) -> Instance:
+    known = InstanceId(id_)
+    return Instance(
+        id=known,
+        endpoint=ENDPOINT,
+        subject=ENDPOINT.rpc_subject(known),
+        card=card or tensor_card(),
+        started_at=started_at,
+    )
+
+
+class FakeDirectory:
+    """A directory without etcd: registrations are changed by the test."""
+
+    def __init__(self, *instances: Instance) -> None:
+        self._view = View()
+        self._callbacks: list[Callable[[], None]] = []
+        self.down: list[InstanceId] = []
+        """Instances as they were marked down."""
+        self.add(*instances)
+
+    def instances(self, name: str) -> Sequence[Instance]:
+        return self._view.instances(name)
+
+    def registered(self) -> Collection[Instance]:
+        return self._view.registered()
+
+    def card(self, name: str) -> ModelCard | None:
+        return self._view.card(name)
+
+    def mark_down(self, instance: InstanceId) -> None:
+        self.down.append(instance)
+        if self._view.mark_down(instance):
+            self._tell()
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def add(self, *instances: Instance) -> None:
+        if self._view.apply({instance.key: encode_registration(instance) for instance in instances}):
+            self._tell()
+
+    def remove(self, *ids: int) -> None:
+        if self._view.apply({known.key: None for known in self.registered() if known.id in ids}):
+            self._tell()
+
+    def _tell(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+
+@dataclass
+class FakeLink:
+    """The process's own NATS connection; the test cuts and restores it."""
+
+    reconnected_at: float = float("-inf")
+    _up: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._up.set()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._up.is_set()
+
+    async def connected(self) -> None:
+        await self._up.wait()
+
+    def cut(self) -> None:
+        self._up.clear()
+
+    def restore(self) -> None:
+        self.reconnected_at = asyncio.get_running_loop().time()
+        self._up.set()
+
+
+class FakeStream:
+    """One open request. `data`, `end` and `fail` are what its instance says."""
+
+    def __init__(self, instance: InstanceId, verb: str, body: bytes, headers: Mapping[str, str], deadline: float | None) -> None:
+        self.instance = instance
+        self.verb = verb
+        self.body = body
+        self.headers = headers
+        self.started = False
+        self.trailer: Buffer = b""
+        self.cancelled = False
+        self._answers: list[Buffer] = []
+        self._over = False
+        self._failure: DynamoError | None = None
+        self._news = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        if deadline is not None:
+            self._timer = asyncio.get_running_loop().call_at(deadline, self.fail, DeadlineExceeded())
+
+    @property
+    def is_over(self) -> bool:
+        return self._over
+
+    def data(self, *bodies: bytes) -> None:
+        if not self._over:
+            self.started = True
+            self._answers += bodies
+            self._news.set()
+
+    def end(self, trailer: bytes = b"") -> None:
+        if not self._over:
+            self.started = True
+            self.trailer = trailer
+            self._finish()
+
+    def fail(self, error: DynamoError) -> None:
+        if not self._over:
+            self._failure = error
+            self._finish()
+
+    async def read(self) -> list[Buffer]:
+        while not self._answers:
+            if self._failure is not None:
+                raise self._failure
+            if self._over:
+                return []
+            self._news.clear()
+            await self._news.wait()
+        answers, self._answers = self._answers, []
+        return answers
+
+    async def result(self) -> Buffer:
+        while not self._over:
+            self._news.clear()
+            await self._news.wait()
+        if self._failure is not None:
+            raise self._failure
+        return self.trailer
+
+    def cancel(self) -> None:
+        if not self._over:
+            self.cancelled = True
+            self.fail(Cancelled())
+
+    def _finish(self) -> None:
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._news.set()
+
+
+class FakeClient:
+    """Opens fake streams; `respond`, called as each is opened, may answer at once or leave that to the test."""
+
+    def __init__(self, respond: Callable[[FakeStream], None] = lambda stream: None) -> None:
+        self.respond = respond
+        self.streams: list[FakeStream] = []
+        self.opened = asyncio.Event()
+
+    def open(
+        self,
+        instance: InstanceId,
+        subject: str,
+        verb: str,
+        body: Body,
+        *,
+        headers: Mapping[str, str] | None = None,
+        deadline: float | None = None,
+    ) -> FakeStream:
+        stream = FakeStream(instance, verb, bytes(joined(body)), headers or {}, deadline)
+        self.streams.append(stream)
+        self.opened.set()
+        self.respond(stream)
+        return stream
+
+    @property
+    def asked(self) -> list[int]:
+        """The instances that were sent requests, in order."""
+        return [int(stream.instance) for stream in self.streams]
+
+    async def next_stream(self) -> FakeStream:
+        """The stream opened last, or the next one if that is over."""
+        while not self.streams or self.streams[-1].is_over:
+            self.opened.clear()
+            await self.opened.wait()
+        return self.streams[-1]
+
+
+class RecordingRouter:
+    """Takes the first candidate and keeps the books that a test looks at."""
+
+    def __init__(self) -> None:
+        self.requests: list[RouteRequest] = []
+        self.open: dict[str, InstanceId] = {}
+        self.first_tokens: list[str] = []
+        self.outcomes: list[DynamoError | None] = []
+        self.gone: list[InstanceId] = []
+
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+        assert request.request_id not in self.open, "booked twice"
+        self.requests.append(request)
+        self.open[request.request_id] = candidates[0].id
+        return Choice(candidates[0], "first")
+
+    def first_token(self, request_id: str) -> None:
+        assert request_id in self.open
+        self.first_tokens.append(request_id)
+
+    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
+        del self.open[request_id]
+        self.outcomes.append(error)
+
+    def removed(self, instance: InstanceId) -> None:
+        self.gone.append(instance)
+
+
+class TokenEngine:
+    """A `respond` for FakeClient: the token after n tokens is a function of all n, as in greedy sampling.
+
+    `deaths` says after how many tokens each request, in order, loses its instance; the rest are answered to the end.
+    """
+
+    def __init__(self, deaths: Sequence[int], error: Callable[[InstanceId], DynamoError], per_step: int = 1) -> None:
+        self._deaths = iter(deaths)
+        self._error = error
+        self._per_step = per_step
+        self.requests: list[GenerateRequest] = []
+
+    def __call__(self, stream: FakeStream) -> None:
+        request = request_decoder.decode(stream.body)
+        self.requests.append(request)
+        limit = request.stop.max_tokens
+        assert limit is not None
+        death = next(self._deaths, None)
+        answer = continuation(request.tokens, limit)
+        whole = answer if death is None else answer[:death]
+        for at in range(0, len(whole), self._per_step):
+            step = tuple(whole[at : at + self._per_step])
+            ends = death is None and at + self._per_step >= len(whole)
+            stream.data(delta_encoder.encode(Delta(step, finish_reason=FinishReason.LENGTH if ends else None)))
+        if death is None:
+            trailer = Summary(prompt_tokens=request.prompt_tokens, output_tokens=len(answer), cached_tokens=1)
+            stream.end(summary_encoder.encode(trailer))
+        else:
+            stream.fail(self._error(stream.instance))
+
+
+def continuation(prompt: Sequence[int], length: int) -> list[int]:
+    """The tokens that TokenEngine appends to `prompt`."""
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append((sum((at + 1) * token for at, token in enumerate(tokens)) * 31 + 7) % 50_000)
+    return tokens[len(prompt) :]
+
+
+class FakeText:
+    """A text model whose token 5 reads "5 ". It knows stop strings that are one token long."""
+
+    def __init__(self, default_max_tokens: int = 16) -> None:
+        self._default_max_tokens = default_max_tokens
+
+    async def to_generate(self, request: TextRequest) -> GenerateRequest:
+        assert request.prompt is not None
+        tokens = [ord(c) for c in request.prompt] if isinstance(request.prompt, str) else request.prompt
+        max_tokens = request.stop.max_tokens or self._default_max_tokens
+        return GenerateRequest(
+            model=request.model,
+            prompt=pack_tokens(tokens),
+            sampling=request.sampling,
+            stop=type(request.stop)(max_tokens=max_tokens, min_tokens=request.stop.min_tokens),
+            n=request.n,
+        )
+
+    def detokenizer(self, request: TextRequest, prompt: GenerateRequest) -> FakeDetokenizer:
+        return FakeDetokenizer(request)
+
+
+class FakeDetokenizer:
+    def __init__(self, request: TextRequest) -> None:
+        self._stops = request.stop_strings
+        self._left = set(range(request.n))
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    def feed(self, delta: Delta) -> TextDelta | None:
+        if delta.index not in self._left:
+            return None
+        words: list[str] = []
+        for word in _words(delta.tokens):
+            if word in self._stops:
+                self._left.discard(delta.index)
+                return TextDelta(delta.index, "".join(words), delta.tokens, FinishReason.STOP, stop_reason=word)
+            words.append(word)
+        if delta.finish_reason is not None:
+            self._left.discard(delta.index)
+        return TextDelta(delta.index, "".join(words), delta.tokens, delta.finish_reason)
+
+
+def _words(tokens: Sequence[int]) -> Iterator[str]:
+    return (f"{token} " for token in tokens)

@@ -1,0 +1,132 @@
+"""The project's own processes for tests: started with free ports, awaited until they serve, ended at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from tests.support.servers import EtcdServer, NatsServer, free_ports
+
+
+@dataclass
+class Process:
+    """A running `python -m …`, whose log is kept."""
+
+    process: asyncio.subprocess.Process
+    lines: list[str] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def log(self) -> str:
+        return "\n".join(self.lines[-100:])
+
+    async def logged(self, text: str, timeout_s: float = 30.0) -> None:
+        """Returns when `text` stands in the log."""
+        async with asyncio.timeout(timeout_s):
+            while not any(text in line for line in self.lines):
+                assert self.process.returncode is None, f"it ended with status {self.process.returncode}:\n{self.log()}"
+                self._news.clear()
+                await self._news.wait()
+
+    async def read_log(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.lines.append(line.decode(errors="replace").rstrip())
+            self._news.set()
+        self._news.set()
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    async def ended(self, timeout_s: float = 30.0) -> int:
+        """Its exit status."""
+        async with asyncio.timeout(timeout_s):
+            return await self.process.wait()
+
+
+@dataclass
+class FrontendProcess(Process):
+    http_port: int = 0
+    grpc_port: int = 0
+
+    @property
+    def grpc_target(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    async def health(self) -> tuple[int, dict[str, Any]]:
+        async with httpx2.AsyncClient() as client:
+            answer = await client.get(f"http://127.0.0.1:{self.http_port}/health")
+            return answer.status_code, answer.json()
+
+    async def serves(self, *models: str, timeout_s: float = 60.0) -> None:
+        """Returns when it lists these models as ready."""
+        async with asyncio.timeout(timeout_s), httpx2.AsyncClient(base_url=f"http://127.0.0.1:{self.http_port}") as client:
+            missing = set(models)
+            while missing:
+                assert self.process.returncode is None, f"it ended with status {self.process.returncode}:\n{self.log()}"
+                with contextlib.suppress(httpx2.TransportError):
+                    answer = await client.get("/v1/models")
+                    if answer.status_code == 200:
+                        missing = set(models) - {model["id"] for model in answer.json()["data"] if model["ready"]}
+                await asyncio.sleep(0.05)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "DYNAMO_"))}
+
+
+async def _start(module: str, *flags: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *flags, stderr=asyncio.subprocess.PIPE, env=_environment()
+    )
+
+
+@asynccontextmanager
+async def _following(process: Process) -> AsyncIterator[None]:
+    reading = asyncio.create_task(process.read_log())
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"--- log of process {process.process.pid} ---\n{process.log()}")
+        raise
+    finally:
+        if process.process.returncode is None:
+            process.terminate()
+            try:
+                await process.ended(20.0)
+            except TimeoutError:
+                process.process.kill()
+        await reading
+        await process.process.wait()
+
+
+@asynccontextmanager
+async def worker(etcd: EtcdServer, nats: NatsServer, namespace: str, *flags: str) -> AsyncIterator[Process]:
+    """A worker process; `flags` name its models."""
+    started = await _start("dynamo.worker", *_where(etcd.endpoint, nats.url, namespace), *flags)
+    process = Process(started)
+    async with _following(process):
+        yield process
+
+
+@asynccontextmanager
+async def frontend(etcd_url: str, nats_url: str, namespace: str, *flags: str) -> AsyncIterator[FrontendProcess]:
+    """A frontend process with gRPC; not awaited: see `serves`."""
+    http_port, grpc_port = free_ports(2)
+    ports = ("--grpc", "--http-port", str(http_port), "--grpc-port", str(grpc_port))
+    started = await _start("dynamo.frontend", *_where(etcd_url, nats_url, namespace), *ports, *flags)
+    process = FrontendProcess(started, http_port=http_port, grpc_port=grpc_port)
+    async with _following(process):
+        yield process
+
+
+def _where(etcd_url: str, nats_url: str, namespace: str) -> tuple[str, ...]:
+    return ("--namespace", namespace, "--etcd-endpoints", etcd_url, "--nats-servers", nats_url)

@@ -1,0 +1,224 @@
+"""What a process reads from flags, environment and file, and what stops its start."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import pytest
+
+from dynamo.common.config import ConfigError, group, load, markdown_table, option, parse_bytes, parse_port, variables
+from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+
+
+class Mode(StrEnum):
+    RANDOM = "random"
+    ROUND_ROBIN = "round-robin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    body: int = option(1024, parse=parse_bytes, help="Largest body.")
+
+    def __post_init__(self) -> None:
+        if self.body == 13:
+            raise ValueError("--limits-body may not be 13")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A server."""
+
+    port: int = option(
+        8001,
+        flags=("--grpc-port",),
+        hidden_flags=("--old-port",),
+        env=("DYN_GRPC_PORT", "DYNAMO_GRPC_PORT"),
+        file_key=("grpc_port", "grpc_service.port"),
+        parse=parse_port,
+        help="Port.",
+    )
+    grpc: bool = option(False, hidden_flags=("--kserve-mode",), help="Serve gRPC.")
+    events: bool = option(True, help="Listen to events.")
+    mode: Mode = option(Mode.RANDOM, help="How to choose.", parse=Mode)
+    weight: float = option(1.0, minimum=0, maximum=10, help="Weight in %.")
+    threads: int | None = option(None, minimum=1, help="Threads.")
+    folder: Path | None = option(None, help="Folder.")
+    models: tuple[str, ...] = option((), flags=("--model",), repeatable=True, separator="", help="Models.")
+    declared: tuple[dict[str, object], ...] = option((), flags=(), env=(), from_file=lambda value: tuple(value), help="D")
+    limits: Limits = group("Limits", prefix="limits")
+    nats: NatsOptions = group("NATS", prefix="nats")
+    etcd: EtcdOptions = group("etcd", prefix="etcd")
+    log: LogOptions = group("Logging", prefix="log")
+
+
+def read(*argv: str, file: str | None = None, folder: Path | None = None, **environ: str) -> Config:
+    arguments: Sequence[str] = argv
+    if file is not None:
+        assert folder is not None
+        (folder / "dynamo.yaml").write_text(file)
+        arguments = ["--config", str(folder / "dynamo.yaml"), *argv]
+    return load(Config, arguments, environ, program="server")
+
+
+def refusal(*argv: str, file: str | None = None, folder: Path | None = None, **environ: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(*argv, file=file, folder=folder, **environ)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_without_anything_the_defaults_hold() -> None:
+    config = read()
+    assert (config.port, config.grpc, config.events, config.limits.body) == (8001, False, True, 1024)
+    assert config.nats.servers == ("nats://127.0.0.1:4222",)
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:
+    file = "weight: 1.5\nthreads: 3\nlimits: {body: 2KiB}\n"
+    config = read("--limits-body", "2048", file=file, folder=tmp_path, DYN_WEIGHT="2.5", DYN_THREADS="7")
+    assert (config.weight, config.threads, config.limits.body) == (2.5, 7, 2048)
+    assert read("--weight=3", DYN_WEIGHT="2.5").weight == 3.0
+
+
+def test_the_first_variable_that_is_set_and_not_empty_counts() -> None:
+    assert read(DYN_GRPC_PORT="1", DYNAMO_GRPC_PORT="2").port == 1
+    assert read(DYN_GRPC_PORT="", DYNAMO_GRPC_PORT="2").port == 2
+
+
+def test_every_name_of_an_option_works(tmp_path: Path) -> None:
+    assert read("--old-port", "5").port == 5
+    assert read("--kserve-mode").grpc is True
+    assert read(file="grpc_service:\n  port: 8787\n", folder=tmp_path).port == 8787
+    assert read(file="grpc-service:\n  port: 8787\n", folder=tmp_path).port == 8787
+
+
+def test_booleans_have_a_negative_form_and_read_common_words() -> None:
+    assert read("--no-events").events is False
+    assert read(DYN_EVENTS="off").events is False
+    assert read(DYN_GRPC="1").grpc is True
+
+
+def test_lists_are_repeated_flags_or_separated_text(tmp_path: Path) -> None:
+    assert read("--model", "a,b", "--model", "c").models == ("a,b", "c")
+    assert read(DYN_NATS_SERVERS="nats://a:1, nats://b:2").nats.servers == ("nats://a:1", "nats://b:2")
+    assert read(NATS_URL="nats://a:1").nats.servers == ("nats://a:1",)
+    assert read(file="etcd: {endpoints: [x:1, y:2]}", folder=tmp_path).etcd.endpoints == ("x:1", "y:2")
+
+
+def test_structured_values_come_from_the_file(tmp_path: Path) -> None:
+    config = read(file="declared:\n- name: m\n  shape: [1, 2]\n", folder=tmp_path)
+    assert config.declared == ({"name": "m", "shape": [1, 2]},)
+
+
+def test_enumerations_list_their_choices() -> None:
+    assert read("--mode", "round-robin").mode is Mode.ROUND_ROBIN
+    assert refusal("--mode", "fast") == "--mode: 'fast' is not one of random, round-robin"
+
+
+def test_a_secret_comes_from_a_variable_or_a_file_but_never_from_a_flag(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    assert read(DYN_NATS_PASSWORD="s3cret").nats.password == "s3cret"
+    assert read(DYN_NATS_PASSWORD_FILE=str(secret)).nats.password == "s3cret"
+    assert read("--nats-password-file", str(secret)).nats.password == "s3cret"
+    assert read(file=f"nats: {{password_file: {secret}}}", folder=tmp_path).nats.password == "s3cret"
+    assert refusal("--nats-password", "x") == (
+        "--nats-password would be readable in the process list; use --nats-password-file or DYN_NATS_PASSWORD"
+    )
+    assert "s3cret" not in repr(read(DYN_NATS_PASSWORD="s3cret"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "sentence"),
+    [
+        (["--grpc-prot", "1"], {}, "unknown flag --grpc-prot; did you mean --grpc-port?"),
+        (["--grpc-port", "http"], {}, "--grpc-port: 'http' is not a port (0 to 65535)"),
+        (["--grpc-port", "65536"], {}, "--grpc-port: '65536' is not a port (0 to 65535)"),
+        (["--grpc-port"], {}, "--grpc-port: expected one argument"),
+        (["--grpc-port", "1", "--grpc-port", "2"], {}, "--grpc-port is given twice with different values"),
+        (["--events", "--no-events"], {}, "--events and --no-events is given twice with different values"),
+        (["--weight", "11"], {}, "--weight: 11 is above 10"),
+        (["--weight", "nan"], {}, "--weight: 'nan' is not a finite number"),
+        (["--threads", "0"], {}, "--threads: 0 is below 1"),
+        (["--threads", "2.5"], {}, "--threads: '2.5' is not a whole number"),
+        (["--limits-body", "12 XB"], {}, "--limits-body: '12 XB' is not a size such as 4194304 or 64MiB"),
+        (["--limits-body", "13"], {}, "--limits-body may not be 13"),
+        (["model.gguf"], {}, "unexpected argument 'model.gguf'"),
+        (["--nats-tls-cert-file", "c.pem"], {}, "--nats-tls-cert-file needs --nats-tls-key-file as well"),
+        (
+            ["--nats-password-file", "/none"],
+            {},
+            "--nats-password-file: the file /none cannot be read: No such file or directory",
+        ),
+        ([], {"DYN_GRPC_PROT": "1"}, "unknown variable DYN_GRPC_PROT; did you mean DYN_GRPC_PORT?"),
+        ([], {"DYN_GRPC": "maybe"}, "variable DYN_GRPC: 'maybe' is neither true nor false"),
+        (["--config", "/none.yaml"], {}, "the configuration file /none.yaml cannot be read: No such file or directory"),
+    ],
+)
+def test_what_does_not_fit_is_one_clear_sentence(argv: list[str], environ: dict[str, str], sentence: str) -> None:
+    assert refusal(*argv, **environ) == sentence
+
+
+@pytest.mark.parametrize(
+    ("file", "sentence"),
+    [
+        ("wieght: 1", "{path}: unknown key 'wieght'; did you mean weight?"),
+        ("limits: {bodi: 1}", "{path}: unknown key 'limits.bodi'; did you mean limits.body?"),
+        ("limits: {body: [1]}", "{path}: 'limits.body' must be one plain value, not a list"),
+        ("grpc: perhaps", "{path}: 'grpc': 'perhaps' is neither true nor false"),
+        ("weight: 1\nweight: 2", "{path}: 'weight' is given twice"),
+        ("- a", "the configuration file {path} does not hold a mapping"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_key(file: str, sentence: str, tmp_path: Path) -> None:
+    assert refusal(file=file, folder=tmp_path) == sentence.format(path=tmp_path / "dynamo.yaml")
+
+
+def test_text_that_is_not_yaml_is_one_sentence(tmp_path: Path) -> None:
+    assert "is not YAML" in refusal(file="a: [", folder=tmp_path)
+
+
+def test_an_option_in_file_and_on_the_command_line_must_agree(tmp_path: Path) -> None:
+    assert read("--weight", "2", file="weight: 2", folder=tmp_path).weight == 2.0
+    sentence = refusal("--weight", "2", file="weight: 3", folder=tmp_path)
+    assert sentence == f"--weight and 'weight' in {tmp_path / 'dynamo.yaml'} are both given and differ; keep one of them"
+
+
+def test_a_required_option_is_asked_for() -> None:
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Needy:
+        name: str = option(help="Name.", flags=("--name",), env=("DYN_NAME",))
+
+    with pytest.raises(ConfigError, match=r"^--name is required: give --name or set DYN_NAME$"):
+        load(Needy, [], {}, program="needy")
+
+
+def test_help_shows_groups_defaults_and_variables_but_no_hidden_flags() -> None:
+    shown = io.StringIO()
+    with redirect_stdout(shown), pytest.raises(SystemExit) as caught:
+        read("--help")
+    assert caught.value.code == 0
+    text = shown.getvalue()
+    assert "--grpc-port PORT" in text and "default 8001" in text and "DYN_GRPC_PORT" in text
+    assert "NATS:" in text and "--nats-password-file FILE" in text
+    assert "--old-port" not in text and "--nats-password " not in text
+
+
+def test_version_is_printed() -> None:
+    shown = io.StringIO()
+    with redirect_stdout(shown), pytest.raises(SystemExit):
+        read("--version")
+    assert shown.getvalue().startswith("server ")
+
+
+def test_the_table_for_the_docs_has_every_option() -> None:
+    table = markdown_table(Config)
+    assert "### NATS" in table
+    assert "| `--events`, `--no-events` | `DYN_EVENTS` | `events` | `on` | Listen to events. |" in table
+    assert "`--nats-password-file`" in table and "`--nats-password`" not in table
+    assert "DYNAMO_GRPC_PORT" in variables(Config) and "DYN_NATS_PASSWORD_FILE" in variables(Config)

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+
+from dynamo.common.discovery import Instance, View, decode_registration, encode_registration
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
+from dynamo.common.names import Endpoint, InstanceId
+
+ENDPOINT = Endpoint("space", "backend", "generate")
+
+
+def tensor_card(name: str = "adder", size: int = 4, **fields: object) -> ModelCard:
+    inputs = (TensorSpec(name="x", datatype="FP32", shape=(size,)),)
+    return ModelCard(name=name, kind=ModelKind.TENSOR, inputs=inputs, **fields)  # type: ignore[arg-type]
+
+
+def llm_card(name: str = "talker", adapters: tuple[str, ...] = ()) -> ModelCard:
+    llm = LlmInfo(context_length=128, tokenizer="abc", adapters=adapters)
+    return ModelCard(name=name, kind=ModelKind.LLM, llm=llm)
+
+
+def instance(number: int, card: ModelCard | None = None, started_at: float | None = None) -> Instance:
+    number_id = InstanceId(number)
+    return Instance(
+        id=number_id,
+        endpoint=ENDPOINT,
+        subject=ENDPOINT.rpc_subject(number_id),
+        card=card or tensor_card(),
+        started_at=float(number) if started_at is None else started_at,
+    )
+
+
+def put(*instances: Instance) -> dict[str, bytes | None]:
+    return {instance.key: encode_registration(instance) for instance in instances}
+
+
+def view_of(*instances: Instance) -> View:
+    view = View()
+    view.apply(put(*instances))
+    return view
+
+
+def ids(view: View, name: str) -> list[int]:
+    return [instance.id for instance in view.instances(name)]
+
+
+def test_a_registration_comes_back_as_it_was() -> None:
+    original = instance(2**63 - 1, tensor_card("a.b/c", model_config=b"\x00\xff", labels={"team": "é"}))
+    assert decode_registration(original.key, encode_registration(original)) == original
+
+
+def test_fields_of_a_newer_worker_are_no_obstacle() -> None:
+    document = msgspec.json.decode(encode_registration(instance(1)))
+    document["mood"] = "sunny"
+    document["card"]["wings"] = 2
+    assert decode_registration(instance(1).key, msgspec.json.encode(document)) == instance(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"id": 7}, "belongs under"),
+        ({"subject": "dynamo.>"}, "not a subject"),
+        ({"subject": ""}, "not a subject"),
+        ({"id": -1}, "belongs under"),
+        ({"started_at": "noon"}, "cannot be read"),
+        ({"endpoint": {"namespace": "other", "component": "backend", "name": "generate"}}, "belongs under"),
+        ({"endpoint": {"namespace": "a b", "component": "backend", "name": "generate"}}, "character ' '"),
+    ],
+)
+def test_a_registration_that_contradicts_itself_is_refused(change: dict[str, object], words: str) -> None:
+    document = msgspec.json.decode(encode_registration(instance(1))) | change
+    with pytest.raises(InvalidRequest, match=words):
+        decode_registration(instance(1).key, msgspec.json.encode(document))
+
+
+@pytest.mark.parametrize("value", [b"", b"{", b"\xff\xfe", b"null", b"[]", b"{}", b"[" * 100_000])
+def test_a_registration_that_is_none_is_refused(value: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        decode_registration(instance(1).key, value)
+
+
+def test_a_card_that_etcd_would_refuse_is_refused_before() -> None:
+    with pytest.raises(InvalidRequest, match="bytes; at most"):
+        encode_registration(instance(1, tensor_card(model_config=bytes(2**20))))
+
+
+def test_a_malformed_registration_is_said_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    view = view_of(instance(1))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            view.apply({instance(2).key: b"garbage", "/dynamo/v1/odd": b"{}"})
+    assert ids(view, "adder") == [1]
+    assert len(caplog.records) == 2
+
+
+def test_a_registration_that_becomes_malformed_is_gone() -> None:
+    view = view_of(instance(1))
+    assert view.apply({instance(1).key: b"garbage"}).removed == (instance(1),)
+    assert view.instances("adder") == ()
+    assert view.models() == []
+
+
+def test_the_same_tuple_is_told_until_something_changes() -> None:
+    view = view_of(instance(2), instance(1))
+    before = view.instances("adder")
+    assert [i.id for i in before] == [1, 2]
+    assert not view.apply(put(instance(1)))
+    assert view.instances("adder") is before
+    view.apply(put(instance(3)))
+    assert ids(view, "adder") == [1, 2, 3]
+
+
+def test_a_changed_card_is_told_as_removed_and_added() -> None:
+    view = view_of(instance(1))
+    changed = instance(1, tensor_card(versions=("1", "2")))
+    change = view.apply(put(changed))
+    assert (change.added, change.removed) == ((changed,), (instance(1),))
+    assert view.card("adder") == changed.card
+
+
+def test_names_that_nobody_registered_leave_no_trace() -> None:
+    view = view_of(instance(1))
+    for number in range(100):
+        assert view.instances(f"unknown-{number}") == ()
+    assert set(view._serving) == set()
+
+
+def test_aliases_and_adapters_lead_to_the_instances_that_have_them() -> None:
+    plain = llm_card()
+    with_law = msgspec.structs.replace(llm_card(adapters=("law",)), aliases=("t",))
+    view = view_of(instance(1, plain), instance(2, with_law))
+    assert ids(view, "talker") == [1, 2]
+    assert ids(view, "law") == [2]
+    assert ids(view, "t") == [2]
+    assert view.model_of("law") == "talker"
+    assert view.models() == ["talker"]
+    view.apply({instance(2, with_law).key: None})
+    assert view.instances("law") == ()
+    assert view.model_of("t") is None
+
+
+def test_a_models_own_name_comes_before_an_alias_and_the_first_alias_before_a_later_one() -> None:
+    view = view_of(
+        instance(1, tensor_card("late", aliases=("shared", "adder")), started_at=2.0),
+        instance(2, tensor_card("early", aliases=("shared",)), started_at=1.0),
+        instance(3, tensor_card("adder")),
+    )
+    assert ids(view, "shared") == [2]
+    assert ids(view, "adder") == [3]
+
+
+def test_instances_that_take_other_tensors_than_most_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    odd = instance(1, tensor_card(size=8))
+    view = view_of(odd, instance(2), instance(3))
+    with caplog.at_level(logging.WARNING):
+        assert ids(view, "adder") == [2, 3]
+        assert odd not in view.registered()
+        view.apply(put(instance(4)))
+        assert ids(view, "adder") == [2, 3, 4]
+    assert len([record for record in caplog.records if "instance 1 serves another" in record.message]) == 1
+
+
+def test_at_a_tie_the_card_that_was_first_stays_until_the_new_one_has_more() -> None:
+    view = view_of(instance(1), instance(2), instance(3, tensor_card(size=8)), instance(4, tensor_card(size=8)))
+    assert ids(view, "adder") == [1, 2]
+    view.apply({instance(1).key: None})
+    assert ids(view, "adder") == [3, 4]
+
+
+def test_differences_that_do_not_matter_for_requests_do_not_divide() -> None:
+    view = view_of(instance(1), instance(2, tensor_card(versions=("1", "2"), labels={"zone": "b"})))
+    assert ids(view, "adder") == [1, 2]
+    card = view.card("adder")
+    assert card is not None
+    assert card.versions == ("1", "2")
+
+
+def test_an_instance_marked_down_is_left_out_of_all_its_models_until_it_is_up() -> None:
+    one, other = instance(1), instance(1, tensor_card("other"))
+    view = view_of(one, other, instance(2))
+    assert view.mark_down(InstanceId(1))
+    assert not view.mark_down(InstanceId(1))
+    assert (ids(view, "adder"), ids(view, "other")) == ([2], [])
+    assert len(view.registered()) == 3
+    assert view.mark_up(InstanceId(1))
+    assert not view.mark_up(InstanceId(1))
+    assert (ids(view, "adder"), ids(view, "other")) == ([1, 2], [1])
+
+
+def test_registering_again_ends_a_mark() -> None:
+    view = view_of(instance(1))
+    view.mark_down(InstanceId(1))
+    change = view.apply(put(instance(1)))
+    assert change.revived == {1}
+    assert change
+    assert ids(view, "adder") == [1]
+
+
+def test_marks_of_unknown_and_departed_instances_are_not_kept() -> None:
+    view = view_of(instance(1))
+    assert not view.mark_down(InstanceId(9))
+    view.mark_down(InstanceId(1))
+    view.apply({instance(1).key: None})
+    assert not view.is_down(InstanceId(1))

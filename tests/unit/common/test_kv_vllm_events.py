@@ -1,0 +1,239 @@
+"""A corpus of engine events in the shapes seen in the wild, and what they mean."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.common.errors import EngineError
+from dynamo.common.generation import pack_tokens
+from dynamo.common.kv.events import KvState
+from dynamo.common.kv.hashes import sequence_hashes, space_hash
+from dynamo.common.kv.vllm_events import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Translator,
+    decode_batch,
+    fold_hash,
+)
+
+TOKENS = list(range(100, 108))
+HASHES = sequence_hashes(pack_tokens(TOKENS), 4)
+BASE = {"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": TOKENS, "block_size": 4}
+
+
+def batch(*events: object, rank: int | None = None) -> bytes:
+    return msgspec.msgpack.encode([1.5, list(events)] if rank is None else [1.5, list(events), rank])
+
+
+def stored(*events: object) -> list[int]:
+    """The sequence hashes that a fresh translator makes of the events."""
+    translator, state = Translator(), KvState()
+    for event in decode_batch(batch(*events)).events:
+        translated = translator.translate(event)
+        state.remove(translated.removed)
+        state.store(translated.stored)
+        if translated.cleared:
+            state.clear()
+    state.take_update()
+    return state.snapshot().hashes
+
+
+DIGEST = bytes(range(24)) + (2).to_bytes(8, "big")
+
+# (what is seen, the events, the sequence hashes they lead to)
+CORPUS: list[tuple[str, list[object], list[int]]] = [
+    ("the old shape in full", [["BlockStored", [1, 2], None, TOKENS, 4, None, "GPU", None, [None, None], 0]], HASHES),
+    ("the old shape, shortest", [["BlockStored", [1, 2], None, TOKENS, 4]], HASHES),
+    (
+        "the old shape with a longer tail",
+        [["BlockStored", [1, 2], None, TOKENS, 4, None, "GPU", None, None, 0, "full_attention", None, "?"]],
+        HASHES,
+    ),
+    (
+        "the new shape as 0.26.0 sends it",
+        [
+            BASE
+            | {
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": None,
+                "extra_keys": [None, None],
+                "group_idx": 0,
+                "kv_cache_spec_kind": "full_attention",
+            }
+        ],
+        HASHES,
+    ),
+    ("the new shape, shortest", [BASE], HASHES),
+    ("unknown keys", [BASE | {"colour": "blue", "nested": {"a": [1]}}], HASHES),
+    ("unknown types before and after", [{"type": "BlockMoved", "x": 1}, BASE, ["Heartbeat"]], HASHES),
+    ("negative hashes", [BASE | {"block_hashes": [-1, -2]}, ["BlockRemoved", [2**64 - 2]]], HASHES[:1]),
+    (
+        "hashes of 32 bytes, removed as integers",
+        [BASE | {"block_hashes": [b"\x01" * 32, DIGEST]}, ["BlockRemoved", [2]]],
+        HASHES[:1],
+    ),
+    (
+        "a child of a known parent",
+        [BASE | {"block_hashes": [1], "token_ids": TOKENS[:4]}, ["BlockStored", [2], 1, TOKENS[4:], 4]],
+        HASHES,
+    ),
+    ("a child of a missing parent", [BASE | {"parent_block_hash": 77}], []),
+    (
+        "removal in the new shape",
+        [BASE, {"type": "BlockRemoved", "block_hashes": [2], "medium": "GPU", "group_idx": 0}],
+        HASHES[:1],
+    ),
+    ("removal of unknown blocks", [BASE, ["BlockRemoved", [5, 6]]], HASHES),
+    ("all cleared, old", [BASE, ["AllBlocksCleared"]], []),
+    ("all cleared, new", [BASE, {"type": "AllBlocksCleared"}], []),
+    ("blocks in host memory", [BASE | {"medium": "CPU"}], []),
+    ("offload without tokens", [BASE | {"token_ids": [], "medium": "GPU"}], []),
+    ("leaving host memory leaves the GPU's alone", [BASE, ["BlockRemoved", [1, 2], "CPU"]], HASHES),
+    ("two copies, one removed", [BASE, BASE, ["BlockRemoved", [1, 2]]], HASHES),
+    ("two copies, both removed", [BASE, BASE, ["BlockRemoved", [1, 2]], ["BlockRemoved", [2]]], HASHES[:1]),
+    (
+        "a hybrid model's other groups",
+        [
+            BASE | {"group_idx": 0, "kv_cache_spec_kind": "full_attention"},
+            BASE | {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "block_hashes": [8, 9]},
+            ["BlockRemoved", [1], "GPU", 1],
+        ],
+        HASHES,
+    ),
+    (
+        "full attention in a later group",
+        [
+            BASE | {"group_idx": 0, "kv_cache_spec_kind": "mamba"},
+            BASE | {"group_idx": 2, "kv_cache_spec_kind": "full_attention"},
+            ["BlockRemoved", [1], "GPU", 0],
+            ["BlockRemoved", [2], "GPU", 2],
+        ],
+        HASHES[:1],
+    ),
+    (
+        "an adapter by name",
+        [BASE | {"lora_name": "sql", "lora_id": 3, "extra_keys": [["sql"], ["sql"]]}],
+        sequence_hashes(pack_tokens(TOKENS), 4, space_hash("sql")),
+    ),
+    ("an adapter by number only", [BASE | {"lora_id": 3}], sequence_hashes(pack_tokens(TOKENS), 4, space_hash("lora:3"))),
+    ("a salt", [BASE | {"extra_keys": [["tenant"], None]}], sequence_hashes(pack_tokens(TOKENS), 4, space_hash("", "tenant"))),
+    (
+        "an adapter and a salt",
+        [BASE | {"lora_name": "sql", "extra_keys": [["sql", "tenant"], ["sql"]]}],
+        sequence_hashes(pack_tokens(TOKENS), 4, space_hash("sql", "tenant")),
+    ),
+    ("a handle given to another block", [BASE, BASE | {"block_hashes": [2], "token_ids": TOKENS[:4]}], HASHES[:1]),
+    (
+        "malformed ones in between",
+        [
+            {"type": "BlockStored"},
+            ["BlockStored", "x", None, TOKENS, 4],
+            ["BlockStored", [1.5], None, TOKENS, 4],
+            BASE | {"block_size": 0},
+            BASE | {"token_ids": ["a"]},
+            BASE | {"extra_keys": 5},
+            [],
+            17,
+            None,
+            BASE,
+        ],
+        HASHES,
+    ),
+    ("token ids that do not fit", [BASE | {"token_ids": [*TOKENS[:4], -1, 0, 0, 2**40]}], HASHES[:1]),
+]
+
+
+@pytest.mark.parametrize(("events", "expected"), [case[1:] for case in CORPUS], ids=[case[0] for case in CORPUS])
+def test_events_mean_these_blocks(events: list[object], expected: list[int]) -> None:
+    assert sorted(stored(*events)) == sorted(expected)
+
+
+def test_both_shapes_read_as_the_same_event() -> None:
+    new = {**BASE, "lora_id": None, "medium": "GPU", "lora_name": "sql", "extra_keys": [["sql"], None], "group_idx": 1}
+    old = ["BlockStored", [1, 2], None, TOKENS, 4, None, "GPU", "sql", [["sql"], None], 1]
+    assert decode_batch(batch(new)) == decode_batch(batch(old))
+    assert decode_batch(batch({"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU", "group_idx": 2})).events == [
+        BlocksRemoved([1], "CPU", 2)
+    ]
+
+
+def test_a_batch_may_be_a_map_and_names_its_rank() -> None:
+    as_map = msgspec.msgpack.encode({"ts": 1.0, "events": [["AllBlocksCleared"]], "data_parallel_rank": 3, "new": 1})
+    assert decode_batch(as_map).events == [AllCleared()]
+    assert decode_batch(as_map).rank == 3
+    assert decode_batch(batch(["AllBlocksCleared"], rank=2)).rank == 2
+    assert decode_batch(batch(["AllBlocksCleared"])).rank == 0
+
+
+def test_skipped_events_are_counted() -> None:
+    read = decode_batch(batch(BASE, {"type": "Unknown"}, ["BlockRemoved", None]))
+    assert (len(read.events), read.skipped) == (1, 2)
+
+
+def test_blocks_left_out_are_counted() -> None:
+    translator = Translator()
+    for event in decode_batch(batch(BASE | {"medium": "CPU"}, BASE | {"parent_block_hash": 77})).events:
+        translator.translate(event)
+    assert (translator.ignored, translator.orphans, len(translator)) == (2, 2, 0)
+
+
+def test_images_keep_equal_tokens_apart() -> None:
+    plain = stored(BASE)
+    one = stored(BASE | {"extra_keys": [[["image-1", 0], None], [["image-1", 0]]]})
+    other = stored(BASE | {"extra_keys": [[["image-2", 0], None], [["image-2", 0]]]})
+    assert len({*plain, *one, *other}) == 6
+
+
+def test_hashes_of_either_form_fold_alike() -> None:
+    assert fold_hash(DIGEST) == fold_hash(2) == 2
+    assert fold_hash(-1) == fold_hash(b"\xff" * 32) == 2**64 - 1
+    for bad in (True, None, "1", 1.0):
+        with pytest.raises(TypeError):
+            fold_hash(bad)
+
+
+JSONISH: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=4) | st.binary(max_size=40),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+ODD = st.fixed_dictionaries(
+    {"type": st.sampled_from(["BlockStored", "BlockRemoved"])},
+    optional=dict.fromkeys(
+        ["block_hashes", "parent_block_hash", "token_ids", "block_size", "medium", "lora_name", "extra_keys", "group_idx"],
+        JSONISH,
+    ),
+)
+
+
+@given(st.lists(ODD | JSONISH, max_size=5))
+def test_odd_events_never_break_the_reader(events: list[Any]) -> None:
+    translator = Translator()
+    read = decode_batch(batch(*events))
+    assert len(read.events) + read.skipped == len(events)
+    for event in read.events:
+        translator.translate(event)
+
+
+@given(st.binary(max_size=60))
+def test_random_bytes_are_an_engine_error_or_a_batch(payload: bytes) -> None:
+    with contextlib.suppress(EngineError):
+        decode_batch(payload)
+
+
+def test_a_batch_that_is_none_is_an_engine_error() -> None:
+    for payload in (b"", b"\xc1", msgspec.msgpack.encode("x"), msgspec.msgpack.encode([1.0]), msgspec.msgpack.encode({})):
+        with pytest.raises(EngineError):
+            decode_batch(payload)
+
+
+def test_events_are_plain_values() -> None:
+    assert decode_batch(batch(BASE)).events == [BlocksStored([1, 2], None, TOKENS, 4)]

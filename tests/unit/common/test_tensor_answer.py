@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dynamo.common.errors import EngineError
+from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.tensor_answer import AnswerForm
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors import decode_bytes
+from dynamo.protos.inference_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
+
+CARD = ModelCard(
+    name="m",
+    kind=ModelKind.TENSOR,
+    versions=("1", "2"),
+    inputs=(TensorSpec(name="X", datatype="FP32", shape=(2,)),),
+    outputs=(
+        TensorSpec(name="Y", datatype="FP32", shape=(2,)),
+        TensorSpec(name="H", datatype="FP16", shape=(-1,)),
+        TensorSpec(name="S", datatype="BYTES", shape=(-1,)),
+        TensorSpec(name="P", datatype="FP32", shape=(3,), labels=("cat", "dog")),
+    ),
+)
+BITS = b"\x01\x00\xc1\x7f\x00\x00\x80\x3f"
+"""A NaN with a payload, and 1."""
+
+
+def form(*outputs: str, typed: bool = False, version: str = "", card: ModelCard = CARD, top: int = 0) -> AnswerForm:
+    request = ModelInferRequest(model_name="alias", model_version=version, id="7")
+    tensor = request.inputs.add(name="X", datatype="FP32", shape=[2])
+    if typed:
+        tensor.contents.fp32_contents.extend([1, 2])
+    else:
+        request.raw_input_contents.append(BITS)
+    for name in outputs:
+        output = request.outputs.add(name=name)
+        if top:
+            output.parameters["classification"].int64_param = top
+    return AnswerForm.of(TensorRequest.parse(request.SerializeToString()), card)
+
+
+def answered(*names: str) -> ModelInferResponse:
+    head = ModelInferResponse()
+    for name in names:
+        head.outputs.add(name=name, datatype="FP32", shape=[2])
+    return head
+
+
+def test_an_answer_carries_the_name_version_and_id_of_its_request() -> None:
+    response = ModelInferResponse.FromString(b"".join(form().encode(answered("Y"), [BITS])))
+    assert (response.model_name, response.model_version, response.id) == ("alias", "2", "7")
+    assert list(response.raw_output_contents) == [BITS]
+    assert ModelInferResponse.FromString(b"".join(form(version="1").encode(answered()))).model_version == "1"
+
+
+def test_a_large_output_is_not_copied() -> None:
+    head = ModelInferResponse()
+    head.outputs.add(name="Y", datatype="FP32", shape=[100_000])
+    data = memoryview(bytearray(400_000))
+    assert any(piece is data for piece in form("Y").encode(head, [data]))
+
+
+def test_a_typed_request_is_answered_typed_bit_for_bit() -> None:
+    response = ModelInferResponse.FromString(b"".join(form(typed=True).encode(answered("Y"), [BITS])))
+    assert not response.raw_output_contents
+    assert response.outputs[0].contents.SerializeToString()[2:] == BITS
+
+
+def test_typed_contents_of_an_engine_become_raw() -> None:
+    head = answered("Y")
+    head.outputs[0].contents.fp32_contents.extend([1, 2])
+    response = ModelInferResponse.FromString(b"".join(form().encode(head)))
+    assert list(response.raw_output_contents) == [np.array([1, 2], "<f4").tobytes()]
+    assert not response.outputs[0].HasField("contents")
+
+
+def test_an_output_without_a_typed_form_makes_the_whole_answer_raw() -> None:
+    arrays = {"Y": np.ones(2, np.float32), "H": np.ones(1, np.float16)}
+    response = ModelInferResponse.FromString(b"".join(form(typed=True).encode_arrays(arrays)))
+    assert [len(raw) for raw in response.raw_output_contents] == [8, 2]
+
+
+def test_only_requested_outputs_are_answered_in_the_order_asked_for() -> None:
+    pieces = form("S", "Y").encode_arrays(
+        {"Y": np.ones(2, np.float32), "H": np.ones(1, np.float16), "S": np.array([b"x"], object)}
+    )
+    response = ModelInferResponse.FromString(b"".join(pieces))
+    assert [output.name for output in response.outputs] == ["S", "Y"]
+    assert response.raw_output_contents[0] == b"\1\0\0\0x"
+
+
+def test_the_final_answer_has_no_outputs_but_says_that_it_is_final() -> None:
+    response = ModelInferResponse.FromString(b"".join(form("Y").encode_final()))
+    assert response.parameters["triton_final_response"].bool_param
+    assert not response.outputs
+    assert response.id == "7"
+
+
+def test_the_best_classes_are_named() -> None:
+    pieces = form("P", top=2).encode_arrays({"P": np.array([0.25, 0.5, 0.5], np.float32)})
+    response = ModelInferResponse.FromString(b"".join(pieces))
+    assert (response.outputs[0].datatype, list(response.outputs[0].shape)) == ("BYTES", [2])
+    assert decode_bytes(response.raw_output_contents[0], 2) == [b"0.500000:1:dog", b"0.500000:2"]
+
+
+def test_each_row_of_a_batch_is_classified() -> None:
+    card = ModelCard(
+        name="m",
+        kind=ModelKind.TENSOR,
+        max_batch_size=8,
+        outputs=(TensorSpec(name="P", datatype="INT64", shape=(-1, 3)),),
+    )
+    pieces = form("P", top=9, card=card).encode_arrays({"P": np.array([[1, 2, 3], [9, 8, 7]])})
+    response = ModelInferResponse.FromString(b"".join(pieces))
+    assert list(response.outputs[0].shape) == [2, 3]
+    assert decode_bytes(response.raw_output_contents[0], 6) == [b"3:2", b"2:1", b"1:0", b"9:0", b"8:1", b"7:2"]
+
+
+@pytest.mark.parametrize(
+    ("head", "raws", "sentence"),
+    [
+        (answered("Y"), [BITS, BITS], "the model answered 1 outputs with 2 buffers"),
+        (answered("Y"), [BITS[:7]], "malformed output 'Y': it has 7 bytes where FP32"),
+        (answered("Y"), [], "malformed output 'Y': a tensor has 0 elements"),
+        (answered("Q"), [BITS], "without the requested output 'Y'"),
+    ],
+)
+def test_what_an_engine_got_wrong_is_its_own_error(head: ModelInferResponse, raws: list[bytes], sentence: str) -> None:
+    with pytest.raises(EngineError, match=sentence):
+        form("Y").encode(head, raws)
+
+
+def test_an_array_of_another_type_than_declared_is_an_engine_error() -> None:
+    with pytest.raises(EngineError, match="output 'Y' of the model: an array of float64 is FP64 and cannot be sent as FP32"):
+        form().encode_arrays({"Y": np.ones(2)})
+
+
+def test_typed_bool_and_bytes_outputs() -> None:
+    head = ModelInferResponse()
+    head.outputs.add(name="Y", datatype="BOOL", shape=[2])
+    head.outputs.add(name="S", datatype="BYTES", shape=[1])
+    response = ModelInferResponse.FromString(b"".join(form(typed=True).encode(head, [b"\x00\x02", b"\2\0\0\0\0a"])))
+    assert response.outputs[0].contents == InferTensorContents(bool_contents=[False, True])
+    assert response.outputs[1].contents == InferTensorContents(bytes_contents=[b"\0a"])

@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    EngineError,
+    InstanceGone,
+    InvalidRequest,
+    ShuttingDown,
+    Unavailable,
+)
+from dynamo.common.generation import (
+    Delta,
+    FinishReason,
+    Sampling,
+    Stop,
+    Summary,
+    delta_encoder,
+    request_decoder,
+    summary_encoder,
+)
+from dynamo.common.model_card import ModelCard
+from dynamo.common.names import InstanceId
+from dynamo.common.telemetry import FrontendMetrics, RequestType
+from dynamo.frontend.data_plane import Call, DataPlane, DataPlaneSettings, Generation, open_data_plane
+from dynamo.frontend.dispatch import DispatchSettings
+from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.text_models import LoadText, TextModel
+from tests.support.fakes import (
+    FakeClient,
+    FakeDirectory,
+    FakeLink,
+    FakeStream,
+    FakeText,
+    RecordingRouter,
+    TokenEngine,
+    continuation,
+    instance,
+    llm_card,
+    tensor_card,
+)
+from tests.support.virtual_time import in_virtual_time, run
+
+CALL = Call(request_id="r", endpoint="completions", request_type=RequestType.STREAM)
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class Front:
+    def __init__(
+        self,
+        plane: DataPlane,
+        client: FakeClient,
+        link: FakeLink,
+        router: RecordingRouter,
+        registry: CollectorRegistry,
+    ) -> None:
+        self.plane = plane
+        self.client = client
+        self.link = link
+        self.router = router
+        self._registry = registry
+
+    def count(self, name: str, **labels: str) -> float:
+        return self._registry.get_sample_value(f"dynamo_frontend_{name}", {"model": "talker", **labels}) or 0.0
+
+
+@asynccontextmanager
+async def front(
+    respond: Callable[[FakeStream], None] = lambda stream: None,
+    *,
+    instances: int = 8,
+    card: ModelCard | None = None,
+    settings: DataPlaneSettings | None = None,
+    load: LoadText | None = None,
+) -> AsyncIterator[Front]:
+    directory = FakeDirectory(*(instance(id_, card or llm_card()) for id_ in range(1, instances + 1)))
+    client, link, router, registry = FakeClient(respond), FakeLink(), RecordingRouter(), CollectorRegistry()
+    async with open_data_plane(
+        directory, client, link, router, load or load_at_once, FrontendMetrics(registry), settings
+    ) as plane:
+        yield Front(plane, client, link, router, registry)
+
+
+async def load_at_once(card: ModelCard) -> TextModel:
+    return FakeText()
+
+
+def gone(id_: InstanceId) -> DynamoError:
+    return InstanceGone(id_)
+
+
+def ask(max_tokens: int = 8, **more: object) -> TextRequest:
+    settings: dict[str, Any] = {"model": "talker", "prompt": PROMPT, "stop": Stop(max_tokens=max_tokens), **more}
+    return TextRequest(**settings)
+
+
+async def read_all(generation: Generation) -> list[TextDelta]:
+    texts: list[TextDelta] = []
+    while batch := await generation.read():
+        texts += batch
+    return texts
+
+
+def tokens_of(texts: list[TextDelta]) -> list[int]:
+    return [token for text in texts for token in text.tokens]
+
+
+def delta(*tokens: int, index: int = 0, finish: FinishReason | None = None) -> bytes:
+    return delta_encoder.encode(Delta(tokens, index, finish))
+
+
+async def test_a_generation_gives_text_and_then_its_summary() -> None:
+    async with front(TokenEngine([], gone)) as f:
+        async with f.plane.generate(ask(3), CALL) as generation:
+            assert generation.prompt_tokens == len(PROMPT)
+            texts = await read_all(generation)
+            assert tokens_of(texts) == continuation(PROMPT, 3)
+            assert texts[-1].finish_reason is FinishReason.LENGTH
+            assert generation.summary == Summary(prompt_tokens=5, output_tokens=3, cached_tokens=1)
+            assert generation.choice is not None
+            assert await generation.read() == []
+        assert not f.router.open
+        assert f.count("output_tokens_total") == 3
+        assert f.count("inflight_requests") == 0
+        labels = {"endpoint": "completions", "request_type": "stream", "status": "success", "error_type": ""}
+        assert f.count("requests_total", **labels) == 1
+
+
+async def test_deltas_that_queued_up_are_read_together() -> None:
+    async with (
+        front(lambda stream: stream.data(delta(1), delta(2), delta(3))) as f,
+        f.plane.generate(ask(), CALL) as generation,
+    ):
+        assert [text.tokens for text in await generation.read()] == [(1,), (2,), (3,)]
+
+
+async def test_the_worker_gets_the_tokens_under_the_models_own_name() -> None:
+    card = llm_card()
+    assert card.llm is not None
+    card = msgspec.structs.replace(card, aliases=("t",), llm=msgspec.structs.replace(card.llm, adapters=("law",)))
+    async with front(TokenEngine([], gone), card=card) as f:
+        for name in ("t", "law"):
+            call = Call(request_id="r", priority=4)
+            async with f.plane.generate(ask(model=name), call) as generation:
+                await read_all(generation)
+        sent = [request_decoder.decode(stream.body) for stream in f.client.streams]
+        assert [(request.model, request.adapter, request.priority) for request in sent] == [
+            ("talker", "", 4),
+            ("talker", "law", 4),
+        ]
+        assert f.router.requests[1].adapter == "law"
+        assert f.router.requests[1].prompt == sent[1].prompt
+        assert f.router.requests[1].expected_output_tokens == 8
+
+
+async def test_a_stop_string_cancels_the_engine_at_once() -> None:
+    async with front(lambda stream: stream.data(delta(1), delta(2), delta(3))) as f:
+        async with f.plane.generate(ask(stop_strings=("2 ",)), CALL) as generation:
+            texts = await generation.read()
+            assert "".join(text.text for text in texts) == "1 "
+            assert texts[-1].finish_reason is FinishReason.STOP
+            assert f.client.streams[0].cancelled
+            assert not f.router.open
+            assert await generation.read() == []
+            assert generation.summary.prompt_tokens == 5
+        labels = {"endpoint": "completions", "request_type": "stream", "status": "success", "error_type": ""}
+        assert f.count("requests_total", **labels) == 1
+
+
+async def test_a_stop_string_in_one_choice_leaves_the_others_running() -> None:
+    async with front() as f:
+        f.client.respond = lambda stream: stream.data(delta(2), delta(1, index=1))
+        async with f.plane.generate(ask(n=2, stop_strings=("2 ",)), CALL) as generation:
+            assert [text.finish_reason for text in await generation.read()] == [FinishReason.STOP, None]
+            assert not f.client.streams[0].cancelled
+            f.client.streams[0].data(delta(9), delta(7, index=1, finish=FinishReason.LENGTH))
+            assert [(text.index, text.tokens) for text in await generation.read()] == [(1, (7,))]
+
+
+async def test_leaving_early_cancels_the_engine() -> None:
+    async with front(lambda stream: stream.data(delta(1))) as f:
+        async with f.plane.generate(ask(), CALL) as generation:
+            await generation.read()
+        assert f.client.streams[0].cancelled
+        assert not f.router.open
+        assert f.count("inflight_requests") == 0
+        labels = {"endpoint": "completions", "request_type": "stream", "status": "error", "error_type": "cancelled"}
+        assert f.count("requests_total", **labels) == 1
+
+
+# Migration
+
+
+@given(
+    length=st.integers(1, 30),
+    deaths=st.lists(st.integers(0, 12), max_size=3),
+    per_step=st.integers(1, 4),
+    drains=st.booleans(),
+)
+def test_a_migrated_stream_has_neither_gap_nor_duplicate(length: int, deaths: list[int], per_step: int, drains: bool) -> None:
+    """However often its instance dies, whenever, the client reads what an undisturbed run gives."""
+
+    def error(id_: InstanceId) -> DynamoError:
+        return ShuttingDown("the worker") if drains else InstanceGone(id_)
+
+    async def main() -> None:
+        async with front(TokenEngine(deaths, error, per_step)) as f:
+            async with f.plane.generate(ask(length), CALL) as generation:
+                texts = await read_all(generation)
+                assert tokens_of(texts) == continuation(PROMPT, length)
+                assert "".join(text.text for text in texts) == "".join(f"{t} " for t in continuation(PROMPT, length))
+                assert [text.finish_reason for text in texts if text.finish_reason] == [FinishReason.LENGTH]
+                assert generation.summary.prompt_tokens == len(PROMPT)
+                assert generation.summary.output_tokens == length
+            asked = f.client.asked
+            assert len(set(asked)) == len(asked), "an instance that failed is not asked again"
+            assert not f.router.open
+
+    run(main())
+
+
+async def test_a_migration_sends_the_prompt_with_all_tokens_received_and_what_is_left_of_the_budget() -> None:
+    engine = TokenEngine([5], gone)
+    async with front(engine) as f:
+        async with f.plane.generate(ask(8, stop=Stop(max_tokens=8, min_tokens=6)), CALL) as generation:
+            await read_all(generation)
+        rest = engine.requests[1]
+        assert list(rest.tokens) == PROMPT + continuation(PROMPT, 5)
+        assert (rest.stop.max_tokens, rest.stop.min_tokens) == (3, 1)
+        assert f.count("model_migration_total", migration_type="ongoing_request") == 1
+        assert f.count("retries_total") == 0
+
+
+async def test_the_last_token_is_not_asked_for_twice_when_only_the_end_was_lost() -> None:
+    engine = TokenEngine([4], gone)
+    async with front(engine) as f:
+        async with f.plane.generate(ask(4), CALL) as generation:
+            texts = await read_all(generation)
+        assert tokens_of(texts) == continuation(PROMPT, 4)
+        assert texts[-1].finish_reason is FinishReason.LENGTH
+        assert len(engine.requests) == 1
+
+
+async def test_a_finished_answer_whose_summary_was_lost_is_complete() -> None:
+    def respond(stream: FakeStream) -> None:
+        stream.data(delta(1, 2, finish=FinishReason.STOP))
+        stream.fail(InstanceGone(stream.instance))
+
+    async with front(respond) as f:
+        async with f.plane.generate(ask(), CALL) as generation:
+            assert tokens_of(await read_all(generation)) == [1, 2]
+            assert generation.summary == Summary(prompt_tokens=5, output_tokens=2)
+        assert len(f.client.streams) == 1
+
+
+async def test_migrations_are_limited() -> None:
+    engine = TokenEngine([1] * 9, gone)
+    async with front(engine, settings=DataPlaneSettings(migration_limit=2)) as f:
+        async with f.plane.generate(ask(8), CALL) as generation:
+            with pytest.raises(InstanceGone):
+                await read_all(generation)
+        assert len(engine.requests) == 3
+        assert not f.router.open
+
+
+async def test_migrations_come_out_of_the_retry_budget() -> None:
+    engine = TokenEngine([1] * 9, gone)
+    dispatch = DispatchSettings(retry_ratio=0.0, retry_floor_per_s=0.0, retry_burst=1)
+    async with front(engine, settings=DataPlaneSettings(dispatch=dispatch)) as f:
+        async with f.plane.generate(ask(8), CALL) as generation:
+            with pytest.raises(InstanceGone):
+                await read_all(generation)
+        assert len(engine.requests) == 2
+
+
+async def test_without_another_instance_a_stream_ends_with_the_error() -> None:
+    async with front(TokenEngine([2], gone), instances=1) as f:
+        async with f.plane.generate(ask(8), CALL) as generation:
+            with pytest.raises(InstanceGone):
+                await read_all(generation)
+        labels = {"endpoint": "completions", "request_type": "stream", "status": "error", "error_type": "unavailable"}
+        assert f.count("requests_total", **labels) == 1
+
+
+@pytest.mark.parametrize("more", [{"n": 2}, {"sampling": Sampling(guided={"json_object": True})}])
+async def test_what_cannot_go_on_elsewhere_exactly_fails(more: dict[str, object]) -> None:
+    async with front(TokenEngine([2], gone)) as f:
+        async with f.plane.generate(ask(8, **more), CALL) as generation:
+            with pytest.raises(InstanceGone):
+                await read_all(generation)
+        assert len(f.client.streams) == 1
+
+
+async def test_a_generation_that_names_its_instance_is_not_moved() -> None:
+    async with front(TokenEngine([2], gone)) as f:
+        async with f.plane.generate(ask(8), Call(request_id="r", instance=InstanceId(3))) as generation:
+            with pytest.raises(InstanceGone):
+                await read_all(generation)
+        assert f.client.asked == [3]
+
+
+async def test_an_engine_failure_in_the_middle_is_final() -> None:
+    async with front(TokenEngine([2], lambda id_: EngineError("out of memory"))) as f:
+        async with f.plane.generate(ask(8), CALL) as generation:
+            with pytest.raises(EngineError, match="out of memory"):
+                await read_all(generation)
+        assert len(f.client.streams) == 1
+
+
+@in_virtual_time
+async def test_a_stream_cut_by_our_own_connection_goes_on_even_at_the_only_instance() -> None:
+    async with front(lambda stream: stream.data(delta(*continuation(PROMPT, 2))), instances=1) as f:
+        async with f.plane.generate(ask(8), CALL) as generation:
+            texts = await generation.read()
+            f.link.cut()
+            f.client.streams[0].fail(gone(InstanceId(1)))
+            f.client.respond = TokenEngine([], gone)
+            asyncio.get_running_loop().call_later(2.0, f.link.restore)
+            texts += await read_all(generation)
+        assert tokens_of(texts) == continuation(PROMPT, 8)
+        assert f.client.asked == [1, 1]
+
+
+# What can go wrong otherwise
+
+
+@pytest.mark.parametrize(
+    ("answer", "trailer"),
+    [
+        (b"\xc1", b""),
+        (delta(1, index=5), b""),
+        (delta(1, index=-1), b""),
+        (delta(1), summary_encoder.encode(Summary())),
+        (delta(1, finish=FinishReason.STOP), b"\xc1"),
+    ],
+    ids=["no delta", "unknown choice", "negative choice", "unfinished", "no summary"],
+)
+async def test_nonsense_from_an_engine_is_an_engine_error(answer: bytes, trailer: bytes) -> None:
+    def respond(stream: FakeStream) -> None:
+        stream.data(answer)
+        stream.end(trailer)
+
+    async with front(respond) as f:
+        async with f.plane.generate(ask(), CALL) as generation:
+            with pytest.raises(EngineError):
+                await read_all(generation)
+        assert not f.router.open
+        assert f.count("inflight_requests") == 0
+
+
+async def test_a_tensor_model_does_not_generate() -> None:
+    async with front(card=tensor_card("talker")) as f:
+        with pytest.raises(InvalidRequest, match="takes tensors"):
+            f.plane.generate(ask(), CALL)
+
+
+@in_virtual_time
+async def test_a_generation_waits_for_the_tokenizer_no_longer_than_its_deadline() -> None:
+    async def never(card: ModelCard) -> TextModel:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with front(load=never) as f:
+        with pytest.raises(DeadlineExceeded):
+            async with f.plane.generate(ask(), Call(request_id="r", deadline=2.0)):
+                pass
+        assert asyncio.get_running_loop().time() == 2.0
+        assert f.count("inflight_requests") == 0
+
+
+async def test_a_model_without_a_readable_tokenizer_is_unavailable_with_the_reason() -> None:
+    async def broken(card: ModelCard) -> TextModel:
+        raise Unavailable("the object store does not answer")
+
+    async with front(load=broken) as f:
+        with pytest.raises(Unavailable, match="the tokenizer of model 'talker' is not available: the object store"):
+            async with f.plane.generate(ask(), CALL):
+                pass

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dynamo.common.config import ConfigError, load
+from dynamo.common.model_card import ModelKind
+from dynamo.frontend.config import FrontendConfig, OverloadStatus, RouterMode
+
+SAMPLE = """
+grpc_service:
+  host: "0.0.0.0"
+  port: 8787
+  http_metrics_host: "0.0.0.0"
+  http_metrics_port: 8788
+models:
+  - name: "tensor_model"
+    type: "TensorBased"
+    inputs:
+      - {name: "input", datatype: "FP32", shape: [1, 1024]}
+    outputs:
+      - {name: "output", datatype: "FP32", shape: [1, 512]}
+prometheus:
+  enabled: true
+  endpoint: "http://prometheus:9090"
+  scrape_interval: "15s"
+grafana:
+  dashboard:
+    name: "Metrics"
+    datasources:
+      - prometheus
+"""
+
+
+def read(*flags: str, **environ: str) -> FrontendConfig:
+    return load(FrontendConfig, flags, environ, program="dynamo-frontend")
+
+
+def from_file(tmp_path: Path, text: str) -> FrontendConfig:
+    file = tmp_path / "frontend.yaml"
+    file.write_text(text)
+    return read("--config", str(file))
+
+
+def test_without_anything_it_serves_http_on_this_machine_only() -> None:
+    config = read()
+    assert not config.grpc.wanted
+    assert (config.http.host, config.http.port) == ("127.0.0.1", 8000)
+    assert (config.grpc.host, config.grpc.port) == ("127.0.0.1", 8001)
+    assert config == FrontendConfig()
+
+
+@pytest.mark.parametrize("flag", ["--grpc", "--kserve-grpc-server", "--kserve-mode"])
+def test_the_flags_of_the_field_turn_grpc_on(flag: str) -> None:
+    assert read(flag).grpc.wanted
+
+
+@pytest.mark.parametrize("name", ["DYN_GRPC", "DYN_KSERVE_GRPC_SERVER"])
+def test_so_do_the_variables(name: str) -> None:
+    assert read(**{name: "1"}).grpc.wanted
+
+
+@pytest.mark.parametrize("prefix", ["DYNAMO_", "DYN_"])
+def test_both_prefixes_name_the_grpc_settings(prefix: str) -> None:
+    environ = {"GRPC_PORT": "9001", "GRPC_WORKERS": "7", "MAX_MESSAGE_SIZE": "4194304"}
+    grpc = read(**{prefix + name: value for name, value in environ.items()}).grpc
+    assert (grpc.port, grpc.workers, grpc.max_message_bytes) == (9001, 7, 4 * 2**20)
+
+
+def test_the_flags_of_the_source_documents_work_together() -> None:
+    config = read(
+        *("--grpc-port", "8001", "--grpc-workers", "4", "--kserve-mode", "--max-message-size", "4194304"),
+        *("--router-mode", "random", "--http-port", "8080", "--overload-status", "529"),
+    )
+    assert config.grpc.wanted
+    assert config.grpc.max_message_bytes == 4194304
+    assert config.router_mode is RouterMode.RANDOM
+    assert config.overload_status is OverloadStatus.OVERLOADED
+
+
+def test_http2_windows_have_their_variables() -> None:
+    grpc = read(DYN_GRPC_INITIAL_CONNECTION_WINDOW_SIZE="16MiB", DYN_GRPC_INITIAL_STREAM_WINDOW_SIZE="1048576").grpc
+    assert (grpc.initial_connection_window_size, grpc.initial_stream_window_size) == (16 * 2**20, 2**20)
+
+
+def test_the_sample_file_of_the_field_is_valid(tmp_path: Path) -> None:
+    config = from_file(tmp_path, SAMPLE)
+    assert config.grpc.wanted
+    assert (config.grpc.host, config.grpc.port) == ("0.0.0.0", 8787)
+    assert (config.http.host, config.http.port) == ("0.0.0.0", 8788)
+    (card,) = config.models
+    assert (card.name, card.kind) == ("tensor_model", ModelKind.TENSOR)
+    assert card.inputs[0].shape == (1, 1024)
+    assert card.outputs[0].datatype == "FP32"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("grpc_service: {prot: 1}", "prot"),
+        ("grpc_service: 3", "gRPC service"),
+        ("grpc_service: {port: 70000}", "70000"),
+        ("models: {name: x}", "list of models"),
+        ("models: [{type: TensorBased}]", "name"),
+        ("models: [{name: x, type: Chat}]", "type 'Chat'"),
+        ("models: [{name: x, inputs: [{name: a, datatype: FP32}]}]", "shape"),
+        (
+            "models: [{name: x, inputs: [{name: a, datatype: FP32, shape: [1]}, {name: a, datatype: FP32, shape: [1]}]}]",
+            "two tensors",
+        ),
+        ("models: [{name: x}, {name: x}]", "twice"),
+        ("models: [{name: 'x y'}]", "' '"),
+        ("modles: []", "models"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_in_a_sentence(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        from_file(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--grpc-tls-cert-file", "x"], "--grpc-tls-key-file"),
+        (["--grpc-tls-client-ca-file", "x"], "needs --grpc-tls-cert-file"),
+        (["--processes", "2", "--http-port", "0"], "--processes"),
+        (["--processes", "2", "--grpc", "--grpc-port", "0"], "--processes"),
+        (["--grpc", "--grpc-port", "8000"], "both 8000"),
+        (["--router-mode", "best"], "'best'"),
+        (["--grpc-server", "rust"], "'rust'"),
+        (["--max-message-size", "64 parsecs"], "64 parsecs"),
+        (["--max-message-size", "10"], "below"),
+    ],
+)
+def test_flags_that_contradict_each_other_stop_the_start(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read(*flags)

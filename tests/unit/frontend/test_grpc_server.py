@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import trustme
+
+from dynamo.common.config import ConfigError
+from dynamo.frontend.api.grpc_server import channel_arguments, choose_server, serve_grpc
+from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice
+
+AUTO, NATIVE, GRPCIO = GrpcServerChoice.AUTO, GrpcServerChoice.NATIVE, GrpcServerChoice.GRPCIO
+NEEDS_GRPCIO = [
+    GrpcOptions(tls_cert_file="c", tls_key_file="k"),
+    GrpcOptions(compression=GrpcCompression.GZIP),
+    GrpcOptions(max_connection_age_s=60),
+    GrpcOptions(initial_connection_window_size=2**20),
+    GrpcOptions(initial_stream_window_size=2**20),
+]
+
+
+async def echo(data: bytes, context: object) -> bytes:
+    return data
+
+
+SERVICES = {"test.Echo": {"Say": grpc.unary_unary_rpc_method_handler(echo)}}
+
+
+def test_auto_takes_the_native_server_where_it_can() -> None:
+    assert choose_server(GrpcOptions(), native_installed=True).server is NATIVE
+    assert choose_server(GrpcOptions(host="::1"), native_installed=True).server is NATIVE
+
+
+def test_auto_takes_grpcio_without_the_package_and_where_strangers_can_connect() -> None:
+    assert choose_server(GrpcOptions(), native_installed=False).server is GRPCIO
+    choice = choose_server(GrpcOptions(host="0.0.0.0"), native_installed=True)
+    assert choice.server is GRPCIO
+    assert "does not bound" in choice.why
+    assert choose_server(GrpcOptions(host="0.0.0.0", server=NATIVE), native_installed=True).server is NATIVE
+
+
+@pytest.mark.parametrize("options", NEEDS_GRPCIO)
+def test_what_only_grpcio_does_makes_auto_take_it_and_native_refuse(options: GrpcOptions) -> None:
+    assert choose_server(options, native_installed=True).server is GRPCIO
+    with pytest.raises(ConfigError, match="which only grpcio can do"):
+        choose_server(replace(options, server=NATIVE), native_installed=True)
+
+
+def test_native_without_its_package_says_what_to_install() -> None:
+    with pytest.raises(ConfigError, match="pygrpc-native"):
+        choose_server(GrpcOptions(server=NATIVE), native_installed=False)
+
+
+def test_settings_reach_the_server_in_its_own_words() -> None:
+    options = GrpcOptions(max_message_bytes=5000, max_concurrent_streams=7, keepalive_s=2.5, initial_stream_window_size=2**20)
+    arguments = dict(channel_arguments(options, share_port=True))
+    assert arguments["grpc.max_receive_message_length"] == arguments["grpc.max_send_message_length"] == 5000
+    assert arguments["grpc.max_concurrent_streams"] == 7
+    assert arguments["grpc.keepalive_time_ms"] == 2500
+    assert arguments["grpc.http2.lookahead_bytes"] == 2**20
+    assert arguments["grpc.so_reuseport"] == 1
+
+
+@pytest.mark.parametrize("kind", [NATIVE, GRPCIO])
+async def test_it_says_once_which_server_runs_and_why(kind: GrpcServerChoice, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with serve_grpc(GrpcOptions(port=0, server=kind), SERVICES) as server:
+        assert server.port > 0
+    (line,) = [record.getMessage() for record in caplog.records if "gRPC on" in record.getMessage()]
+    assert f"by the {kind} server (it was asked for)" in line
+
+
+@pytest.mark.parametrize("kind", [NATIVE, GRPCIO])
+async def test_a_port_that_is_taken_is_a_configuration_error(kind: GrpcServerChoice) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot be opened"):
+            async with serve_grpc(GrpcOptions(port=taken.getsockname()[1], server=kind), SERVICES):
+                pass
+
+
+@pytest.mark.parametrize("kind", [NATIVE, GRPCIO])
+async def test_two_servers_share_a_port_where_they_are_told_to(kind: GrpcServerChoice) -> None:
+    options = GrpcOptions(port=0, server=kind)
+    async with (
+        serve_grpc(options, SERVICES, share_port=True) as first,
+        serve_grpc(replace(options, port=first.port), SERVICES, share_port=True) as second,
+    ):
+        assert second.port == first.port
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+async def test_tls_lets_in_those_with_the_right_certificates(tmp_path: Path, mutual: bool) -> None:
+    ca = trustme.CA()
+    server, client = ca.issue_cert("localhost"), ca.issue_cert("client")
+    cert, key, roots = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
+    cert.write_bytes(b"".join(blob.bytes() for blob in server.cert_chain_pems))
+    server.private_key_pem.write_to_path(str(key))
+    ca.cert_pem.write_to_path(str(roots))
+    options = GrpcOptions(
+        port=0, tls_cert_file=str(cert), tls_key_file=str(key), tls_client_ca_file=str(roots) if mutual else None
+    )
+    with_key = grpc.ssl_channel_credentials(
+        ca.cert_pem.bytes(), client.private_key_pem.bytes(), client.cert_chain_pems[0].bytes()
+    )
+    without_key = grpc.ssl_channel_credentials(ca.cert_pem.bytes())
+    async with serve_grpc(options, SERVICES) as running:
+
+        async def say(credentials: grpc.ChannelCredentials) -> bytes:
+            async with grpc.aio.secure_channel(f"localhost:{running.port}", credentials) as channel:
+                answer: bytes = await channel.unary_unary("/test.Echo/Say")(b"hello", timeout=3.0)
+                return answer
+
+        assert await say(with_key) == b"hello"
+        if mutual:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await say(without_key)
+        else:
+            assert await say(without_key) == b"hello"
+
+
+async def test_a_certificate_that_is_missing_is_a_configuration_error(tmp_path: Path) -> None:
+    options = GrpcOptions(port=0, tls_cert_file=str(tmp_path / "no"), tls_key_file=str(tmp_path / "no"))
+    with pytest.raises(ConfigError):
+        async with serve_grpc(options, SERVICES):
+            pass
+
+
+@pytest.mark.parametrize("kind", [NATIVE, GRPCIO])
+async def test_calls_to_methods_that_do_not_exist_are_unimplemented(kind: GrpcServerChoice) -> None:
+    async with (
+        serve_grpc(GrpcOptions(port=0, server=kind), SERVICES) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+
+        async def ask(path: str) -> grpc.StatusCode:
+            try:
+                await channel.unary_unary(path)(b"", timeout=5.0)
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return grpc.StatusCode.OK
+
+        found = await asyncio.gather(*(ask(path) for path in ("/test.Echo/Nothing", "/no.Service/At", "/x", "/test.Echo/Say")))
+        assert found == [grpc.StatusCode.UNIMPLEMENTED] * 3 + [grpc.StatusCode.OK]

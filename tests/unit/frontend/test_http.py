@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import httpx2
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dynamo.common.errors import Overloaded
+from dynamo.common.telemetry import FrontendMetrics, make_registry, render
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http import LinkState, health_routes, json_response, make_app, metrics_routes, model_routes, serve_http
+from dynamo.frontend.config import HttpOptions, OverloadStatus
+from dynamo.frontend.data_plane import DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.router.simple import RoundRobin
+from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeText, instance, tensor_card
+
+
+@dataclass
+class Links:
+    nats: LinkState = LinkState.CONNECTED
+    etcd: LinkState = LinkState.CONNECTED
+
+
+@dataclass
+class Side:
+    readiness: Readiness
+    directory: FakeDirectory
+    links: Links
+    client: httpx2.AsyncClient
+    plane: DataPlane
+
+
+async def overloaded(request: Request) -> Response:
+    raise Overloaded("too much", retry_after_s=2.0)
+
+
+async def broken(request: Request) -> Response:
+    raise RuntimeError("secret")
+
+
+@pytest.fixture
+async def side() -> AsyncIterator[Side]:
+    directory, links, readiness = FakeDirectory(instance(0xA, tensor_card("org/adder"))), Links(), Readiness()
+    registry = make_registry()
+    metrics = FrontendMetrics(registry)
+    routes = [
+        *health_routes(readiness, links),
+        *metrics_routes(lambda: render(registry)),
+        *model_routes(readiness, 1000.5),
+        Route("/overloaded", overloaded),
+        Route("/broken", broken),
+    ]
+
+    async def load_text(card: object) -> FakeText:
+        return FakeText()
+
+    settings = DataPlaneSettings(declared=(tensor_card("later"),))
+    async with (
+        open_data_plane(directory, FakeClient(), FakeLink(), RoundRobin(), load_text, metrics, settings) as plane,
+        serve_http(HttpOptions(port=0), make_app(routes, OverloadStatus.TOO_MANY_REQUESTS)) as server,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client,
+    ):
+        yield Side(readiness, directory, links, client, plane)
+
+
+async def test_live_says_that_the_process_runs_whatever_else(side: Side) -> None:
+    side.readiness.start_draining()
+    answer = await side.client.get("/live")
+    assert (answer.status_code, answer.json()["status"]) == (200, "live")
+
+
+async def test_health_tells_the_whole_life_of_a_process(side: Side) -> None:
+    async def health() -> tuple[int, str]:
+        answer = await side.client.get("/health")
+        return answer.status_code, answer.json()["status"]
+
+    assert await health() == (503, "starting")
+    side.readiness.attach(side.plane)
+    assert await health() == (200, "healthy")
+    side.directory.remove(0xA)
+    await asyncio.sleep(0)
+    assert await health() == (503, "unhealthy")
+    side.readiness.start_draining()
+    assert await health() == (503, "shutting_down")
+
+
+async def test_health_lists_endpoints_and_instances_and_tells_of_a_stale_view(side: Side) -> None:
+    side.readiness.attach(side.plane)
+    side.links.etcd = LinkState.STALE
+    body = (await side.client.get("/health")).json()
+    assert body["status"] == "healthy"
+    assert body["endpoints"] == ["dyn://dynamo.backend.generate"]
+    (only,) = body["instances"]
+    assert (only["instance_id"], only["model"]) == ("a", "org/adder")
+    assert (body["nats"], body["etcd"]) == ("connected", "stale")
+    assert "last view" in body["detail"]
+
+
+async def test_models_are_listed_with_slashes_in_their_names(side: Side) -> None:
+    side.readiness.attach(side.plane)
+    listed = (await side.client.get("/v1/models")).json()
+    assert [(model["id"], model["ready"]) for model in listed["data"]] == [("later", False), ("org/adder", True)]
+    one = await side.client.get("/v1/models/org/adder")
+    assert one.json() == listed["data"][1]
+    assert (await side.client.get("/v1/models/org/adder/ready")).status_code == 200
+    assert (await side.client.get("/v1/models/later/ready")).status_code == 503
+
+
+async def test_errors_are_json(side: Side) -> None:
+    assert (await side.client.get("/v1/models")).status_code == 503
+    side.readiness.attach(side.plane)
+    missing = await side.client.get("/v1/models/nobody")
+    assert missing.status_code == 404
+    assert missing.json()["error"] == {"message": "model 'nobody' is not found", "type": "not_found_error", "code": 404}
+    assert (await side.client.get("/nothing")).json()["error"]["message"] == "there is no /nothing"
+    assert (await side.client.post("/live")).json()["error"]["code"] == 405
+
+
+async def test_overload_says_when_to_come_back(side: Side) -> None:
+    answer = await side.client.get("/overloaded")
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+
+
+async def test_what_nobody_foresaw_is_an_internal_error(side: Side, caplog: pytest.LogCaptureFixture) -> None:
+    answer = await side.client.get("/broken", headers={"x-request-id": "r9"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "internal error"
+    assert "secret" not in answer.text
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "GET /broken failed unforeseen, request r9"
+    ]
+
+
+async def test_metrics_are_prometheus_text(side: Side) -> None:
+    answer = await side.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert "dynamo_frontend_requests_total" in answer.text
+
+
+async def test_the_server_leaves_signals_to_the_process(side: Side) -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+async def test_stopping_lets_a_running_request_finish() -> None:
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: Request) -> Response:
+        entered.set()
+        await leave.wait()
+        return json_response({"done": True})
+
+    async with (
+        serve_http(HttpOptions(port=0), make_app([Route("/slow", slow)])) as server,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client,
+    ):
+        asking = asyncio.create_task(client.get("/slow"))
+        await entered.wait()
+        stopping = asyncio.create_task(server.stop(10.0))
+        await asyncio.sleep(0)
+        leave.set()
+        assert (await asking).json() == {"done": True}
+        await stopping
+        with pytest.raises(httpx2.TransportError):
+            await client.get("/slow")

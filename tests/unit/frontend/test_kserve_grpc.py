@@ -1,0 +1,393 @@
+"""Every unary call of the KServe service, over a real port, on both servers."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, Overloaded, ShuttingDown
+from dynamo.frontend.api.grpc_health import HEALTH_SERVICE, REFLECTION_SERVICES
+from dynamo.frontend.api.kserve_grpc import SERVICE
+from dynamo.frontend.config import GrpcOptions, GrpcServerChoice, OverloadStatus
+from dynamo.protos import inference_pb2 as pb
+from tests.support.edge import SERVERS, Edge, open_edge, over
+from tests.support.fakes import FakeStream, TokenEngine, instance, llm_card, tensor_card
+
+Code = grpc.StatusCode
+
+
+def adder_request(count: int = 2, **fields: object) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name="adder", id="7", **fields)  # type: ignore[arg-type]
+    request.inputs.add(name="x", datatype="INT32", shape=[count])
+    request.raw_input_contents.append(b"\1\0\0\0" * count)
+    return request
+
+
+def text_request(*prompts: str, max_tokens: int = 3, model: str = "talker") -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=model, id="t")
+    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[len(prompts)])
+    tensor.contents.bytes_contents.extend(prompt.encode() for prompt in prompts)
+    request.parameters["max_tokens"].int64_param = max_tokens
+    return request
+
+
+def echo(stream: FakeStream) -> None:
+    """Answers with the request's own first tensor."""
+    request = pb.ModelInferRequest.FromString(stream.body)
+    answer = pb.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
+    answer.outputs.add(name="y", datatype="INT32", shape=request.inputs[0].shape)
+    answer.raw_output_contents.append(request.raw_input_contents[0])
+    stream.end(answer.SerializeToString())
+
+
+async def failure(call: object) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call  # type: ignore[misc]
+    return caught.value
+
+
+@pytest.fixture(params=SERVERS)
+async def edge(request: pytest.FixtureRequest) -> AsyncIterator[Edge]:
+    async with open_edge(tensor_card(), llm_card(), tensor_card("repeater", decoupled=True), server=request.param) as edge:
+        edge.client.respond = echo
+        yield edge
+
+
+async def test_the_server_lives_and_is_ready_while_an_instance_is_attached(edge: Edge) -> None:
+    assert pb.ServerLiveResponse.FromString(await edge.call("ServerLive", b"")).live
+    assert pb.ServerReadyResponse.FromString(await edge.call("ServerReady", b"")).ready
+    edge.directory.remove(1, 2, 3)
+    await asyncio.sleep(0)
+    assert not pb.ServerReadyResponse.FromString(await edge.call("ServerReady", b"")).ready
+    assert pb.ServerLiveResponse.FromString(await edge.call("ServerLive", b"")).live
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "ready"),
+    [
+        ("adder", "", True),
+        ("adder", "1", True),
+        ("adder", "9", False),
+        ("nobody", "", False),
+        ("", "", False),
+        ("a>*", "", False),
+    ],
+)
+async def test_model_ready_answers_for_any_name(edge: Edge, name: str, version: str, ready: bool) -> None:
+    answer = await edge.call("ModelReady", pb.ModelReadyRequest(name=name, version=version))
+    assert pb.ModelReadyResponse.FromString(answer).ready is ready
+
+
+async def test_metadata_and_config_describe_server_and_models(edge: Edge) -> None:
+    server = pb.ServerMetadataResponse.FromString(await edge.call("ServerMetadata", b""))
+    assert server.name == "dynamo"
+    assert "statistics" in server.extensions
+    metadata = pb.ModelMetadataResponse.FromString(await edge.call("ModelMetadata", pb.ModelMetadataRequest(name="adder")))
+    assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [("x", "INT32", [-1])]
+    config = pb.ModelConfigResponse.FromString(await edge.call("ModelConfig", pb.ModelConfigRequest(name="repeater")))
+    assert config.config.model_transaction_policy.decoupled
+
+
+@pytest.mark.parametrize("method", ["ModelMetadata", "ModelConfig", "ModelStatistics"])
+async def test_an_unknown_model_or_version_is_not_found(edge: Edge, method: str) -> None:
+    for name, version in [("nobody", ""), ("adder", "9")]:
+        error = await failure(edge.call(method, pb.ModelMetadataRequest(name=name, version=version)))
+        assert error.code() is Code.NOT_FOUND
+        assert name in (error.details() or "")
+
+
+async def test_the_index_lists_models_and_can_be_limited_to_ready_ones() -> None:
+    async with open_edge(tensor_card(), declared=(tensor_card("later"),)) as edge:
+        everything = pb.RepositoryIndexResponse.FromString(await edge.call("RepositoryIndex", b""))
+        assert [(m.name, m.state) for m in everything.models] == [("adder", "READY"), ("later", "UNAVAILABLE")]
+        ready = await edge.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
+        assert [m.name for m in pb.RepositoryIndexResponse.FromString(ready).models] == ["adder"]
+        error = await failure(edge.call("RepositoryIndex", pb.RepositoryIndexRequest(repository_name="other")))
+        assert error.code() is Code.INVALID_ARGUMENT
+
+
+async def test_a_declared_model_has_metadata_and_is_unavailable() -> None:
+    async with open_edge(declared=(tensor_card(),)) as edge:
+        await edge.call("ModelMetadata", pb.ModelMetadataRequest(name="adder"))
+        error = await failure(edge.infer(adder_request()))
+        assert (error.code(), error.details()) == (Code.UNAVAILABLE, "no instance is serving model 'adder' now")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "RepositoryModelLoad",
+        "RepositoryModelUnload",
+        "SystemSharedMemoryStatus",
+        "SystemSharedMemoryRegister",
+        "SystemSharedMemoryUnregister",
+        "CudaSharedMemoryStatus",
+        "CudaSharedMemoryRegister",
+        "CudaSharedMemoryUnregister",
+        "TraceSetting",
+        "LogSettings",
+    ],
+)
+async def test_calls_that_come_later_are_unimplemented_with_a_sentence(edge: Edge, method: str) -> None:
+    error = await failure(edge.call(method, b""))
+    assert error.code() is Code.UNIMPLEMENTED
+    assert (error.details() or "").startswith(f"{method}: ")
+
+
+@pytest.mark.parametrize(
+    "method", ["ModelReady", "ModelMetadata", "ModelConfig", "ModelInfer", "RepositoryIndex", "ModelStatistics"]
+)
+async def test_bytes_that_are_no_message_are_an_invalid_argument(edge: Edge, method: str) -> None:
+    error = await failure(edge.call(method, b"\x0a\xff\xff\xff\xff\x7f"))
+    assert error.code() is Code.INVALID_ARGUMENT
+    assert "the message is not a " in (error.details() or "")
+
+
+async def test_a_tensor_request_reaches_the_instance_as_it_came_and_so_does_its_answer(edge: Edge) -> None:
+    request = adder_request()
+    answer = await edge.infer(request)
+    assert (answer.id, answer.raw_output_contents[0]) == ("7", request.raw_input_contents[0])
+    assert edge.client.streams[0].body == request.SerializeToString()
+    assert edge.client.streams[0].verb == "infer"
+
+
+async def test_a_request_that_does_not_fit_the_model_reaches_no_instance(edge: Edge) -> None:
+    request = adder_request()
+    request.inputs[0].datatype = "FP32"
+    error = await failure(edge.infer(request))
+    assert error.code() is Code.INVALID_ARGUMENT
+    assert "'x'" in (error.details() or "")
+    assert edge.client.streams == []
+
+
+async def test_an_unknown_version_is_not_found(edge: Edge) -> None:
+    assert (await failure(edge.infer(adder_request(model_version="3")))).code() is Code.NOT_FOUND
+
+
+async def test_a_decoupled_model_wants_the_stream(edge: Edge) -> None:
+    request = adder_request()
+    request.model_name = "repeater"
+    error = await failure(edge.infer(request))
+    assert error.code() is Code.UNIMPLEMENTED
+    assert "stream" in (error.details() or "")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "details"),
+    [
+        (InvalidRequest("x is odd"), Code.INVALID_ARGUMENT, "x is odd"),
+        (EngineError("out of memory"), Code.INTERNAL, "out of memory"),
+        (ShuttingDown(), Code.UNAVAILABLE, "the server is shutting down and takes no new requests"),
+        (Cancelled(), Code.CANCELLED, "the request was cancelled by its caller"),
+    ],
+)
+async def test_what_an_instance_raises_becomes_its_status(edge: Edge, raised: Exception, code: Code, details: str) -> None:
+    edge.client.respond = lambda stream: stream.fail(raised)  # type: ignore[arg-type]
+    error = await failure(edge.infer(adder_request()))
+    assert (error.code(), error.details()) == (code, details)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(OverloadStatus.UNAVAILABLE, Code.UNAVAILABLE), (OverloadStatus.TOO_MANY_REQUESTS, Code.RESOURCE_EXHAUSTED)],
+)
+@pytest.mark.parametrize("server", SERVERS)
+async def test_overload_says_when_to_come_back(server: GrpcServerChoice, status: OverloadStatus, code: Code) -> None:
+    async with open_edge(tensor_card(), server=server, overload=status) as edge:
+        edge.client.respond = lambda stream: stream.fail(Overloaded("too much to do", retry_after_s=2.5))
+        error = await failure(edge.infer(adder_request()))
+        assert error.code() is code
+        trailing = dict(error.trailing_metadata())
+        assert trailing["retry-after"] == "2.5"
+        assert trailing["x-request-id"] == "7"
+
+
+async def test_what_nobody_foresaw_is_an_internal_error_without_details(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(stream: FakeStream) -> None:
+        raise RuntimeError("secret /path")
+
+    edge.client.respond = broken
+    error = await failure(edge.infer(adder_request()))
+    assert (error.code(), error.details()) == (Code.INTERNAL, "internal error")
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == ["ModelInfer failed unforeseen, request 7"]
+
+
+async def test_metadata_of_the_call_reaches_the_instance(edge: Edge) -> None:
+    edge.directory.add(instance(0xABC, tensor_card()))
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    metadata = (("x-dynamo-instance", "abc"), ("x-request-id", "r-1"), ("traceparent", trace))
+    await edge.infer(adder_request(), metadata=metadata)
+    stream = edge.client.streams[0]
+    assert stream.instance == 0xABC
+    assert stream.headers["traceparent"] == trace
+    assert "r-1" in stream.headers.values()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "word"), [(("x-dynamo-instance", "zz"), "'zz'"), (("x-dynamo-request-priority", "high"), "whole number")]
+)
+async def test_metadata_that_cannot_be_read_is_refused(edge: Edge, metadata: tuple[str, str], word: str) -> None:
+    error = await failure(edge.infer(adder_request(), metadata=(metadata,)))
+    assert error.code() is Code.INVALID_ARGUMENT
+    assert word in (error.details() or "")
+
+
+@pytest.mark.parametrize("size", [0, 10_000])
+async def test_metadata_of_any_size_that_fits_is_harmless(edge: Edge, size: int) -> None:
+    metadata = (("x-request-id", "r" * size), ("x-other", "o" * size), ("blob-bin", secrets.token_bytes(size)))
+    assert (await edge.infer(adder_request(), metadata=metadata)).id == "7"
+
+
+@pytest.mark.parametrize("id_", ["", "x" * 10_000, "größe\n", "a.b/c", ">", "*"])
+async def test_any_id_comes_back(edge: Edge, id_: str) -> None:
+    request = adder_request()
+    request.id = id_
+    assert (await edge.infer(request)).id == id_
+
+
+async def test_a_deadline_travels_and_ends_the_call(edge: Edge) -> None:
+    edge.client.respond = lambda stream: None
+    call = asyncio.create_task(failure(edge.infer(adder_request(), timeout=0.3)))
+    stream = await edge.client.next_stream()
+    assert (await call).code() is Code.DEADLINE_EXCEEDED
+    await over(stream)
+
+
+async def test_a_client_that_cancels_cancels_the_instance(edge: Edge) -> None:
+    edge.client.respond = lambda stream: None
+    call = edge.channel.unary_unary(f"/{SERVICE}/ModelInfer")(adder_request().SerializeToString())
+    stream = await edge.client.next_stream()
+    call.cancel()
+    await over(stream)
+    assert stream.cancelled
+
+
+async def test_a_language_model_answers_folded(edge: Edge) -> None:
+    edge.client.respond = TokenEngine([], Exception)  # type: ignore[arg-type]
+    answer = await edge.infer(text_request("ab", "c"))
+    texts = answer.outputs[0].contents.bytes_contents
+    assert (answer.outputs[0].name, len(texts)) == ("text_output", 2)
+    assert [len(text.split()) for text in texts] == [3, 3]
+    assert list(answer.outputs[1].contents.bytes_contents) == [b"length", b"length"]
+    assert not answer.parameters
+
+
+async def test_one_failed_prompt_fails_the_batch_and_cancels_the_others(edge: Edge) -> None:
+    def respond(stream: FakeStream) -> None:
+        if len(edge.client.streams) == 2:
+            stream.fail(EngineError("no"))
+
+    edge.client.respond = respond
+    error = await failure(edge.infer(text_request("a", "b", "c")))
+    assert (error.code(), error.details()) == (Code.INTERNAL, "no")
+    assert all(stream.is_over for stream in edge.client.streams)
+
+
+async def test_streaming_is_not_for_the_unary_call(edge: Edge) -> None:
+    request = text_request("a")
+    request.parameters["streaming"].bool_param = True
+    error = await failure(edge.infer(request))
+    assert error.code() is Code.INVALID_ARGUMENT
+    assert "ModelStreamInfer" in (error.details() or "")
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_messages_above_the_limit_are_refused_in_both_directions(server: GrpcServerChoice) -> None:
+    options = GrpcOptions(max_message_bytes=10_000)
+    async with open_edge(tensor_card(), server=server, options=options) as edge:
+        error = await failure(edge.infer(adder_request(3000)))
+        assert error.code() is Code.RESOURCE_EXHAUSTED
+        edge.client.respond = lambda stream: stream.end(bytes(20_000))
+        error = await failure(edge.infer(adder_request()))
+        assert error.code() is Code.RESOURCE_EXHAUSTED
+        assert error.details() == "the answer has 20000 bytes; messages are limited to 10000"
+
+
+async def test_gzip_is_accepted(edge: Edge) -> None:
+    request = adder_request(50_000)
+    answer = await edge.infer(request, compression=grpc.Compression.Gzip)
+    assert answer.raw_output_contents[0] == request.raw_input_contents[0]
+
+
+# Health and reflection
+
+
+async def check(edge: Edge, service: str) -> int:
+    call = edge.channel.unary_unary(f"/{HEALTH_SERVICE}/Check")
+    answer = await call(health_pb2.HealthCheckRequest(service=service).SerializeToString())
+    return int(health_pb2.HealthCheckResponse.FromString(answer).status)
+
+
+@pytest.mark.parametrize("service", ["", SERVICE, "adder"])
+async def test_health_check_follows_readiness(edge: Edge, service: str) -> None:
+    assert await check(edge, service) == 1
+    edge.readiness.start_draining()
+    assert await check(edge, service) == 2
+
+
+async def test_health_check_of_an_unknown_service_is_not_found(edge: Edge) -> None:
+    assert (await failure(check(edge, "nobody"))).code() is Code.NOT_FOUND
+
+
+async def test_health_watch_tells_each_change_and_ends_when_draining(edge: Edge) -> None:
+    watch = edge.channel.unary_stream(f"/{HEALTH_SERVICE}/Watch")(
+        health_pb2.HealthCheckRequest(service="adder").SerializeToString()
+    )
+    seen = [health_pb2.HealthCheckResponse.FromString(await watch.read()).status]
+    edge.directory.remove(1)
+    seen.append(health_pb2.HealthCheckResponse.FromString(await watch.read()).status)
+    edge.directory.add(instance(9, tensor_card()))
+    seen.append(health_pb2.HealthCheckResponse.FromString(await watch.read()).status)
+    edge.readiness.start_draining()
+    seen.append(health_pb2.HealthCheckResponse.FromString(await watch.read()).status)
+    assert await watch.read() is grpc.aio.EOF
+    assert seen == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("service", REFLECTION_SERVICES)
+async def test_reflection_lists_and_describes_the_services(edge: Edge, service: str) -> None:
+    call = edge.channel.stream_stream(f"/{service}/ServerReflectionInfo")()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString())
+    listed = reflection_pb2.ServerReflectionResponse.FromString(await call.read())
+    assert {SERVICE, HEALTH_SERVICE} <= {s.name for s in listed.list_services_response.service}
+    await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE).SerializeToString())
+    described = reflection_pb2.ServerReflectionResponse.FromString(await call.read())
+    assert b"ModelStreamInfer" in described.file_descriptor_response.file_descriptor_proto[0]
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF
+
+
+async def test_reflection_does_not_hold_up_a_shutdown(edge: Edge) -> None:
+    call = edge.channel.stream_stream(f"/{REFLECTION_SERVICES[0]}/ServerReflectionInfo")()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString())
+    await call.read()
+    edge.drain.start()
+    await edge.server.stop(30.0)
+    assert await call.code() is Code.UNAVAILABLE
+
+
+async def test_stopping_lets_running_requests_finish(edge: Edge) -> None:
+    edge.client.respond = lambda stream: None
+    call = asyncio.create_task(edge.infer(adder_request()))
+    stream = await edge.client.next_stream()
+    stop = asyncio.create_task(edge.server.stop(30.0))
+    await asyncio.sleep(0)
+    echo(stream)
+    assert (await call).id == "7"
+    await stop
+
+
+async def test_stopping_cuts_what_does_not_finish(edge: Edge) -> None:
+    edge.client.respond = lambda stream: None
+    call = asyncio.create_task(failure(edge.infer(adder_request())))
+    stream = await edge.client.next_stream()
+    await edge.server.stop(0.05)
+    assert (await call).code() in (Code.UNAVAILABLE, Code.CANCELLED)
+    assert stream.is_over

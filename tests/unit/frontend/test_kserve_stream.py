@@ -1,0 +1,284 @@
+"""ModelStreamInfer over a real port, on both servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+
+from dynamo.common.errors import EngineError
+from dynamo.common.generation import Delta, FinishReason, Summary, delta_encoder, summary_encoder
+from dynamo.protos import inference_pb2 as pb
+from tests.support.edge import SERVERS, Edge, open_edge, over
+from tests.support.fakes import FakeStream, TokenEngine, llm_card, tensor_card
+
+
+def tensor_request(id_: str, model: str = "adder", **parameters: bool) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=model, id=id_)
+    request.inputs.add(name="x", datatype="INT32", shape=[1])
+    request.raw_input_contents.append(b"\1\0\0\0")
+    for name, value in parameters.items():
+        request.parameters[name].bool_param = value
+    return request
+
+
+def text_request(id_: str, *prompts: str, stream: bool = True, max_tokens: int = 4, n: int = 1) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name="talker", id=id_)
+    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[len(prompts)])
+    tensor.contents.bytes_contents.extend(prompt.encode() for prompt in prompts)
+    request.inputs.add(name="streaming", datatype="BOOL", shape=[1]).contents.bool_contents.append(stream)
+    request.parameters["max_tokens"].int64_param = max_tokens
+    if n > 1:
+        request.parameters["n"].int64_param = n
+    return request
+
+
+def answer(stream: FakeStream, value: bytes = b"\1\0\0\0") -> bytes:
+    request = pb.ModelInferRequest.FromString(stream.body)
+    response = pb.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
+    response.outputs.add(name="y", datatype="INT32", shape=[1])
+    response.raw_output_contents.append(value)
+    return response.SerializeToString()
+
+
+def respond_at_once(stream: FakeStream) -> None:
+    stream.end(answer(stream))
+
+
+def is_final(response: pb.ModelStreamInferResponse) -> bool:
+    return response.infer_response.parameters["triton_final_response"].bool_param
+
+
+def ids(responses: list[pb.ModelStreamInferResponse]) -> list[str]:
+    return [response.infer_response.id for response in responses]
+
+
+def texts(response: pb.ModelStreamInferResponse) -> list[str]:
+    return [text.decode() for text in response.infer_response.outputs[0].contents.bytes_contents]
+
+
+async def until(edge: Edge, count: int) -> None:
+    """Waits until `count` requests have reached instances."""
+    while len(edge.client.streams) < count:
+        edge.client.opened.clear()
+        await edge.client.opened.wait()
+
+
+@pytest.fixture(params=SERVERS)
+async def edge(request: pytest.FixtureRequest) -> AsyncIterator[Edge]:
+    cards = (tensor_card(), llm_card(), tensor_card("repeater", decoupled=True))
+    async with open_edge(*cards, server=request.param, max_stream_requests=4) as edge:
+        yield edge
+
+
+async def test_tensor_answers_keep_the_order_of_their_requests(edge: Edge) -> None:
+    stream = edge.stream()
+    await stream.send(tensor_request("a"), tensor_request("b"), tensor_request("c"))
+    await until(edge, 3)
+    for waiting in reversed(edge.client.streams):
+        respond_at_once(waiting)
+    assert ids(await stream.rest()) == ["a", "b", "c"]
+
+
+async def test_a_failure_goes_in_band_with_the_id_and_the_stream_lives_on(edge: Edge) -> None:
+    edge.client.respond = respond_at_once
+    stream = edge.stream()
+    bad = tensor_request("bad")
+    bad.inputs[0].datatype = "FP32"
+    await stream.send(bad, tensor_request("unknown", model="nobody"), b"\x0a\xff\xff\xff\xff\x7f", tensor_request("good"))
+    responses = await stream.rest()
+    assert ids(responses) == ["bad", "unknown", "", "good"]
+    assert "'x'" in responses[0].error_message
+    assert responses[1].error_message == "model 'nobody' is not found"
+    assert responses[1].infer_response.model_name == "nobody"
+    assert "not a ModelInferRequest" in responses[2].error_message
+    assert not responses[3].error_message
+    assert all(is_final(response) for response in responses)
+    assert await stream.call.code() is grpc.StatusCode.OK
+
+
+async def test_what_nobody_foresaw_is_an_internal_error_in_band(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(stream: FakeStream) -> None:
+        raise RuntimeError("secret")
+
+    edge.client.respond = broken
+    stream = edge.stream()
+    await stream.send(tensor_request("a"))
+    assert (await stream.read()).error_message == "internal error"
+    edge.client.respond = respond_at_once
+    await stream.send(tensor_request("b"))
+    assert ids([await stream.read()]) == ["b"]
+    assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
+
+
+@pytest.mark.parametrize("value", ["true", "True"])
+async def test_with_triton_grpc_error_the_first_failure_ends_the_stream_with_its_status(edge: Edge, value: str) -> None:
+    stream = edge.stream(metadata=(("triton_grpc_error", value),))
+    await stream.send(tensor_request("held"), tensor_request("unknown", model="nobody"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.rest()
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.NOT_FOUND, "model 'nobody' is not found")
+    assert all(held.is_over for held in edge.client.streams)
+
+
+async def test_decoupled_answers_say_whether_more_may_come(edge: Edge) -> None:
+    def three_times(stream: FakeStream) -> None:
+        stream.data(answer(stream), answer(stream))
+        stream.data(answer(stream))
+        stream.end()
+
+    edge.client.respond = three_times
+    stream = edge.stream()
+    await stream.send(tensor_request("plain", "repeater"))
+    plain = [await stream.read() for _ in range(3)]
+    assert [is_final(response) for response in plain] == [False, False, False]
+    await stream.send(tensor_request("told", "repeater", triton_enable_empty_final_response=True))
+    told = await stream.rest()
+    assert [is_final(response) for response in told] == [False, False, False, True]
+    last = told[-1].infer_response
+    assert (last.id, last.model_name, len(last.outputs)) == ("told", "repeater", 0)
+
+
+async def test_a_decoupled_model_may_answer_nothing_at_all(edge: Edge) -> None:
+    edge.client.respond = lambda stream: stream.end()
+    stream = edge.stream()
+    await stream.send(tensor_request("a", "repeater"), tensor_request("b", "repeater", triton_enable_empty_final_response=True))
+    assert ids(await stream.rest()) == ["b"]
+
+
+async def test_a_slow_decoupled_request_holds_up_nobody(edge: Edge) -> None:
+    stream = edge.stream()
+    await stream.send(tensor_request("slow", "repeater"))
+    await until(edge, 1)
+    edge.client.respond = respond_at_once
+    await stream.send(tensor_request("quick"))
+    assert ids([await stream.read()]) == ["quick"]
+    edge.client.streams[0].end()
+    assert await stream.rest() == []
+
+
+async def test_text_streams_with_the_last_message_marked(edge: Edge) -> None:
+    edge.client.respond = TokenEngine([], EngineError)  # type: ignore[arg-type]
+    stream = edge.stream()
+    await stream.send(text_request("t", "abc"))
+    responses = await stream.rest()
+    assert len("".join(text for response in responses for text in texts(response)).split()) == 4
+    assert [is_final(response) for response in responses] == [False] * (len(responses) - 1) + [True]
+    assert responses[-1].infer_response.outputs[1].contents.bytes_contents[0] == b"length"
+    assert {response.infer_response.id for response in responses} == {"t"}
+
+
+async def test_each_token_leaves_at_once_and_those_that_gathered_leave_together(edge: Edge) -> None:
+    stream = edge.stream()
+    await stream.send(text_request("t", "a"))
+    engine = await edge.client.next_stream()
+    engine.data(delta_encoder.encode(Delta((1,))))
+    assert texts(await stream.read()) == ["1 "]
+    engine.data(delta_encoder.encode(Delta((2,))), delta_encoder.encode(Delta((3,))))
+    engine.data(delta_encoder.encode(Delta((4,), finish_reason=FinishReason.LENGTH)))
+    engine.end(summary_encoder.encode(Summary()))
+    assert [texts(response) for response in await stream.rest()] == [["2 3 4 "]]
+
+
+async def test_text_that_shall_not_stream_comes_as_one_message(edge: Edge) -> None:
+    edge.client.respond = TokenEngine([], EngineError)  # type: ignore[arg-type]
+    stream = edge.stream()
+    await stream.send(text_request("t", "abc", "d", stream=False))
+    (response,) = await stream.rest()
+    assert [len(text.split()) for text in texts(response)] == [4, 4]
+    assert is_final(response)
+
+
+async def test_several_prompts_and_choices_stream_side_by_side(edge: Edge) -> None:
+    def two_choices(stream: FakeStream) -> None:
+        for index in (1, 0):
+            stream.data(delta_encoder.encode(Delta((index + 5,), index, FinishReason.STOP)))
+        stream.end(summary_encoder.encode(Summary()))
+
+    edge.client.respond = two_choices
+    stream = edge.stream()
+    await stream.send(text_request("t", "a", "b", n=2))
+    responses = await stream.rest()
+    said = ["".join(column) for column in zip(*(texts(response) for response in responses), strict=True)]
+    assert said == ["5 ", "6 ", "5 ", "6 "]
+    assert [is_final(response) for response in responses] == [False, True]
+
+
+async def test_requests_above_the_bound_wait_for_earlier_ones(edge: Edge) -> None:
+    stream = edge.stream()
+    await stream.send(*(tensor_request(str(number)) for number in range(6)))
+    await until(edge, 4)
+    edge.client.streams[0].end(answer(edge.client.streams[0]))
+    assert (await stream.read()).infer_response.id == "0"
+    await until(edge, 5)
+    assert len(edge.client.streams) == 5
+    edge.client.respond = respond_at_once
+    for waiting in edge.client.streams[1:5]:
+        respond_at_once(waiting)
+    assert ids(await stream.rest()) == ["1", "2", "3", "4", "5"]
+
+
+async def test_a_client_that_cancels_cancels_everything_it_asked_for(edge: Edge) -> None:
+    stream = edge.stream()
+    await stream.send(tensor_request("a"), text_request("t", "x"), tensor_request("d", "repeater"))
+    await until(edge, 3)
+    stream.call.cancel()
+    await over(*edge.client.streams)
+    assert all(waiting.cancelled for waiting in edge.client.streams)
+
+
+async def test_a_client_that_disconnects_cancels_everything_it_asked_for(edge: Edge) -> None:
+    stream = edge.stream()
+    await stream.send(text_request("t", "x"))
+    engine = await edge.client.next_stream()
+    await edge.channel.close()
+    await over(engine)
+    assert engine.cancelled
+
+
+async def test_a_draining_process_answers_what_it_has_and_ends_the_stream(edge: Edge) -> None:
+    stream = edge.stream()
+    await stream.send(tensor_request("a"))
+    await until(edge, 1)
+    edge.drain.start()
+    respond_at_once(edge.client.streams[0])
+    assert (await stream.read()).infer_response.id == "a"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_idle_streams_do_not_hold_up_a_shutdown(edge: Edge) -> None:
+    edge.client.respond = respond_at_once
+    stream = edge.stream()
+    await stream.send(tensor_request("a"))
+    await stream.read()
+    edge.drain.start()
+    await edge.server.stop(60.0)
+    assert await stream.call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_many_streams_with_many_requests_all_get_their_answers(edge: Edge) -> None:
+    edge.client.respond = respond_at_once
+
+    async def one(number: int) -> None:
+        stream = edge.stream()
+        await stream.send(*(tensor_request(f"{number}-{at}") for at in range(20)))
+        assert ids(await stream.rest()) == [f"{number}-{at}" for at in range(20)]
+
+    await asyncio.gather(*(one(number) for number in range(20)))
+
+
+async def test_an_answer_above_the_limit_fails_its_request_only(edge: Edge) -> None:
+    edge.client.respond = lambda stream: stream.end(bytes(65 * 2**20))
+    stream = edge.stream()
+    await stream.send(tensor_request("big"))
+    response = await stream.read()
+    assert "messages are limited to 67108864" in response.error_message
+    edge.client.respond = respond_at_once
+    await stream.send(tensor_request("small"))
+    assert ids(await stream.rest()) == ["small"]

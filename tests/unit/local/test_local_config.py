@@ -1,0 +1,92 @@
+"""What `dynamo-local` accepts, and which commands it makes of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynamo.common.config import ConfigError, load
+from dynamo.common.discovery import Instance
+from dynamo.common.lifecycle import open_listener
+from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.local.app import PROMPT, ask_command
+from dynamo.local.config import LocalConfig, Question
+from dynamo.local.deployment import Deployment, choose_port, claimed, frontend_command, worker_command
+from dynamo.local.view import ServedModel, ready_workers, served_models
+
+ETCD, NATS = ("http://127.0.0.1:1",), ("nats://127.0.0.1:2",)
+
+
+def read(*argv: str) -> LocalConfig:
+    return load(LocalConfig, argv, {}, program="dynamo-local")
+
+
+def instance(number: int, model: str) -> Instance:
+    card = ModelCard(name=model, kind=ModelKind.TENSOR)
+    return Instance(id=InstanceId(number), endpoint=Endpoint(), subject="s", card=card, started_at=0.0)
+
+
+def test_several_models_and_workers_can_be_asked_for() -> None:
+    config = read("--model", "smollm2", "--model", "m.py:M", "--workers", "2", "--worker-flag=--drain-timeout=5")
+    command = worker_command(config, ETCD, NATS)
+    assert command[:3] == [sys.executable, "-m", "dynamo.worker"]
+    assert command.count("--model") == 2 and command[-1] == "--drain-timeout=5"
+    assert command[command.index("--etcd-endpoints") + 1] == ETCD[0]
+
+
+def test_workers_share_the_processors_unless_told_otherwise() -> None:
+    assert "--threads" in worker_command(read(), ETCD, NATS)
+    assert worker_command(read("--worker-flag=--threads=3"), ETCD, NATS).count("--threads") == 0
+
+
+def test_the_frontend_serves_grpc_on_the_chosen_ports() -> None:
+    command = frontend_command(read("--frontend-flag=--router-mode=random"), ETCD, NATS, 1, 2)
+    assert "--grpc" in command and command[command.index("--grpc-port") + 1] == "2"
+    assert command[-1] == "--router-mode=random"
+
+
+def test_a_question_names_its_model(tmp_path: Path) -> None:
+    file = tmp_path / "image.json"
+    file.write_text("{}")
+    config = read("--question", "a=why = because?", "--question", f"b=@{file}")
+    assert config.questions == (Question("a", "why = because?"), Question("b", f"@{file}"))
+    with pytest.raises(ConfigError, match="--question: 'why' is not of the form"):
+        read("--question", "why")
+    with pytest.raises(ConfigError, match="names the file /none, which does not exist"):
+        read("--question", "b=@/none")
+
+
+def test_language_models_get_a_prompt_and_others_what_the_user_gave(tmp_path: Path) -> None:
+    deployment = Deployment("http://127.0.0.1:1", "127.0.0.1:2", tmp_path, ())
+    language = ServedModel(ModelCard(name="a", kind=ModelKind.LLM), frozenset())
+    tensor = ServedModel(ModelCard(name="b", kind=ModelKind.TENSOR), frozenset())
+    assert ask_command(deployment, language, read())[-3:] == ["127.0.0.1:2", "a", PROMPT]
+    assert ask_command(deployment, language, read("--question", "a=hi"))[-1] == "hi"
+    assert ask_command(deployment, tensor, read())[-1] == "b"
+
+
+def test_the_usual_port_gives_way_when_it_is_taken_but_a_wanted_one_does_not() -> None:
+    with open_listener("127.0.0.1", 0, flag="--http-port") as taken:
+        port = taken.getsockname()[1]
+        assert choose_port("--http-port", None, port) not in (0, port)
+        with pytest.raises(ConfigError, match=f"--http-port: cannot listen on 127.0.0.1:{port}: Address already in use"):
+            choose_port("--http-port", port, 8000)
+    assert choose_port("--http-port", port, 8000) == port
+    assert choose_port("--http-port", 0, 8000) > 0
+
+
+def test_a_folder_serves_one_deployment_at_a_time(tmp_path: Path) -> None:
+    with claimed(tmp_path / "a"), pytest.raises(ConfigError, match="is in use by another dynamo-local"), claimed(tmp_path / "a"):
+        pass
+    with claimed(tmp_path / "a"):
+        pass
+
+
+def test_a_worker_counts_when_it_has_registered_all_its_models() -> None:
+    seen = [instance(1, "a"), instance(1, "b"), instance(2, "a"), instance(3, "a"), instance(3, "b")]
+    assert ready_workers(seen, frozenset(), 2) == 2
+    assert ready_workers(seen, frozenset([InstanceId(3)]), 2) == 1
+    assert [(model.card.name, len(model.instances)) for model in served_models(seen)] == [("a", 3), ("b", 2)]

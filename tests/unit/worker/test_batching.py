@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from dynamo.common.errors import DeadlineExceeded, EngineError, InvalidRequest, Overloaded
+from dynamo.worker.batching import Batch, Batcher, BatchPolicy, Tensors
+from dynamo.worker.engine.base import Context
+
+
+class Model:
+    """Doubles its input, remembers the sizes of its batches, and waits at a gate if it is closed."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.entered = asyncio.Event()
+        self.check: Callable[[Tensors], None] = lambda inputs: None
+
+    async def __call__(self, batch: Batch) -> Tensors:
+        inputs = batch.inputs()
+        self.sizes.append(batch.rows)
+        self.entered.set()
+        await self.gate.wait()
+        self.check(inputs)
+        return {"y": inputs["x"] * 2}
+
+
+@asynccontextmanager
+async def batching(model: Model, **policy: object) -> AsyncIterator[Batcher]:
+    batcher = Batcher(BatchPolicy(**{"max_batch_size": 8, **policy}), model)  # type: ignore[arg-type]
+    batcher.start()
+    try:
+        yield batcher
+    finally:
+        await batcher.close()
+
+
+def x(*values: float, width: int = 1) -> Tensors:
+    return {"x": np.array([[value] * width for value in values], np.float32)}
+
+
+async def settle() -> None:
+    """Lets everything that can run now run until it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def submit_while_busy(
+    batcher: Batcher, model: Model, requests: list[tuple[Tensors, Context]]
+) -> list[asyncio.Task[Tensors]]:
+    """Occupies the only execution slot, queues `requests`, and frees the slot."""
+    model.gate.clear()
+    first = asyncio.create_task(batcher.submit(x(0), 1, Context("first")))
+    await model.entered.wait()
+    tasks = [asyncio.create_task(batcher.submit(inputs, len(inputs["x"]), context)) for inputs, context in requests]
+    await settle()
+    model.sizes.clear()
+    model.gate.set()
+    await first
+    return tasks
+
+
+async def test_requests_that_arrive_together_are_one_execution_and_get_their_own_rows() -> None:
+    model = Model()
+    async with batching(model) as batcher:
+        answers = await asyncio.gather(*(batcher.submit(x(n, n + 0.5), 2, Context(str(n))) for n in range(4)))
+    assert model.sizes == [8]
+    for n, answer in enumerate(answers):
+        np.testing.assert_array_equal(answer["y"], [[2 * n], [2 * n + 1]])
+
+
+async def test_a_batch_is_never_larger_than_the_model_allows() -> None:
+    model = Model()
+    async with batching(model, max_batch_size=5) as batcher:
+        tasks = await submit_while_busy(batcher, model, [(x(1, 2), Context(str(n))) for n in range(5)])
+        await asyncio.gather(*tasks)
+    assert model.sizes == [4, 4, 2]
+
+
+async def test_requests_of_other_shapes_are_not_joined() -> None:
+    model = Model()
+    async with batching(model) as batcher:
+        requests = [(x(1), Context("a")), (x(1, width=3), Context("b")), (x(2), Context("c"))]
+        narrow, wide, other = await asyncio.gather(*await submit_while_busy(batcher, model, requests))
+    assert model.sizes == [2, 1]
+    assert (narrow["y"].shape, wide["y"].shape, other["y"].shape) == ((1, 1), (1, 3), (1, 1))
+
+
+async def test_a_preferred_size_runs_at_once_and_the_rest_waits_for_its_delay() -> None:
+    model = Model()
+    async with batching(model, preferred_batch_sizes=(2, 4), max_queue_delay_s=60) as batcher:
+        tasks = [asyncio.create_task(batcher.submit(x(n), 1, Context(str(n)))) for n in range(5)]
+        done, waiting = await asyncio.wait(tasks, timeout=0.2)
+        assert (model.sizes, len(done), len(waiting), batcher.waiting) == ([4], 4, 1, 1)
+        for task in waiting:
+            task.cancel()
+
+
+async def test_a_lonely_request_waits_no_longer_than_the_queue_delay() -> None:
+    model = Model()
+    loop = asyncio.get_running_loop()
+    async with batching(model, max_queue_delay_s=0.05) as batcher:
+        start = loop.time()
+        await batcher.submit(x(1), 1, Context("a"))
+        assert 0.04 < loop.time() - start < 1
+
+
+async def test_a_request_with_a_deadline_waits_for_company_only_half_of_its_time() -> None:
+    model = Model()
+    loop = asyncio.get_running_loop()
+    async with batching(model, max_queue_delay_s=60) as batcher:
+        await asyncio.wait_for(batcher.submit(x(1), 1, Context("a", deadline=loop.time() + 0.2)), 5)
+    assert model.sizes == [1]
+
+
+async def test_a_cancelled_request_never_reaches_the_model() -> None:
+    model = Model()
+    async with batching(model) as batcher:
+        kept, dropped = await submit_while_busy_and_cancel(batcher, model)
+        assert (await kept)["y"].tolist() == [[2]]
+        with pytest.raises(asyncio.CancelledError):
+            await dropped
+    assert model.sizes == [1]
+
+
+async def submit_while_busy_and_cancel(batcher: Batcher, model: Model) -> list[asyncio.Task[Tensors]]:
+    model.gate.clear()
+    first = asyncio.create_task(batcher.submit(x(0), 1, Context("first")))
+    await model.entered.wait()
+    tasks = [asyncio.create_task(batcher.submit(x(n), 1, Context(str(n)))) for n in (1, 2)]
+    await settle()
+    tasks[1].cancel()
+    model.sizes.clear()
+    model.gate.set()
+    await first
+    return tasks
+
+
+async def test_a_request_whose_deadline_passed_in_the_queue_is_refused_and_not_computed() -> None:
+    model = Model()
+    async with batching(model) as batcher:
+        late = Context("late", deadline=asyncio.get_running_loop().time() - 1)
+        tasks = await submit_while_busy(batcher, model, [(x(1), late), (x(2), Context("ok"))])
+        with pytest.raises(DeadlineExceeded):
+            await tasks[0]
+        assert (await tasks[1])["y"].tolist() == [[4]]
+    assert model.sizes == [1]
+
+
+async def test_a_full_queue_refuses_more() -> None:
+    model = Model()
+    model.gate.clear()
+    async with batching(model, max_queue_size=2, max_batch_size=1) as batcher:
+        tasks = [asyncio.create_task(batcher.submit(x(0), 1, Context("0")))]
+        await model.entered.wait()
+        tasks += [asyncio.create_task(batcher.submit(x(n), 1, Context(str(n)))) for n in (1, 2)]
+        await settle()
+        with pytest.raises(Overloaded):
+            await batcher.submit(x(3), 1, Context("3"))
+        model.gate.set()
+        await asyncio.gather(*tasks)
+
+
+async def test_more_rows_than_a_batch_may_have_are_an_invalid_request() -> None:
+    async with batching(Model(), max_batch_size=2) as batcher:
+        with pytest.raises(InvalidRequest, match="at most 2"):
+            await batcher.submit(x(1, 2, 3), 3, Context("a"))
+
+
+async def test_a_failed_execution_fails_every_request_in_it() -> None:
+    def broken(inputs: Tensors) -> None:
+        raise EngineError("no")
+
+    model = Model()
+    model.check = broken
+    async with batching(model) as batcher:
+        results = await asyncio.gather(*(batcher.submit(x(n), 1, Context(str(n))) for n in range(3)), return_exceptions=True)
+        assert model.sizes == [3]
+        assert [type(result) for result in results] == [EngineError] * 3
+        model.check = lambda inputs: None
+        assert (await batcher.submit(x(1), 1, Context("after")))["y"].tolist() == [[2]]
+
+
+async def test_only_the_request_at_fault_is_told_that_it_is_invalid() -> None:
+    def refuse_negative(inputs: Tensors) -> None:
+        if (inputs["x"] < 0).any():
+            raise InvalidRequest("x is negative")
+
+    model = Model()
+    model.check = refuse_negative
+    async with batching(model) as batcher:
+        results = await asyncio.gather(*(batcher.submit(x(n), 1, Context(str(n))) for n in (1, -1, 2)), return_exceptions=True)
+    assert isinstance(results[1], InvalidRequest)
+    assert [results[0]["y"].tolist(), results[2]["y"].tolist()] == [[[2]], [[4]]]  # type: ignore[index]
+
+
+async def test_outputs_that_lost_rows_are_an_engine_error() -> None:
+    async def lossy(batch: Batch) -> Tensors:
+        return {"y": batch.inputs()["x"][:1]}
+
+    batcher = Batcher(BatchPolicy(max_batch_size=4), lossy)
+    batcher.start()
+    results = await asyncio.gather(
+        batcher.submit(x(1), 1, Context("a")), batcher.submit(x(2), 1, Context("b")), return_exceptions=True
+    )
+    await batcher.close()
+    assert all(isinstance(result, EngineError) and "first dimension must be 2" in str(result) for result in results)
+
+
+async def test_one_request_of_a_batch_stands_for_the_execution() -> None:
+    model = Model()
+    contexts = [Context(str(n)) for n in range(3)]
+    async with batching(model) as batcher:
+        await asyncio.gather(*(batcher.submit(x(n), 1, context) for n, context in enumerate(contexts)))
+    assert sorted(context.timings.execution_rows for context in contexts) == [0, 0, 3]
+    assert all(context.timings.batched for context in contexts)
+
+
+async def test_two_slots_execute_two_batches_at_once() -> None:
+    model = Model()
+    model.gate.clear()
+    async with batching(model, max_batch_size=1, concurrency=2) as batcher:
+        tasks = [asyncio.create_task(batcher.submit(x(n), 1, Context(str(n)))) for n in range(3)]
+        await settle()
+        assert model.sizes == [1, 1]
+        model.gate.set()
+        await asyncio.gather(*tasks)
+
+
+async def test_closing_ends_requests_that_still_wait() -> None:
+    model = Model()
+    model.gate.clear()
+    batcher = Batcher(BatchPolicy(max_batch_size=1), model)
+    batcher.start()
+    tasks = [asyncio.create_task(batcher.submit(x(n), 1, Context(str(n)))) for n in range(3)]
+    await model.entered.wait()
+    await batcher.close()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, asyncio.CancelledError) for result in results)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"max_batch_size": 0}, {"max_batch_size": 4, "preferred_batch_sizes": (5,)}, {"max_batch_size": 4, "concurrency": 0}],
+)
+def test_a_policy_that_contradicts_itself_is_refused(policy: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        BatchPolicy(**policy)  # type: ignore[arg-type]

@@ -1,0 +1,15 @@
+"""The worker: loads models and serves them over NATS to every frontend of its namespace.
+
+| module | holds |
+|---|---|
+| `app` | the process from start to end; `serve_worker` and `open_worker` serve an engine from a program of one's own |
+| `config` | `WorkerConfig` |
+| `serve` | what is done with each request, written once for all engines |
+| `batching` | dynamic batching for tensor models |
+| `statistics` | counts and durations per model version |
+| `engine.base` | what an engine is |
+| `engine.select` | which engine a `--model` means |
+| `engine.python` | models written as Python classes; `engine.declaration` and `engine.user_class` are parts of it |
+| `engine.echo` | answers what it got |
+| `engine.llama` | llama.cpp |
+"""

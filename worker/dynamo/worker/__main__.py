@@ -1,0 +1,21 @@
+"""`dynamo-worker`, and `python -m dynamo.worker`."""
+
+from __future__ import annotations
+
+from dynamo.common.config import load_or_exit
+from dynamo.common.lifecycle import run
+from dynamo.common.logs import setup_logging
+from dynamo.worker import app
+from dynamo.worker.config import WorkerConfig
+
+PROGRAM = "dynamo-worker"
+
+
+def main() -> None:
+    config = load_or_exit(WorkerConfig, program=PROGRAM)
+    setup_logging(config.log)
+    run(app.run(config), program=PROGRAM)
+
+
+if __name__ == "__main__":
+    main()

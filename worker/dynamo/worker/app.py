@@ -1,0 +1,173 @@
+"""A worker process: its parts in the order in which they start, and, backwards, end.
+
+    engines load their models → NATS, etcd → requests are taken → registered
+
+so a worker is visible only when it can serve. On SIGTERM: deregister, refuse what is new (callers retry elsewhere), finish
+what is open within the drain timeout, close. A second signal ends the process at once.
+
+To serve an engine from a program of one's own:
+
+    await serve_worker(MyEngine(), WorkerConfig())                   # until SIGINT or SIGTERM
+
+    async with open_worker(MyEngine(), WorkerConfig()) as worker:    # while the body runs
+        print(worker.instance, [card.name for card in worker.cards])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo.common.config import ConfigError
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import InvalidRequest, Unavailable
+from dynamo.common.etcd import connect_etcd
+from dynamo.common.lifecycle import freeze_garbage, stop_on_signal, within
+from dynamo.common.messaging.connection import Connection, connect_nats
+from dynamo.common.messaging.server import RequestServer, serve_requests
+from dynamo.common.messaging.store import FileStore
+from dynamo.common.model_card import ModelCard
+from dynamo.common.names import Endpoint, InstanceId, new_instance_id
+from dynamo.common.registration import Registration, registered
+from dynamo.worker.config import WorkerConfig
+from dynamo.worker.engine.base import HasFiles
+from dynamo.worker.engine.select import AnyEngine, make_engine
+from dynamo.worker.serve import ServedModel, Service
+
+log = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker that serves. It is visible to frontends once `registration.registered` is set, which needs etcd."""
+
+    instance: InstanceId
+    endpoint: Endpoint
+    cards: tuple[ModelCard, ...]
+    requests: RequestServer
+    registration: Registration
+
+
+async def run(config: WorkerConfig) -> None:
+    """Serves the models of `config` until SIGINT or SIGTERM. Raises ConfigError for a model that cannot be served."""
+    if not config.models:
+        raise ConfigError("--model is required: name what to serve, or set DYN_MODEL")
+    names = config.model_names or ("",) * len(config.models)
+    try:
+        engines = [
+            make_engine(model, config.engine, name=name, threads=config.threads)
+            for model, name in zip(config.models, names, strict=True)
+        ]
+        await serve_worker(engines, config, on_started=lambda worker: freeze_garbage())
+    except (InvalidRequest, Unavailable) as error:
+        raise ConfigError(str(error)) from error
+
+
+async def serve_worker(
+    engines: AnyEngine | Sequence[AnyEngine],
+    config: WorkerConfig,
+    *,
+    stop: asyncio.Event | None = None,
+    on_started: Callable[[Worker], None] = lambda worker: None,
+) -> None:
+    """Starts `engines`, serves them until `stop` is set, and drains. Without `stop`: until SIGINT or SIGTERM.
+
+    `on_started` is called once, when requests can be served. Stopping while models still load abandons the start.
+    Raises InvalidRequest for a model that cannot be served, Unavailable when NATS refuses us, and whatever an engine raises
+    while it starts.
+    """
+    stopping = stop if stop is not None else stop_on_signal()
+    started = asyncio.Event()
+
+    async def serve() -> None:
+        async with open_worker(engines, config) as worker:
+            started.set()
+            on_started(worker)
+            await stopping.wait()
+
+    serving = asyncio.create_task(serve())
+    stopped = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done() and not started.is_set():
+            log.info("stopped before all models were loaded")
+            serving.cancel()
+        await asyncio.wait((serving,))
+    finally:
+        stopped.cancel()
+        serving.cancel()
+        await asyncio.gather(stopped, serving, return_exceptions=True)
+    if not serving.cancelled():
+        serving.result()
+
+
+@asynccontextmanager
+async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerConfig) -> AsyncIterator[Worker]:
+    """Starts `engines` and serves them while the body runs; on the way out deregisters and drains."""
+    endpoint = config.served_endpoint
+    instance = new_instance_id()
+    async with AsyncExitStack() as stack:
+        models: list[ServedModel] = []
+        for engine in [*engines] if isinstance(engines, Sequence) else [engines]:
+            models += await _start(engine, stack)
+        service = Service(models)
+        nats = await stack.enter_async_context(connect_nats(config.nats.to_config(), f"dynamo-worker {instance:x}"))
+        etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
+        await _store_files(models, nats)
+        requests = await stack.enter_async_context(serve_requests(nats, endpoint, instance, service.handlers, config.limits))
+        stack.push_async_callback(_drain, requests, config.drain_timeout_s)
+        started_at = time.time()
+        registrations = [
+            Instance(
+                id=instance,
+                endpoint=endpoint,
+                subject=endpoint.rpc_subject(instance),
+                card=model.card,
+                started_at=started_at,
+            )
+            for model in models
+        ]
+        registration = await stack.enter_async_context(registered(etcd, registrations, ttl_s=config.lease_ttl_s))
+        names = ", ".join(model.card.name for model in models)
+        log.info("serving %s at %s as instance %x", names, endpoint, instance)
+        yield Worker(instance, endpoint, tuple(model.card for model in models), requests, registration)
+        log.info("leaving: deregistering instance %x", instance)
+
+
+async def _start(engine: AnyEngine, stack: AsyncExitStack) -> list[ServedModel]:
+    begun = time.monotonic()
+    started = await engine.start()
+    stack.push_async_callback(engine.close)
+    cards = [started] if isinstance(started, ModelCard) else list(started)
+    for card in cards:
+        log.info("model %s is loaded after %.1f s", card.name, time.monotonic() - begun)
+    return [ServedModel.of(card.check(), engine) for card in cards]
+
+
+async def _store_files(models: Sequence[ServedModel], nats: Connection) -> None:
+    """Puts tokenizers and templates where frontends find them; waits for the store if it is not there yet."""
+    store = FileStore(nats, Path())  # only reading needs its cache on disk
+    for model in models:
+        for data in model.engine.files() if isinstance(model.engine, HasFiles) else ():
+            pause_s = 0.5
+            while True:
+                try:
+                    await store.put(data)
+                    break
+                except Unavailable as error:
+                    log.warning("model %s waits for its files to be stored: %s", model.card.name, error)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def _drain(requests: RequestServer, timeout_s: float) -> None:
+    requests.refuse_new()
+    log.info("draining %d open requests", requests.open_requests)
+    await within(timeout_s, requests.drained(), "draining")

@@ -1,0 +1,301 @@
+"""Dynamic batching: requests that arrive close together are run as one execution of the model.
+
+Requests whose tensors agree in everything but the first dimension (and that ask for the same version) form a group. A free
+execution slot looks at the groups, longest-waiting first, and decides, as Triton does:
+
+1. a prefix of the group adds up to a preferred batch size: run the longest such prefix at once;
+2. the batch is full, or the next request no longer fits: run what fits;
+3. the first request has waited `max_queue_delay_s`, or half of what its deadline leaves it: run what is there;
+4. otherwise wait for company.
+
+A cancelled request leaves the queue at once; one whose deadline passed is refused when its turn comes. When the queue is full,
+new requests are refused as overload. When an execution fails, every request in it fails, as with Triton, except for
+InvalidRequest: then each request runs again alone, so that only the one at fault is told so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamo.common.errors import DeadlineExceeded, EngineError, InvalidRequest, Overloaded
+from dynamo.worker.engine.base import Context
+
+Array: TypeAlias = NDArray[Any]
+Tensors: TypeAlias = Mapping[str, Array]
+
+DEFAULT_QUEUE_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPolicy:
+    """When to run which requests together. Sizes are rows: the first dimension of the tensors, summed over requests."""
+
+    max_batch_size: int
+    preferred_batch_sizes: tuple[int, ...] = ()
+    max_queue_delay_s: float = 0.0
+    max_queue_size: int = DEFAULT_QUEUE_SIZE
+    """Requests waiting; more are refused as overload."""
+    concurrency: int = 1
+    """Executions at once."""
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size < 1:
+            raise ValueError("dynamic batching needs a max_batch_size of at least 1")
+        for size in self.preferred_batch_sizes:
+            if not 1 <= size <= self.max_batch_size:
+                raise ValueError(f"preferred batch size {size} is not between 1 and {self.max_batch_size}")
+        if self.max_queue_delay_s < 0 or self.max_queue_size < 1 or self.concurrency < 1:
+            raise ValueError("queue delay, queue size and concurrency of dynamic batching must be positive")
+
+
+class _Job:
+    """A request in the queue or in execution."""
+
+    __slots__ = ("answer", "context", "due", "enqueued_ns", "group", "inputs", "rows")
+
+    def __init__(self, inputs: Tensors, rows: int, context: Context, group: _Group, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self.inputs = inputs
+        self.rows = rows
+        self.context = context
+        self.group = group
+        self.answer: asyncio.Future[Tensors] = loop.create_future()
+        self.enqueued_ns = time.perf_counter_ns()
+        self.due = now + (delay_s if context.deadline is None else min(delay_s, (context.deadline - now) / 2))
+
+
+class _Group:
+    """Waiting requests that may share an execution, in order of arrival."""
+
+    __slots__ = ("jobs", "key")
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self.jobs: dict[_Job, None] = {}
+
+
+class Batch:
+    """The requests of one execution, as the model gets them."""
+
+    __slots__ = ("_jobs", "infer_ns", "input_ns", "rows")
+
+    def __init__(self, jobs: Sequence[_Job]) -> None:
+        self._jobs = jobs
+        self.rows = sum(job.rows for job in jobs)
+        self.input_ns = 0
+        self.infer_ns = 0
+        """Time spent in the model; set by whoever executes the batch."""
+
+    @property
+    def context(self) -> Context:
+        """Of the first request."""
+        return self._jobs[0].context
+
+    def inputs(self) -> Tensors:
+        """All requests' tensors, joined along the first dimension. Copies, if there are several: call it off the event loop."""
+        start = time.perf_counter_ns()
+        first = self._jobs[0].inputs
+        if len(self._jobs) == 1:
+            return first
+        joined = {name: np.concatenate([job.inputs[name] for job in self._jobs]) for name in first}
+        self.input_ns = time.perf_counter_ns() - start
+        return joined
+
+
+Execute: TypeAlias = Callable[[Batch], Awaitable[Tensors]]
+
+
+class Batcher:
+    """Queues the requests of one model and runs them in batches through `execute`, between `start()` and `close()`."""
+
+    def __init__(self, policy: BatchPolicy, execute: Execute) -> None:
+        self._policy = policy
+        self._execute = execute
+        self._preferred = frozenset(policy.preferred_batch_sizes)
+        self._groups: dict[Hashable, _Group] = {}
+        self._waiting = 0
+        self._changed = asyncio.Event()
+        self._choosing = asyncio.Lock()
+        self._slots: list[asyncio.Task[None]] = []
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return self._waiting
+
+    def start(self) -> None:
+        self._slots = [asyncio.create_task(self._run_slot()) for _ in range(self._policy.concurrency)]
+
+    async def close(self) -> None:
+        """Stops; requests that still wait are cancelled."""
+        for slot in self._slots:
+            slot.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        for group in list(self._groups.values()):
+            for job in group.jobs:
+                job.answer.cancel()
+
+    async def submit(self, inputs: Tensors, rows: int, context: Context, version: str = "") -> Tensors:
+        """The model's outputs for `inputs`, whose arrays all have `rows` as their first dimension.
+
+        The outputs are views into those of the whole batch. Raises InvalidRequest for more rows than a batch may have,
+        Overloaded, DeadlineExceeded, and whatever the execution raised.
+        """
+        if rows > self._policy.max_batch_size:
+            raise InvalidRequest(f"the request has a batch size of {rows}; the model takes at most {self._policy.max_batch_size}")
+        if self._waiting >= self._policy.max_queue_size:
+            raise Overloaded(f"{self._waiting} requests are waiting for the model already")
+        key = (version, *((name, array.dtype.char, array.shape[1:]) for name, array in inputs.items()))
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(key)
+        job = _Job(inputs, rows, context, group, self._policy.max_queue_delay_s)
+        group.jobs[job] = None
+        self._waiting += 1
+        self._changed.set()
+        try:
+            return await job.answer
+        finally:
+            self._remove(job)
+
+    def _remove(self, job: _Job) -> None:
+        """Takes a request out of the queue, if it is still there."""
+        if job not in job.group.jobs:
+            return
+        del job.group.jobs[job]
+        self._waiting -= 1
+        if not job.group.jobs:
+            del self._groups[job.group.key]
+        self._changed.set()
+
+    async def _run_slot(self) -> None:
+        while True:
+            async with self._choosing:
+                jobs = await self._next_jobs()
+            await self._run(jobs)
+
+    async def _next_jobs(self) -> list[_Job]:
+        """Waits until there is something to run, and takes it from the queue."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._changed.clear()
+            now = loop.time()
+            due = None
+            for group in sorted(self._groups.values(), key=lambda group: next(iter(group.jobs)).enqueued_ns):
+                if count := self._ready(group, now):
+                    if jobs := self._take(group, count, now):
+                        return jobs
+                    break
+                head_due = next(iter(group.jobs)).due
+                due = head_due if due is None else min(due, head_due)
+            else:
+                await self._change_until(due)
+
+    async def _change_until(self, when: float | None) -> None:
+        try:
+            async with asyncio.timeout_at(when):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def _ready(self, group: _Group, now: float) -> int:
+        """How many of the group's first requests should run now; 0 to wait. The numbered rules of this module."""
+        rows = count = preferred = 0
+        full = False
+        for job in group.jobs:
+            if rows + job.rows > self._policy.max_batch_size:
+                full = True
+                break
+            rows += job.rows
+            count += 1
+            if rows in self._preferred:
+                preferred = count
+        if preferred:
+            return preferred
+        full = full or rows == self._policy.max_batch_size
+        return count if full or now >= next(iter(group.jobs)).due else 0
+
+    def _take(self, group: _Group, count: int, now: float) -> list[_Job]:
+        """Removes the first `count` requests; returns those that are not too late."""
+        taken = list(islice(group.jobs, count))
+        jobs = []
+        for job in taken:
+            self._remove(job)
+            if job.context.deadline is not None and now >= job.context.deadline:
+                if not job.answer.done():
+                    job.answer.set_exception(DeadlineExceeded())
+            elif not job.answer.done():  # done: cancelled in this very turn of the event loop
+                jobs.append(job)
+        return jobs
+
+    async def _run(self, jobs: list[_Job]) -> None:
+        batch = Batch(jobs)
+        start = time.perf_counter_ns()
+        for job in jobs:
+            job.context.timings.queue_ns = start - job.enqueued_ns
+        try:
+            outputs = await self._execute(batch)
+            split_start = time.perf_counter_ns()
+            parts = _split(outputs, jobs, batch.rows)
+        except InvalidRequest as error:
+            if len(jobs) > 1:
+                for job in jobs:
+                    if not job.answer.done():
+                        await self._run([job])
+                return
+            self._account(jobs, batch, 0)
+            _fail(jobs, error)
+        except Exception as error:
+            self._account(jobs, batch, 0)
+            _fail(jobs, error)
+        except BaseException:
+            for job in jobs:
+                job.answer.cancel()
+            raise
+        else:
+            self._account(jobs, batch, time.perf_counter_ns() - split_start)
+            for job, part in zip(jobs, parts, strict=True):
+                if not job.answer.done():
+                    job.answer.set_result(part)
+
+    @staticmethod
+    def _account(jobs: Sequence[_Job], batch: Batch, output_ns: int) -> None:
+        """Tells each request how long it took, and one of them, that it stands for the execution in the statistics."""
+        for job in jobs:
+            timings = job.context.timings
+            timings.batched = True
+            timings.input_ns += batch.input_ns
+            timings.infer_ns = batch.infer_ns
+            timings.output_ns = output_ns
+        # One whose caller has left is counted already, so a request that still waits must stand for the execution.
+        leader = next((job for job in jobs if not job.answer.done()), jobs[0])
+        leader.context.timings.execution_rows = batch.rows
+
+
+def _fail(jobs: Sequence[_Job], error: Exception) -> None:
+    for job in jobs:
+        if not job.answer.done():
+            job.answer.set_exception(error)
+
+
+def _split(outputs: Tensors, jobs: Sequence[_Job], rows: int) -> list[Tensors]:
+    for name, array in outputs.items():
+        if not array.ndim or array.shape[0] != rows:
+            raise EngineError(f"output '{name}' has shape {list(array.shape)}; its first dimension must be {rows}")
+    if len(jobs) == 1:
+        return [outputs]
+    parts: list[Tensors] = []
+    at = 0
+    for job in jobs:
+        parts.append({name: array[at : at + job.rows] for name, array in outputs.items()})
+        at += job.rows
+    return parts

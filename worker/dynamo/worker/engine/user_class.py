@@ -1,0 +1,98 @@
+"""Finds a user's class by its name, and what it declares about itself."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.engine.declaration import (
+    PBTXT_SUFFIX,
+    YAML_SUFFIXES,
+    Declaration,
+    from_model_config,
+    read_declaration,
+)
+
+_ATTRIBUTES = ("name", "max_batch_size", "decoupled", "versions", "batching", "concurrency")
+
+
+def load_class(target: str) -> tuple[type[Any], Path | None]:
+    """The class that `module:Class` or `path/to/file.py:Class` names, and the file it is in.
+
+    Raises InvalidRequest if there is none; what the module itself raises passes through.
+    """
+    where, colon, name = target.rpartition(":")
+    if not colon or not where or not name.isidentifier():
+        raise InvalidRequest(f"{target!r} is not of the form module:Class or path/to/file.py:Class")
+    module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        raise InvalidRequest(f"{where} has no class '{name}'")
+    return found, Path(module.__file__) if module.__file__ else None
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise InvalidRequest(f"there is no file {path}")
+    _importable(path.parent)
+    name = f"dynamo_model_{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == str(path):
+        return known  # several models of one file share its module
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InvalidRequest(f"{path} cannot be loaded as a Python module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look modules up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    _importable(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise InvalidRequest(f"there is no module '{name}'") from error
+        raise
+
+
+def _importable(folder: Path) -> None:
+    """As Python does for a script: modules beside it can be imported."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def declaration_of(model: Any, file: Path | None) -> Declaration:
+    """What a user's model declares, in whichever form. Raises InvalidRequest if it declares nothing or nonsense."""
+    given = model.declare() if hasattr(model, "declare") else getattr(model, "config", None)
+    folder = file.parent if file else Path.cwd()
+    if isinstance(given, Declaration):
+        return given
+    if isinstance(given, ModelConfig):
+        return from_model_config(given, folder)
+    if isinstance(given, str | Path):
+        return read_declaration(folder / given)
+    kind = type(model).__name__
+    if given is not None:
+        raise InvalidRequest(f"{kind} is declared by a {type(given).__name__}; use a Declaration, a ModelConfig or a file name")
+    if hasattr(model, "inputs") or hasattr(model, "outputs"):
+        set_here = {name: getattr(model, name) for name in _ATTRIBUTES if hasattr(model, name)}
+        return Declaration(inputs=getattr(model, "inputs", {}), outputs=getattr(model, "outputs", {}), **set_here)
+    beside = [file.with_suffix(suffix) for suffix in (*YAML_SUFFIXES, PBTXT_SUFFIX)] if file else []
+    for path in beside:
+        if path.is_file():
+            return read_declaration(path)
+    raise InvalidRequest(f"{kind} declares no inputs and outputs, and no file beside it does")

@@ -1,0 +1,268 @@
+"""The serving loop: what a worker does with each request, written once for all engines.
+
+`Service` holds the models of a process and has one handler per verb of the request plane. It finds the model, refuses what
+comes too late, gives the engine one `Context`, turns the engine's answers into what callers expect, and counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Protocol
+
+import msgspec
+
+from dynamo.common import logs
+from dynamo.common.errors import DeadlineExceeded, EngineError, InvalidRequest, ModelNotFound
+from dynamo.common.generation import Summary, delta_encoder, request_decoder, summary_encoder
+from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.messaging.server import Handler
+from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.tensor_answer import AnswerForm
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.protos.inference_pb2 import ModelStatisticsResponse
+from dynamo.worker.engine.base import Context, Engine, TensorAnswer, TensorEngine, Timings
+from dynamo.worker.statistics import VersionStatistics
+
+
+class Incoming(Protocol):
+    """One request, as `dynamo.common.messaging.server.Incoming` hands it to a handler."""
+
+    deadline: float | None
+    headers: dict[str, str]
+    body: Buffer
+    cancelled: asyncio.Event
+
+    @property
+    def request_id(self) -> str: ...
+
+    def send_nowait(self, body: Body) -> bool: ...
+
+    async def ready(self) -> None: ...
+
+    async def end(self, body: Body = b"") -> None: ...
+
+
+class StatisticsQuery(msgspec.Struct, frozen=True):
+    """Body of a `statistics` request. Empty: all models, all versions."""
+
+    model: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model of this process: its card, the engine behind it, and what became of its requests."""
+
+    card: ModelCard
+    engine: Engine | TensorEngine
+    statistics: Mapping[str, VersionStatistics]
+    """By version."""
+
+    @classmethod
+    def of(cls, card: ModelCard, engine: Engine | TensorEngine) -> ServedModel:
+        return cls(card, engine, {version: VersionStatistics(card.name, version) for version in card.versions})
+
+    @property
+    def names(self) -> Iterator[str]:
+        """Every name under which requests may ask for the model."""
+        yield self.card.name
+        yield from self.card.aliases
+        if self.card.llm is not None:
+            yield from self.card.llm.adapters
+
+    def version(self, requested: str) -> VersionStatistics:
+        """Of the requested version, or of the newest if none was. Raises ModelNotFound."""
+        found = self.statistics.get(requested or self.card.versions[-1])
+        if found is None:
+            raise ModelNotFound(self.card.name, requested)
+        return found
+
+
+class Service:
+    """The models of a process, and the handlers of its requests."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self.models = tuple(models)
+        self._tensor: dict[str, tuple[ServedModel, TensorEngine]] = {}
+        self._llm: dict[str, tuple[ServedModel, Engine]] = {}
+        for model in models:
+            for name in model.names:
+                if name in self._tensor or name in self._llm:
+                    raise InvalidRequest(f"two models of this worker are called '{name}'")
+                if model.card.kind is ModelKind.TENSOR and isinstance(model.engine, TensorEngine):
+                    self._tensor[name] = (model, model.engine)
+                elif model.card.kind is ModelKind.LLM and isinstance(model.engine, Engine):
+                    self._llm[name] = (model, model.engine)
+                else:
+                    raise InvalidRequest(f"the engine of model '{name}' cannot serve a model of kind '{model.card.kind}'")
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def handlers(self) -> dict[str, Handler]:
+        """By verb."""
+        return {
+            "infer": self.infer,
+            "generate": self.generate,
+            "statistics": self.statistics,
+            "ping": self.ping,
+        }
+
+    async def infer(self, incoming: Incoming) -> None:
+        """A serialized ModelInferRequest, answered with serialized ModelInferResponses."""
+        start = perf_counter_ns()
+        request = TensorRequest.parse(incoming.body)
+        served = self._tensor.get(request.head.model_name)
+        if served is None:
+            raise ModelNotFound(request.head.model_name)
+        model, engine = served
+        statistics = model.version(request.head.model_version)
+        context = self._context(incoming, statistics.version)
+        if model.card.max_batch_size and request.head.inputs and request.head.inputs[0].shape:
+            context.timings.rows = request.head.inputs[0].shape[0]
+        answers = _Answers(AnswerForm.of(request, model.card), context.timings, statistics, start)
+        body: Body = ()
+        try:
+            self._refuse_late(incoming)
+            iterator = engine.infer(request, context)
+            try:
+                if model.card.decoupled:
+                    await answers.send_all(iterator, incoming)
+                else:
+                    body = await answers.only(iterator)
+            finally:
+                await close(iterator)
+        except (asyncio.CancelledError, GeneratorExit):
+            statistics.cancelled(perf_counter_ns() - start, answers.count, context.timings)
+            raise
+        except BaseException:
+            statistics.failed(perf_counter_ns() - start, context.timings)
+            if model.card.decoupled:
+                statistics.answer_failed(answers.count, perf_counter_ns() - answers.last)
+            raise
+        statistics.succeeded(perf_counter_ns() - start, context.timings)
+        await incoming.end(body)
+
+    async def generate(self, incoming: Incoming) -> None:
+        """A `GenerateRequest`, answered with one `Delta` per engine step and choice, then a `Summary`."""
+        start = perf_counter_ns()
+        try:
+            request = request_decoder.decode(incoming.body)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise InvalidRequest(f"not a request for text generation: {error}") from error
+        served = self._llm.get(request.model)
+        if served is None:
+            raise ModelNotFound(request.model)
+        model, engine = served
+        statistics = model.version("")
+        context = self._context(incoming, statistics.version)
+        encode, send = delta_encoder.encode, incoming.send_nowait
+        summary: Summary | None = None
+        try:
+            self._refuse_late(incoming)
+            steps = engine.generate(request, context)
+            try:
+                async for step in steps:
+                    if isinstance(step, Summary):
+                        summary = step
+                    elif not send(encode(step)):
+                        await incoming.ready()
+            finally:
+                await close(steps)
+            if summary is None:
+                raise EngineError(f"the engine of model '{request.model}' ended without a summary")
+            context.timings.queue_ns = int(summary.queue_ms * 1e6)
+            statistics.succeeded(perf_counter_ns() - start, context.timings)
+        except (asyncio.CancelledError, GeneratorExit):
+            statistics.cancelled(perf_counter_ns() - start, 0, context.timings)
+            raise
+        except BaseException:
+            statistics.failed(perf_counter_ns() - start, context.timings)
+            raise
+        await incoming.end(summary_encoder.encode(summary))
+
+    async def statistics(self, incoming: Incoming) -> None:
+        """A `StatisticsQuery`, answered with a serialized ModelStatisticsResponse."""
+        try:
+            query = _query_decoder.decode(incoming.body)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"not a request for statistics: {error}") from error
+        asked = [model for model in self.models if not query.model or query.model in model.names]
+        if not asked:
+            raise ModelNotFound(query.model)
+        found = [
+            statistics.to_message()
+            for model in asked
+            for version, statistics in model.statistics.items()
+            if query.version in ("", version)
+        ]
+        if not found:
+            raise ModelNotFound(query.model, query.version)
+        await incoming.end(ModelStatisticsResponse(model_stats=found).SerializeToString())
+
+    async def ping(self, incoming: Incoming) -> None:
+        """Answered with nothing, when the event loop gets to it."""
+        await incoming.end()
+
+    def _context(self, incoming: Incoming, version: str) -> Context:
+        logs.request_id.set(incoming.request_id)
+        if traceparent := incoming.headers.get("traceparent"):
+            logs.trace_id.set(traceparent[3:35])
+        return Context(incoming.request_id, incoming.deadline, incoming.headers, incoming.cancelled, version, Timings())
+
+    def _refuse_late(self, incoming: Incoming) -> None:
+        if incoming.deadline is not None and self._loop.time() >= incoming.deadline:
+            raise DeadlineExceeded
+
+
+class _Answers:
+    """The answers of one tensor request, finished and counted."""
+
+    __slots__ = ("_form", "_statistics", "_timings", "count", "last")
+
+    def __init__(self, form: AnswerForm, timings: Timings, statistics: VersionStatistics, start: int) -> None:
+        self._form = form
+        self._timings = timings
+        self._statistics = statistics
+        self.count = 0
+        self.last = start
+        """When the last answer was there, or the request."""
+
+    async def only(self, iterator: AsyncIterator[TensorAnswer]) -> list[Buffer]:
+        """The one answer of a model that is not decoupled."""
+        only: TensorAnswer | None = None
+        async for answer in iterator:
+            if only is not None:
+                raise EngineError(f"model '{self._form.model}' gave several answers but is not declared as decoupled")
+            only = answer
+        if only is None:
+            raise EngineError(f"model '{self._form.model}' gave no answer")
+        start = perf_counter_ns()
+        body = self._form.encode(only.head, only.raw_outputs)
+        self._timings.output_ns += perf_counter_ns() - start
+        return body
+
+    async def send_all(self, iterator: AsyncIterator[TensorAnswer], incoming: Incoming) -> None:
+        """Sends each answer of a decoupled model as it comes, no faster than the caller takes them."""
+        async for answer in iterator:
+            made = perf_counter_ns()
+            empty = not answer.head.outputs
+            body = self._form.encode(answer.head, answer.raw_outputs)
+            done = perf_counter_ns()
+            self._timings.output_ns += done - made
+            self._statistics.answered(self.count, made - self.last, done - made, empty=empty)
+            self.count += 1
+            self.last = done
+            if not incoming.send_nowait(body):
+                await incoming.ready()
+
+
+async def close(iterator: AsyncIterator[object]) -> None:
+    """Closes what an engine iterates with, so that an abandoned request stops now and not when memory is collected."""
+    if isinstance(iterator, AsyncGenerator):
+        await iterator.aclose()
+
+
+_query_decoder = msgspec.msgpack.Decoder(StatisticsQuery)

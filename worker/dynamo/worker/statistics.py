@@ -1,0 +1,190 @@
+"""What became of the requests of each model version: the numbers behind `ModelStatistics`.
+
+Counting is a few integer additions per request; the message is built only when someone asks. How the counts are to be read:
+
+- `success`, `fail`: requests that were answered, or ended by an error; from arrival to the end. A cancelled request is neither:
+  it counts under `response_stats[index of the answer it was waiting for].cancel`.
+- `queue`, `compute_input`, `compute_infer`, `compute_output`: one count per successful request, as engines report it.
+- `inference_count` counts rows of successful requests, `execution_count` runs of the model; a batch of several requests is one
+  run. Their ratio is the average batch size.
+- `response_stats` holds one entry per index of an answer for decoupled models, which may give many.
+"""
+
+from __future__ import annotations
+
+import time
+
+from dynamo.protos.inference_pb2 import (
+    InferBatchStatistics,
+    InferResponseStatistics,
+    InferStatistics,
+    ModelStatistics,
+    StatisticDuration,
+)
+from dynamo.worker.engine.base import Timings
+
+MAX_RESPONSE_INDEX = 255
+"""Answers of one request beyond this index are counted under it, so that one endless stream cannot fill the memory."""
+
+
+class Duration:
+    """How often something happened and how long it took in all, in nanoseconds."""
+
+    __slots__ = ("count", "ns")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.ns = 0
+
+    def add(self, ns: int) -> None:
+        self.count += 1
+        self.ns += ns
+
+    def to_message(self) -> StatisticDuration:
+        return StatisticDuration(count=self.count, ns=self.ns)
+
+
+class _Execution:
+    """All executions of one batch size."""
+
+    __slots__ = ("infer", "input", "output")
+
+    def __init__(self) -> None:
+        self.input = Duration()
+        self.infer = Duration()
+        self.output = Duration()
+
+
+class _Response:
+    """The n-th answer of all requests."""
+
+    __slots__ = ("cancel", "empty", "fail", "infer", "output", "success")
+
+    def __init__(self) -> None:
+        self.infer = Duration()
+        self.output = Duration()
+        self.success = Duration()
+        self.fail = Duration()
+        self.empty = Duration()
+        self.cancel = Duration()
+
+
+class VersionStatistics:
+    """The counts of one version of one model."""
+
+    def __init__(self, name: str, version: str) -> None:
+        self.name = name
+        self.version = version
+        self.inferences = 0
+        self.executions = 0
+        self.success = Duration()
+        self.fail = Duration()
+        self.queue = Duration()
+        self.input = Duration()
+        self.infer = Duration()
+        self.output = Duration()
+        self._last_inference_ms = 0
+        self._batches: dict[int, _Execution] = {}
+        self._responses: dict[int, _Response] = {}
+
+    def succeeded(self, total_ns: int, timings: Timings) -> None:
+        """A request was answered in full, `total_ns` after it arrived."""
+        rest_ns = total_ns - timings.queue_ns - timings.input_ns - timings.output_ns
+        infer_ns = timings.infer_ns or max(0, rest_ns)
+        self.success.add(total_ns)
+        self.queue.add(timings.queue_ns)
+        self.input.add(timings.input_ns)
+        self.infer.add(infer_ns)
+        self.output.add(timings.output_ns)
+        self.inferences += timings.rows
+        self._last_inference_ms = time.time_ns() // 1_000_000
+        if timings.batched:
+            self.executed(timings)
+        else:
+            self._execution(timings.rows, timings.input_ns, infer_ns, timings.output_ns)
+
+    def failed(self, total_ns: int, timings: Timings) -> None:
+        """A request ended with an error."""
+        self.fail.add(total_ns)
+        if timings.batched:
+            self.executed(timings)
+
+    def cancelled(self, waited_ns: int, answers: int, timings: Timings) -> None:
+        """The caller left, or its deadline passed, after `answers` answers; `waited_ns` after the request arrived."""
+        self._response(answers).cancel.add(waited_ns)
+        if timings.batched:
+            self.executed(timings)
+
+    def executed(self, timings: Timings) -> None:
+        """Counts the execution that a request stands for, if it stands for one: it ran, whatever became of the request."""
+        if timings.execution_rows:
+            self._execution(timings.execution_rows, timings.input_ns, timings.infer_ns, timings.output_ns)
+
+    def answered(self, index: int, infer_ns: int, output_ns: int, *, empty: bool = False) -> None:
+        """Answer number `index` (from 0) of a decoupled request left; `infer_ns` since the one before it."""
+        response = self._response(index)
+        if empty:
+            response.empty.add(infer_ns + output_ns)
+            return
+        response.infer.add(infer_ns)
+        response.output.add(output_ns)
+        response.success.add(infer_ns + output_ns)
+
+    def answer_failed(self, index: int, ns: int) -> None:
+        """A decoupled request failed where its answer number `index` was due."""
+        self._response(index).fail.add(ns)
+
+    def to_message(self) -> ModelStatistics:
+        return ModelStatistics(
+            name=self.name,
+            version=self.version,
+            last_inference=self._last_inference_ms,
+            inference_count=self.inferences,
+            execution_count=self.executions,
+            inference_stats=InferStatistics(
+                success=self.success.to_message(),
+                fail=self.fail.to_message(),
+                queue=self.queue.to_message(),
+                compute_input=self.input.to_message(),
+                compute_infer=self.infer.to_message(),
+                compute_output=self.output.to_message(),
+                cache_hit=StatisticDuration(),
+                cache_miss=StatisticDuration(),
+            ),
+            batch_stats=[
+                InferBatchStatistics(
+                    batch_size=size,
+                    compute_input=batch.input.to_message(),
+                    compute_infer=batch.infer.to_message(),
+                    compute_output=batch.output.to_message(),
+                )
+                for size, batch in sorted(self._batches.items())
+            ],
+            response_stats={
+                str(index): InferResponseStatistics(
+                    compute_infer=response.infer.to_message(),
+                    compute_output=response.output.to_message(),
+                    success=response.success.to_message(),
+                    fail=response.fail.to_message(),
+                    empty_response=response.empty.to_message(),
+                    cancel=response.cancel.to_message(),
+                )
+                for index, response in sorted(self._responses.items())
+            },
+        )
+
+    def _execution(self, rows: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        self.executions += 1
+        batch = self._batches.get(rows)
+        if batch is None:
+            batch = self._batches[rows] = _Execution()
+        batch.input.add(input_ns)
+        batch.infer.add(infer_ns)
+        batch.output.add(output_ns)
+
+    def _response(self, index: int) -> _Response:
+        index = min(index, MAX_RESPONSE_INDEX)
+        response = self._responses.get(index)
+        if response is None:
+            response = self._responses[index] = _Response()
+        return response
