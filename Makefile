@@ -14,7 +14,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile
 .PHONY: run test lint format docs bench setup clean
 
 run: $(VENV)/.run
-	$(BIN)/dynamo-local --workers 2 --model smollm2 --model examples/classifier.py:Classifier \
+	@$(BIN)/dynamo-local --workers 2 --model smollm2 --model examples/classifier.py:Classifier \
 		--question classifier=@examples/classifier.json $(FLAGS)
 
 test: $(VENV)/.dev

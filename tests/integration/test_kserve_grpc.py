@@ -20,7 +20,7 @@ MODELS = (
     f"{ROOT}/examples/classifier.py:Classifier",
     f"{ROOT}/examples/countdown.py:Words",
 )
-NAMES = ("types", "org/fixed.v1", "batchy", "repeater", "Faulty", "Classifier", "Words")
+NAMES = ("types", "org/fixed.v1", "batchy", "repeater", "faulty", "classifier", "words")
 
 
 async def run_client(module: str, *arguments: str, timeout_s: float = 150.0) -> list[dict[str, str]]:

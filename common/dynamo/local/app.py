@@ -6,6 +6,7 @@ import asyncio
 import shlex
 import sys
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from dynamo.common.errors import DynamoError
@@ -92,8 +93,7 @@ def _show(deployment: Deployment, models: Sequence[ServedModel]) -> None:
 
 
 async def _ask(command: Sequence[str]) -> None:
-    shown = ["python", *command[1:]]
-    print(f"$ {shlex.join(shown)}", flush=True)
+    print(f"$ {shlex.join([_from_here(Path(command[0])), *command[1:]])}", flush=True)
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
     try:
         status = await process.wait()
@@ -104,3 +104,8 @@ async def _ask(command: Sequence[str]) -> None:
     if status != 0:
         raise AskFailed(f"the request above failed with status {status}")
     print(flush=True)
+
+
+def _from_here(python: Path) -> str:
+    """The interpreter as one would type it."""
+    return str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python)

@@ -183,7 +183,7 @@ class DataPlane:
         return Generation(self._dispatcher, self._texts, model.metrics, self._settings.migration_limit, model.card, request, call)
 
     async def text_model(self, model: str) -> TextModel:
-        """Tokenizer and chat template of a language model. Raises ModelNotFound, InvalidRequest if it takes tensors, Unavailable."""
+        """Tokenizer and template of a language model. Raises ModelNotFound, InvalidRequest for other models, Unavailable."""
         card = self._find(model, "").card
         if card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{card.name}' takes tensors; it has no tokenizer", param="model")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self

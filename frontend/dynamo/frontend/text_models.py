@@ -38,10 +38,10 @@ class Vocabulary(Protocol):
 
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]: ...
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    def decode(self, tokens: list[int], /, *, skip_special_tokens: bool) -> str: ...
 
-    def check_ids(self, ids: Sequence[int]) -> None:
-        """Raises InvalidRequest if one of `ids`, which is not empty, is not in the vocabulary."""
+    def check_ids(self, tokens: Sequence[int], /) -> None:
+        """Raises InvalidRequest if one of `tokens`, which are not empty, is not in the vocabulary."""
         ...
 
 

@@ -3,16 +3,18 @@
     endpoint = Endpoint(handle, OPENAI_ERRORS, settings)   # an ASGI application, to be mounted by a route
     async def handle(exchange: Exchange) -> None: ...
 
-`Exchange.attended` ends the work when the client leaves; failures become an error answer, or, once a stream has begun, its last event.
+`Exchange.attended` ends the work when the client leaves. Failures become an error answer or, once a stream has begun, its last
+event.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from starlette.types import Message, Receive, Scope, Send
@@ -64,7 +66,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.headers: dict[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.request_id = ""
-        """Set by the handler once it is known; goes into the answer's headers."""
+        """Known after `caller`; goes into the answer's headers."""
         self.client_left = False
         self.stream: EventStream | None = None
         self._receive = receive
@@ -72,8 +74,10 @@ class Exchange:
         self._answered = False
 
     def caller(self) -> Caller:
-        """Who asks. Raises InvalidRequest."""
-        return Caller.read(self.headers.items())
+        """Who asks, under an id that the answer repeats. Raises InvalidRequest."""
+        caller = Caller.read(self.headers.items())
+        self.request_id = caller.request_id or secrets.token_hex(12)
+        return replace(caller, request_id=self.request_id)
 
     async def body(self) -> bytes:
         """The request's JSON body. Raises PayloadTooLarge, InvalidRequest, and Cancelled if the client left."""

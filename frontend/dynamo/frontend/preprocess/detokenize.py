@@ -175,7 +175,7 @@ class _PieceText:
     def __init__(self, pieces: Mapping[int, Piece]) -> None:
         self._pieces = pieces
         self._half = b""
-        """The beginning of a character: a valid one, of three bytes at most."""
+        """What may be the beginning of a character: three bytes at most."""
 
     def push(self, token: int) -> str:
         piece = self._pieces[token]
@@ -192,7 +192,7 @@ class _PieceText:
 
     def flush(self) -> str:
         half, self._half = self._half, b""
-        return _REPLACEMENT if half else ""
+        return half.decode(errors="replace")
 
 
 class _WindowText:

@@ -91,8 +91,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         return result
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # jinja2 names them differently
-        if isinstance(getattr(obj, "__self__", None), str):  # a method of a text, such as ljust
-            self._check_sizes(getattr(obj, "__self__", ""), *args)
+        text = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # the sandbox wraps str.format
+        if isinstance(text, str):  # a method of a text, such as ljust
+            self._check_sizes(text, *args, *kwargs.values())
         return super().call(context, obj, *args, **kwargs)
 
     def _bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,7 +61,8 @@ class Tokenizer:
         text, such as BOS; a rendered conversation has its own. Raises InvalidRequest for what the tokenizer cannot take.
         """
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+            # The batch call lets other threads run while it works; `encode` holds the interpreter for all of it.
+            ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
         except Exception as error:  # lone surrogates; characters that a vocabulary without an unknown token lacks
             raise InvalidRequest(f"the prompt cannot be tokenized: {error}", param="prompt") from error
         if special_tokens and self._bos is not None and ids[:1] != [self._bos]:

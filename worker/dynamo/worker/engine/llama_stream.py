@@ -123,16 +123,15 @@ Step = list[tuple[int, float]]
 class TokenReader:
     """Turns the chunks of one completion into steps, one per token."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, held: frozenset[int]) -> None:
+        """`held` tokens are held back until it is known whether they end the answer."""
         self._vocabulary = vocabulary
+        self._hold = held
         self._seen = 0
         self._held: Step | None = None
 
     def feed(self, chunk: Chunk) -> list[Step]:
-        """The tokens that are certain now.
-
-        A token that may end an answer is held back until the next chunk says whether it did; that comes at once if so.
-        """
+        """The tokens that are certain now. After a token that ended an answer, the next chunk comes at once and says so."""
         choice = chunk.choices[0] if chunk.choices else None
         if choice is None or choice.logprobs is None or not choice.logprobs.content:
             return []
@@ -143,7 +142,7 @@ class TokenReader:
         self._seen = chunk.timings.predicted_n
         others = [(other.id, other.logprob) for other in position.top_logprobs if other.id != position.id]
         step = [(position.id, position.logprob), *others]
-        if position.id in self._vocabulary.silent:
+        if position.id in self._hold:
             self._held = step
         else:
             steps.append(step)

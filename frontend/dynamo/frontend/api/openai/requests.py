@@ -1,7 +1,8 @@
 """What OpenAI clients send, field by field. Unknown fields are refused; `null` means the same as leaving a field out.
 
-Fields of OpenAI's that have no meaning here are accepted where ignoring them changes nothing about the answer (`user`, `store`), and
-refused with a sentence where it would (`audio`): see `refused`. Fields below "beyond OpenAI" are those of other servers for open models.
+Fields of OpenAI's that have no meaning here are accepted where ignoring them changes nothing about the answer (`user`, `store`),
+and refused with a sentence where it would (`audio`): see `refused`. Fields "beyond OpenAI" are those of other servers for open
+models.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class NvExt(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     greed_sampling: Annotated[bool, Meta(description="Always the likeliest token.")] | None = None
     use_raw_prompt: Annotated[bool, Meta(description="The one message is the prompt, without a chat template.")] | None = None
-    annotations: Annotated[list[Annotation], Meta(max_length=16, description="Events to put in front of the stream.")] | None = None
-    extra_fields: Annotated[list[ExtraField], Meta(max_length=16, description="To be added as `nvext` of the answer.")] | None = None
+    annotations: Annotated[list[Annotation], Meta(max_length=16, description="Events besides the stream.")] | None = None
+    extra_fields: Annotated[list[ExtraField], Meta(max_length=16, description="To be told as `nvext`.")] | None = None
     token_data: Annotated[list[TokenId], Meta(min_length=1, description="Token ids that replace the prompt.")] | None = None
     backend_instance_id: Annotated[str, Meta(max_length=16, description="The instance to ask, in hex.")] | None = None
     priority: Annotated[int, Meta(ge=-INT32, le=INT32, description="Higher is more important.")] | None = None
@@ -219,7 +220,7 @@ class ChatRequest(Sampled, kw_only=True, frozen=True, forbid_unknown_fields=True
 class CompletionRequest(Sampled, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/completions"""
 
-    max_tokens: Annotated[int, Meta(ge=0, le=INT32, description="0 only with `echo`.")] | None = None  # type: ignore[assignment]
+    max_tokens: Annotated[int, Meta(ge=0, le=INT32, description="0 only with `echo`.")] | None = None
     prompt: Annotated[
         str | list[str | TokenId | list[TokenId]],
         Meta(description="A text, an array of texts, an array of token ids, or an array of arrays of token ids."),

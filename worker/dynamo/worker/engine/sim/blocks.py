@@ -3,7 +3,7 @@
 A block is in one of these states:
 
     free        never used, or evicted
-    private     belongs to one sequence: not full yet, or a copy of a block that is cached already
+    private     belongs to one sequence, not computed to its end yet
     referenced  full, known by its sequence hash, used by one or more sequences
     idle        full and known, used by nobody: the next sequence with this prefix takes it, unless it is evicted before
 
@@ -19,9 +19,8 @@ from collections.abc import Sequence
 class BlockManager:
     """Accounts for `total` blocks. Never fails silently: asking for more than there is changes nothing and says so."""
 
-    def __init__(self, total: int, *, reuse: bool = True) -> None:
+    def __init__(self, total: int) -> None:
         self.total = total
-        self._reuse = reuse
         self._private = 0
         self._references: dict[int, int] = {}
         self._idle: dict[int, None] = {}
@@ -48,8 +47,6 @@ class BlockManager:
 
     def cached_prefix(self, hashes: Sequence[int]) -> int:
         """How many leading blocks of a prompt are cached."""
-        if not self._reuse:
-            return 0
         references, idle = self._references, self._idle
         for position, block in enumerate(hashes):
             if block not in references and block not in idle:
@@ -81,15 +78,22 @@ class BlockManager:
         self._grow(more)
         return True
 
-    def commit(self, block: int) -> bool:
-        """A private block is full: from now on it is cached, and referenced once. False if it stays private, as a copy of a
-        block that is cached already."""
-        if not self._reuse or block in self._references or block in self._idle:
-            return False
-        self._private -= 1
-        self._references[block] = 1
-        self.stored.append(block)
-        return True
+    def commit(self, blocks: Sequence[int]) -> None:
+        """Private blocks are full: from now on they are cached, and referenced by their sequence.
+
+        What two sequences computed at the same time is kept once.
+        """
+        references, idle = self._references, self._idle
+        for block in blocks:
+            if block in references:
+                references[block] += 1
+            else:
+                references[block] = 1
+                if block in idle:
+                    del idle[block]
+                else:
+                    self.stored.append(block)
+        self._private -= len(blocks)
 
     def give_back(self, held: Sequence[int], private: int) -> None:
         """A sequence ends: it references the blocks `held`, first block first, and has `private` ones."""

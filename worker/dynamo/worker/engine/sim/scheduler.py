@@ -2,26 +2,27 @@
 
 Each step has a budget of tokens. In this order it goes to
 
-    1. running sequences, oldest first: one token each that decodes, a chunk of prompt each that prefills
-    2. waiting sequences, most important first, while the batch, the blocks and the budget have room for them
+    1. running sequences, most important and oldest first: one token for each that decodes, a chunk of prompt for each that
+       prefills
+    2. waiting sequences, likewise, while the batch, the blocks and the budget have room for them
 
-A sequence that needs a block when there is none preempts the least important running one, which gives all its blocks back and
-starts over with what it has generated as part of its prompt. `Scheduler.step` is plain computation in the caller's time: a replay
-runs it in virtual time, `SimEngine` in real time.
+A sequence that needs a block when there is none preempts the last running one, which gives its blocks back and starts over, with
+what it has generated as part of its prompt. `Scheduler.step` is plain computation in the caller's time: a replay runs it in
+virtual time, `SimEngine` in real time.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from array import array
+from bisect import insort
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.generation import FinishReason, pack_tokens
+from dynamo.common.generation import FinishReason
 from dynamo.common.kv.hashes import TOKEN_BYTES, sequence_hashes
 from dynamo.worker.engine.sim.blocks import BlockManager
 from dynamo.worker.engine.sim.timing import TimingModel
@@ -38,12 +39,12 @@ class SchedulerConfig:
     """Share of the blocks that admitting a sequence must leave free, so that running ones can grow."""
     prefix_caching: bool = True
     vocabulary: int = 32_000
+    """Tokens below this are generated."""
     eos_token: int | None = None
-    """A token that ends a generation, unless the request ignores it."""
     mean_output_tokens: int = 0
-    """On average after so many tokens `eos_token` comes; 0: never."""
+    """After so many tokens on average `eos_token` ends a generation; 0: never."""
     kv_transfer_tokens_per_s: float = 0.0
-    """How fast a decode instance fetches a prompt's KV blocks; 0: at once."""
+    """How fast KV blocks of a prompt are fetched from another instance; 0: at once."""
     timing: TimingModel = field(default_factory=TimingModel)
 
     def __post_init__(self) -> None:
@@ -52,82 +53,56 @@ class SchedulerConfig:
                 raise InvalidRequest(f"{name} of the simulated engine must be at least 1")
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One choice of one request, on its way through the scheduler. Made by `Scheduler.add`."""
+    """One choice of one request, on its way through the scheduler."""
 
-    __slots__ = (
-        "_block_size", "_eos_every", "arrived_at", "cached_tokens", "computed", "done", "eos", "fetched", "finish_reason",
-        "first_token_at", "generated", "hashes", "held", "length", "limit", "min_tokens", "order", "pending", "preempted", "priority",
-        "private", "prompt_tokens", "queued_s", "ready_at", "seed", "space", "state", "stop_token", "stop_tokens",
-    )  # fmt: skip
+    prompt: bytes
+    """Token ids as little-endian u32."""
+    hashes: list[int]
+    """Sequence hashes of the full blocks of prompt and, growing, output. Empty without prefix caching."""
+    limit: int
+    """Tokens to generate at most."""
+    space: int | None = None
+    """What first blocks are chained to, see `space_hash`."""
+    seed: int = 0
+    min_tokens: int = 0
+    stop_tokens: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    priority: int = 0
+    """Higher is more important."""
+    fetched: bool = False
+    """The KV of the prompt comes from another instance."""
 
-    def __init__(
-        self,
-        prompt: bytes,
-        hashes: Items[int],
-        config: SchedulerConfig,
-        *,
-        space: int | None = None,
-        limit: int,
-        seed: int = 0,
-        min_tokens: int = 0,
-        stop_tokens: frozenset[int] = frozenset(),
-        ignore_eos: bool = False,
-        priority: int = 0,
-        fetched: bool = False,
-    ) -> None:
-        """`prompt`: token ids as little-endian u32. `hashes`: its sequence hashes. `limit`: how many tokens to generate at most.
-
-        `space`: what first blocks are chained to (`space_hash`). `fetched`: the KV of the prompt comes from another instance.
-        """
-        tokens = np.frombuffer(prompt, dtype="<u4")
-        self._block_size = config.block_size
-        self._eos_every = 0 if ignore_eos or config.eos_token is None else config.mean_output_tokens
-        self.eos = config.eos_token or 0
-        self.prompt_tokens = len(tokens)
-        self.length = len(tokens)
-        """Tokens of prompt and output."""
-        self.state = advance_all(START, tokens)
-        self.hashes = list(hashes)
-        """Of the full blocks of prompt and output."""
-        self.pending: array[int] = array("I", prompt[len(self.hashes) * config.block_size * TOKEN_BYTES :])
-        """Tokens after the last full block."""
-        self.space = space
-        self.limit = limit
-        self.seed = seed
-        self.min_tokens = min_tokens
-        self.stop_tokens = stop_tokens
-        self.priority = priority
-        self.fetched = fetched
-        self.order = 0
-        self.computed = 0
-        """Leading tokens whose KV is there."""
-        self.held: list[int] = []
-        """Sequence hashes of the blocks referenced in the cache."""
-        self.private = 0
-        self.generated = 0
-        self.cached_tokens = 0
-        """Prompt tokens found in the cache when first scheduled."""
-        self.ready_at = 0.0
-        """When its KV blocks will have been fetched."""
-        self.arrived_at = 0.0
-        self.queued_s: float | None = None
-        """How long it waited before it was first scheduled."""
-        self.first_token_at: float | None = None
-        self.preempted = 0
-        self.finish_reason: FinishReason | None = None
-        self.stop_token: int | None = None
-        self.done = False
-        """Finished, or aborted."""
-
-    def generate(self) -> int | None:
-        """The next token; None if a stop token came instead. Sets `finish_reason` at the end."""
-        if self._eos_every and next_token(self.state, ~self.seed & 0xFFFFFFFF, self._eos_every) == 0:
-            token = self.eos
-            stops = self.generated >= self.min_tokens
-        else:
-            raise NotImplementedError
-        return token if not stops else None
+    # From here on, the scheduler's.
+    prompt_tokens: int = 0
+    length: int = 0
+    """Tokens of prompt and output."""
+    generated: int = 0
+    computed: int = 0
+    """Leading tokens whose KV is there, or being fetched."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the cache when it was first scheduled."""
+    order: int = 0
+    arrived_at: float = 0.0
+    scheduled_at: float | None = None
+    """When it was first scheduled."""
+    prefilled_at: float | None = None
+    """When its first token was there."""
+    ready_at: float = 0.0
+    """When its KV will have been fetched."""
+    preempted: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    done: bool = False
+    """Finished, or aborted."""
+    committed: int = 0
+    """Leading blocks that are referenced in the cache."""
+    private: int = 0
+    """Blocks besides those."""
+    state: int = START
+    pending: array[int] = field(default_factory=lambda: array("I"))
+    """Tokens after the last full block."""
 
 
 @dataclass(slots=True)
@@ -138,10 +113,217 @@ class StepResult:
     prefill_tokens: int = 0
     decoding: int = 0
     emitted: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Each sequence that has a new token, with the token. Not those that ended by a stop token."""
+    """Each sequence that has a new token, with the token. A stop token is none."""
     finished: list[Sequence] = field(default_factory=list)
     preempted: int = 0
-    stored: Items[int] = ()
-    """Sequence hashes of blocks that are cached from now on."""
     removed: Items[int] = ()
-    """Sequence hashes of blocks that are not any more. Never one of `stored`… unless it came and went within the step."""
+    """Sequence hashes of blocks that were evicted."""
+    stored: Items[int] = ()
+    """Sequence hashes of blocks that were computed, after the evictions."""
+
+
+class Scheduler:
+    """One rank of a simulated engine. Not for several threads."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.blocks = BlockManager(config.total_blocks)
+        self.running: list[Sequence] = []
+        """Most important first, then oldest first."""
+        self._waiting: list[tuple[int, int, Sequence]] = []
+        """A heap of (-priority, order, sequence)."""
+        self._order = 0
+        self._keep_free = int(config.watermark * config.total_blocks)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """There is something to do in a step."""
+        return bool(self.running or self._waiting)
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Prompt tokens of accepted sequences that are still to be computed."""
+        queued = sum(sequence.length for _, _, sequence in self._waiting)
+        return queued + sum(sequence.length - sequence.computed for sequence in self.running if not sequence.generated)
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Raises InvalidRequest if it can never run."""
+        config = self.config
+        tokens = np.frombuffer(sequence.prompt, dtype="<u4")
+        count = len(tokens)
+        capacity = config.total_blocks * config.block_size
+        if not count:
+            raise InvalidRequest("the prompt is empty")
+        if count >= capacity:
+            raise InvalidRequest(f"the prompt of {count} tokens does not fit into the KV cache of {capacity} tokens")
+        sequence.limit = min(sequence.limit, capacity - count)
+        sequence.prompt_tokens = sequence.length = count
+        sequence.state = advance_all(START, tokens)
+        sequence.pending = array("I", sequence.prompt[len(sequence.hashes) * config.block_size * TOKEN_BYTES :])
+        sequence.arrived_at = now
+        sequence.order = self._order
+        self._order += 1
+        heapq.heappush(self._waiting, (-sequence.priority, sequence.order, sequence))
+
+    def abort(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is. Does nothing if it is done."""
+        if sequence.done:
+            return
+        sequence.done = True
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self._waiting.remove((-sequence.priority, sequence.order, sequence))
+            heapq.heapify(self._waiting)
+
+    def step(self, now: float) -> StepResult:
+        """Schedules and computes one batch."""
+        result = StepResult()
+        batch: list[tuple[Sequence, int]] = []
+        budget = self._schedule_running(now, result, batch)
+        if not result.preempted:
+            self._admit(now, budget, batch)
+        for sequence, tokens in batch:
+            if tokens == 1 and sequence.generated:
+                result.decoding += 1
+            else:
+                result.prefill_tokens += tokens
+        if batch:
+            result.duration_s = self.config.timing.step_s(result.prefill_tokens, result.decoding)
+        elif self.running:
+            result.duration_s = max(0.0, min(sequence.ready_at for sequence in self.running) - now)
+        self._compute(batch, now + result.duration_s, result)
+        blocks = self.blocks
+        if blocks.removed:
+            result.removed, blocks.removed = blocks.removed, []
+        if blocks.stored:
+            result.stored, blocks.stored = blocks.stored, []
+        return result
+
+    def _schedule_running(self, now: float, result: StepResult, batch: list[tuple[Sequence, int]]) -> int:
+        """Returns what is left of the budget."""
+        block_size, running = self.config.block_size, self.running
+        budget = self.config.max_batched_tokens
+        position = 0
+        while position < len(running) and budget:
+            sequence = running[position]
+            position += 1
+            if sequence.ready_at > now:
+                continue
+            tokens = sequence.length - sequence.computed
+            if tokens > budget:
+                tokens = budget
+            missing = sequence.computed + tokens - (sequence.committed + sequence.private) * block_size
+            if missing > 0 and not self._grow(sequence, -(-missing // block_size), result):
+                break
+            budget -= tokens
+            batch.append((sequence, tokens))
+        return budget
+
+    def _grow(self, sequence: Sequence, blocks: int, result: StepResult) -> bool:
+        """Gives a running sequence more blocks, preempting from the end; False if it was the end itself."""
+        while not self.blocks.grow(blocks):
+            last = self.running.pop()
+            self._release(last)
+            last.preempted += 1
+            result.preempted += 1
+            heapq.heappush(self._waiting, (-last.priority, last.order, last))
+            if last is sequence:
+                return False
+        sequence.private += blocks
+        return True
+
+    def _admit(self, now: float, budget: int, batch: list[tuple[Sequence, int]]) -> None:
+        config, waiting = self.config, self._waiting
+        while waiting and budget and len(self.running) < config.max_num_seqs:
+            sequence = waiting[0][2]
+            # The last token is always computed, or there would be no next one.
+            hit = self.blocks.cached_prefix(sequence.hashes[: (sequence.length - 1) // config.block_size])
+            more = -(-sequence.length // config.block_size) - hit
+            if not self.blocks.take(sequence.hashes[:hit], more, keep_free=self._keep_free if self.running else 0):
+                return
+            heapq.heappop(waiting)
+            sequence.committed, sequence.private = hit, more
+            sequence.computed = hit * config.block_size
+            if sequence.scheduled_at is None:
+                sequence.scheduled_at = now
+                sequence.cached_tokens = sequence.computed
+            insort(self.running, sequence, key=lambda each: (-each.priority, each.order))
+            if sequence.fetched and not sequence.preempted:
+                if config.kv_transfer_tokens_per_s:
+                    sequence.ready_at = now + (sequence.length - sequence.computed) / config.kv_transfer_tokens_per_s
+                sequence.computed = sequence.length - 1
+                self._commit(sequence)
+                if sequence.ready_at > now:
+                    continue
+            tokens = min(sequence.length - sequence.computed, budget)
+            budget -= tokens
+            batch.append((sequence, tokens))
+
+    def _compute(self, batch: list[tuple[Sequence, int]], done_at: float, result: StepResult) -> None:
+        block_size = self.config.block_size
+        emitted = result.emitted
+        for sequence, tokens in batch:
+            before = sequence.computed
+            sequence.computed = computed = before + tokens
+            if computed // block_size != before // block_size:
+                self._commit(sequence)
+            if computed < sequence.length:
+                continue
+            if sequence.prefilled_at is None:
+                sequence.prefilled_at = done_at
+            token = self._next_token(sequence)
+            if token in sequence.stop_tokens and sequence.generated >= sequence.min_tokens:
+                sequence.stop_token = token
+                sequence.finish_reason = FinishReason.STOP
+            else:
+                sequence.state = advance(sequence.state, token)
+                sequence.generated += 1
+                sequence.length += 1
+                pending = sequence.pending
+                pending.append(token)
+                if len(pending) == block_size:
+                    self._hash_pending(sequence)
+                emitted.append((sequence, token))
+                if sequence.generated < sequence.limit:
+                    continue
+                sequence.finish_reason = FinishReason.LENGTH
+            sequence.done = True
+            self._release(sequence)
+            result.finished.append(sequence)
+        if result.finished:
+            self.running = [sequence for sequence in self.running if not sequence.done]
+
+    def _next_token(self, sequence: Sequence) -> int:
+        config = self.config
+        eos, mean = config.eos_token, config.mean_output_tokens
+        if eos is not None and mean and not sequence.ignore_eos and sequence.generated >= sequence.min_tokens:
+            # Drawn by the sequence so far, like any token: it ends at the same place wherever it goes on.
+            if next_token(sequence.state, ~sequence.seed, mean) == 0:
+                return eos
+        return next_token(sequence.state, sequence.seed, config.vocabulary)
+
+    def _hash_pending(self, sequence: Sequence) -> None:
+        """The tokens after the last full block have become a full one."""
+        if self.config.prefix_caching:
+            parent = sequence.hashes[-1] if sequence.hashes else sequence.space
+            sequence.hashes += sequence_hashes(memoryview(sequence.pending).cast("B"), self.config.block_size, parent)
+        sequence.pending = array("I")
+
+    def _commit(self, sequence: Sequence) -> None:
+        """Publishes the blocks that became full."""
+        if not self.config.prefix_caching:
+            return
+        full = sequence.hashes[sequence.committed : sequence.computed // self.config.block_size]
+        self.blocks.commit(full)
+        sequence.committed += len(full)
+        sequence.private -= len(full)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.blocks.give_back(sequence.hashes[: sequence.committed], sequence.private)
+        sequence.committed = sequence.private = sequence.computed = 0

@@ -1,0 +1,165 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET
+
+from dynamo.common.errors import EngineError
+from dynamo.common.generation import FinishReason
+from dynamo.frontend.api.exchange import Exchange
+from dynamo.frontend.api.json_body import decode
+from dynamo.frontend.api.openai.answers import (
+    AnswerMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Function,
+    TokenLogprob,
+    ToolCallMade,
+    Usage,
+)
+from dynamo.frontend.api.openai.chunks import ChatChunks, Head, encode, finish_reason, new_tool_call_id, parsed
+from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_usage, write_stream
+from dynamo.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from dynamo.frontend.api.openai.requests import ChatRequest
+from dynamo.frontend.api.openai.to_text import Asked, call_of, chat_to_text
+from dynamo.frontend.api.token_texts import TokenTexts
+from dynamo.frontend.data_plane import Generation
+from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, ToolCall, make_parser
+from dynamo.frontend.preprocess.text import TextDelta
+
+
+class ChatCompletions:
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._decoder = msgspec.json.Decoder(ChatRequest)
+
+    async def __call__(self, exchange: Exchange) -> None:
+        edge = self._edge
+        started = edge.clock()
+        caller = exchange.caller()
+        request = edge.completed(decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth))
+        asked = chat_to_text(request, edge.plane.card(request.model), edge.parsers, edge.limits)
+        call = call_of(request, caller, "chat_completions")
+        extras = Extras(request, started, edge.clock)
+        generation = edge.plane.generate(asked.texts[0], call)
+        async with exchange.attended(), generation:
+            texts = await self._token_texts(request)
+            head = Head(
+                id=f"chatcmpl-{secrets.token_hex(12)}",
+                kind="chat.completion.chunk",
+                created=int(started),
+                model=request.model,
+                usage=wants_usage(request),
+            )
+            if request.stream:
+                await self._stream(exchange, generation, head, asked, texts, extras)
+            else:
+                await self._answer(exchange, generation, head, asked, texts, extras)
+
+    async def _stream(
+        self, exchange: Exchange, generation: Generation, head: Head, asked: Asked, texts: TokenTexts | None, extras: Extras
+    ) -> None:
+        text = asked.texts[0]
+        chunks = ChatChunks(head, asked.n, _parsers(asked), texts, text.logprobs or 0)
+        async with exchange.events() as stream:
+            if extras.annotations:
+                model = await self._edge.plane.text_model(text.model)
+                if annotations := await extras.before(generation, model, text, exchange.request_id):
+                    await stream.write(b"".join(annotations))
+            await write_stream(stream, generation, extras.watched(chunks))
+            await stream.end(b"".join(extras.after(generation)) + last_chunk(head, generation.summary, extras.fields(generation)))
+
+    async def _answer(
+        self, exchange: Exchange, generation: Generation, head: Head, asked: Asked, texts: TokenTexts | None, extras: Extras
+    ) -> None:
+        parsers: Sequence[OutputParser | None] = _parsers(asked) or [None] * asked.n
+        folds = [ChatFold(parser, texts, asked.texts[0].logprobs or 0) for parser in parsers]
+        while deltas := await generation.read():
+            for delta in deltas:
+                folds[delta.index].add(delta)
+                if extras.tokens is not None:
+                    extras.tokens += delta.tokens
+        choices = [fold.choice(index) for index, fold in enumerate(folds)]
+        if asked.texts[0].prompt_logprobs is not None and texts is not None:
+            shown = prompt_logprobs(generation.summary.prompt_logprobs or [], texts)
+            choices = [msgspec.structs.replace(choice, prompt_logprobs=shown) for choice in choices]
+        answer = ChatCompletion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=choices,
+            usage=Usage.of(generation.summary),
+            nvext=extras.fields(generation) or UNSET,
+        )
+        await exchange.answer(encode(answer))
+
+    async def _token_texts(self, request: ChatRequest) -> TokenTexts | None:
+        if not request.logprobs and request.prompt_logprobs is None:
+            return None
+        return TokenTexts((await self._edge.plane.text_model(request.model)).tokenizer)
+
+
+def _parsers(asked: Asked) -> list[OutputParser]:
+    """One for each choice; none if the model's text is the answer as it is."""
+    found = [make_parser(asked.parsers, asked.tools) for _ in range(asked.n)] if asked.parsers else []
+    return [parser for parser in found if parser is not None]
+
+
+class ChatFold:
+    """Puts the deltas of one choice together."""
+
+    def __init__(self, parser: OutputParser | None, texts: TokenTexts | None, top: int) -> None:
+        self._parser = parser
+        self._texts = texts
+        self._top = top
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[str, list[str]]] = []
+        self._logprobs: list[TokenLogprob] | None = None
+        self._reason: FinishReason | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        if self._parser is None:
+            self._content.append(delta.text)
+        else:
+            self._take(parsed(self._parser, delta))
+        if self._texts is not None and delta.logprobs is not None:
+            self._logprobs = (self._logprobs or []) + chat_logprobs(delta.logprobs, self._texts, self._top)
+        self._reason = delta.finish_reason or self._reason
+
+    def _take(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if isinstance(part, Content):
+                self._content.append(part.text)
+            elif isinstance(part, Reasoning):
+                self._reasoning.append(part.text)
+            else:
+                self._call(part)
+
+    def _call(self, part: ToolCall) -> None:
+        if part.index == len(self._calls):
+            self._calls.append((part.name, []))
+        self._calls[part.index][1].append(part.arguments)
+
+    def choice(self, index: int) -> ChatChoice:
+        """Raises EngineError if the engine did not finish it."""
+        if self._reason is None:
+            raise EngineError("the engine ended without finishing its answer")
+        content = "".join(self._content)
+        calls = [ToolCallMade(new_tool_call_id(), Function(name, "".join(arguments))) for name, arguments in self._calls]
+        message = AnswerMessage(
+            content=content if content or not calls else None,
+            reasoning_content="".join(self._reasoning) if self._reasoning else UNSET,
+            tool_calls=calls or UNSET,
+        )
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=None if self._logprobs is None else ChatLogprobs(self._logprobs),
+            finish_reason=finish_reason(self._reason, called=bool(calls)),
+        )

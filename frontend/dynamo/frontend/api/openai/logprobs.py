@@ -1,0 +1,73 @@
+"""Log probabilities as OpenAI shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynamo.frontend.api.openai.answers import CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
+from dynamo.frontend.api.token_texts import TokenTexts, best_first, text_bytes
+
+Positions = Sequence[Sequence[tuple[int, float]]]
+"""For each token: itself and its alternatives, with their log probabilities."""
+
+
+def chat_logprobs(positions: Positions, texts: TokenTexts, top: int) -> list[TokenLogprob]:
+    found = []
+    for position in positions:
+        token, logprob = position[0]
+        best = [(texts[other], value) for other, value in best_first(position, top)]
+        tops = [TopLogprob(text, value, text_bytes(text)) for text, value in best]
+        found.append(TokenLogprob(texts[token], logprob, text_bytes(texts[token]), tops))
+    return found
+
+
+class CompletionLogprobWriter:
+    """The older shape, in columns; counts characters over the whole text of a choice."""
+
+    def __init__(self, texts: TokenTexts, top: int) -> None:
+        self._texts = texts
+        self._top = top
+        self._offset = 0
+
+    def add(
+        self, positions: Sequence[Sequence[tuple[int, float]] | None], tokens: Sequence[int] | None = None
+    ) -> CompletionLogprobs:
+        """`tokens` names the tokens where `positions` may not: the first of a prompt has no probability."""
+        names: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for at, position in enumerate(positions):
+            token = position[0][0] if position else tokens[at] if tokens is not None else 0
+            names.append(self._texts[token])
+            values.append(position[0][1] if position else None)
+            tops.append({self._texts[other]: value for other, value in best_first(position, self._top)} if position else None)
+            offsets.append(self._offset)
+            self._offset += len(names[-1])
+        return CompletionLogprobs(names, values, tops if self._top else None, offsets)
+
+
+def joined(parts: Sequence[CompletionLogprobs], top: int) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        [token for part in parts for token in part.tokens],
+        [value for part in parts for value in part.token_logprobs],
+        [tops for part in parts for tops in part.top_logprobs or ()] if top else None,
+        [offset for part in parts for offset in part.text_offset],
+    )
+
+
+def prompt_logprobs(positions: Sequence[Sequence[tuple[int, float]] | None], texts: TokenTexts) -> PromptLogprobs:
+    """By token id, as text: the tokens of each position of the prompt. The first has no probability."""
+    found: PromptLogprobs = []
+    for position in positions:
+        if not position:
+            found.append(None)
+            continue
+        ranks = {token: rank for rank, (token, _) in enumerate(best_first(position, len(position)), 1)}
+        known = len(position) > 1
+        shown = {
+            str(token): PromptLogprob(value, ranks[token] if known else None, texts[token])
+            for token, value in dict(position).items()
+        }
+        found.append(shown)
+    return found

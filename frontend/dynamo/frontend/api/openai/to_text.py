@@ -1,0 +1,386 @@
+"""From OpenAI's requests to ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.generation import Sampling, Stop
+from dynamo.common.model_card import LlmInfo, ModelCard
+from dynamo.common.names import parse_instance
+from dynamo.common.telemetry import RequestType
+from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.openai.requests import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    NvExt,
+    ResponseFormat,
+    Sampled,
+    Tool,
+    ToolChoice,
+)
+from dynamo.frontend.api.tool_choice import named_call, some_call
+from dynamo.frontend.data_plane import Call
+from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
+from dynamo.frontend.preprocess.text import TextRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextLimits:
+    """What one request may ask for."""
+
+    max_choices: int = 128
+    """`n` times the number of prompts."""
+    max_best_of: int = 20
+    max_logprobs: int = 20
+    max_stop_strings: int = 32
+    max_messages: int = 16_384
+    max_prompt_chars: int = 16 * 2**20
+    """Of all texts that go into the prompt together."""
+    max_embedding_inputs: int = 2048
+
+
+class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What requests get that do not say it themselves."""
+
+    model: str = ""
+    temperature: float | None = None
+    max_completion_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request for text, ready to be run."""
+
+    texts: tuple[TextRequest, ...]
+    """One per prompt."""
+    parsers: tuple[ParserKind, ...] = ()
+    tools: Sequence[Mapping[str, Any]] = field(default=())
+    n: int = 1
+
+
+def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, limits: TextLimits) -> Asked:
+    """Raises InvalidRequest, Unsupported."""
+    for name, sentence in request.refused().items():
+        raise InvalidRequest(sentence, param=name)
+    llm = llm_of(card)
+    if not request.logprobs and request.top_logprobs:
+        raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
+    _at_most("top_logprobs", request.top_logprobs, limits.max_logprobs)
+    text = _common(request, limits)
+    text = replace(text, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+    max_tokens = request.max_completion_tokens or request.max_tokens
+    if request.max_tokens is not None and request.max_tokens != max_tokens:
+        raise InvalidRequest("'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
+    text = replace(text, stop=msgspec.structs.replace(text.stop, max_tokens=max_tokens))
+    tools = tools_to_text(request.tools)
+    forced: ParserKind | None = None
+    choice = request.tool_choice
+    if choice is not None and choice not in ("none", "auto"):
+        if not tools:
+            raise InvalidRequest("'tool_choice' demands a call, and there are no tools", param="tool_choice")
+        if text.sampling.guided is not None:
+            raise InvalidRequest("'tool_choice' demands a call; no other structure goes with that", param="tool_choice")
+        guided, forced = (
+            named_call(choice.function.name, tools)
+            if isinstance(choice, ToolChoice)
+            else some_call(tools, parallel=request.parallel_tool_calls is not False)
+        )
+        text = replace(text, sampling=msgspec.structs.replace(text.sampling, guided=guided))
+    if choice == "none":
+        tools = ()
+    kinds = choose_parsers(card, parsers, forced, has_tools=bool(tools), guided=text.sampling.guided is not None)
+    text = replace(
+        text,
+        skip_special_tokens=text.skip_special_tokens and not any(kind.needs_special_tokens for kind in kinds),
+    )
+    if (prompt := _replaced_prompt(request)) is not None:
+        text = replace(text, prompt=prompt)
+    else:
+        messages, media = messages_to_text(request.messages, llm, limits)
+        variables = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", request.reasoning_effort)
+        text = replace(
+            text,
+            messages=messages,
+            media=media,
+            tools=tools,
+            chat_template_kwargs=variables,
+            add_generation_prompt=request.add_generation_prompt is not False,
+        )
+    return Asked(texts=(text,), parsers=kinds, tools=tools, n=text.n)
+
+
+def completion_to_text(request: CompletionRequest, card: ModelCard, limits: TextLimits) -> Asked:
+    """Raises InvalidRequest."""
+    llm_of(card)
+    if request.suffix:
+        raise InvalidRequest("'suffix' is not available: models here continue a text, they do not fill gaps", param="suffix")
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequest("'max_tokens' may only be 0 with 'echo'", param="max_tokens")
+    _at_most("logprobs", request.logprobs, limits.max_logprobs)
+    text = _common(request, limits)
+    if request.best_of is not None:
+        _at_most("best_of", request.best_of, limits.max_best_of)
+        if request.best_of < text.n:
+            raise InvalidRequest(f"'best_of' is {request.best_of}; it must be at least 'n', which is {text.n}", param="best_of")
+        if request.stream and request.best_of > text.n:
+            raise InvalidRequest("'best_of' above 'n' cannot be streamed: the best is known at the end only", param="best_of")
+        if request.best_of > text.n and text.sampling.temperature == 0:
+            raise InvalidRequest("'best_of' is of no use at temperature 0: all answers are the same", param="best_of")
+    wants_prompt = request.echo and request.logprobs is not None
+    if wants_prompt and request.stream:
+        raise InvalidRequest("'echo' with 'logprobs' cannot be streamed: the prompt's are known at the end", param="echo")
+    ranked = request.best_of is not None and request.best_of > text.n
+    text = replace(
+        text,
+        n=request.best_of if ranked and request.best_of else text.n,
+        logprobs=request.logprobs if request.logprobs is not None else 0 if ranked else None,
+        prompt_logprobs=max(request.logprobs or 0, text.prompt_logprobs or 0) if wants_prompt else text.prompt_logprobs,
+        stop=msgspec.structs.replace(text.stop, max_tokens=16 if request.max_tokens is None else request.max_tokens),
+    )
+    prompts = _prompts(request)
+    choices = len(prompts) * text.n
+    if choices > limits.max_choices:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with {text.n} choices each are more than {limits.max_choices}",
+            param="prompt",
+        )
+    check_chars(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), limits, "prompt")
+    return Asked(texts=tuple(replace(text, prompt=prompt) for prompt in prompts), n=text.n)
+
+
+def llm_of(card: ModelCard) -> LlmInfo:
+    """Raises InvalidRequest for a model that does not generate text."""
+    if card.llm is None:
+        raise InvalidRequest(f"model '{card.name}' does not generate text", param="model")
+    return card.llm
+
+
+def choose_parsers(
+    card: ModelCard, parsers: OutputParsers, forced: ParserKind | None, *, has_tools: bool, guided: bool
+) -> tuple[ParserKind, ...]:
+    """Who reads the model's text. Structure that is demanded holds from the first token on, so there is no reasoning then."""
+    if forced is not None:
+        return (forced,)
+    llm = llm_of(card)
+    if has_tools and not llm.tool_parser:
+        raise InvalidRequest(
+            f"model '{card.name}' was registered without a tool parser: demand a call by 'tool_choice', or leave out 'tools'",
+            param="tools",
+        )
+    if guided:
+        llm = msgspec.structs.replace(llm, reasoning_parser="")
+    return parsers.choose(llm, with_tools=has_tools)
+
+
+def messages_to_text(
+    messages: Sequence[ChatMessage], llm: LlmInfo, limits: TextLimits
+) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
+    """A conversation as chat templates take it, and what is in it besides text. Raises InvalidRequest."""
+    if len(messages) > limits.max_messages:
+        raise InvalidRequest(f"there are {len(messages)} messages; at most {limits.max_messages} are taken", param="messages")
+    found: list[dict[str, Any]] = []
+    media: list[dict[str, Any]] = []
+    chars = 0
+    for at, message in enumerate(messages):
+        where = f"messages[{at}]"
+        if message.function_call is not None:
+            raise InvalidRequest("'function_call' is out of date; use 'tool_calls'", param=f"{where}.function_call")
+        if message.role == "tool" and message.tool_call_id is None:
+            raise InvalidRequest("a message of role 'tool' needs 'tool_call_id'", param=f"{where}.tool_call_id")
+        if message.content is None and not (message.role == "assistant"):
+            raise InvalidRequest(f"a message of role '{message.role}' needs 'content'", param=f"{where}.content")
+        plain: dict[str, Any] = msgspec.to_builtins(message)
+        if message.role == "developer":  # OpenAI's newer name; most templates know the older one only
+            plain["role"] = "system"
+        if isinstance(message.content, str):
+            chars += len(message.content)
+        for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            kind, there = _part(part.type), f"{where}.content[{place}]"
+            if getattr(part, part.type) is None:
+                raise InvalidRequest(f"a content part of type '{part.type}' needs '{part.type}'", param=f"{there}.{part.type}")
+            if kind == "text":
+                chars += len(part.text or part.refusal or "")
+                plain["content"][place] = {"type": "text", "text": part.text or part.refusal or ""}
+            elif kind in llm.modalities:
+                media.append(plain["content"][place])
+            else:
+                raise InvalidRequest(f"the model takes no {kind}; there is one in the messages", param=there)
+        chars += sum(len(call.function.arguments) for call in message.tool_calls or ())
+        found.append(plain)
+    check_chars(chars, limits, "messages")
+    return found, tuple(media)
+
+
+def tools_to_text(tools: Sequence[Tool] | None) -> Sequence[Mapping[str, Any]]:
+    """Raises InvalidRequest if two have one name."""
+    names = [tool.function.name for tool in tools or ()]
+    if len(set(names)) != len(names):
+        raise InvalidRequest("two tools have the same name", param="tools")
+    return [msgspec.to_builtins(tool) for tool in tools or ()]
+
+
+def call_of(request: Sampled, caller: Caller, endpoint: str) -> Call:
+    """The conditions of a request. What headers say goes before what the body says. Raises InvalidRequest."""
+    call = caller.call(endpoint=endpoint, request_type=RequestType.STREAM if request.stream else RequestType.UNARY)
+    nvext = request.nvext
+    priority = call.priority or request.priority or 0
+    if nvext is None:
+        return replace(call, priority=priority) if priority != call.priority else call
+    hinted = nvext.agent_hints.priority if nvext.agent_hints is not None else None
+    router = nvext.router
+    overrides = (
+        {} if router is None else {name: value for name, value in msgspec.structs.asdict(router).items() if value is not None}
+    )
+    instance = call.instance
+    if instance is None and nvext.backend_instance_id is not None:
+        instance = parse_instance(nvext.backend_instance_id)
+    return replace(call, priority=priority or nvext.priority or hinted or 0, overrides=overrides, instance=instance)
+
+
+def check_chars(chars: int, limits: TextLimits, param: str) -> None:
+    if chars > limits.max_prompt_chars:
+        raise InvalidRequest(f"the prompt has {chars} characters; at most {limits.max_prompt_chars} are taken", param=param)
+
+
+def _common(request: Sampled, limits: TextLimits) -> TextRequest:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("'stream_options' is only allowed with 'stream'", param="stream_options")
+    if request.nvext is not None and request.nvext.annotations and not request.stream:
+        raise InvalidRequest("'nvext.annotations' are events, so they need 'stream'", param="nvext.annotations")
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequest("'prompt_logprobs' cannot be streamed", param="prompt_logprobs")
+    n = request.n or 1
+    _at_most("n", n, limits.max_choices)
+    _at_most("prompt_logprobs", request.prompt_logprobs, limits.max_logprobs)
+    if n > 1 and request.temperature == 0:
+        raise InvalidRequest("'n' above 1 is of no use at temperature 0: all answers are the same", param="n")
+    return TextRequest(
+        model=request.model,
+        sampling=_sampling(request),
+        stop=Stop(
+            max_tokens=request.max_tokens,
+            min_tokens=request.min_tokens or 0,
+            token_ids=tuple(request.stop_token_ids or ()),
+            ignore_eos=bool(request.ignore_eos),
+        ),
+        stop_strings=stop_strings(request.stop, limits),
+        include_stop_string=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        n=n,
+        prompt_logprobs=request.prompt_logprobs,
+        cache_salt=request.cache_salt or "",
+    )
+
+
+def stop_strings(stop: str | Sequence[str] | None, limits: TextLimits) -> tuple[str, ...]:
+    """Raises InvalidRequest."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(strings) > limits.max_stop_strings:
+        raise InvalidRequest(f"there are {len(strings)} stop strings; at most {limits.max_stop_strings} are taken", param="stop")
+    if "" in strings:
+        raise InvalidRequest("a stop string is empty", param="stop")
+    return strings
+
+
+def _sampling(request: Sampled) -> Sampling:
+    greedy = request.nvext is not None and bool(request.nvext.greed_sampling)
+    return Sampling(
+        temperature=0.0 if greedy else request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        frequency_penalty=request.frequency_penalty,
+        presence_penalty=request.presence_penalty,
+        repetition_penalty=request.repetition_penalty,
+        seed=request.seed,
+        logit_bias=request.logit_bias,
+        guided=_guided(request),
+        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        bad_words_token_ids=None if request.bad_words_token_ids is None else tuple(map(tuple, request.bad_words_token_ids)),
+    )
+
+
+def _guided(request: Sampled) -> dict[str, Any] | None:
+    found: dict[str, dict[str, Any]] = {}
+    if request.response_format is not None and (structure := to_guided(request.response_format)) is not None:
+        found["response_format"] = structure
+    if request.guided_json is not None:
+        found["guided_json"] = {"json_schema": _schema(request.guided_json)}
+    if request.guided_regex is not None:
+        found["guided_regex"] = {"regex": request.guided_regex}
+    if request.guided_choice is not None:
+        found["guided_choice"] = {"choice": request.guided_choice}
+    if request.guided_grammar is not None:
+        found["guided_grammar"] = {"grammar": request.guided_grammar}
+    if len(found) > 1:
+        raise InvalidRequest(f"{' and '.join(map(repr, found))} cannot go together", param=list(found)[-1])
+    return next(iter(found.values()), None)
+
+
+def to_guided(wanted: ResponseFormat) -> dict[str, Any] | None:
+    """Raises InvalidRequest."""
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        raise InvalidRequest("'response_format' of type 'json_schema' needs 'json_schema' with 'schema'", param="response_format")
+    return {"json_schema": wanted.json_schema.schema}
+
+
+def _schema(text: str | dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(text, str):
+        return text
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRequest(f"'guided_json' is no JSON schema: {error}", param="guided_json") from None
+
+
+def _at_most(name: str, value: int | None, most: int) -> None:
+    if value is not None and value > most:
+        raise InvalidRequest(f"'{name}' is {value}; it must be at most {most}", param=name)
+
+
+def _part(kind: str) -> str:
+    return {"image_url": "image", "input_audio": "audio"}.get(kind, "text")
+
+
+def _replaced_prompt(request: ChatRequest) -> str | Sequence[int] | None:
+    nvext = request.nvext or NvExt()
+    if nvext.token_data is not None:
+        return nvext.token_data
+    if not nvext.use_raw_prompt:
+        return None
+    content = request.messages[0].content
+    if len(request.messages) != 1 or not isinstance(content, str):
+        raise InvalidRequest("'nvext.use_raw_prompt' needs exactly one message, which is a text", param="nvext.use_raw_prompt")
+    return content
+
+
+def _prompts(request: CompletionRequest) -> list[str | list[int]]:
+    if request.nvext is not None and request.nvext.token_data is not None:
+        return [request.nvext.token_data]
+    return prompts_of(request.prompt, "prompt")
+
+
+def prompts_of(prompt: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:
+    """The prompts that one of OpenAI's four forms holds. Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest(f"'{param}' is empty", param=param)
+    if isinstance(prompt[0], int):
+        if all(isinstance(token, int) for token in prompt):
+            return [prompt]  # type: ignore[list-item]
+    elif all(type(item) is type(prompt[0]) for item in prompt):
+        return prompt  # type: ignore[return-value]
+    raise InvalidRequest(f"'{param}' mixes texts and token ids", param=param)

@@ -1,0 +1,106 @@
+"""Tool calls that the request demands: the answer is constrained to be one, so its JSON is all there is to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.preprocess.parsers import Content, OutputParser, ParserKind, Part, ToolCall, Tools
+
+
+class OneNamedCall:
+    """The whole text is the arguments of one tool."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = False
+
+    def feed(self, text: str) -> Sequence[Part]:
+        if self._begun:
+            return [ToolCall(0, arguments=text)]
+        self._begun = True
+        return [ToolCall(0, name=self._name, arguments=text)]
+
+    def finish(self) -> Sequence[Part]:
+        return []
+
+
+class _Call(msgspec.Struct):
+    name: str
+    parameters: msgspec.Raw
+
+
+_decoder = msgspec.json.Decoder(list[_Call])
+
+
+class AnyCalls:
+    """The text is a JSON array of calls. Cut off in the middle, it is given as it is."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+
+    def feed(self, text: str) -> Sequence[Part]:
+        self._text.append(text)
+        return []
+
+    def finish(self) -> Sequence[Part]:
+        text = "".join(self._text)
+        try:
+            calls = _decoder.decode(text)
+        except (msgspec.MsgspecError, RecursionError):
+            return [Content(text)] if text else []
+        return [ToolCall(index, call.name, bytes(call.parameters).decode()) for index, call in enumerate(calls)]
+
+
+def named_call(name: str, tools: Tools) -> tuple[dict[str, Any], ParserKind]:
+    """The structure that the answer must have, and who reads it. Raises InvalidRequest if there is no such tool."""
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return {"json_schema": tool["function"].get("parameters") or {"type": "object"}}, ParserKind(_one(name))
+    raise InvalidRequest(f"'tool_choice' names '{name}', which is not among the tools", param="tool_choice")
+
+
+def some_call(tools: Tools, *, parallel: bool) -> tuple[dict[str, Any], ParserKind]:
+    """The same for any of `tools`, once or, if `parallel`, several times."""
+    definitions: dict[str, Any] = {}
+    calls = []
+    for tool in tools:
+        function = tool["function"]
+        parameters = dict(function.get("parameters") or {"type": "object"})
+        for key, definition in _definitions(parameters).items():
+            if definitions.setdefault(key, definition) != definition:
+                raise InvalidRequest(f"two tools define '{key}' in '$defs', each in its own way", param="tools")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not parallel:
+        schema["maxItems"] = 1
+    if definitions:
+        schema["$defs"] = definitions
+    return {"json_schema": schema}, ParserKind(_any)
+
+
+def _definitions(parameters: dict[str, Any]) -> Mapping[str, Any]:
+    """Takes the definitions out: references to them count from the top of the whole schema."""
+    definitions = parameters.pop("$defs", {})
+    return definitions if isinstance(definitions, dict) else {}
+
+
+def _one(name: str) -> Any:
+    def make(tools: Tools) -> OutputParser:
+        return OneNamedCall(name)
+
+    return make
+
+
+def _any(tools: Tools) -> OutputParser:
+    return AnyCalls()

@@ -1,0 +1,372 @@
+"""The llama engine with the small language model: what it answers is not the question, but how."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unavailable, Unsupported
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
+from dynamo.common.model_card import ModelCard
+from dynamo.worker.engine.base import Context, Engine, HasFiles, Load
+from dynamo.worker.engine.llama import LlamaEngine
+
+pytestmark = pytest.mark.real_model
+
+SLOTS, CONTEXT = 2, 1024
+GREEDY = Sampling(temperature=0)
+GREETING = "<|im_start|>user\nSay hi in a few words<|im_end|>\n<|im_start|>assistant\n"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    engine: LlamaEngine
+    card: ModelCard
+    tokenizer: Tokenizer
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Loaded]:
+    engine = LlamaEngine("smollm2", slots=SLOTS, context_length=CONTEXT, threads=1)
+    card = asyncio.run(engine.start())
+    yield Loaded(engine, card, Tokenizer.from_str(engine.files()[0].decode()))
+    asyncio.run(engine.close())
+
+
+@pytest.fixture
+def engine(loaded: Loaded) -> LlamaEngine:
+    return loaded.engine
+
+
+@dataclass
+class Answer:
+    deltas: list[Delta]
+    summary: Summary
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.tokens]
+
+    @property
+    def end(self) -> Delta:
+        return self.deltas[-1]
+
+    def logprobs(self) -> list[list[tuple[int, float]]]:
+        return [step for delta in self.deltas for step in delta.logprobs or []]
+
+
+def ask(prompt: list[int], **settings: Any) -> GenerateRequest:
+    settings = {"sampling": GREEDY, "stop": Stop(max_tokens=16), **settings}
+    return GenerateRequest(model="smollm2", prompt=pack_tokens(prompt), **settings)
+
+
+async def answer(engine: LlamaEngine, request: GenerateRequest) -> Answer:
+    deltas: list[Delta] = []
+    async for item in engine.generate(request, Context("test")):
+        if isinstance(item, Summary):
+            return Answer(deltas, item)
+        deltas.append(item)
+    raise AssertionError("no summary")
+
+
+def noise(seed: int, length: int) -> list[int]:
+    """Tokens of which no continuation is likely: where rounding would show first."""
+    chosen = random.Random(seed)
+    return [chosen.randrange(100, 49_000) for _ in range(length)]
+
+
+def test_the_card_names_the_tokenizer_and_the_template(loaded: Loaded) -> None:
+    assert isinstance(loaded.engine, Engine) and isinstance(loaded.engine, HasFiles)
+    llm = loaded.card.llm
+    assert llm is not None
+    assert [llm.tokenizer, llm.chat_template] == [sha256(file).hexdigest() for file in loaded.engine.files()]
+    assert (loaded.card.name, llm.context_length, llm.max_num_seqs) == ("smollm2", CONTEXT, SLOTS)
+    assert (llm.eos_token, loaded.tokenizer.token_to_id(llm.eos_token)) == ("<|im_end|>", llm.eos_token_ids[0])
+
+
+async def test_an_answer_ends_with_the_token_that_stopped_it(loaded: Loaded) -> None:
+    told = await answer(loaded.engine, ask(loaded.tokens(GREETING), stop=Stop(max_tokens=200)))
+    assert told.end == Delta((), 0, FinishReason.STOP, None, loaded.tokenizer.token_to_id("<|im_end|>"))
+    assert 0 < told.summary.output_tokens == len(told.tokens) < 200
+    assert told.end.stop_token not in told.tokens
+    assert all(len(delta.tokens) == 1 for delta in told.deltas[:-1]), "one step, one delta"
+
+
+@pytest.mark.parametrize("length", [1, 2, 33, 127, 128, 129, 300, 700])
+async def test_a_second_identical_prompt_is_cached_and_answered_with_the_same_tokens(engine: LlamaEngine, length: int) -> None:
+    request = ask(noise(length, length), logprobs=3)
+    first, second = await answer(engine, request), await answer(engine, request)
+    assert first.logprobs() == second.logprobs(), "not only the tokens"
+    assert (first.summary.cached_tokens, second.summary.cached_tokens) == (0, length - 1)
+    assert first.summary.prompt_tokens == length
+
+
+async def test_an_answer_is_the_same_whatever_runs_beside_it(engine: LlamaEngine) -> None:
+    request = ask(noise(1, 60), stop=Stop(max_tokens=24), logprobs=0)
+    alone = await answer(engine, request)
+    together = await asyncio.gather(*(answer(engine, item) for item in (ask(noise(2, 200)), request, ask(noise(3, 90)))))
+    assert together[1].logprobs() == alone.logprobs()
+
+
+async def test_two_slots_generate_at_the_same_time(engine: LlamaEngine) -> None:
+    order: list[int] = []
+
+    async def run(which: int) -> None:
+        items = engine.generate(ask(noise(which, 20), stop=Stop(max_tokens=40, ignore_eos=True)), Context("test"))
+        order.extend([which async for item in items if isinstance(item, Delta)])
+
+    await asyncio.gather(run(1), run(2))
+    assert sum(before != after for before, after in pairwise(order)) > 10, "they take turns"
+
+
+async def test_more_requests_than_slots_wait_in_line_and_are_counted(engine: LlamaEngine) -> None:
+    request = ask(noise(9, 20), stop=Stop(max_tokens=30, ignore_eos=True))
+
+    async def run() -> list[Load]:
+        return [engine.load() async for _ in engine.generate(request, Context("test"))]
+
+    [first, *_] = await asyncio.gather(*(run() for _ in range(SLOTS + 2)))
+    assert first[0] == Load(waiting=2, running=SLOTS)
+    assert engine.load() == Load()
+
+
+async def test_an_abandoned_answer_frees_its_slot_within_a_step(engine: LlamaEngine) -> None:
+    endless = ask(noise(4, 20), stop=Stop(ignore_eos=True))
+    for _ in range(SLOTS + 1):
+        async with aclosing(engine.generate(endless, Context("test"))) as items:  # type: ignore[type-var]
+            await anext(items)
+    begun = time.monotonic()
+    await answer(engine, ask(noise(5, 5), stop=Stop(max_tokens=1)))
+    assert time.monotonic() - begun < 3, "1,000 tokens would take longer"
+    assert engine.load() == Load()
+
+
+async def test_a_request_that_is_cancelled_while_it_waits_never_runs(engine: LlamaEngine) -> None:
+    long = [
+        asyncio.create_task(answer(engine, ask(noise(i, 9), stop=Stop(max_tokens=60, ignore_eos=True)))) for i in range(SLOTS)
+    ]
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(answer(engine, ask(noise(7, 400), stop=Stop(max_tokens=500, ignore_eos=True))))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert [len(told.tokens) for told in await asyncio.gather(*long)] == [60] * SLOTS
+
+
+async def test_the_event_loop_stays_free(engine: LlamaEngine) -> None:
+    longest = 0.0
+    working = asyncio.create_task(answer(engine, ask(noise(11, 600))))
+    while not working.done():
+        begun = time.monotonic()
+        await asyncio.sleep(0.001)
+        longest = max(longest, time.monotonic() - begun)
+    assert longest < 0.2, "the prompt alone takes longer"
+
+
+async def test_stop_tokens_end_an_answer(loaded: Loaded) -> None:
+    prompt = loaded.tokens(GREETING)
+    whole = (await answer(loaded.engine, ask(prompt))).tokens
+    at = next(index for index in range(4, len(whole)) if whole[index] not in whole[:index])
+    cut = await answer(loaded.engine, ask(prompt, stop=Stop(max_tokens=16, token_ids=(whole[at],))))
+    assert (cut.tokens, cut.end.finish_reason, cut.end.stop_token) == (whole[:at], FinishReason.STOP, whole[at])
+
+
+async def test_an_answer_has_as_many_tokens_as_asked_and_no_more(engine: LlamaEngine) -> None:
+    for wanted in (1, 2, 7):
+        told = await answer(engine, ask(noise(13, 30), stop=Stop(max_tokens=wanted, ignore_eos=True)))
+        assert (len(told.tokens), told.end.finish_reason) == (wanted, FinishReason.LENGTH)
+        assert told.summary.output_tokens == wanted
+    assert (await answer(engine, ask(noise(13, 30), stop=Stop(max_tokens=0)))).deltas == [Delta((), 0, FinishReason.LENGTH)]
+
+
+async def test_min_tokens_keeps_an_answer_going_past_its_end(loaded: Loaded) -> None:
+    prompt = loaded.tokens(GREETING)
+    ended = await answer(loaded.engine, ask(prompt, stop=Stop(max_tokens=100)))
+    least = len(ended.tokens) + 10
+    longer = await answer(loaded.engine, ask(prompt, stop=Stop(max_tokens=100, min_tokens=least)))
+    assert len(longer.tokens) >= least
+    assert longer.tokens[: len(ended.tokens)] == ended.tokens
+    exact = await answer(loaded.engine, ask(prompt, stop=Stop(max_tokens=least, min_tokens=least)))
+    assert (len(exact.tokens), exact.end.finish_reason) == (least, FinishReason.LENGTH)
+
+
+async def test_a_full_context_ends_an_answer(engine: LlamaEngine) -> None:
+    told = await answer(engine, ask(noise(14, CONTEXT - 8), stop=Stop(ignore_eos=True)))
+    assert told.end.finish_reason is FinishReason.LENGTH
+    assert CONTEXT - 10 <= told.summary.prompt_tokens + told.summary.output_tokens <= CONTEXT
+
+
+async def test_tokens_inside_a_character_are_told_too(loaded: Loaded) -> None:
+    llamas = loaded.tokens("🦙" * 12)
+    character = loaded.tokens("🦙")
+    assert len(character) == 3, "one character, several tokens"
+    for wanted in range(7, 10):  # ends before, inside and after a character
+        told = await answer(loaded.engine, ask(llamas, stop=Stop(max_tokens=wanted), logprobs=0))
+        assert told.tokens == (character * 4)[:wanted]
+        assert len(told.logprobs()) == wanted
+
+
+async def test_logprobs_name_the_chosen_token_first_and_the_best_others_after_it(engine: LlamaEngine) -> None:
+    told = await answer(engine, ask(noise(15, 20), logprobs=4))
+    steps = told.logprobs()
+    assert [step[0][0] for step in steps] == told.tokens
+    for step in steps:
+        values = [logprob for _, logprob in step]
+        assert len({token for token, _ in step}) == len(step) == 5
+        assert values == sorted(values, reverse=True), "greedy: the chosen one is the best"
+        assert values[0] <= 0
+    assert all(delta.logprobs is None for delta in (await answer(engine, ask(noise(15, 20)))).deltas)
+
+
+async def test_choices_differ_by_seed_and_repeat_with_it(engine: LlamaEngine) -> None:
+    request = ask(noise(16, 20), n=3, sampling=Sampling(temperature=1.5, seed=7))
+
+    async def choices() -> list[list[int]]:
+        told = await answer(engine, request)
+        assert [delta.finish_reason is not None for delta in told.deltas].count(True) == 3
+        return [[token for delta in told.deltas if delta.index == index for token in delta.tokens] for index in range(3)]
+
+    first = await choices()
+    assert first == await choices()
+    assert len({tuple(tokens) for tokens in first}) == 3
+
+
+async def test_a_bias_bans_and_forces_tokens(engine: LlamaEngine) -> None:
+    prompt = noise(17, 20)
+    [usual] = (await answer(engine, ask(prompt, stop=Stop(max_tokens=1)))).tokens
+    banned = Sampling(temperature=0, bad_words_token_ids=((usual,),))
+    assert (await answer(engine, ask(prompt, sampling=banned, stop=Stop(max_tokens=1)))).tokens != [usual]
+    forced = Sampling(temperature=0, logit_bias={4242: 100.0})
+    assert (await answer(engine, ask(prompt, sampling=forced, stop=Stop(max_tokens=3)))).tokens == [4242] * 3
+
+
+async def test_a_repetition_penalty_changes_the_answer(engine: LlamaEngine) -> None:
+    prompt = noise(18, 4) * 6
+    plain = await answer(engine, ask(prompt))
+    penalised = await answer(engine, ask(prompt, sampling=Sampling(temperature=0, repetition_penalty=5.0)))
+    assert plain.tokens != penalised.tokens
+
+
+@pytest.mark.parametrize(
+    ("guided", "fits"),
+    [
+        ({"choice": ["yes", 'no "really"']}, lambda text: text in ("yes", 'no "really"')),
+        ({"regex": "[0-9]{3}/[a-c]"}, lambda text: len(text) == 5 and text[3] == "/"),
+        ({"grammar": 'root ::= "ab" [0-9]'}, lambda text: text[:2] == "ab" and text[2:].isdigit()),
+        ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+        (
+            {"json_schema": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}},
+            lambda text: json.loads(text)["a"] in (1, 2),
+        ),
+        ({"json_schema": '{"type": "boolean"}'}, lambda text: isinstance(json.loads(text), bool)),
+    ],
+)  # fmt: skip
+async def test_a_guided_answer_fits_its_grammar(loaded: Loaded, guided: dict[str, Any], fits: Any) -> None:
+    prompt = loaded.tokens("An empty JSON object is {} and nothing else. An empty JSON object is ")
+    told = await answer(loaded.engine, ask(prompt, sampling=Sampling(temperature=0, guided=guided), stop=Stop(max_tokens=60)))
+    assert told.end.finish_reason is FinishReason.STOP
+    assert fits(loaded.tokenizer.decode(told.tokens))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "says"),
+    [
+        ([], {}, "no tokens"),
+        ([49_152], {}, "49152"),
+        ([5] * CONTEXT, {}, f"{CONTEXT} tokens"),
+        ([5], {"sampling": Sampling(temperature=-0.1)}, "temperature"),
+        ([5], {"sampling": Sampling(temperature=float("nan"))}, "temperature"),
+        ([5], {"sampling": Sampling(top_p=0)}, "top_p"),
+        ([5], {"sampling": Sampling(top_p=1.1)}, "top_p"),
+        ([5], {"sampling": Sampling(top_k=-2)}, "top_k"),
+        ([5], {"sampling": Sampling(min_p=2)}, "min_p"),
+        ([5], {"sampling": Sampling(presence_penalty=3)}, "presence_penalty"),
+        ([5], {"sampling": Sampling(repetition_penalty=0)}, "repetition_penalty"),
+        ([5], {"sampling": Sampling(logit_bias={49_152: 1})}, "logit_bias"),
+        ([5], {"sampling": Sampling(logit_bias={1: float("inf")})}, "logit_bias"),
+        ([5], {"n": 0}, "n is 0"),
+        ([5], {"n": 10_000}, "n is 10000"),
+        ([5], {"logprobs": 100_000}, "logprobs"),
+        ([5], {"stop": Stop(max_tokens=-1)}, "max_tokens"),
+        ([5], {"stop": Stop(min_tokens=-1)}, "min_tokens"),
+        ([5], {"data_parallel_rank": 1}, "data_parallel_rank"),
+        ([5], {"sampling": Sampling(guided={})}, "exactly one"),
+        ([5], {"sampling": Sampling(guided={"regex": "a", "choice": ["a"]})}, "exactly one"),
+        ([5], {"sampling": Sampling(guided={"magic": 1})}, "magic"),
+        ([5], {"sampling": Sampling(guided={"choice": []})}, "choice"),
+        ([5], {"sampling": Sampling(guided={"regex": "a("})}, "regex"),
+        ([5], {"sampling": Sampling(guided={"json_schema": {"type": "nonsense"}})}, "json_schema"),
+        ([5], {"sampling": Sampling(guided={"json_schema": "{"})}, "json_schema"),
+        ([5], {"sampling": Sampling(guided={"grammar": "root ::= ((("})}, "grammar"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(
+    engine: LlamaEngine, prompt: list[int], settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        await answer(engine, ask(prompt, **settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prompt_logprobs": 1},
+        {"adapter": "lora"},
+        {"cache_salt": "s"},
+        {"kv_transfer": {}},
+        {"media": ({"type": "image"},)},
+        {"sampling": Sampling(allowed_token_ids=(1,))},
+        {"sampling": Sampling(bad_words_token_ids=((1, 2),))},
+        {"sampling": Sampling(guided={"choice": ["a"]}), "stop": Stop(min_tokens=3)},
+    ],
+)
+async def test_what_llama_cpp_does_not_offer_is_said_so(engine: LlamaEngine, settings: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported, match="not supported"):
+        await answer(engine, ask([5], **settings))
+
+
+def test_a_model_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="there is no file"):
+        LlamaEngine("/nowhere/model.gguf")
+
+
+async def test_a_file_that_is_no_model_does_not_load(tmp_path: Any) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(DynamoError, match=r"broken\.gguf|GGUF"):
+        await LlamaEngine(str(path)).start()
+
+
+async def test_a_truncated_model_does_not_load(engine: LlamaEngine, tmp_path: Any) -> None:
+    path = tmp_path / "half.gguf"
+    path.write_bytes(engine.path.read_bytes()[:8_000_000])
+    with pytest.raises(EngineError, match="cannot load"):
+        await LlamaEngine(str(path)).start()
+
+
+async def test_closing_ends_open_answers_and_refuses_new_ones() -> None:
+    engine = LlamaEngine("smollm2", name="other", slots=1, context_length=512, threads=1)
+    assert (await engine.start()).name == "other"
+    generating = engine.generate(ask([5], stop=Stop(ignore_eos=True)), Context("test"))
+    await anext(generating)
+    await engine.close()
+    with pytest.raises(DynamoError, match=r"clos|cancel"):
+        async for _ in generating:
+            pass
+    with pytest.raises(Unavailable):
+        await answer(engine, ask([5]))
