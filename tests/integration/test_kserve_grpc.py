@@ -16,11 +16,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODELS = (
     *(f"echo:{HERE}/clients/models/{name}.yaml" for name in ("types", "fixed", "batchy", "repeater")),
+    "echo:llm",
     f"{HERE}/clients/models/faulty.py:Faulty",
     f"{ROOT}/examples/classifier.py:Classifier",
     f"{ROOT}/examples/countdown.py:Words",
 )
-NAMES = ("types", "org/fixed.v1", "batchy", "repeater", "faulty", "classifier", "words")
+NAMES = ("types", "org/fixed.v1", "batchy", "repeater", "echo-llm", "faulty", "classifier", "words")
 
 
 async def run_client(module: str, *arguments: str, timeout_s: float = 150.0) -> list[dict[str, str]]:

@@ -17,20 +17,24 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from dynamo.common.config import ConfigError, project_version
 from dynamo.common.directory import Directory, open_directory
+from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest, Unavailable
 from dynamo.common.etcd import connect_etcd
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal
-from dynamo.common.messaging.client import open_client
+from dynamo.common.messaging.client import RequestClient, open_client
 from dynamo.common.messaging.connection import Connection, connect_nats
+from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
+from dynamo.common.names import Endpoint
 from dynamo.common.telemetry import FrontendMetrics, RuntimeMetrics, make_registry, render
 from dynamo.frontend.api.grpc_health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
 from dynamo.frontend.api.grpc_server import GrpcServer, Handlers, serve_grpc
@@ -47,10 +51,15 @@ from dynamo.frontend.api.http import (
 )
 from dynamo.frontend.api.kserve_grpc import SERVICE, KserveService
 from dynamo.frontend.api.kserve_stream import StreamLimits
-from dynamo.frontend.config import FrontendConfig
+from dynamo.frontend.api.text_routes import text_routes
+from dynamo.frontend.config import FrontendConfig, RouterMode
 from dynamo.frontend.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.frontend.dispatch import DispatchSettings
-from dynamo.frontend.router.select import make_router
+from dynamo.frontend.kv_feed import Bookings, open_kv_feed
+from dynamo.frontend.router.base import Router
+from dynamo.frontend.router.kv import KvRouter
+from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.select import effective_mode, make_router
 from dynamo.frontend.text_models import TextModel
 
 log = logging.getLogger(__name__)
@@ -131,39 +140,70 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
         *health_routes(readiness, links),
         *metrics_routes(lambda: render(registry, metrics_folder)),
         *model_routes(readiness, time.time()),
+        *text_routes(readiness, config.http, config.text, config.overload_status),
     ]
+    with _plain_errors():
+        async with AsyncExitStack() as stack:
+            app = make_app(routes, config.overload_status)
+            http = await stack.enter_async_context(serve_http(config.http, app, share_port=share_port))
+            await stack.enter_async_context(_watching(runtime, links))
+            etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
+            directory = links.directory = await stack.enter_async_context(open_directory(etcd, config.namespace))
+            name = f"dynamo-frontend {os.getpid()}"
+            nats = links.connection = await stack.enter_async_context(connect_nats(config.nats.to_config(), name))
+            client = await stack.enter_async_context(open_client(nats, config.namespace))
+            store = FileStore(nats, config.cache_dir.expanduser())
+
+            async def load_text(card: ModelCard) -> TextModel:
+                from dynamo.frontend.preprocess import pipeline  # heavy; a fleet of tensor models does without
+
+                limits = pipeline.TextLimits(
+                    max_prompt_chars=config.text.max_prompt_chars,
+                    max_messages=config.text.max_messages,
+                    max_stop_strings=config.text.max_stop_strings,
+                )
+                return await pipeline.load_text_model(card, store, limits)
+
+            settings = DataPlaneSettings(
+                declared=config.models, dispatch=DispatchSettings(request_timeout_s=config.request_timeout_s)
+            )
+            router = await stack.enter_async_context(_router(config, directory, nats, client))
+            plane = await stack.enter_async_context(
+                open_data_plane(directory, client, nats, router, load_text, metrics, settings)
+            )
+            if not directory.ready.is_set():
+                log.info("waiting for etcd")
+            await directory.ready.wait()  # before, every model would be unknown
+            drain = StreamDrain()
+            grpc: GrpcServer | None = None
+            if config.grpc.wanted:
+                services = grpc_services(config, plane, readiness, drain)
+                grpc = await stack.enter_async_context(serve_grpc(config.grpc, services, share_port=share_port))
+            readiness.attach(plane)
+            stack.push_async_callback(_drain, config, readiness, drain, http, grpc)
+            yield Frontend(http.port, None if grpc is None else grpc.port, plane, readiness)
+
+
+@asynccontextmanager
+async def _router(config: FrontendConfig, directory: Directory, nats: Connection, client: RequestClient) -> AsyncIterator[Router]:
+    """The router, kept in step with instances and, if wanted, with other frontends."""
+    clock = asyncio.get_running_loop().time
+    if effective_mode(config.router) in (RouterMode.ROUND_ROBIN, RouterMode.RANDOM, RouterMode.DIRECT):
+        yield make_router(config.router, LoadTable(), clock)
+        return
     async with AsyncExitStack() as stack:
-        app = make_app(routes, config.overload_status)
-        http = await stack.enter_async_context(serve_http(config.http, app, share_port=share_port))
-        await stack.enter_async_context(_watching(runtime, links))
-        etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
-        directory = links.directory = await stack.enter_async_context(open_directory(etcd, config.namespace))
-        name = f"dynamo-frontend {os.getpid()}"
-        nats = links.connection = await stack.enter_async_context(connect_nats(config.nats.to_config(), name))
-        client = await stack.enter_async_context(open_client(nats, config.namespace))
-        store = FileStore(nats, config.cache_dir.expanduser())
+        bookings = Bookings(nats, Endpoint(namespace=config.namespace)) if config.router.replica_sync else None
+        loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.say)
+        router = make_router(config.router, loads, clock)
+        follower = router if isinstance(router, KvRouter) and config.router.use_kv_events else None
 
-        async def load_text(card: ModelCard) -> TextModel:
-            from dynamo.frontend.preprocess.pipeline import load_text_model  # heavy; a fleet of tensor models does without
+        async def ask(instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
+            return await client.open(instance.id, instance.subject, verb, body, deadline=deadline).result()
 
-            return await load_text_model(card, store)
-
-        settings = DataPlaneSettings(
-            declared=config.models, dispatch=DispatchSettings(request_timeout_s=config.request_timeout_s)
-        )
-        router = make_router(config.router_mode)
-        plane = await stack.enter_async_context(open_data_plane(directory, client, nats, router, load_text, metrics, settings))
-        if not directory.ready.is_set():
-            log.info("waiting for etcd")
-        await directory.ready.wait()  # before, every model would be unknown
-        drain = StreamDrain()
-        grpc: GrpcServer | None = None
-        if config.grpc.wanted:
-            services = grpc_services(config, plane, readiness, drain)
-            grpc = await stack.enter_async_context(serve_grpc(config.grpc, services, share_port=share_port))
-        readiness.attach(plane)
-        stack.push_async_callback(_drain, config, readiness, drain, http, grpc)
-        yield Frontend(http.port, None if grpc is None else grpc.port, plane, readiness)
+        await stack.enter_async_context(open_kv_feed(nats, directory, ask, follower, loads))
+        if bookings is not None:
+            await stack.enter_async_context(bookings.exchanged(loads))
+        yield router
 
 
 def grpc_services(config: FrontendConfig, plane: DataPlane, readiness: Readiness, drain: StreamDrain) -> dict[str, Handlers]:
@@ -188,6 +228,20 @@ async def _drain(
         stops.create_task(http.stop(config.drain_timeout_s))
         if grpc is not None:
             stops.create_task(grpc.stop(config.drain_timeout_s))
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raises the one error inside a group as itself: that tasks run side by side in here is no concern of callers."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        if error is group:
+            raise
+        raise error from None
 
 
 async def _expire(start: asyncio.Timeout, stop: asyncio.Event) -> None:

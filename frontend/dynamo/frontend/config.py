@@ -10,6 +10,7 @@ import msgspec
 
 from dynamo.common.config import group, option, parse_bytes, parse_port
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.generation_rules import MAX_CHOICES, MAX_LOGPROBS
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 
@@ -34,6 +35,11 @@ class RouterMode(StrEnum):
     RANDOM = "random"
     DIRECT = "direct"
     """Only requests that name their instance are served."""
+    KV = "kv"
+    """By what instances have cached and how busy they are."""
+    LEAST_LOADED = "least-loaded"
+    POWER_OF_TWO = "power-of-two"
+    """The less loaded of two drawn at random."""
 
 
 class OverloadStatus(StrEnum):
@@ -143,6 +149,42 @@ class HttpOptions:
         file_key=("http.port", "grpc_service.http_metrics_port"),
         help="Port; 0 lets the system choose.",
     )
+    max_body_bytes: int = option(
+        64 * MIB,
+        flags=("--http-max-body-size",),
+        parse=parse_bytes,
+        minimum=1024,
+        maximum=2**31 - 1,
+        metavar="SIZE",
+        help="Largest body of a request.",
+    )
+    max_json_depth: int = option(100, minimum=4, maximum=500, help="How deep arrays and objects of a request may nest.")
+    keepalive_s: float = option(
+        15.0, minimum=0.1, help="A stream that is silent for so long gets a comment, lest a proxy cuts it."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """What one request for text may ask for."""
+
+    max_prompt_chars: int = option(16 * MIB, minimum=1, maximum=2**31 - 1, help="Longest prompt, before it is tokenized.")
+    max_messages: int = option(16_384, minimum=1, maximum=1_000_000, help="Messages of a conversation.")
+    max_stop_strings: int = option(32, minimum=1, maximum=1024, help="Stop strings of a request.")
+    max_choices: int = option(MAX_CHOICES, minimum=1, maximum=MAX_CHOICES, help="Choices of a request: `n` times its prompts.")
+    max_best_of: int = option(20, minimum=1, maximum=MAX_CHOICES, help="Largest `best_of`.")
+    max_logprobs: int = option(
+        MAX_LOGPROBS, minimum=0, maximum=MAX_LOGPROBS, help="Most alternatives that log probabilities are shown of."
+    )
+    max_embedding_inputs: int = option(2048, minimum=1, maximum=1_000_000, help="Texts in a request for embeddings.")
+    request_template: Path | None = option(
+        None,
+        flags=("--request-template",),
+        env=("DYN_REQUEST_TEMPLATE",),
+        file_key="request_template",
+        metavar="FILE",
+        help="JSON with `model`, `temperature` and `max_completion_tokens` for requests that do not say them.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,11 +287,74 @@ class GrpcOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """How instances are chosen. Those about KV caches matter to `--router-mode kv` only."""
+
+    mode: RouterMode = option(RouterMode.ROUND_ROBIN, help="How an instance is chosen.")
+    load_aware: bool = option(
+        False, flags=("--load-aware",), help="least-loaded instead of round-robin, power-of-two instead of random."
+    )
+    overlap_score_weight: float = option(
+        1.0,
+        flags=("--overlap-score-weight", "--overlap-score-credit", "--kv-overlap-score-weight"),
+        env=("DYN_OVERLAP_SCORE_WEIGHT", "DYN_OVERLAP_SCORE_CREDIT"),
+        file_key="overlap_score_weight",
+        minimum=0,
+        help="Blocks of prefill that one cached block saves; 0 looks at load only.",
+    )
+    prefill_load_scale: float = option(
+        1.0, minimum=0, help="Cost of a block to prefill against a block held by a running request."
+    )
+    temperature: float = option(0.0, minimum=0, help="Above 0 the instance is drawn from a softmax over normalised costs.")
+    use_kv_events: bool = option(
+        True,
+        flags=("--router-kv-events", "--use-kv-events"),
+        env=("DYN_ROUTER_KV_EVENTS", "DYN_USE_KV_EVENTS"),
+        file_key="use_kv_events",
+        help="Follow what instances publish about their caches; without, caches are guessed from the router's own decisions.",
+    )
+    ttl_s: float = option(
+        120.0,
+        flags=("--router-ttl", "--router-ttl-secs"),
+        env=("DYN_ROUTER_TTL", "DYN_ROUTER_TTL_SECS"),
+        minimum=0.001,
+        help="Without KV events: seconds for which a guess lasts.",
+    )
+    max_tree_size: int = option(1 << 20, minimum=1, help="Without KV events: (block, instance) pairs guessed at most.")
+    prune_target_ratio: float = option(
+        0.8, minimum=0.01, maximum=1, help="Without KV events: share of guesses that pruning leaves."
+    )
+    speculative_ttl_s: float = option(
+        2.0, minimum=0, help="With KV events: seconds for which a decision counts as cached before events confirm it."
+    )
+    replica_sync: bool = option(False, help="Share bookings with the other frontends of the namespace.")
+    track_active_blocks: bool = option(True, help="Count blocks held by running requests into the cost.")
+    track_output_blocks: bool = option(False, help="Book the blocks that a request's max_tokens would fill, too.")
+    assume_kv_reuse: bool = option(True, help="Bookings on one instance count shared prefixes once.")
+    active_decode_blocks_threshold: float | None = option(
+        None,
+        flags=("--active-decode-blocks-threshold",),
+        env=("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",),
+        file_key="active_decode_blocks_threshold",
+        minimum=0,
+        maximum=1,
+        help="Share of its KV blocks in use above which an instance is busy; all busy: requests are refused as overload.",
+    )
+    active_prefill_tokens_threshold: int | None = option(
+        None,
+        flags=("--active-prefill-tokens-threshold",),
+        env=("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",),
+        file_key="active_prefill_tokens_threshold",
+        minimum=0,
+        help="Prompt tokens waiting to be computed above which an instance is busy.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
     """A stateless front door: KServe v2 and HTTP in front, workers found in etcd and reached over NATS behind."""
 
     namespace: str = option("dynamo", help="Namespace whose workers are served.")
-    router_mode: RouterMode = option(RouterMode.ROUND_ROBIN, help="How an instance is chosen.")
     processes: int = option(1, minimum=1, maximum=256, help="Processes that share the same ports.")
     drain_timeout_s: float = option(
         30.0, flags=("--drain-timeout",), minimum=0, help="After SIGTERM, requests may finish for this many seconds."
@@ -285,6 +390,8 @@ class FrontendConfig:
     )
     http: HttpOptions = group("HTTP", prefix="http", default=HttpOptions)
     grpc: GrpcOptions = group("KServe gRPC", prefix="grpc", default=GrpcOptions)
+    text: TextOptions = group("Text", prefix="text", default=TextOptions)
+    router: RouterOptions = group("Routing", prefix="router", default=RouterOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
     etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)
     log: LogOptions = group("Logging", prefix="log", default=LogOptions)

@@ -43,6 +43,9 @@ T = TypeVar("T")
 REQUEST_ID_HEADER = "request-id"
 """Where `messaging.server` looks for the request id."""
 
+BOOKING_HEADER = "booking"
+"""Names the booking to the worker, which names it in its load reports."""
+
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 
@@ -458,7 +461,7 @@ class DispatchedStream:
                 instance.subject,
                 work.verb,
                 work.body,
-                headers={**call.headers, REQUEST_ID_HEADER: call.request_id},
+                headers={**call.headers, REQUEST_ID_HEADER: call.request_id, BOOKING_HEADER: booking},
                 deadline=self._deadline,
             )
         except DynamoError as error:

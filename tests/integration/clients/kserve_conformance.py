@@ -394,6 +394,159 @@ async def _(server: Server) -> None:
     await asyncio.to_thread(run)
 
 
+# Language models. `echo-llm` says the prompt again, one byte per token
+
+
+def say(
+    *prompts: str, model: str = "echo-llm", parameters: dict[str, Any] | None = None, **inputs: tuple[str, Any]
+) -> pb.ModelInferRequest:
+    """A text request; `inputs` are (datatype, value) by name, typed parameters go by their Python type.
+
+    As many tokens are asked for as the first prompt has bytes, unless told otherwise.
+    """
+    parameters = dict(parameters or {})
+    if prompts and "max_tokens" not in inputs:
+        parameters.setdefault("max_tokens", max(1, len(prompts[0].encode())))
+    request = pb.ModelInferRequest(model_name=model, id="t")
+    if prompts:
+        request.inputs.add(name="text_input", datatype="BYTES", shape=[len(prompts)])
+        request.raw_input_contents.append(b"".join(element(prompt.encode()) for prompt in prompts))
+    for name, (datatype, value) in inputs.items():
+        request.inputs.add(name=name, datatype=datatype, shape=[1])
+        data = element(value.encode()) if datatype == "BYTES" else np.array([value], NUMPY[datatype]).tobytes()
+        request.raw_input_contents.append(data)
+    for name, value in parameters.items():
+        kind = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
+        setattr(request.parameters[name], kind, value)
+    return request
+
+
+def elements(data: bytes) -> list[str]:
+    found = []
+    while data:
+        size = int.from_bytes(data[:4], "little")
+        found.append(data[4 : 4 + size].decode())
+        data = data[4 + size :]
+    return found
+
+
+def said(answer: pb.ModelInferResponse, output: str = "text_output") -> list[str]:
+    names = [tensor.name for tensor in answer.outputs]
+    return elements(answer.raw_output_contents[names.index(output)])
+
+
+async def text_stream(server: Server, request: pb.ModelInferRequest) -> list[pb.ModelStreamInferResponse]:
+    call = server.channel.stream_stream(SERVICE + "ModelStreamInfer")(timeout=20.0)
+    await call.write(request.SerializeToString())
+    await call.done_writing()
+    found = []
+    while isinstance(data := await call.read(), bytes):
+        found.append(pb.ModelStreamInferResponse.FromString(data))
+    return found
+
+
+@case("text: metadata and config of a language model")
+async def _(server: Server) -> None:
+    metadata = await server.client.get_model_metadata("echo-llm")
+    assert [(t.name, t.datatype) for t in metadata.inputs][:2] == [("text_input", "BYTES"), ("streaming", "BOOL")]
+    assert [t.name for t in metadata.outputs] == ["text_output", "finish_reason"]
+    config = (await server.client.get_model_config("echo-llm")).config
+    assert config.input[1].optional
+
+
+@case("text: one answer")
+async def _(server: Server) -> None:
+    answer = await server.infer(say("größe ☃"))
+    assert said(answer) == ["größe ☃"]
+    assert said(answer, "finish_reason") == ["length"]
+
+
+@case("text: Triton's client, typed and raw alike")
+async def _(server: Server) -> None:
+    for shape in ([1], [1, 1]):
+        prompt = np.array([b"hello"], object).reshape(shape)
+        result = await server.client.infer("echo-llm", [tensor("text_input", prompt, "BYTES")], parameters={"max_tokens": 4})
+        assert result.as_numpy("text_output").reshape(-1).tolist() == [b"hell"]
+    request = pb.ModelInferRequest(model_name="echo-llm")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"hello")
+    request.parameters["max_tokens"].int64_param = 5
+    assert list((await server.infer(request)).outputs[0].contents.bytes_contents) == [b"hello"]
+
+
+@case("text: a batch of prompts")
+async def _(server: Server) -> None:
+    assert said(await server.infer(say("one", "two", "six"))) == ["one", "two", "six"]
+
+
+@case("text: max_tokens as a parameter or as an input")
+async def _(server: Server) -> None:
+    assert said(await server.infer(say("abcdef", parameters={"max_tokens": 2}))) == ["ab"]
+    assert said(await server.infer(say("abcdef", max_tokens=("INT32", 3)))) == ["abc"]
+
+
+@case("text: several choices")
+async def _(server: Server) -> None:
+    assert said(await server.infer(say("ab", parameters={"n": 3}))) == ["ab"] * 3
+
+
+@case("text: a stop string")
+async def _(server: Server) -> None:
+    answer = await server.infer(say("hello world", parameters={"stop": " wor"}))
+    assert (said(answer), said(answer, "finish_reason")) == (["hello"], ["stop"])
+
+
+@case("text: every sampling setting is taken")
+async def _(server: Server) -> None:
+    settings = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "frequency_penalty": 0.1}
+    settings |= {"presence_penalty": 0.1, "ignore_eos": True, "max_tokens": 2}
+    assert said(await server.infer(say("ab", parameters=settings))) == ["ab"]
+
+
+@case("text: log probabilities")
+async def _(server: Server) -> None:
+    answer = await server.infer(say("ab", parameters={"logprobs": 0}))
+    assert len(json.loads(said(answer, "logprobs")[0])) == 2
+
+
+@case("text: a conversation, by parameter or input")
+async def _(server: Server) -> None:
+    (by_parameter,) = said(await server.infer(say("hi", parameters={"chat": True, "max_tokens": 20})))
+    messages = json.dumps([{"role": "user", "content": "hi"}])
+    (by_input,) = said(await server.infer(say(messages=("BYTES", messages), parameters={"max_tokens": 20})))
+    assert by_parameter == by_input == "user: hi\nassistant: "
+
+
+@case("text: streamed")
+async def _(server: Server) -> None:
+    found = await text_stream(server, say("hello", streaming=("BOOL", True)))
+    assert "".join(said(r.infer_response)[0] for r in found) == "hello"
+    assert [r.infer_response.parameters["triton_final_response"].bool_param for r in found] == [False] * (len(found) - 1) + [True]
+    assert said(found[-1].infer_response, "finish_reason") == ["length"]
+
+
+@case("text: streams of several prompts and choices")
+async def _(server: Server) -> None:
+    found = await text_stream(server, say("ab", "cd", streaming=("BOOL", True), parameters={"n": 2}))
+    columns = zip(*(said(r.infer_response) for r in found), strict=True)
+    assert ["".join(column) for column in columns] == ["ab", "ab", "cd", "cd"]
+
+
+@case("text: not streamed on a stream")
+async def _(server: Server) -> None:
+    (only,) = await text_stream(server, say("hello"))
+    assert said(only.infer_response) == ["hello"]
+
+
+@case("text: 32 streams at once")
+async def _(server: Server) -> None:
+    async def one(number: int) -> None:
+        prompt = f"{number} " * 50
+        found = await text_stream(server, say(prompt, streaming=("BOOL", True)))
+        assert "".join(said(r.infer_response)[0] for r in found) == prompt
+
+    await asyncio.gather(*(one(number) for number in range(32)))
+
+
 # Streams
 
 
@@ -665,7 +818,34 @@ refused(
     "INTERNAL",
 )
 
+LLM = "echo-llm"
+refused("text: no input", say(), INVALID, "text_input")
+refused("text: no text but a setting", say(max_tokens=("INT32", 3)), INVALID, "text_input")
+refused("text: unknown input", say("a", text_inputs=("BYTES", "b")), INVALID, "text_inputs")
+refused("text: unknown parameter", say("a", parameters={"max_tokns": 3}), INVALID, "max_tokns")
+refused("text: unknown output", changed(lambda r: r.outputs.add(name="text"), say("a")), INVALID, "'text'")
+refused("text: wrong datatype", raw_request(LLM, ("text_input", "INT32", [1], int32(1))), INVALID, "text_input", "BYTES")
+refused("text: three dimensions", raw_request(LLM, ("text_input", "BYTES", [1, 2, 2], element(b"a") * 4)), INVALID, "text_input")
+refused("text: no elements", raw_request(LLM, ("text_input", "BYTES", [0], b"")), INVALID, "text_input")
+refused("text: no UTF-8", raw_request(LLM, ("text_input", "BYTES", [1], element(b"\xff"))), INVALID, "UTF-8")
+refused("text: an element cut off", raw_request(LLM, ("text_input", "BYTES", [1], b"\x09\0\0\0abc")), INVALID, "text_input")
+refused("text: an empty prompt", say(""), INVALID)
+refused("text: max_tokens of 0", say("a", parameters={"max_tokens": 0}), INVALID, "max_tokens")
+refused("text: max_tokens as text", say("a", parameters={"max_tokens": "many"}), INVALID, "max_tokens")
+refused("text: max_tokens twice", say("a", parameters={"max_tokens": 1}, max_tokens=("INT32", 1)), INVALID, "max_tokens")
+refused("text: a temperature of 9", say("a", parameters={"temperature": 9.0}), INVALID, "temperature")
+refused("text: top_p of 0", say("a", parameters={"top_p": 0.0}), INVALID, "top_p")
+refused("text: n of 100000", say("a", parameters={"n": 100_000}), INVALID, "'n'")
+refused("text: streaming as a number", say("a", streaming=("INT32", 1)), INVALID, "streaming", "BOOL")
+refused("text: streaming and stream", say("a", streaming=("BOOL", False), stream=("BOOL", False)), INVALID, "stream")
+refused("text: messages that are no JSON", say(messages=("BYTES", "hello")), INVALID, "messages")
+refused("text: a prompt above the context", say("a" * 200_000), INVALID)
+refused("text: unknown version", changed(lambda r: setattr(r, "model_version", "9"), say("a")), MISSING, "'9'")
+
 ONLY_UNARY: dict[str, Bad] = {
+    "text: streaming on the unary call": Bad(
+        say("a", streaming=("BOOL", True)).SerializeToString(), INVALID, ("ModelStreamInfer",)
+    ),
     "a decoupled model asked for one answer": Bad(
         raw_request("repeater", ("X", "INT32", [1], int32(1))).SerializeToString(), "UNIMPLEMENTED", ("stream",)
     ),

@@ -75,7 +75,7 @@ def test_the_flags_of_the_source_documents_work_together() -> None:
     )
     assert config.grpc.wanted
     assert config.grpc.max_message_bytes == 4194304
-    assert config.router_mode is RouterMode.RANDOM
+    assert config.router.mode is RouterMode.RANDOM
     assert config.overload_status is OverloadStatus.OVERLOADED
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest, NoInstances
 from dynamo.common.names import InstanceId
-from dynamo.frontend.config import RouterMode
+from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.frontend.router.base import RouteRequest
+from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.select import make_router
 from dynamo.frontend.router.simple import Direct, RandomChoice, RoundRobin
 from tests.support.fakes import instance
@@ -105,7 +107,7 @@ def test_direct_mode_asks_for_a_name() -> None:
 
 @pytest.mark.parametrize("mode", list(RouterMode))
 def test_every_mode_obeys_a_pin(mode: RouterMode) -> None:
-    router = make_router(mode)
+    router = make_router(RouterOptions(mode=mode), LoadTable(), time.monotonic)
     assert router.pick(RouteRequest("adder", pinned=InstanceId(2)), fleet(1, 2)).instance.id == 2
     with pytest.raises(NoInstances):
         router.pick(RouteRequest("adder", pinned=InstanceId(9)), fleet(1, 2))

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unavailable, Unsupported
+from dynamo.common.errors import DynamoError, InvalidRequest, Unavailable, Unsupported
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.model_card import ModelCard
 from dynamo.worker.engine.base import Context, Engine, HasFiles, Load
@@ -24,7 +23,7 @@ from dynamo.worker.engine.llama import LlamaEngine
 
 pytestmark = pytest.mark.real_model
 
-SLOTS, CONTEXT = 2, 1024
+SLOTS, CONTEXT = 2, 512
 GREEDY = Sampling(temperature=0)
 GREETING = "<|im_start|>user\nSay hi in a few words<|im_end|>\n<|im_start|>assistant\n"
 
@@ -106,7 +105,7 @@ async def test_an_answer_ends_with_the_token_that_stopped_it(loaded: Loaded) -> 
     assert all(len(delta.tokens) == 1 for delta in told.deltas[:-1]), "one step, one delta"
 
 
-@pytest.mark.parametrize("length", [1, 2, 33, 127, 128, 129, 300, 700])
+@pytest.mark.parametrize("length", [1, 2, 33, 128, 129, 300])
 async def test_a_second_identical_prompt_is_cached_and_answered_with_the_same_tokens(engine: LlamaEngine, length: int) -> None:
     request = ask(noise(length, length), logprobs=3)
     first, second = await answer(engine, request), await answer(engine, request)
@@ -118,19 +117,17 @@ async def test_a_second_identical_prompt_is_cached_and_answered_with_the_same_to
 async def test_an_answer_is_the_same_whatever_runs_beside_it(engine: LlamaEngine) -> None:
     request = ask(noise(1, 60), stop=Stop(max_tokens=24), logprobs=0)
     alone = await answer(engine, request)
-    together = await asyncio.gather(*(answer(engine, item) for item in (ask(noise(2, 200)), request, ask(noise(3, 90)))))
+    together = await asyncio.gather(*(answer(engine, item) for item in (ask(noise(2, 150)), request, ask(noise(3, 90)))))
     assert together[1].logprobs() == alone.logprobs()
 
 
 async def test_two_slots_generate_at_the_same_time(engine: LlamaEngine) -> None:
-    order: list[int] = []
+    async def times(seed: int) -> list[float]:
+        request = ask(noise(seed, 20), stop=Stop(max_tokens=40, ignore_eos=True))
+        return [time.monotonic() async for item in engine.generate(request, Context("test"))]
 
-    async def run(which: int) -> None:
-        items = engine.generate(ask(noise(which, 20), stop=Stop(max_tokens=40, ignore_eos=True)), Context("test"))
-        order.extend([which async for item in items if isinstance(item, Delta)])
-
-    await asyncio.gather(run(1), run(2))
-    assert sum(before != after for before, after in pairwise(order)) > 10, "they take turns"
+    first, second = await asyncio.gather(times(1), times(2))
+    assert first[0] < second[10] and second[0] < first[10], "neither waits for the other to end"
 
 
 async def test_more_requests_than_slots_wait_in_line_and_are_counted(engine: LlamaEngine) -> None:
@@ -146,12 +143,16 @@ async def test_more_requests_than_slots_wait_in_line_and_are_counted(engine: Lla
 
 async def test_an_abandoned_answer_frees_its_slot_within_a_step(engine: LlamaEngine) -> None:
     endless = ask(noise(4, 20), stop=Stop(ignore_eos=True))
+    step_s = 0.0
     for _ in range(SLOTS + 1):
         async with aclosing(engine.generate(endless, Context("test"))) as items:  # type: ignore[type-var]
-            await anext(items)
+            begun = time.monotonic()
+            for _ in range(5):
+                await anext(items)
+            step_s = max(step_s, (time.monotonic() - begun) / 5)
     begun = time.monotonic()
-    await answer(engine, ask(noise(5, 5), stop=Stop(max_tokens=1)))
-    assert time.monotonic() - begun < 3, "1,000 tokens would take longer"
+    await answer(engine, ask(noise(4, 20), stop=Stop(max_tokens=1)))
+    assert time.monotonic() - begun < 50 * step_s, "the abandoned ones would go on for some 500 steps"
     assert engine.load() == Load()
 
 
@@ -160,7 +161,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_never_runs(engine: Lla
         asyncio.create_task(answer(engine, ask(noise(i, 9), stop=Stop(max_tokens=60, ignore_eos=True)))) for i in range(SLOTS)
     ]
     await asyncio.sleep(0)
-    waiting = asyncio.create_task(answer(engine, ask(noise(7, 400), stop=Stop(max_tokens=500, ignore_eos=True))))
+    waiting = asyncio.create_task(answer(engine, ask(noise(7, 300), stop=Stop(max_tokens=200, ignore_eos=True))))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -169,13 +170,13 @@ async def test_a_request_that_is_cancelled_while_it_waits_never_runs(engine: Lla
 
 
 async def test_the_event_loop_stays_free(engine: LlamaEngine) -> None:
-    longest = 0.0
-    working = asyncio.create_task(answer(engine, ask(noise(11, 600))))
+    longest, start = 0.0, time.monotonic()
+    working = asyncio.create_task(answer(engine, ask(noise(11, 300))))
     while not working.done():
         begun = time.monotonic()
         await asyncio.sleep(0.001)
         longest = max(longest, time.monotonic() - begun)
-    assert longest < 0.2, "the prompt alone takes longer"
+    assert longest < (time.monotonic() - start) / 4, "a step over 128 tokens of the prompt would take longer"
 
 
 async def test_stop_tokens_end_an_answer(loaded: Loaded) -> None:
@@ -208,7 +209,7 @@ async def test_min_tokens_keeps_an_answer_going_past_its_end(loaded: Loaded) -> 
 async def test_a_full_context_ends_an_answer(engine: LlamaEngine) -> None:
     told = await answer(engine, ask(noise(14, CONTEXT - 8), stop=Stop(ignore_eos=True)))
     assert told.end.finish_reason is FinishReason.LENGTH
-    assert CONTEXT - 10 <= told.summary.prompt_tokens + told.summary.output_tokens <= CONTEXT
+    assert told.summary.prompt_tokens + told.summary.output_tokens == CONTEXT
 
 
 async def test_tokens_inside_a_character_are_told_too(loaded: Loaded) -> None:
@@ -355,8 +356,32 @@ async def test_a_file_that_is_no_model_does_not_load(tmp_path: Any) -> None:
 async def test_a_truncated_model_does_not_load(engine: LlamaEngine, tmp_path: Any) -> None:
     path = tmp_path / "half.gguf"
     path.write_bytes(engine.path.read_bytes()[:8_000_000])
-    with pytest.raises(EngineError, match="cannot load"):
+    with pytest.raises(InvalidRequest, match="cannot load"):
         await LlamaEngine(str(path)).start()
+
+
+async def test_a_context_that_the_model_was_not_trained_for_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="8192"):
+        await LlamaEngine("smollm2", context_length=8193).start()
+
+
+async def test_the_most_important_request_in_line_goes_first(engine: LlamaEngine) -> None:
+    ended: list[int] = []
+
+    async def run(priority: int) -> None:
+        await answer(engine, ask(noise(19, 9), stop=Stop(max_tokens=10, ignore_eos=True), priority=priority))
+        ended.append(priority)
+
+    await asyncio.gather(*(run(priority) for priority in [9] * SLOTS + [1, 2, 3, 4]))
+    assert ended[SLOTS : SLOTS + 2] in ([3, 4], [4, 3]), "two slots take the two most important"
+
+
+async def test_a_prompt_that_had_to_leave_its_slot_is_still_cached(engine: LlamaEngine) -> None:
+    prompts = [noise(seed, 100) for seed in range(20, 21 + SLOTS)]
+    for prompt in prompts:
+        await answer(engine, ask(prompt, stop=Stop(max_tokens=2)))
+    again = await answer(engine, ask(prompts[0], stop=Stop(max_tokens=2)))
+    assert again.summary.cached_tokens == 99
 
 
 async def test_closing_ends_open_answers_and_refuses_new_ones() -> None:

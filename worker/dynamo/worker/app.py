@@ -25,7 +25,7 @@ from pathlib import Path
 
 from dynamo.common.config import ConfigError
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import InvalidRequest, Unavailable
+from dynamo.common.errors import InvalidRequest, Unavailable, Unsupported
 from dynamo.common.etcd import connect_etcd
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal, within
 from dynamo.common.messaging.connection import Connection, connect_nats
@@ -35,8 +35,9 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.registration import Registration, registered
 from dynamo.worker.config import WorkerConfig
-from dynamo.worker.engine.base import HasFiles
+from dynamo.worker.engine.base import HasFiles, TracksKv
 from dynamo.worker.engine.select import AnyEngine, make_engine
+from dynamo.worker.publisher import publishing
 from dynamo.worker.serve import ServedModel, Service
 
 log = logging.getLogger(__name__)
@@ -62,11 +63,18 @@ async def run(config: WorkerConfig) -> None:
     names = config.model_names or ("",) * len(config.models)
     try:
         engines = [
-            make_engine(model, config.engine, name=name, threads=config.threads)
+            make_engine(
+                model,
+                config.engine,
+                name=name,
+                threads=config.threads,
+                max_num_seqs=config.max_num_seqs,
+                context_length=config.context_length,
+            )
             for model, name in zip(config.models, names, strict=True)
         ]
         await serve_worker(engines, config, on_started=lambda worker: freeze_garbage())
-    except (InvalidRequest, Unavailable) as error:
+    except (InvalidRequest, Unsupported, Unavailable) as error:
         raise ConfigError(str(error)) from error
 
 
@@ -121,7 +129,11 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
         nats = await stack.enter_async_context(connect_nats(config.nats.to_config(), f"dynamo-worker {instance:x}"))
         etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
         await _store_files(models, nats)
-        requests = await stack.enter_async_context(serve_requests(nats, endpoint, instance, service.handlers, config.limits))
+        tracked = [(model.card.name, model.engine) for model in models if isinstance(model.engine, TracksKv)]
+        publishers = await stack.enter_async_context(publishing(nats, endpoint, instance, tracked))
+        service.on_accepted = publishers.accepted
+        handlers = {**service.handlers, **publishers.handlers}
+        requests = await stack.enter_async_context(serve_requests(nats, endpoint, instance, handlers, config.limits))
         stack.push_async_callback(_drain, requests, config.drain_timeout_s)
         started_at = time.time()
         registrations = [

@@ -73,6 +73,16 @@ class WorkerConfig:
     threads: int | None = option(
         None, minimum=1, maximum=1024, help="Threads that the engine computes with; default: the engine's choice."
     )
+    max_num_seqs: int | None = option(
+        None, minimum=1, maximum=1024, help="Sequences that a language model generates at once; default: the engine's choice."
+    )
+    context_length: int | None = option(
+        None,
+        flags=("--context-length", "--max-model-len"),
+        minimum=16,
+        maximum=16 << 20,
+        help="Tokens of prompt and answer together; default: the engine's choice.",
+    )
     drain_timeout_s: float = option(
         30.0, flags=("--drain-timeout",), minimum=0, help="After SIGTERM, requests may finish for this many seconds."
     )

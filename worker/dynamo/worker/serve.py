@@ -7,7 +7,7 @@ comes too late, gives the engine one `Context`, turns the engine's answers into 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Protocol
@@ -98,6 +98,8 @@ class Service:
                     self._llm[name] = (model, model.engine)
                 else:
                     raise InvalidRequest(f"the engine of model '{name}' cannot serve a model of kind '{model.card.kind}'")
+        self.on_accepted: Callable[[str, str], None] = _nobody_listens
+        """Told the model and the booking of each request for text that goes to an engine."""
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -162,6 +164,7 @@ class Service:
         summary: Summary | None = None
         try:
             self._refuse_late(incoming)
+            self.on_accepted(model.card.name, incoming.headers.get("booking", ""))
             steps = engine.generate(request, context)
             try:
                 async for step in steps:
@@ -263,6 +266,10 @@ async def close(iterator: AsyncIterator[object]) -> None:
     """Closes what an engine iterates with, so that an abandoned request stops now and not when memory is collected."""
     if isinstance(iterator, AsyncGenerator):
         await iterator.aclose()
+
+
+def _nobody_listens(model: str, booking: str) -> None:
+    """Without routers that look at loads, acceptance is nobody's business."""
 
 
 _query_decoder = msgspec.msgpack.Decoder(StatisticsQuery)

@@ -221,3 +221,30 @@ class KvState:
 def _weight(update: KvUpdate) -> int:
     """Bytes that a kept update costs, about."""
     return len(update.stored) + len(update.removed) + 16 * HASH_BYTES
+
+
+class KvMessage(msgspec.Struct, frozen=True, array_like=True):
+    """What an instance publishes on its KV subject."""
+
+    model: str
+    update: KvUpdate
+
+
+class LoadMessage(msgspec.Struct, frozen=True, array_like=True):
+    """What an instance publishes on its load subject."""
+
+    model: str
+    report: LoadReport
+
+
+class KvQuestion(msgspec.Struct, frozen=True, array_like=True):
+    """Asks an instance for a model's snapshot, or for its updates from a number on."""
+
+    model: str
+    since: int = 0
+
+
+message_encoder = msgspec.msgpack.Encoder()
+kv_message_decoder = msgspec.msgpack.Decoder(KvMessage)
+load_message_decoder = msgspec.msgpack.Decoder(LoadMessage)
+question_decoder = msgspec.msgpack.Decoder(KvQuestion)

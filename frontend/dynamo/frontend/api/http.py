@@ -28,6 +28,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dynamo.common.discovery import other_names
+from dynamo.common.errors import ModelNotFound
 from dynamo.common.lifecycle import open_listener, within
 from dynamo.common.model_card import ModelCard
 from dynamo.frontend.api.health import Readiness, State
@@ -98,7 +100,8 @@ class _AnswerFailures:
             pause_s = retry_after_s(error)
             headers = {} if pause_s is None else {"retry-after": str(max(1, round(pause_s)))}
             status = http_status(error, self._overload)
-            await error_response(status, public_message(error), headers=headers)(scope, receive, send)
+            code = "model_not_found" if isinstance(error, ModelNotFound) else None
+            await error_response(status, public_message(error), code=code, headers=headers)(scope, receive, send)
 
 
 def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -117,11 +120,11 @@ _ERROR_TYPES = {
 }
 
 
-def error_response(status: int, message: str, *, headers: object = None) -> Response:
+def error_response(status: int, message: str, *, code: str | None = None, headers: object = None) -> Response:
     """The error body that OpenAI clients read."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "internal_error")
     extra = {str(name): str(value) for name, value in dict(headers or {}).items()}  # type: ignore[call-overload]
-    return json_response({"error": {"message": message, "type": kind, "code": status}}, status, extra)
+    return json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status, extra)
 
 
 # Health
@@ -174,21 +177,28 @@ def metrics_routes(render: Render) -> list[BaseRoute]:
 def model_routes(readiness: Readiness, started_at: float) -> list[BaseRoute]:
     """`/v1/models` as OpenAI has it: the models that are known, with whether they can be used now."""
 
-    def describe(card: ModelCard) -> dict[str, object]:
-        return {
-            "id": card.name,
+    def describe(card: ModelCard, name: str) -> dict[str, object]:
+        found: dict[str, object] = {
+            "id": name,
             "object": "model",
             "created": int(started_at),
             "owned_by": card.platform,
             "kind": card.kind.value,
-            "ready": readiness.is_model_ready(card.name),
+            "ready": readiness.is_model_ready(name),
         }
+        if name != card.name:
+            found["parent"] = card.name
+        if card.llm is not None:
+            found["max_model_len"] = card.llm.context_length
+        return found
 
     async def models(request: Request) -> Response:
-        return json_response({"object": "list", "data": [describe(card) for card in readiness.plane.cards()]})
+        named = [(card, name) for card in readiness.plane.cards() for name in (card.name, *other_names(card))]
+        return json_response({"object": "list", "data": [describe(card, name) for card, name in named]})
 
     async def model(request: Request) -> Response:
-        return json_response(describe(readiness.plane.card(request.path_params["model"])))
+        name = request.path_params["model"]
+        return json_response(describe(readiness.plane.card(name), name))
 
     async def ready(request: Request) -> Response:
         name = request.path_params["model"]

@@ -1,16 +1,53 @@
-"""From a router mode to the router."""
+"""From options to the router."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import assert_never
 
-from dynamo.frontend.config import RouterMode
+from dynamo.frontend.config import RouterMode, RouterOptions
+from dynamo.frontend.router.balance import LoadRouter, least_loaded, power_of_two
 from dynamo.frontend.router.base import Router
+from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
+from dynamo.frontend.router.load import LoadTable, Thresholds
 from dynamo.frontend.router.simple import Direct, RandomChoice, RoundRobin
 
 
-def make_router(mode: RouterMode) -> Router:
-    """A new router, without any knowledge."""
+def effective_mode(options: RouterOptions) -> RouterMode:
+    """The mode, with `load_aware` taken into account."""
+    if options.load_aware and options.mode is RouterMode.ROUND_ROBIN:
+        return RouterMode.LEAST_LOADED
+    if options.load_aware and options.mode is RouterMode.RANDOM:
+        return RouterMode.POWER_OF_TWO
+    return options.mode
+
+
+def thresholds_of(options: RouterOptions) -> Thresholds:
+    return Thresholds(
+        active_decode_blocks=options.active_decode_blocks_threshold,
+        active_prefill_tokens=options.active_prefill_tokens_threshold,
+    )
+
+
+def kv_config(options: RouterOptions) -> KvRouterConfig:
+    return KvRouterConfig(
+        overlap_score_weight=options.overlap_score_weight,
+        prefill_load_scale=options.prefill_load_scale,
+        temperature=options.temperature,
+        use_kv_events=options.use_kv_events,
+        ttl_s=options.ttl_s,
+        max_tree_size=options.max_tree_size,
+        prune_target_ratio=options.prune_target_ratio,
+        speculative_ttl_s=options.speculative_ttl_s,
+        track_active_blocks=options.track_active_blocks,
+        track_output_blocks=options.track_output_blocks,
+        assume_kv_reuse=options.assume_kv_reuse,
+    )
+
+
+def make_router(options: RouterOptions, loads: LoadTable, clock: Callable[[], float]) -> Router:
+    """A new router. Those that look at loads share `loads`; `clock` is the one by which reports reach it."""
+    mode = effective_mode(options)
     match mode:
         case RouterMode.ROUND_ROBIN:
             return RoundRobin()
@@ -18,5 +55,11 @@ def make_router(mode: RouterMode) -> Router:
             return RandomChoice()
         case RouterMode.DIRECT:
             return Direct()
+        case RouterMode.KV:
+            return KvRouter(kv_config(options), thresholds_of(options), loads, clock=clock)
+        case RouterMode.LEAST_LOADED:
+            return LoadRouter(mode.value, least_loaded, thresholds_of(options), loads, clock=clock)
+        case RouterMode.POWER_OF_TWO:
+            return LoadRouter(mode.value, power_of_two, thresholds_of(options), loads, clock=clock)
         case _:
             assert_never(mode)

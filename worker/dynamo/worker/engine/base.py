@@ -7,11 +7,12 @@ must keep that loop free: blocking work runs in threads or processes of the engi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from dynamo.common.generation import Delta, GenerateRequest, Summary
+from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import ModelCard
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferResponse
@@ -103,6 +104,22 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Frees everything. Called once, after the last request ended."""
         ...
+
+
+@runtime_checkable
+class TracksKv(Protocol):
+    """An engine that knows which blocks its KV cache holds, for routers to know too."""
+
+    @property
+    def kv(self) -> KvState:
+        """Its own full copy, after `start()`. Updates are taken from it by the publisher only."""
+        ...
+
+    def on_step(self, callback: Callable[[], None]) -> None:
+        """`callback` is called on the event loop after each step, or batch of steps, that may have changed cache or load."""
+        ...
+
+    def load(self) -> Load: ...
 
 
 @runtime_checkable

@@ -3,24 +3,24 @@
     generate() ─ one thread per choice ─ llama.cpp's slots, all decoded in one batch ─ chunks ─ event loop
 
 llama.cpp decodes all running choices together, one step at a time. A call into it blocks until its choice is done, so each
-choice has a thread for that time; there are as many threads as slots, further choices wait in line, first come, first served.
+choice has a thread for that time; there are as many threads as slots, further choices wait in line, by priority.
 Its chunks are handed to the event loop one by one; what a slow reader leaves there is bounded by the context length.
 
 Greedy answers repeat token by token, whether their prompt was cached or not and whatever else runs: the KV cache is in BF16
 because llama.cpp then computes attention in the same way for one token as for many.
 
-llama.cpp's server insists on listening somewhere; it gets a Unix socket in a folder that only this user can enter.
+llama.cpp's server insists on listening somewhere; it gets a Unix socket that is removed at once, so nobody can reach it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -103,7 +103,7 @@ class _Completion:
     """One call into llama.cpp for a choice: takes its chunks and posts deltas, until the choice or `limit` is reached."""
 
     def __init__(
-        self, choice: _Choice, vocabulary: Vocabulary, stops: frozenset[int], limit: int | None, *, is_last: bool = True
+        self, choice: _Choice, vocabulary: Vocabulary, stops: frozenset[int], limit: int, *, is_last: bool = True
     ) -> None:
         """`stops` end the choice; so does having made `limit` tokens, if this is the last call."""
         self.tokens: list[int] = []
@@ -191,35 +191,31 @@ class LlamaEngine:
         *,
         name: str = "",
         threads: int | None = None,
-        slots: int = DEFAULT_SLOTS,
+        slots: int | None = None,
         context_length: int | None = None,
     ) -> None:
         """`model` is a path or a name of `PACKAGED_MODELS`; `name` is the one to serve it under, by default its own.
 
-        `slots` choices run at once; each has a context of `context_length` tokens, by default what the model was trained for
-        but no more than 4096. `threads` compute, by default one for every two CPUs that the process may use.
+        `slots` choices run at once, by default 4; each has a context of `context_length` tokens, by default what the model was
+        trained for but no more than 4096. `threads` compute, by default one for every two CPUs that the process may use.
         Raises InvalidRequest if there is no such model.
         """
         self.path = find_model(model)
         self._name = name or (model.lower() if model.lower() in PACKAGED_MODELS else self.path.stem)
         self._threads = threads or max(1, len(os.sched_getaffinity(0)) // 2)
-        self._slots = slots
+        self._slots = slots or DEFAULT_SLOTS
         self._context_length = context_length or 0
         self._files: list[bytes] = []
         self._vocabulary = Vocabulary((), frozenset())
         self._server: Any = None  # xllamacpp has no types
         self._pool: ThreadPoolExecutor | None = None
-        self._folder: str | None = None
-        self._waiting: set[_Choice] = set()
+        self._waiting: dict[_Choice, None] = {}
+        """In the order in which they came."""
         self._running: set[_Choice] = set()
 
     async def start(self) -> ModelCard:
-        """Raises InvalidRequest or Unsupported for a file that is no usable GGUF model, EngineError if llama.cpp refuses it."""
-        try:
-            return await asyncio.to_thread(self._start)
-        except BaseException:
-            self._remove_folder()
-            raise
+        """Raises InvalidRequest or Unsupported for a file that is no usable GGUF model, or not with the asked context."""
+        return await asyncio.to_thread(self._start)
 
     def _start(self) -> ModelCard:
         model = GgufModel.read(self.path)
@@ -227,14 +223,15 @@ class LlamaEngine:
         self._files = [tokenizer, template] if template else [tokenizer]
         control = (id for id, kind in enumerate(model.token_types) if kind == CONTROL)
         self._vocabulary = Vocabulary(model.token_bytes(), frozenset(control) | frozenset(model.end_token_ids))
-        context_length = self._context_length or min(model.context_length or DEFAULT_CONTEXT_LENGTH, DEFAULT_CONTEXT_LENGTH)
-        self._context_length = context_length
-        self._folder = tempfile.mkdtemp(prefix="dynamo-llama-")
-        parameters = self._parameters(context_length)
+        trained_for = model.context_length or self._context_length or DEFAULT_CONTEXT_LENGTH
+        if self._context_length > trained_for:
+            raise InvalidRequest(f"{self.path} is a model for {trained_for} tokens of context, not for {self._context_length}")
+        self._context_length = context_length = self._context_length or min(trained_for, DEFAULT_CONTEXT_LENGTH)
         try:
-            self._server = xllamacpp.Server(parameters)
+            with tempfile.TemporaryDirectory(prefix="dynamo-llama-") as folder:
+                self._server = xllamacpp.Server(self._parameters(folder))
         except Exception as error:
-            raise EngineError(f"llama.cpp cannot load {self.path}: {error}") from error
+            raise InvalidRequest(f"llama.cpp cannot load {self.path}: {error}") from error
         self._pool = ThreadPoolExecutor(self._slots, thread_name_prefix="llama")
         return ModelCard(
             name=self._name,
@@ -253,11 +250,11 @@ class LlamaEngine:
             ),
         ).check()
 
-    def _parameters(self, context_length: int) -> Any:
+    def _parameters(self, folder: str) -> Any:
         parameters = xllamacpp.CommonParams()
         parameters.model.path = str(self.path)
         parameters.n_parallel = self._slots
-        parameters.n_ctx = context_length * self._slots
+        parameters.n_ctx = self._context_length * self._slots
         parameters.kv_unified = False  # each slot has its own share, whatever the others use
         parameters.n_batch = parameters.n_ubatch = max(PREFILL_TOKENS, self._slots)
         parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_BF16
@@ -268,7 +265,7 @@ class LlamaEngine:
         parameters.warmup = False
         parameters.verbosity = -1
         parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = self._threads
-        parameters.hostnames = [f"{self._folder}/llama.sock"]
+        parameters.hostnames = [f"{folder}/llama.sock"]
         parameters.n_threads_http = 1
         parameters.ui = parameters.endpoint_slots = False
         return parameters
@@ -305,7 +302,8 @@ class LlamaEngine:
             )
         finally:
             for choice in choices:
-                choice.is_cancelled = True  # its thread sees it at the next chunk, or when it begins
+                choice.is_cancelled = True  # its thread sees it at the next chunk
+                self._waiting.pop(choice, None)
 
     async def _begin(self, request: GenerateRequest, mailbox: _Mailbox) -> list[_Choice]:
         """Puts the choices of `request` in line."""
@@ -324,48 +322,47 @@ class LlamaEngine:
             loop.call_soon_threadsafe(mailbox.put, item)
 
         choices = [_Choice(request, index, how, post) for index, how in enumerate(options)]
-        self._waiting.update(choices)
-        for choice in choices:
-            self._pool.submit(self._serve, choice, loop)
+        self._waiting.update(dict.fromkeys(choices))
+        self._fill_slots(loop)
         return choices
+
+    def _fill_slots(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._pool is not None and self._waiting and len(self._running) < self._slots:
+            choice = max(self._waiting, key=lambda choice: choice.request.priority)  # of equals, the first
+            del self._waiting[choice]
+            self._running.add(choice)
+            self._pool.submit(self._serve, choice, loop)
+
+    def _ended(self, choice: _Choice, loop: asyncio.AbstractEventLoop) -> None:
+        self._running.discard(choice)
+        choice.post(choice.error)
+        self._fill_slots(loop)
 
     def load(self) -> Load:
         return Load(waiting=len(self._waiting), running=len(self._running))
 
     async def close(self) -> None:
         pool, self._pool = self._pool, None
-        for choice in self._waiting | self._running:
+        for choice in self._running:
             choice.is_cancelled = True
+        while self._waiting:
+            self._waiting.popitem()[0].post(Cancelled())
         if pool is not None:
             await asyncio.to_thread(pool.shutdown)
         await asyncio.to_thread(self._free)
-        self._remove_folder()
 
     def _free(self) -> None:
         self._server = None  # waits for llama.cpp's own threads
-
-    def _remove_folder(self) -> None:
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _begun(self, choice: _Choice) -> None:
-        self._waiting.discard(choice)
-        self._running.add(choice)
 
     # What follows runs in the threads of the pool.
 
     def _serve(self, choice: _Choice, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            loop.call_soon_threadsafe(self._begun, choice)
-            try:
-                self._generate(choice)
-            except BaseException as error:
-                choice.error = error
-            loop.call_soon_threadsafe(self._running.discard, choice)
-            choice.post(choice.error)
-        except RuntimeError:
-            return  # the event loop is closed: nobody is left to be told
+            self._generate(choice)
+        except BaseException as error:
+            choice.error = error
+        with suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
+            loop.call_soon_threadsafe(self._ended, choice, loop)
 
     def _generate(self, choice: _Choice) -> None:
         """Runs llama.cpp until `choice` is finished; raises Cancelled if it was cancelled before.
@@ -375,13 +372,15 @@ class LlamaEngine:
         """
         choice.queue_ms = (time.monotonic() - choice.created) * 1000
         stop = choice.request.stop
-        prompt, limit = [*choice.request.tokens], stop.max_tokens
+        prompt = [*choice.request.tokens]
+        room = self._context_length - len(prompt)
+        limit = room if stop.max_tokens is None else min(stop.max_tokens, room)
         if stop.min_tokens:
-            least = stop.min_tokens if limit is None else min(stop.min_tokens, limit)
+            least = min(stop.min_tokens, limit)
             first = _Completion(choice, self._vocabulary, frozenset(), least, is_last=least == limit)
             self._complete(choice, first, pass_options(choice.request, prompt, limit=least, forbid_stop=True))
             prompt += first.tokens
-            limit = None if limit is None else limit - least
+            limit -= least
         if not choice.is_finished:
             second = _Completion(choice, self._vocabulary, frozenset(stop.token_ids), limit)
             self._complete(choice, second, pass_options(choice.request, prompt, limit=limit))

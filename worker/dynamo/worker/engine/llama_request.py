@@ -120,23 +120,27 @@ def sampling_options(request: GenerateRequest, index: int, *, context_length: in
     }
 
 
-def pass_options(
-    request: GenerateRequest, prompt: Sequence[int], *, limit: int | None, forbid_stop: bool = False
-) -> dict[str, object]:
+def pass_options(request: GenerateRequest, prompt: Sequence[int], *, limit: int, forbid_stop: bool = False) -> dict[str, object]:
     """What to generate from `prompt`: up to `limit` tokens, none of which ends the answer if `forbid_stop`."""
     bias: list[tuple[int, float | bool]] = list((request.sampling.logit_bias or {}).items())
     bias += [(word[0], False) for word in request.sampling.bad_words_token_ids or ()]  # False: never
     if forbid_stop:
         bias += [(token, False) for token in request.stop.token_ids]
-    options: dict[str, object] = {"prompt": prompt, "ignore_eos": forbid_stop or request.stop.ignore_eos, "logit_bias": bias}
-    if limit is not None:
+    return {
+        "prompt": prompt,
+        "ignore_eos": forbid_stop or request.stop.ignore_eos,
+        "logit_bias": bias,
         # Tokens inside a character are told only when it is whole: without these more, the last ones would never be.
-        options["max_tokens"] = limit + LONGEST_CHARACTER_TOKENS - 1
-    return options
+        "max_tokens": limit + LONGEST_CHARACTER_TOKENS - 1,
+    }
 
 
 def to_grammar(guided: Mapping[str, Any]) -> str:
-    """The grammar, in GBNF or for llguidance, of what `Sampling.guided` asks for. Raises InvalidRequest."""
+    """The grammar, for llguidance, of what `Sampling.guided` asks for. Raises InvalidRequest.
+
+    GBNF is translated. llama.cpp's own reader of it recurses without a bound, which a request could end the process with, and
+    its matcher takes exponential time for ambiguous grammars (`"a"? "a"? "a"? …`), during which no slot gets a token.
+    """
     asked = [(kind, value) for kind, value in guided.items() if value not in (None, False)]
     if len(asked) != 1:
         raise InvalidRequest("guided decoding takes exactly one of json_schema, json_object, regex, choice and grammar")
@@ -149,9 +153,9 @@ def to_grammar(guided: Mapping[str, Any]) -> str:
         case "regex", str():
             return _compiled(f"%llguidance {{}}\nstart: /{_in_slashes(value)}/", kind)
         case "choice", [_, *_] if all(isinstance(choice, str) and choice for choice in value):
-            return _bounded("root ::= " + " | ".join(_quoted(choice) for choice in value), kind)
+            return _compiled(_from_gbnf("root ::= " + " | ".join(_quoted(choice) for choice in value), kind), kind)
         case "grammar", str():
-            return _compiled(value, kind) if value.startswith("%llguidance") else _bounded(value, kind)
+            return _compiled(value if value.startswith("%llguidance") else _from_gbnf(value, kind), kind)
         case _:
             raise InvalidRequest(f"guided decoding cannot use this value of '{kind:.40}'", param=f"{kind:.40}")
 
@@ -176,6 +180,19 @@ def _bounded(grammar: str, kind: str) -> str:
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"{kind} is longer than {MAX_GRAMMAR_BYTES} bytes", param=kind)
     return grammar
+
+
+def _from_gbnf(grammar: str, kind: str) -> str:
+    _bounded(grammar, kind)
+    try:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+    except ModuleNotFoundError as error:
+        raise Unsupported(f"{kind} needs the package llguidance: install dynamo-serving[llama]") from error
+    try:
+        translated: str = gbnf_to_lark(grammar)
+    except Exception as error:  # plain exceptions; RecursionError if it is nested too deeply
+        raise InvalidRequest(f"{kind} cannot be used: {str(error)[:500]}", param=kind) from error
+    return translated
 
 
 def _compiled(grammar: str, kind: str) -> str:

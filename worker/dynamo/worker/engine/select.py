@@ -45,7 +45,15 @@ def choose_engine(model: str) -> EngineKind:
     )
 
 
-def make_engine(model: str, kind: EngineKind | None = None, *, name: str = "", threads: int | None = None) -> AnyEngine:
+def make_engine(
+    model: str,
+    kind: EngineKind | None = None,
+    *,
+    name: str = "",
+    threads: int | None = None,
+    max_num_seqs: int | None = None,
+    context_length: int | None = None,
+) -> AnyEngine:
     """An engine for `model`, not started. `kind` overrides the choice, `name` the model's own name.
 
     Raises InvalidRequest if there is no such model, or the engine's package is not installed.
@@ -56,7 +64,7 @@ def make_engine(model: str, kind: EngineKind | None = None, *, name: str = "", t
         case EngineKind.PYTHON:
             return PythonEngine.load(model, name=name)
         case EngineKind.LLAMA:
-            return _make_llama(model, name, threads)
+            return _make_llama(model, name, threads, max_num_seqs, context_length)
 
 
 def _make_echo(what: str, name: str) -> AnyEngine:
@@ -70,11 +78,11 @@ def _make_echo(what: str, name: str) -> AnyEngine:
     return EchoTensors(declaration, name=name)
 
 
-def _make_llama(model: str, name: str, threads: int | None) -> AnyEngine:
+def _make_llama(model: str, name: str, threads: int | None, max_num_seqs: int | None, context_length: int | None) -> AnyEngine:
     try:
         from dynamo.worker.engine.llama import LlamaEngine
     except ModuleNotFoundError as error:
         raise InvalidRequest(
             f"{model} needs the llama engine, but the package {error.name} is missing: install dynamo-serving[llama]"
         ) from error
-    return LlamaEngine(model, name=name, threads=threads)
+    return LlamaEngine(model, name=name, threads=threads, slots=max_num_seqs, context_length=context_length)

@@ -22,11 +22,12 @@ from dynamo.frontend.api.openai.answers import (
     ToolCallMade,
     Usage,
 )
-from dynamo.frontend.api.openai.chunks import ChatChunks, Head, encode, finish_reason, new_tool_call_id, parsed
+from dynamo.frontend.api.openai.chunks import ChatChunks, Head, encode, finish_reason
 from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_usage, write_stream
 from dynamo.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.to_text import Asked, call_of, chat_to_text
+from dynamo.frontend.api.text_rules import new_tool_call_id, parsed
 from dynamo.frontend.api.token_texts import TokenTexts
 from dynamo.frontend.data_plane import Generation
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, ToolCall, make_parser

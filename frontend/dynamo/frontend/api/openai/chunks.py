@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ import msgspec
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.openai.answers import Usage
 from dynamo.frontend.api.openai.logprobs import CompletionLogprobWriter, chat_logprobs
+from dynamo.frontend.api.text_rules import new_tool_call_id, parsed
 from dynamo.frontend.api.token_texts import TokenTexts
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, ToolCall
 from dynamo.frontend.preprocess.text import TextDelta
@@ -57,10 +57,6 @@ class Head:
             return DONE
         extra = b"" if nvext is None else b',"nvext":' + encode(nvext)
         return self.start + b'[],"usage":' + encode(usage) + extra + _END + DONE
-
-
-def new_tool_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
 
 
 class ChatChunks:
@@ -120,14 +116,6 @@ class ChatChunks:
             return b'{"reasoning_content":' + encode(part.text) + b"}"
         self._called.add(index)
         return encode({"tool_calls": [tool_call_piece(part)]})
-
-
-def parsed(parser: OutputParser, delta: TextDelta) -> list[Part]:
-    """What a delta adds, to the end if it is the last."""
-    parts = list(parser.feed(delta.text)) if delta.text else []
-    if delta.finish_reason is not None:
-        parts += parser.finish()
-    return parts
 
 
 def tool_call_piece(part: ToolCall) -> dict[str, Any]:

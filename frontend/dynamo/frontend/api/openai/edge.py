@@ -17,7 +17,8 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.openai.answers import Usage
 from dynamo.frontend.api.openai.chunks import Head
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, NvExt, Sampled
-from dynamo.frontend.api.openai.to_text import RequestTemplate, TextLimits
+from dynamo.frontend.api.openai.to_text import RequestTemplate
+from dynamo.frontend.api.text_rules import TextLimits
 from dynamo.frontend.data_plane import DataPlane, Generation
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest

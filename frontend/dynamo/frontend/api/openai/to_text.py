@@ -24,25 +24,11 @@ from dynamo.frontend.api.openai.requests import (
     Tool,
     ToolChoice,
 )
+from dynamo.frontend.api.text_rules import TextLimits, check_chars, choose_parsers, llm_of, stop_strings
 from dynamo.frontend.api.tool_choice import named_call, some_call
 from dynamo.frontend.data_plane import Call
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.frontend.preprocess.text import TextRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextLimits:
-    """What one request may ask for."""
-
-    max_choices: int = 128
-    """`n` times the number of prompts."""
-    max_best_of: int = 20
-    max_logprobs: int = 20
-    max_stop_strings: int = 32
-    max_messages: int = 16_384
-    max_prompt_chars: int = 16 * 2**20
-    """Of all texts that go into the prompt together."""
-    max_embedding_inputs: int = 2048
 
 
 class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,30 +142,6 @@ def completion_to_text(request: CompletionRequest, card: ModelCard, limits: Text
     return Asked(texts=tuple(replace(text, prompt=prompt) for prompt in prompts), n=text.n)
 
 
-def llm_of(card: ModelCard) -> LlmInfo:
-    """Raises InvalidRequest for a model that does not generate text."""
-    if card.llm is None:
-        raise InvalidRequest(f"model '{card.name}' does not generate text", param="model")
-    return card.llm
-
-
-def choose_parsers(
-    card: ModelCard, parsers: OutputParsers, forced: ParserKind | None, *, has_tools: bool, guided: bool
-) -> tuple[ParserKind, ...]:
-    """Who reads the model's text. Structure that is demanded holds from the first token on, so there is no reasoning then."""
-    if forced is not None:
-        return (forced,)
-    llm = llm_of(card)
-    if has_tools and not llm.tool_parser:
-        raise InvalidRequest(
-            f"model '{card.name}' was registered without a tool parser: demand a call by 'tool_choice', or leave out 'tools'",
-            param="tools",
-        )
-    if guided:
-        llm = msgspec.structs.replace(llm, reasoning_parser="")
-    return parsers.choose(llm, with_tools=has_tools)
-
-
 def messages_to_text(
     messages: Sequence[ChatMessage], llm: LlmInfo, limits: TextLimits
 ) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
@@ -245,11 +207,6 @@ def call_of(request: Sampled, caller: Caller, endpoint: str) -> Call:
     return replace(call, priority=priority or nvext.priority or hinted or 0, overrides=overrides, instance=instance)
 
 
-def check_chars(chars: int, limits: TextLimits, param: str) -> None:
-    if chars > limits.max_prompt_chars:
-        raise InvalidRequest(f"the prompt has {chars} characters; at most {limits.max_prompt_chars} are taken", param=param)
-
-
 def _common(request: Sampled, limits: TextLimits) -> TextRequest:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("'stream_options' is only allowed with 'stream'", param="stream_options")
@@ -278,16 +235,6 @@ def _common(request: Sampled, limits: TextLimits) -> TextRequest:
         prompt_logprobs=request.prompt_logprobs,
         cache_salt=request.cache_salt or "",
     )
-
-
-def stop_strings(stop: str | Sequence[str] | None, limits: TextLimits) -> tuple[str, ...]:
-    """Raises InvalidRequest."""
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(strings) > limits.max_stop_strings:
-        raise InvalidRequest(f"there are {len(strings)} stop strings; at most {limits.max_stop_strings} are taken", param="stop")
-    if "" in strings:
-        raise InvalidRequest("a stop string is empty", param="stop")
-    return strings
 
 
 def _sampling(request: Sampled) -> Sampling:

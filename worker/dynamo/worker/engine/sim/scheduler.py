@@ -302,10 +302,10 @@ class Scheduler:
     def _next_token(self, sequence: Sequence) -> int:
         config = self.config
         eos, mean = config.eos_token, config.mean_output_tokens
-        if eos is not None and mean and not sequence.ignore_eos and sequence.generated >= sequence.min_tokens:
-            # Drawn by the sequence so far, like any token: it ends at the same place wherever it goes on.
-            if next_token(sequence.state, ~sequence.seed, mean) == 0:
-                return eos
+        may_end = mean and not sequence.ignore_eos and sequence.generated >= sequence.min_tokens
+        # Drawn by the sequence so far, like any token: it ends at the same place wherever it goes on.
+        if eos is not None and may_end and next_token(sequence.state, ~sequence.seed, mean) == 0:
+            return eos
         return next_token(sequence.state, sequence.seed, config.vocabulary)
 
     def _hash_pending(self, sequence: Sequence) -> None:

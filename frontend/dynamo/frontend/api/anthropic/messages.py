@@ -1,0 +1,264 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic clients know them."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.routing import BaseRoute, Route
+
+from dynamo.common.errors import EngineError
+from dynamo.common.generation import FinishReason, Summary
+from dynamo.common.telemetry import RequestType
+from dynamo.frontend.api.anthropic.requests import Asked, CountRequest, MessagesRequest, conversation, to_text
+from dynamo.frontend.api.exchange import Endpoint, ErrorForm, Exchange, HttpSettings
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.json_body import decode
+from dynamo.frontend.api.openapi import Operation
+from dynamo.frontend.api.statuses import public_message
+from dynamo.frontend.api.text_rules import TextLimits, llm_of, new_tool_call_id, parsed
+from dynamo.frontend.data_plane import DataPlane, Generation
+from dynamo.frontend.preprocess.parsers import Content, OutputParser, OutputParsers, Part, Reasoning, ToolCall, make_parser
+from dynamo.frontend.preprocess.text import TextDelta
+
+encode = msgspec.json.Encoder().encode
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+def _error_body(error: BaseException, status: int) -> bytes:
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return encode({"type": "error", "error": {"type": kind, "message": public_message(error)}})
+
+
+def _event(kind: str, body: bytes) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+
+
+ANTHROPIC_ERRORS = ErrorForm(body=_error_body, event=lambda error, status: _event("error", _error_body(error, status)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesEdge:
+    readiness: Readiness
+    limits: TextLimits = field(default_factory=TextLimits)
+    parsers: OutputParsers = field(default_factory=lambda: OutputParsers({}, {}))
+
+    @property
+    def plane(self) -> DataPlane:
+        """Raises Unavailable while the process starts."""
+        return self.readiness.plane
+
+
+_GROUP = "Anthropic"
+OPERATIONS = (
+    Operation(path="/v1/messages", summary="Continue a conversation", group=_GROUP, request=MessagesRequest, streams=True),
+    Operation(path="/v1/messages/count_tokens", summary="Length of a conversation", group=_GROUP, request=CountRequest),
+)
+
+
+def anthropic_routes(edge: MessagesEdge, settings: HttpSettings) -> list[BaseRoute]:
+    return [
+        Route("/v1/messages", Endpoint(Messages(edge), ANTHROPIC_ERRORS, settings), methods=["POST"]),
+        Route("/v1/messages/count_tokens", Endpoint(CountTokens(edge), ANTHROPIC_ERRORS, settings), methods=["POST"]),
+    ]
+
+
+class CountTokens:
+    def __init__(self, edge: MessagesEdge) -> None:
+        self._edge = edge
+        self._decoder = msgspec.json.Decoder(CountRequest)
+
+    async def __call__(self, exchange: Exchange) -> None:
+        exchange.caller()
+        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        llm = llm_of(self._edge.plane.card(request.model))
+        text = await self._edge.plane.text_model(request.model)
+        prompt = text.render(conversation(request, llm, self._edge.limits))
+        tokens = await text.tokenizer.encode(prompt, special_tokens=False)
+        await exchange.answer(encode({"input_tokens": len(tokens)}))
+
+
+class Messages:
+    def __init__(self, edge: MessagesEdge) -> None:
+        self._edge = edge
+        self._decoder = msgspec.json.Decoder(MessagesRequest)
+
+    async def __call__(self, exchange: Exchange) -> None:
+        edge = self._edge
+        caller = exchange.caller()
+        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        asked = to_text(request, edge.plane.card(request.model), edge.parsers, edge.limits)
+        kind = RequestType.STREAM if request.stream else RequestType.UNARY
+        generation = edge.plane.generate(asked.text, caller.call(endpoint="messages", request_type=kind))
+        async with exchange.attended(), generation:
+            if request.stream:
+                await _stream(exchange, generation, asked)
+            else:
+                await _answer(exchange, generation, asked)
+
+
+async def _answer(exchange: Exchange, generation: Generation, asked: Asked) -> None:
+    writer = MessageWriter(asked.text.model, generation.prompt_tokens, stream=False)
+    await _read_all(generation, asked, writer, None)
+    await exchange.answer(encode(writer.message(generation.summary)))
+
+
+async def _stream(exchange: Exchange, generation: Generation, asked: Asked) -> None:
+    writer = MessageWriter(asked.text.model, generation.prompt_tokens, stream=True)
+    async with exchange.events() as stream:
+        await _read_all(generation, asked, writer, stream.write)
+        writer.finish(generation.summary)
+        await stream.end(writer.take())
+
+
+async def _read_all(generation: Generation, asked: Asked, writer: MessageWriter, write: Any) -> None:
+    parser = make_parser(asked.parsers, asked.tools)
+    while deltas := await generation.read():
+        for delta in deltas:
+            writer.add(delta, parser)
+        if write is not None and (events := writer.take()):
+            await write(events)
+
+
+class MessageWriter:
+    """Turns deltas into content blocks and, for streams, into events, which `take` gives."""
+
+    def __init__(self, model: str, prompt_tokens: int, *, stream: bool) -> None:
+        self._stream = stream
+        self._events: list[bytes] = []
+        self._blocks: list[dict[str, Any]] = []
+        self._pieces: list[str] = []
+        self._field = ""
+        """Which field of the open block, the last one, the pieces are; empty if none is open."""
+        self._delta = b""
+        """The event of another piece, up to the piece."""
+        self._call = -1
+        self._reason: FinishReason | None = None
+        self._stop: str | int | None = None
+        self._head: dict[str, Any] = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        if stream:
+            usage = _usage(Summary(prompt_tokens=prompt_tokens))
+            self._emit("message_start", message={**self._head, "usage": usage})
+            self._emit("ping")
+
+    def take(self) -> bytes:
+        """The events since the last call."""
+        events, self._events = b"".join(self._events), []
+        return events
+
+    def add(self, delta: TextDelta, parser: OutputParser | None) -> None:
+        parts: list[Part] = parsed(parser, delta) if parser is not None else [Content(delta.text)] if delta.text else []
+        for part in parts:
+            self._add(part)
+        if delta.finish_reason is not None:
+            self._reason, self._stop = delta.finish_reason, delta.stop_reason
+
+    def message(self, summary: Summary) -> dict[str, Any]:
+        """The whole answer. Raises EngineError if it was not finished."""
+        self._close()
+        return {**self._head, "content": self._blocks, **self._ending(), "usage": _usage(summary)}
+
+    def finish(self, summary: Summary) -> None:
+        """The last events. Raises EngineError if the answer was not finished."""
+        ending = self._ending()
+        if not self._blocks:
+            self._open({"type": "text", "text": ""}, "text", "text_delta")
+        self._close()
+        self._emit("message_delta", delta=ending, usage=_usage(summary))
+        self._emit("message_stop")
+
+    def _ending(self) -> dict[str, str | None]:
+        if self._reason is None:
+            raise EngineError("the engine ended without finishing its answer")
+        stop = self._stop if isinstance(self._stop, str) else None
+        if stop is not None:
+            reason = "stop_sequence"
+        elif self._reason is FinishReason.LENGTH:
+            reason = "max_tokens"
+        elif self._reason is FinishReason.CONTENT_FILTER:
+            reason = "refusal"
+        else:
+            reason = "tool_use" if self._call >= 0 else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _add(self, part: Part) -> None:
+        if isinstance(part, ToolCall):
+            if part.index != self._call:
+                self._call = part.index
+                block = {"type": "tool_use", "id": new_tool_call_id("toolu_"), "name": part.name, "input": {}}
+                self._open(block, "partial_json", "input_json_delta")
+            piece = part.arguments
+        else:
+            if isinstance(part, Reasoning) and self._field != "thinking":
+                self._open({"type": "thinking", "thinking": "", "signature": ""}, "thinking", "thinking_delta")
+            elif isinstance(part, Content) and self._field != "text":
+                self._open({"type": "text", "text": ""}, "text", "text_delta")
+            piece = part.text
+        if piece:
+            self._pieces.append(piece)
+            if self._stream:
+                self._events.append(self._delta + encode(piece) + b"}}\n\n")
+
+    def _open(self, block: dict[str, Any], field: str, delta: str) -> None:
+        self._close()
+        index = len(self._blocks)
+        self._blocks.append(block)
+        self._field = field
+        self._pieces = []
+        self._emit("content_block_start", index=index, content_block=block)
+        start = encode({"type": "content_block_delta", "index": index, "delta": {"type": delta}})
+        self._delta = b"event: content_block_delta\ndata: " + start[:-2] + b',"' + field.encode() + b'":'
+
+    def _close(self) -> None:
+        if not self._field:
+            return
+        text = "".join(self._pieces)
+        index = len(self._blocks) - 1
+        if self._field == "partial_json":
+            self._blocks[index] = {**self._blocks[index], "input": _object(text)}
+        else:
+            self._blocks[index] = {**self._blocks[index], self._field: text}
+        self._field = ""
+        self._emit("content_block_stop", index=index)
+
+    def _emit(self, kind: str, **fields: object) -> None:
+        if self._stream:
+            self._events.append(_event(kind, encode({"type": kind, **fields})))
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A call's arguments; empty if the model was cut off or wrote no JSON object."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return {}
+
+
+def _usage(summary: Summary) -> dict[str, int]:
+    """Anthropic counts tokens read from a cache apart from the input."""
+    return {
+        "input_tokens": max(0, summary.prompt_tokens - summary.cached_tokens),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": summary.cached_tokens,
+        "output_tokens": summary.output_tokens,
+    }

@@ -1,0 +1,246 @@
+"""What clients of the Responses API send, and how it becomes a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.api.openai.requests import (
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    ChosenFunction,
+    ContentPart,
+    Count,
+    FunctionDefinition,
+    ImageUrl,
+    InputAudio,
+    Json,
+    JsonSchemaFormat,
+    PastToolCall,
+    Positive,
+    ResponseFormat,
+    StreamOptions,
+    Tool,
+    ToolChoice,
+)
+
+
+class InputPart(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    type: Literal["input_text", "output_text", "text", "refusal", "input_image", "input_audio", "reasoning_text", "summary_text"]
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+    input_audio: InputAudio | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputItem(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    encrypted_content: str | None = None
+
+
+class ResponseTool(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    type: str
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,96}$")] | None = None
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema: Json | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    effort: Annotated[str, Meta(max_length=32)] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/responses"""
+
+    model: Annotated[str, Meta(max_length=256)] = ""
+    input: Annotated[str | list[InputItem], Meta(description="A text, or the items of a conversation.")]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, str] | None = None
+    store: Annotated[bool, Meta(description="Accepted; nothing is stored.")] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Json | None = None
+    prompt_cache_retention: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include: list[str] | None = None
+    top_logprobs: Count | None = None
+    previous_response_id: str | None = None
+    conversation: str | Json | None = None
+    background: bool | None = None
+    prompt: Json | None = None
+    max_tool_calls: int | None = None
+    context_management: list[Json] | None = None
+    moderation: Json | None = None
+    access_programs: list[Any] | None = None
+    image: Json | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for what cannot be served."""
+        refused = {
+            "previous_response_id": (
+                self.previous_response_id,
+                "answers are not stored here; send the whole conversation as 'input'",
+            ),
+            "conversation": (self.conversation, "conversations are not stored here; send the whole conversation as 'input'"),
+            "background": (self.background, "answers are not stored here, so they cannot be made in the background"),
+            "prompt": (self.prompt, "prompts are not stored here; send 'instructions' and 'input'"),
+            "max_tool_calls": (self.max_tool_calls, "tools are called by the client, who can count the calls"),
+            "context_management": (self.context_management, "this server does not shorten conversations"),
+            "moderation": (self.moderation, "this server does not moderate"),
+            "access_programs": (self.access_programs, "this server knows no access programs"),
+            "image": (self.image, "this server makes no images"),
+            "top_logprobs": (self.top_logprobs, "log probabilities are available from /v1/chat/completions"),
+            "truncation": (self.truncation == "auto", "this server does not shorten conversations"),
+        }
+        for name, (value, sentence) in refused.items():
+            if value:
+                raise InvalidRequest(f"'{name}' is not available: {sentence}", param=name)
+        for wanted in self.include or ():
+            if wanted != "reasoning.encrypted_content":  # asked for by clients who store nothing; there is none to give
+                raise InvalidRequest(f"'include' of {wanted[:80]!r} is not available", param="include")
+
+    def to_chat(self) -> ChatRequest:
+        """The same as a chat. Raises InvalidRequest."""
+        self.check()
+        format = self.text.format if self.text is not None else None
+        return ChatRequest(
+            model=self.model,
+            messages=_messages(self.input, self.instructions),
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stream=self.stream,
+            tools=None if self.tools is None else [_tool(tool, at) for at, tool in enumerate(self.tools)],
+            tool_choice=_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
+            response_format=None if format is None else _format(format),
+        )
+
+
+def _messages(input: str | Sequence[InputItem], instructions: str | None) -> list[ChatMessage]:
+    messages = [ChatMessage(role="system", content=instructions)] if instructions is not None else []
+    if isinstance(input, str):
+        return [*messages, ChatMessage(role="user", content=input)]
+    calls: list[PastToolCall] = []
+
+    def end_calls() -> None:
+        if calls:
+            messages.append(ChatMessage(role="assistant", tool_calls=list(calls)))
+            calls.clear()
+
+    for at, item in enumerate(input):
+        where = f"input[{at}]"
+        if item.type == "function_call":
+            if item.call_id is None or item.name is None or item.arguments is None:
+                raise InvalidRequest("a 'function_call' needs 'call_id', 'name' and 'arguments'", param=where)
+            calls.append(PastToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)))
+            continue
+        end_calls()
+        if item.type == "item_reference":
+            raise InvalidRequest("items are not stored here, so they cannot be referred to", param=where)
+        if item.type == "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise InvalidRequest("a 'function_call_output' needs 'call_id' and 'output'", param=where)
+            messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_content(item.output, where)))
+        elif item.type == "message":
+            if item.role is None or item.content is None:
+                raise InvalidRequest("a message needs 'role' and 'content'", param=where)
+            messages.append(ChatMessage(role=item.role, content=_content(item.content, where)))
+    end_calls()
+    if not messages:
+        raise InvalidRequest("'input' is empty", param="input")
+    return messages
+
+
+def _content(content: str | Sequence[InputPart], where: str) -> str | list[ContentPart]:
+    if isinstance(content, str):
+        return content
+    return [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
+
+
+def _part(part: InputPart, where: str) -> ContentPart:
+    if part.type == "refusal":
+        return ContentPart(type="refusal", refusal=part.refusal)
+    if part.type == "input_image":
+        if part.image_url is None:
+            raise InvalidRequest("an 'input_image' needs 'image_url': files are not stored here", param=where)
+        return ContentPart(type="image_url", image_url=ImageUrl(url=part.image_url, detail=part.detail))
+    if part.type == "input_audio":
+        return ContentPart(type="input_audio", input_audio=part.input_audio)
+    return ContentPart(type="text", text=part.text)
+
+
+def _tool(tool: ResponseTool, at: int) -> Tool:
+    if tool.type != "function" or tool.name is None:
+        raise InvalidRequest(
+            f"a tool of type {tool.type[:80]!r} is not available; tools are functions with a name", param=f"tools[{at}]"
+        )
+    definition = FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+    return Tool(type="function", function=definition)
+
+
+def _choice(
+    choice: Literal["none", "auto", "required"] | ResponseToolChoice | None,
+) -> Literal["none", "auto", "required"] | ToolChoice | None:
+    if isinstance(choice, ResponseToolChoice):
+        return ToolChoice(type="function", function=ChosenFunction(name=choice.name))
+    return choice
+
+
+def _format(format: TextFormat) -> ResponseFormat:
+    if format.type != "json_schema":
+        return ResponseFormat(type=format.type)
+    return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(name=format.name or "answer", schema=format.schema))

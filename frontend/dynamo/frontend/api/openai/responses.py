@@ -1,0 +1,115 @@
+"""POST /v1/responses"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import msgspec
+
+from dynamo.common.errors import Code, DynamoError, EngineError
+from dynamo.common.generation import FinishReason
+from dynamo.frontend.api.exchange import Exchange
+from dynamo.frontend.api.json_body import decode
+from dynamo.frontend.api.openai.chunks import encode
+from dynamo.frontend.api.openai.edge import Edge
+from dynamo.frontend.api.openai.response_events import ResponseObject, ResponseWriter
+from dynamo.frontend.api.openai.response_requests import ResponsesRequest
+from dynamo.frontend.api.openai.to_text import Asked, call_of, chat_to_text
+from dynamo.frontend.api.statuses import log_failure, public_message
+from dynamo.frontend.api.text_rules import parsed
+from dynamo.frontend.data_plane import Generation
+from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, make_parser
+from dynamo.frontend.preprocess.text import TextDelta
+
+_FAILURES = {Code.INVALID_REQUEST: "invalid_prompt", Code.OVERLOADED: "rate_limit_exceeded"}
+
+
+class Responses:
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._decoder = msgspec.json.Decoder(ResponsesRequest)
+
+    async def __call__(self, exchange: Exchange) -> None:
+        edge = self._edge
+        started = edge.clock()
+        caller = exchange.caller()
+        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        chat = edge.completed(request.to_chat())
+        asked = chat_to_text(chat, edge.plane.card(chat.model), edge.parsers, edge.limits)
+        generation = edge.plane.generate(asked.texts[0], call_of(chat, caller, "responses"))
+        response = _response(request, chat.model, int(started))
+        async with exchange.attended(), generation:
+            if request.stream:
+                await self._stream(exchange, generation, asked, response)
+            else:
+                await self._answer(exchange, generation, asked, response)
+
+    async def _answer(self, exchange: Exchange, generation: Generation, asked: Asked, response: ResponseObject) -> None:
+        writer = ResponseWriter(response, stream=False)
+        parser = make_parser(asked.parsers, asked.tools)
+        reason = None
+        while deltas := await generation.read():
+            reason = _add(deltas, writer, parser) or reason
+        await exchange.answer(encode(writer.finish(_finished(reason), generation.summary, self._edge.clock())))
+
+    async def _stream(self, exchange: Exchange, generation: Generation, asked: Asked, response: ResponseObject) -> None:
+        writer = ResponseWriter(response, stream=True)
+        parser = make_parser(asked.parsers, asked.tools)
+        reason = None
+        async with exchange.events() as stream:
+            try:
+                while deltas := await generation.read():
+                    reason = _add(deltas, writer, parser) or reason
+                    await stream.write(writer.take())
+                writer.finish(_finished(reason), generation.summary, self._edge.clock())
+            except Exception as error:
+                if not stream.begun or exchange.client_left:  # there is still a status to say it with, or nobody to hear it
+                    raise
+                log_failure(error, exchange.request_id, exchange.path)
+                code = error.code if isinstance(error, DynamoError) else Code.INTERNAL
+                writer.fail(_FAILURES.get(code, "server_error"), public_message(error))
+            await stream.end(writer.take())
+
+
+def _add(deltas: list[TextDelta], writer: ResponseWriter, parser: OutputParser | None) -> FinishReason | None:
+    reason = None
+    for delta in deltas:
+        parts: list[Part] = parsed(parser, delta) if parser is not None else [Content(delta.text)] if delta.text else []
+        for part in parts:
+            writer.add(part)
+        reason = delta.finish_reason or reason
+    return reason
+
+
+def _finished(reason: FinishReason | None) -> FinishReason:
+    if reason is None:
+        raise EngineError("the engine ended without finishing its answer")
+    return reason
+
+
+def _response(request: ResponsesRequest, model: str, created: int) -> ResponseObject:
+    format: dict[str, Any] = {"type": "text"}
+    if request.text is not None and request.text.format is not None:
+        format = _said(request.text.format)
+    return ResponseObject(
+        id=f"resp_{secrets.token_hex(16)}",
+        created_at=created,
+        model=model,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        reasoning={"effort": request.reasoning.effort if request.reasoning is not None else None, "summary": None},
+        temperature=request.temperature,
+        text={"format": format},
+        tool_choice=request.tool_choice or "auto",
+        tools=[{"parameters": None, "strict": None, **_said(tool)} for tool in request.tools or ()],
+        top_p=request.top_p,
+        user=request.user,
+        metadata=request.metadata or {},
+    )
+
+
+def _said(struct: msgspec.Struct) -> dict[str, Any]:
+    """What the request said of it, without what it left out."""
+    return {name: value for name, value in msgspec.structs.asdict(struct).items() if value is not None}

@@ -1,0 +1,120 @@
+"""All paths of the OpenAI side."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+from starlette.routing import BaseRoute, Route
+
+from dynamo.common.config import ConfigError
+from dynamo.frontend.api.exchange import Endpoint, Exchange, HttpSettings
+from dynamo.frontend.api.openai.answers import ChatCompletion, Completion, Detokenized, Embeddings, ErrorAnswer, Tokenized
+from dynamo.frontend.api.openai.chat import ChatCompletions
+from dynamo.frontend.api.openai.completions import Completions
+from dynamo.frontend.api.openai.edge import Edge
+from dynamo.frontend.api.openai.embeddings import EmbeddingsEndpoint
+from dynamo.frontend.api.openai.errors import OPENAI_ERRORS
+from dynamo.frontend.api.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from dynamo.frontend.api.openai.response_events import ResponseObject
+from dynamo.frontend.api.openai.response_requests import ResponsesRequest
+from dynamo.frontend.api.openai.responses import Responses
+from dynamo.frontend.api.openai.to_text import RequestTemplate
+from dynamo.frontend.api.openai.tokens import Detokenize, Tokenize
+from dynamo.frontend.api.openapi import Operation
+from dynamo.frontend.api.text_rules import TextLimits
+from dynamo.frontend.config import TextOptions
+
+_GROUP = "OpenAI"
+OPERATIONS = (
+    Operation(
+        path="/v1/chat/completions",
+        summary="Continue a conversation",
+        group=_GROUP,
+        request=ChatRequest,
+        answer=ChatCompletion,
+        error=ErrorAnswer,
+        streams=True,
+    ),
+    Operation(
+        path="/v1/completions",
+        summary="Continue a text",
+        group=_GROUP,
+        request=CompletionRequest,
+        answer=Completion,
+        error=ErrorAnswer,
+        streams=True,
+    ),
+    Operation(
+        path="/v1/responses",
+        summary="Continue a conversation, by the Responses API",
+        group=_GROUP,
+        request=ResponsesRequest,
+        answer=ResponseObject,
+        error=ErrorAnswer,
+        streams=True,
+    ),
+    Operation(
+        path="/v1/embeddings",
+        summary="Texts to vectors",
+        group=_GROUP,
+        request=EmbeddingRequest,
+        answer=Embeddings,
+        error=ErrorAnswer,
+    ),
+    Operation(
+        path="/tokenize", summary="Text to tokens", group="Tokens", request=TokenizeRequest, answer=Tokenized, error=ErrorAnswer
+    ),
+    Operation(
+        path="/detokenize",
+        summary="Tokens to text",
+        group="Tokens",
+        request=DetokenizeRequest,
+        answer=Detokenized,
+        error=ErrorAnswer,
+    ),
+)
+
+
+def openai_routes(edge: Edge, settings: HttpSettings) -> list[BaseRoute]:
+    tokenize, detokenize = Tokenize(edge), Detokenize(edge)
+    handlers: dict[str, Callable[[Exchange], Awaitable[None]]] = {
+        "/v1/chat/completions": ChatCompletions(edge),
+        "/v1/completions": Completions(edge),
+        "/v1/embeddings": EmbeddingsEndpoint(edge),
+        "/v1/responses": Responses(edge),
+        "/tokenize": tokenize,
+        "/v1/tokenize": tokenize,
+        "/detokenize": detokenize,
+        "/v1/detokenize": detokenize,
+    }
+    return [Route(path, Endpoint(handle, OPENAI_ERRORS, settings), methods=["POST"]) for path, handle in handlers.items()]
+
+
+def text_limits(options: TextOptions) -> TextLimits:
+    return TextLimits(
+        max_choices=options.max_choices,
+        max_best_of=options.max_best_of,
+        max_logprobs=options.max_logprobs,
+        max_stop_strings=options.max_stop_strings,
+        max_messages=options.max_messages,
+        max_prompt_chars=options.max_prompt_chars,
+        max_embedding_inputs=options.max_embedding_inputs,
+    )
+
+
+def read_request_template(path: Path | None) -> RequestTemplate:
+    """Raises ConfigError."""
+    if path is None:
+        return RequestTemplate()
+    try:
+        return msgspec.json.decode(path.expanduser().read_bytes(), type=RequestTemplate)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"--request-template {path} cannot be used: {error}") from error

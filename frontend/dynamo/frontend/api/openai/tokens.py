@@ -1,0 +1,78 @@
+"""POST /tokenize and /detokenize, in the shape that vLLM has made common."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.api.exchange import Exchange
+from dynamo.frontend.api.json_body import decode
+from dynamo.frontend.api.openai.answers import Detokenized, Tokenized
+from dynamo.frontend.api.openai.edge import Edge
+from dynamo.frontend.api.openai.requests import DetokenizeRequest, TokenizeRequest
+from dynamo.frontend.api.openai.to_text import messages_to_text, tools_to_text
+from dynamo.frontend.api.text_rules import check_chars, llm_of
+from dynamo.frontend.api.token_texts import TokenTexts
+from dynamo.frontend.preprocess.text import TextRequest
+
+_LONG_TOKENS = 2048
+"""Detokenizing more leaves the event loop."""
+
+
+class Tokenize:
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._decoder = msgspec.json.Decoder(TokenizeRequest)
+
+    async def __call__(self, exchange: Exchange) -> None:
+        exchange.caller()
+        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
+        llm = llm_of(self._edge.plane.card(request.model))
+        text = await self._edge.plane.text_model(request.model)
+        if request.messages is not None:
+            messages, media = messages_to_text(request.messages, llm, self._edge.limits)
+            rendered = text.render(
+                TextRequest(
+                    model=request.model,
+                    messages=messages,
+                    media=media,
+                    tools=tools_to_text(request.tools),
+                    add_generation_prompt=request.add_generation_prompt is not False,
+                    chat_template_kwargs=request.chat_template_kwargs or {},
+                )
+            )
+            tokens = await text.tokenizer.encode(rendered, special_tokens=bool(request.add_special_tokens))
+        else:
+            prompt = request.prompt or ""
+            check_chars(len(prompt), self._edge.limits, "prompt")
+            tokens = await text.tokenizer.encode(prompt, special_tokens=request.add_special_tokens is not False)
+        strings = None
+        if request.return_token_strs:
+            texts = TokenTexts(text.tokenizer)
+            strings = [texts[token] for token in tokens]
+        answer = Tokenized(count=len(tokens), max_model_len=llm.context_length, tokens=tokens, token_strs=strings)
+        await exchange.answer(msgspec.json.encode(answer))
+
+
+class Detokenize:
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+    async def __call__(self, exchange: Exchange) -> None:
+        exchange.caller()
+        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        vocabulary = (await self._edge.plane.text_model(request.model)).tokenizer
+        tokens = request.tokens
+        if tokens:
+            vocabulary.check_ids(tokens)
+
+        def text() -> str:
+            return vocabulary.decode(tokens, skip_special_tokens=request.skip_special_tokens is True)
+
+        found = text() if len(tokens) <= _LONG_TOKENS else await asyncio.to_thread(text)
+        await exchange.answer(msgspec.json.encode(Detokenized(found)))

@@ -1,0 +1,384 @@
+"""The simulated engine in real time: schedulers on the event loop, and streams that take what their steps made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from hashlib import sha256
+from time import perf_counter
+from typing import Any
+
+from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.generation import Delta, GenerateRequest, Summary
+from dynamo.common.kv.events import KvChange
+from dynamo.common.kv.hashes import sequence_hashes, space_hash
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
+from dynamo.worker.engine.base import Context, Load
+from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, StepResult
+from dynamo.worker.engine.sim.scheduler import Sequence as SimSequence
+from dynamo.worker.engine.sim.tokens import START, advance
+
+_MAX_CHOICES = 128
+_MAX_LOGPROBS = 20
+_HASH_IN_THREAD_BYTES = 256 * 1024
+"""Prompts from this size on are hashed outside of the event loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimConfig:
+    name: str = "sim"
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    context_length: int = 131_072
+    data_parallel_size: int = 1
+    role: Role = Role.AGGREGATED
+    seed: int = 0
+    default_max_tokens: int = 256
+    steps_per_turn: int = 1
+    """At infinite speed: steps made before streams get their turn. More than one puts several tokens into a delta."""
+    tokenizer: bytes = b""
+    """A `tokenizer.json`. Empty: text cannot be served, token ids can."""
+    chat_template: bytes = b""
+    eos_token: str = ""
+    adapters: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.data_parallel_size < 1 or self.steps_per_turn < 1 or self.context_length < 2:
+            raise InvalidRequest("data_parallel_size, steps_per_turn and context_length of the simulated engine must be positive")
+
+
+class _Stream:
+    """What the steps have made for one request and its handler has not taken yet.
+
+    Bounded by the request's own token limit. A handler that waits is woken once per step, however many choices got a token.
+    """
+
+    __slots__ = ("choices", "error", "finished", "new", "waiter")
+
+    def __init__(self) -> None:
+        self.choices: list[SimSequence] = []
+        self.new: dict[int, list[int]] = {}
+        """By choice: tokens not taken yet."""
+        self.finished: list[int] = []
+        """Choices that ended and are not reported yet."""
+        self.error: BaseException | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class _Rank:
+    """One data-parallel rank: a scheduler and the task that steps it while there is something to do."""
+
+    def __init__(self, config: SimConfig) -> None:
+        self.scheduler = Scheduler(config.scheduler)
+        self.work = asyncio.Event()
+        self.streams: dict[SimSequence, tuple[_Stream, int]] = {}
+        self.step_ms = 0.0
+        self.error: EngineError | None = None
+        """Why this rank runs no more."""
+        self.aborted: list[SimSequence] = []
+        """To be taken out before the next step: a step that runs now still has them in its batch."""
+
+
+class SimEngine:
+    """An engine that schedules and caches like a real one and makes up its tokens. See `SimConfig`."""
+
+    def __init__(self, config: SimConfig) -> None:
+        self.config = config
+        self._ranks: list[_Rank] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._held: dict[int, int] = {}
+        """Block → how many ranks hold it."""
+        self._change = KvChange()
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    async def start(self) -> ModelCard:
+        config, scheduler = self.config, self.config.scheduler
+        self._ranks = [_Rank(config) for _ in range(config.data_parallel_size)]
+        self._tasks = [asyncio.create_task(self._run(rank)) for rank in self._ranks]
+        return ModelCard(
+            name=config.name,
+            kind=ModelKind.LLM,
+            role=config.role,
+            backend="sim",
+            llm=LlmInfo(
+                context_length=config.context_length,
+                tokenizer=sha256(config.tokenizer).hexdigest() if config.tokenizer else "",
+                chat_template=sha256(config.chat_template).hexdigest() if config.chat_template else "",
+                eos_token=config.eos_token,
+                eos_token_ids=() if scheduler.eos_token is None else (scheduler.eos_token,),
+                block_size=scheduler.block_size if scheduler.prefix_caching else 0,
+                total_blocks=scheduler.total_blocks * config.data_parallel_size,
+                max_num_seqs=scheduler.max_num_seqs * config.data_parallel_size,
+                max_batched_tokens=scheduler.max_batched_tokens,
+                data_parallel_size=config.data_parallel_size,
+                adapters=config.adapters,
+            ),
+        ).check()
+
+    def files(self) -> Sequence[bytes]:
+        return [file for file in (self.config.tokenizer, self.config.chat_template) if file]
+
+    async def close(self) -> None:
+        self._closed = True
+        self._changed.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for rank in self._ranks:
+            self._fail(rank, EngineError("the engine was closed"))
+
+    def load(self) -> Load:
+        schedulers = [rank.scheduler for rank in self._ranks]
+        return Load(
+            waiting=sum(scheduler.waiting for scheduler in schedulers),
+            running=sum(len(scheduler.running) for scheduler in schedulers),
+            active_blocks=sum(scheduler.blocks.active for scheduler in schedulers),
+            total_blocks=sum(scheduler.blocks.total for scheduler in schedulers),
+            queued_prefill_tokens=sum(scheduler.queued_prefill_tokens for scheduler in schedulers),
+            step_ms=max((rank.step_ms for rank in self._ranks), default=0.0),
+        )
+
+    async def events(self) -> AsyncIterator[KvChange]:
+        """The net change of the KV cache since the last one, after each step that changed it; all ranks together.
+
+        For one reader. A slow one gets fewer and larger changes, never larger than the cache. Ends when the engine is closed.
+        """
+        while not self._closed:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._change:
+                change, self._change = self._change, KvChange()
+                yield change
+
+    async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
+        self._check(request)
+        config = self.config.scheduler
+        space = space_hash(request.adapter, request.cache_salt)
+        hashes: list[int] = []
+        if config.prefix_caching and len(request.prompt) >= _HASH_IN_THREAD_BYTES:
+            hashes = await asyncio.to_thread(sequence_hashes, request.prompt, config.block_size, space)
+        elif config.prefix_caching:
+            hashes = sequence_hashes(request.prompt, config.block_size, space)
+        rank = self._choose_rank(request.data_parallel_rank, hashes)
+        if rank.error is not None:
+            raise rank.error
+        stream = _Stream()
+        # What is left over ends with the iterator, however it ends: at the end, by an error, or closed by the caller.
+        try:
+            loop_time = asyncio.get_running_loop().time
+            for index in range(request.n):
+                sequence = self._sequence(request, hashes, space, index)
+                rank.scheduler.add(sequence, loop_time())
+                rank.streams[sequence] = (stream, index)
+                stream.choices.append(sequence)
+            rank.work.set()
+            async with aclosing(self._deltas(stream, request)) as deltas:
+                async for delta in deltas:
+                    yield delta
+            yield self._summary(stream, request)
+        finally:
+            for sequence in stream.choices:
+                if rank.streams.pop(sequence, None) is not None:
+                    rank.aborted.append(sequence)
+                    rank.work.set()
+
+    async def _deltas(self, stream: _Stream, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        open_choices = request.n
+        loop = asyncio.get_running_loop()
+        while open_choices:
+            if not stream.new and not stream.finished:
+                if stream.error is not None:
+                    raise stream.error
+                stream.waiter = loop.create_future()
+                await stream.waiter
+                stream.waiter = None
+                continue
+            new, stream.new = stream.new, {}
+            finished, stream.finished = stream.finished, []
+            open_choices -= len(finished)
+            for index, tokens in new.items():
+                logprobs = None if request.logprobs is None else [_logprobs(token, request.logprobs) for token in tokens]
+                if index not in finished:
+                    yield Delta(tuple(tokens), index, None, logprobs)
+                    continue
+                finished.remove(index)
+                choice = stream.choices[index]
+                yield Delta(tuple(tokens), index, choice.finish_reason, logprobs, choice.stop_token)
+            for index in finished:
+                choice = stream.choices[index]
+                yield Delta((), index, choice.finish_reason, None, choice.stop_token)
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Raises InvalidRequest for what this engine cannot take."""
+        tokens, limit = request.prompt_tokens, self.config.context_length
+        if tokens >= limit:
+            raise InvalidRequest(f"the prompt of {tokens} tokens leaves no room in the context of {limit}", param="prompt")
+        if not 1 <= request.n <= _MAX_CHOICES:
+            raise InvalidRequest(f"n must be from 1 to {_MAX_CHOICES}", param="n")
+        if request.stop.max_tokens is not None and request.stop.max_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        if request.logprobs is not None and not 0 <= request.logprobs <= _MAX_LOGPROBS:
+            raise InvalidRequest(f"logprobs must be from 0 to {_MAX_LOGPROBS}", param="logprobs")
+        rank = request.data_parallel_rank
+        if rank is not None and not 0 <= rank < len(self._ranks):
+            raise InvalidRequest(f"there is no data-parallel rank {rank}", param="data_parallel_rank")
+
+    def _choose_rank(self, asked: int | None, hashes: Sequence[int]) -> _Rank:
+        """The rank that has the least left to do for this prompt, counting what others wait for there."""
+        if asked is not None:
+            return self._ranks[asked]
+        if len(self._ranks) == 1:
+            return self._ranks[0]
+
+        def work(rank: _Rank) -> float:
+            scheduler = rank.scheduler
+            queued = scheduler.queued_prefill_tokens / scheduler.config.block_size
+            return queued + scheduler.blocks.active - scheduler.blocks.cached_prefix(hashes)
+
+        return min(self._ranks, key=work)
+
+    def _sequence(self, request: GenerateRequest, hashes: list[int], space: int | None, index: int) -> SimSequence:
+        config = self.config
+        room = config.context_length - request.prompt_tokens
+        limit = min(config.default_max_tokens if request.stop.max_tokens is None else request.stop.max_tokens, room)
+        transfer: dict[str, Any] = request.kv_transfer or {}
+        if transfer.get("do_remote_decode"):
+            limit = 1
+        stop_tokens = frozenset(request.stop.token_ids)
+        eos = config.scheduler.eos_token
+        if eos is not None and not request.stop.ignore_eos:
+            stop_tokens |= {eos}
+        # Each choice and each seed has its own continuation; without a seed, all requests share the engine's.
+        seed = START
+        for part in (config.seed, request.sampling.seed or 0, index):
+            seed = advance(seed, part)
+        return SimSequence(
+            prompt=bytes(request.prompt),
+            hashes=list(hashes),
+            limit=limit,
+            space=space,
+            seed=seed,
+            min_tokens=request.stop.min_tokens,
+            stop_tokens=stop_tokens,
+            ignore_eos=request.stop.ignore_eos,
+            priority=request.priority,
+            fetched=bool(transfer.get("do_remote_prefill")),
+        )
+
+    def _summary(self, stream: _Stream, request: GenerateRequest) -> Summary:
+        first = stream.choices[0]
+        queue_s = prefill_s = 0.0
+        if first.scheduled_at is not None and first.prefilled_at is not None:
+            queue_s = max(0.0, first.scheduled_at - first.arrived_at)
+            prefill_s = first.prefilled_at - first.scheduled_at
+        offered: dict[str, Any] | None = None
+        if request.kv_transfer and request.kv_transfer.get("do_remote_decode"):
+            offered = {"do_remote_prefill": True, "do_remote_decode": False, "remote_tokens": request.prompt_tokens}
+        return Summary(
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=sum(choice.generated for choice in stream.choices),
+            cached_tokens=first.cached_tokens,
+            queue_ms=queue_s * 1e3,
+            prefill_ms=prefill_s * 1e3,
+            kv_transfer=offered,
+        )
+
+    async def _run(self, rank: _Rank) -> None:
+        try:
+            await self._step_forever(rank)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._fail(rank, EngineError(f"the simulated engine failed: {error!r}"))
+            raise
+
+    async def _step_forever(self, rank: _Rank) -> None:
+        scheduler, loop = rank.scheduler, asyncio.get_running_loop()
+        steps = self.config.steps_per_turn
+        now = loop.time()
+        while True:
+            for sequence in rank.aborted:
+                scheduler.abort(sequence)
+            rank.aborted.clear()
+            if not scheduler.busy:
+                rank.work.clear()
+                await rank.work.wait()
+                now = loop.time()
+                continue
+            start = perf_counter()
+            result = scheduler.step(now)
+            if result.duration_s:
+                # Steps follow each other in the simulated time: what waking up late costs is made up for in the next one, unless
+                # the loop has fallen far behind.
+                now = max(now + result.duration_s, loop.time() - 0.1)
+                await asyncio.sleep(now - loop.time())
+                rank.step_ms = result.duration_s * 1e3
+                self._deliver(rank, result)
+                continue
+            self._deliver(rank, result)
+            for _ in range(steps - 1):
+                if not scheduler.busy or rank.aborted:
+                    break
+                self._deliver(rank, scheduler.step(now))
+            rank.step_ms = (perf_counter() - start) * 1e3
+            await asyncio.sleep(0)
+            now = loop.time()
+
+    def _deliver(self, rank: _Rank, result: StepResult) -> None:
+        """Hands one step's tokens to all streams, and its changes of the cache to the reader of events."""
+        woken: dict[_Stream, None] = {}
+        streams = rank.streams
+        for sequence, token in result.emitted:
+            found = streams.get(sequence)
+            if found is None:
+                continue
+            stream, index = found
+            tokens = stream.new.get(index)
+            if tokens is None:
+                stream.new[index] = [token]
+            else:
+                tokens.append(token)
+            woken[stream] = None
+        for sequence in result.finished:
+            found = streams.pop(sequence, None)
+            if found is not None:
+                found[0].finished.append(found[1])
+                woken[found[0]] = None
+        for stream in woken:
+            stream.wake()
+        if result.removed or result.stored:
+            self._note_change(result)
+
+    def _note_change(self, result: StepResult) -> None:
+        held, change = self._held, self._change
+        for block in result.removed:
+            count = held.pop(block) - 1
+            if count:
+                held[block] = count
+            else:
+                change.remove(block)
+        for block in result.stored:
+            count = held.get(block, 0)
+            held[block] = count + 1
+            if not count:
+                change.store(block)
+        if change:
+            self._changed.set()
+
+    @staticmethod
+    def _fail(rank: _Rank, error: EngineError) -> None:
+        rank.error = error
+        for stream, _ in rank.streams.values():
+            stream.error = error
+            stream.wake()
+
+
+def _logprobs(token: int, alternatives: int) -> list[tuple[int, float]]:
+    """Made-up probabilities: half for the token, the rest halving from its neighbours on."""
+    return [(token ^ rank, -0.6931471805599453 * (rank + 1)) for rank in range(alternatives + 1)]
