@@ -1,6 +1,7 @@
 """A tensor worker for NVIDIA Dynamo that answers with its inputs. Run by the interpreter that has the peer installed."""
 
 import uvloop
+
 from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.runtime import DistributedRuntime, dynamo_worker
 

@@ -1,8 +1,9 @@
-"""A worker for NVIDIA Dynamo that makes tokens one by one as fast as it can. Run by the interpreter that has the peer installed."""
+"""A worker for NVIDIA Dynamo that makes tokens as fast as it can. Run by the interpreter that has the peer installed."""
 
 import asyncio
 
 import uvloop
+
 from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.runtime import DistributedRuntime, dynamo_worker
 

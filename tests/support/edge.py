@@ -119,5 +119,5 @@ async def open_edge(
 
 async def over(*streams: FakeStream) -> None:
     """Returns when these have been ended, by whomever."""
-    while not all(stream.is_over for stream in streams):  # noqa: ASYNC110 - the fake has no event for it
+    while not all(stream.is_over for stream in streams):
         await asyncio.sleep(0.001)

@@ -299,6 +299,10 @@ class FakeText:
 
     def __init__(self, default_max_tokens: int = 16) -> None:
         self._default_max_tokens = default_max_tokens
+        self.tokenizer = FakeVocabulary()
+
+    def render(self, request: TextRequest) -> str:
+        raise NotImplementedError("it has no chat template")
 
     async def to_generate(self, request: TextRequest) -> GenerateRequest:
         assert request.prompt is not None
@@ -314,6 +318,19 @@ class FakeText:
 
     def detokenizer(self, request: TextRequest, prompt: GenerateRequest) -> FakeDetokenizer:
         return FakeDetokenizer(request)
+
+
+class FakeVocabulary:
+    """Prompts are characters, answers are numbers."""
+
+    async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(_words(tokens))
+
+    def check_ids(self, tokens: Sequence[int]) -> None:
+        return
 
 
 class FakeDetokenizer:

@@ -103,9 +103,7 @@ class Endpoint:
 
     def load_subject(self, instance: InstanceId | None = None) -> str:
         """NATS subject of an instance's load reports; without an instance, the wildcard for all of the component."""
-        return (
-            f"{component_subject(self.namespace, self.component)}.load.{'*' if instance is None else f'{instance:x}'}"
-        )
+        return f"{component_subject(self.namespace, self.component)}.load.{'*' if instance is None else f'{instance:x}'}"
 
     def bookings_subject(self) -> str:
         """NATS subject on which frontends share their bookings."""

@@ -89,7 +89,7 @@ def gone(id_: int) -> InstanceGone:
 async def test_a_request_is_answered_and_its_booking_released() -> None:
     b = bench(failing_on({}))
     assert await b.call(Call(request_id="abc", headers={"traceparent": "00-1"})) == b"answer"
-    assert b.client.streams[0].headers == {"traceparent": "00-1", "request-id": "abc"}
+    assert b.client.streams[0].headers == {"traceparent": "00-1", "request-id": "abc", "booking": b.router.requests[0].request_id}
     assert not b.router.open
     assert b.router.outcomes == [None]
 

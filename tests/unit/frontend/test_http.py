@@ -118,9 +118,11 @@ async def test_errors_are_json(side: Side) -> None:
     side.readiness.attach(side.plane)
     missing = await side.client.get("/v1/models/nobody")
     assert missing.status_code == 404
-    assert missing.json()["error"] == {"message": "model 'nobody' is not found", "type": "not_found_error", "code": 404}
+    error = missing.json()["error"]
+    assert (error["message"], error["type"]) == ("model 'nobody' is not found", "not_found_error")
     assert (await side.client.get("/nothing")).json()["error"]["message"] == "there is no /nothing"
-    assert (await side.client.post("/live")).json()["error"]["code"] == 405
+    refused = await side.client.post("/live")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (405, "/live does not take POST")
 
 
 async def test_overload_says_when_to_come_back(side: Side) -> None:

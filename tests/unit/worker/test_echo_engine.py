@@ -15,7 +15,7 @@ from dynamo.worker.engine.declaration import Declaration, Tensor
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens, echo_declaration, parse_tensors
 
 
-async def generate(engine: EchoTokens, prompt: list[int], stop: Stop = Stop(), n: int = 1) -> tuple[list[Delta], Summary]:  # noqa: B008
+async def generate(engine: EchoTokens, prompt: list[int], stop: Stop = Stop(), n: int = 1) -> tuple[list[Delta], Summary]:
     request = GenerateRequest(model="echo-llm", prompt=pack_tokens(prompt), stop=stop, n=n)
     steps = [step async for step in engine.generate(request, Context("r"))]
     assert isinstance(steps[-1], Summary)

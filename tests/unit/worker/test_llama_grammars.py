@@ -53,9 +53,25 @@ def test_what_is_asked_for_is_what_fits(guided: dict[str, Any], good: list[str],
     assert [text for text in bad if accepts(grammar, text)] == []
 
 
+def chain(rule: str, last: str, length: int) -> str:
+    return (
+        "\n".join(rule.format(this=f"r{at}", next=f"r{at + 1}") for at in range(length)) + "\n" + last.format(this=f"r{length}")
+    )
+
+
+def schema_chain(length: int) -> dict[str, Any]:
+    links = {f"d{at}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{at + 1}"}}} for at in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": {"type": "integer"}}}
+
+
 @pytest.mark.parametrize(
     "guided",
     [
+        # llguidance ends the process for these four
+        {"grammar": "root ::= r0\n" + chain("{this} ::= {next}", '{this} ::= "a"', 5000)},
+        {"grammar": "%llguidance {}\nstart: r0\n" + chain("{this}: {next}", '{this}: "a"', 5000)},
+        {"json_schema": schema_chain(2000)},
+        {"grammar": '%llguidance {}\nstart: %json {"$\\u0072ef": "#"}'},
         {"grammar": ""},
         {"grammar": "root ::= ((("},
         {"grammar": "root ::= " + "(" * 50_000},  # llama.cpp ends the process for this one

@@ -186,7 +186,8 @@ class KvRouter:
         explain: bool = False,
         hashes: Sequence[int] | None = None,
     ) -> Choice:
-        """See `Router`. `hashes` saves hashing the prompt if that was done already."""
+        """See `Router`. `hashes` saves hashing the prompt if that was done already; the router keeps them, so they must stay
+        as they are."""
         config = self.config.overridden(request.overrides) if request.overrides else self.config
         now = self._clock()
         if hashes is None:

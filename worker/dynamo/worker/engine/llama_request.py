@@ -19,6 +19,8 @@ MAX_LOGPROBS = 128
 MAX_CHOICES = 64
 MAX_LOGIT_BIASES = 4096
 MAX_GRAMMAR_BYTES = 256 << 10
+MAX_GRAMMAR_RULES = 256
+"""Rules of a grammar, references in a schema: llguidance follows them recursively, and some 800 in a row end the process."""
 
 LONGEST_CHARACTER_TOKENS = 4
 """A character of four bytes is four tokens at most."""
@@ -155,7 +157,7 @@ def to_grammar(guided: Mapping[str, Any]) -> str:
         case "choice", [_, *_] if all(isinstance(choice, str) and choice for choice in value):
             return _compiled(_from_gbnf("root ::= " + " | ".join(_quoted(choice) for choice in value), kind), kind)
         case "grammar", str():
-            return _compiled(value if value.startswith("%llguidance") else _from_gbnf(value, kind), kind)
+            return _compiled(_own(value) if value.startswith("%llguidance") else _from_gbnf(value, kind), kind)
         case _:
             raise InvalidRequest(f"guided decoding cannot use this value of '{kind:.40}'", param=f"{kind:.40}")
 
@@ -182,6 +184,13 @@ def _bounded(grammar: str, kind: str) -> str:
     return grammar
 
 
+def _own(grammar: str) -> str:
+    """A grammar that is written for llguidance already."""
+    if "%json" in grammar:  # a text, in which references could be spelled so that nobody can count them
+        raise InvalidRequest("a schema inside a grammar is not taken: give it as json_schema", param="grammar")
+    return grammar
+
+
 def _from_gbnf(grammar: str, kind: str) -> str:
     _bounded(grammar, kind)
     try:
@@ -197,6 +206,8 @@ def _from_gbnf(grammar: str, kind: str) -> str:
 
 def _compiled(grammar: str, kind: str) -> str:
     _bounded(grammar, kind)
+    if max(grammar.count("\n"), grammar.count("\r"), grammar.count('"$ref"')) > MAX_GRAMMAR_RULES:
+        raise InvalidRequest(f"{kind} has more than {MAX_GRAMMAR_RULES} rules or references", param=kind)
     try:
         from llguidance import LLMatcher
     except ModuleNotFoundError as error:

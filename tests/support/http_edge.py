@@ -1,0 +1,211 @@
+"""The HTTP side on a real port, with the real data plane and tokenizer behind it and instances in memory behind that."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx2
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.generation import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    Summary,
+    delta_encoder,
+    request_decoder,
+    summary_encoder,
+)
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.common.telemetry import FrontendMetrics
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http import make_app, model_routes, serve_http
+from dynamo.frontend.api.text_routes import text_routes
+from dynamo.frontend.config import HttpOptions, OverloadStatus, TextOptions
+from dynamo.frontend.data_plane import DataPlane, open_data_plane
+from dynamo.frontend.preprocess.parsers import OutputParsers
+from dynamo.frontend.preprocess.pipeline import TextModel, load_text_model
+from dynamo.frontend.preprocess.tokenizer import Tokenizer
+from dynamo.frontend.router.simple import RoundRobin
+from dynamo.worker.engine.echo import byte_tokenizer
+from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, instance
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}"
+    "{{ '\n' }}{% endfor %}{% if tools %}tools: {{ tools | tojson }}{{ '\n' }}{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOKENIZER_FILE = byte_tokenizer()
+TOKENIZER = Tokenizer(TOKENIZER_FILE)
+
+
+def chat_card(name: str = "talker", **llm: Any) -> ModelCard:
+    """A language model whose tokens are the bytes of the text."""
+    info: dict[str, Any] = {
+        "context_length": 4096,
+        "tokenizer": hashlib.sha256(TOKENIZER_FILE).hexdigest(),
+        "chat_template": hashlib.sha256(TEMPLATE.encode()).hexdigest(),
+    }
+    return ModelCard(name=name, kind=ModelKind.LLM, llm=LlmInfo(**(info | llm)))
+
+
+def tokens_of(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode_now(text, special_tokens=False))
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return TOKENIZER.decode(list(tokens), skip_special_tokens=False)
+
+
+class _Files:
+    def __init__(self) -> None:
+        files = (TOKENIZER_FILE, TEMPLATE.encode())
+        self._files = {hashlib.sha256(data).hexdigest(): data for data in files}
+
+    async def get(self, key: str) -> bytes:
+        return self._files[key]
+
+
+@dataclass
+class Speaker:
+    """A `respond` for FakeClient: says `pieces`, each as one delta, for every choice of every request."""
+
+    pieces: Sequence[str] = ("Hel", "lo", " you")
+    reason: FinishReason = FinishReason.STOP
+    logprobs: Callable[[int], float] | None = None
+    """Log probability of the n-th token of an answer; None: the engine does not report any."""
+    cached_tokens: int = 0
+    requests: list[GenerateRequest] = field(default_factory=list)
+
+    def __call__(self, stream: FakeStream) -> None:
+        request = request_decoder.decode(stream.body)
+        self.requests.append(request)
+        made = 0
+        for index in range(request.n):
+            at = 0
+            for number, piece in enumerate(self.pieces):
+                tokens = tokens_of(piece)
+                logprobs = None
+                if request.logprobs is not None and self.logprobs is not None:
+                    logprobs = [[(token, self.logprobs(at + place)), (0, -9.0)] for place, token in enumerate(tokens)]
+                reason = self.reason if number == len(self.pieces) - 1 else None
+                stream.data(delta_encoder.encode(Delta(tokens, index, reason, logprobs)))
+                at += len(tokens)
+            made += at
+        of_prompt = None
+        if request.prompt_logprobs is not None:
+            of_prompt = [None, *([(token, -0.5), (0, -9.0)] for token in request.tokens[1:])]
+        summary = Summary(
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=made,
+            cached_tokens=self.cached_tokens,
+            prompt_logprobs=of_prompt,  # type: ignore[arg-type]
+        )
+        stream.end(summary_encoder.encode(summary))
+
+    @property
+    def last(self) -> GenerateRequest:
+        return self.requests[-1]
+
+    @property
+    def prompt(self) -> str:
+        """What the model saw last."""
+        return text_of(self.last.tokens)
+
+
+def say(stream: FakeStream, piece: str, *, index: int = 0, reason: FinishReason | None = None) -> None:
+    """One delta, at once."""
+    stream.data(delta_encoder.encode(Delta(tokens_of(piece), index, reason)))
+
+
+def end(stream: FakeStream, output_tokens: int = 0) -> None:
+    request = request_decoder.decode(stream.body)
+    stream.end(summary_encoder.encode(Summary(prompt_tokens=request.prompt_tokens, output_tokens=output_tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class HttpEdge:
+    plane: DataPlane
+    directory: FakeDirectory
+    client: FakeClient
+    http: httpx2.AsyncClient
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def post(self, path: str, body: object, **options: Any) -> httpx2.Response:
+        return await self.http.post(path, json=body, **options)
+
+    async def error(self, path: str, body: object, status: int = 400) -> dict[str, Any]:
+        """The `error` object of a request that must fail."""
+        answer = await self.post(path, body)
+        assert answer.status_code == status, answer.text
+        found: dict[str, Any] = answer.json()["error"]
+        return found
+
+
+@asynccontextmanager
+async def open_http_edge(
+    *cards: ModelCard,
+    respond: Callable[[FakeStream], None] | None = None,
+    http: HttpOptions | None = None,
+    text: TextOptions | None = None,
+    overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
+    parsers: OutputParsers | None = None,
+) -> AsyncIterator[HttpEdge]:
+    """An edge whose instances 1, 2, … serve one card each; without cards, one of `chat_card()`."""
+    known = cards or (chat_card(),)
+    directory = FakeDirectory(*(instance(number, card) for number, card in enumerate(known, 1)))
+    client = FakeClient() if respond is None else FakeClient(respond)
+    loaded = asyncio.Event()
+
+    async def load_text(card: ModelCard) -> TextModel:
+        model = await load_text_model(card, _Files())
+        loaded.set()
+        return model
+
+    options = replace(http or HttpOptions(), port=0)
+    metrics = FrontendMetrics(CollectorRegistry())
+    async with open_data_plane(directory, client, FakeLink(), RoundRobin(), load_text, metrics) as plane:
+        readiness = Readiness()
+        readiness.attach(plane)
+        own = OutputParsers({}, {}) if parsers is None else parsers
+        routes = [*model_routes(readiness, 1.0), *text_routes(readiness, options, text or TextOptions(), overload, own)]
+        async with (
+            serve_http(options, make_app(routes, overload)) as server,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20, verify=False) as session,
+        ):
+            if any(card.llm is not None for card in known):
+                await loaded.wait()
+            yield HttpEdge(plane, directory, client, session, server.port)
+
+
+def events_of(text: str) -> list[tuple[str, str]]:
+    """The (event, data) pairs of an event stream; comments are left out."""
+    found = []
+    for block in text.split("\n\n"):
+        event, data = "", []
+        for line in block.splitlines():
+            if line.startswith("event: "):
+                event = line[7:]
+            elif line.startswith("data: "):
+                data.append(line[6:])
+        if data:
+            found.append((event, "\n".join(data)))
+    return found
+
+
+@contextmanager
+def raw_connection(port: int) -> Iterator[socket.socket]:
+    """A socket of one's own, for clients that misbehave."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        yield connection

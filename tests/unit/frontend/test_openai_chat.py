@@ -1,0 +1,484 @@
+"""POST /v1/chat/completions, on a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from dynamo.common.errors import EngineError, Overloaded
+from dynamo.common.generation import FinishReason, request_decoder
+from dynamo.common.names import InstanceId
+from dynamo.frontend.config import HttpOptions, OverloadStatus
+from dynamo.frontend.preprocess.parsers import Content, OutputParsers, ParserKind, Part, Reasoning, ToolCall, Tools
+from tests.support.edge import over
+from tests.support.fakes import FakeStream
+from tests.support.http_edge import Speaker, chat_card, end, events_of, open_http_edge, say, text_of
+
+CHAT = "/v1/chat/completions"
+HELLO: dict[str, Any] = {"model": "talker", "messages": [{"role": "user", "content": "Hi"}]}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+
+
+async def test_an_answer_has_the_shape_that_openai_clients_read() -> None:
+    speaker = Speaker(cached_tokens=3)
+    async with open_http_edge(respond=speaker) as edge:
+        answer = await edge.post(CHAT, HELLO, headers={"x-request-id": "mine"})
+    body = answer.json()
+    assert answer.headers["x-request-id"] == "mine"
+    assert body.pop("id").startswith("chatcmpl-")
+    assert body.pop("created") > 0
+    assert body == {
+        "object": "chat.completion",
+        "model": "talker",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello you", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": len("<user>Hi\n<assistant>"),
+            "completion_tokens": 9,
+            "total_tokens": len("<user>Hi\n<assistant>") + 9,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        },
+        "system_fingerprint": None,
+    }
+    assert speaker.prompt == "<user>Hi\n<assistant>"
+
+
+async def test_a_stream_is_one_event_per_delta_then_the_reason_the_usage_and_done() -> None:
+    async with open_http_edge(respond=Speaker(('"Hé', "\n", "lo"), FinishReason.LENGTH)) as edge:
+        answer = await edge.post(CHAT, HELLO | {"stream": True, "stream_options": {"include_usage": True}})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    events = events_of(answer.text)
+    assert events[-1] == ("", "[DONE]")
+    chunks = [json.loads(data) for _, data in events[:-1]]
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
+        {"role": "assistant", "content": ""},
+        {"content": '"Hé'},
+        {"content": "\n"},
+        {"content": "lo"},
+        {},
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None, None, None, None, "length"]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 7
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+async def test_the_bytes_of_a_chunk_are_these() -> None:
+    async with open_http_edge(respond=Speaker(("Hi",))) as edge:
+        answer = await edge.post(CHAT, HELLO | {"stream": True})
+    block = answer.text.split("\n\n")[1]
+    head, _, rest = block.partition(',"created":')
+    assert head.startswith('data: {"id":"chatcmpl-')
+    assert head.endswith('","object":"chat.completion.chunk"')
+    assert rest.partition(",")[2] == (
+        '"model":"talker","system_fingerprint":null,"choices":[{"index":0,"delta":{"content":"Hi"},'
+        '"logprobs":null,"finish_reason":null}]}'
+    )
+
+
+async def test_choices_of_a_stream_are_told_apart() -> None:
+    async with open_http_edge(respond=Speaker(("a", "b"))) as edge:
+        answer = await edge.post(CHAT, HELLO | {"stream": True, "n": 2})
+    texts = {0: "", 1: ""}
+    for _, data in events_of(answer.text)[:-1]:
+        for choice in json.loads(data)["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == {0: "ab", 1: "ab"}
+
+
+def begin(stream: FakeStream) -> None:
+    say(stream, "first")
+
+
+async def test_the_first_token_leaves_before_the_second_is_there() -> None:
+    async with (
+        open_http_edge(respond=begin) as edge,
+        edge.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer,
+    ):
+        received = ""
+        async for piece in answer.aiter_text():
+            received += piece
+            if "first" in received:
+                break
+        assert not edge.client.streams[0].is_over
+
+
+async def test_what_queued_up_shares_one_write() -> None:
+    async with (
+        open_http_edge(respond=Speaker(tuple("abcdefgh"))) as edge,
+        edge.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer,
+    ):
+        pieces = [piece async for piece in answer.aiter_raw()]
+    assert len(pieces) < 8
+
+
+async def test_a_client_that_leaves_ends_the_request_at_the_instance() -> None:
+    async with open_http_edge(respond=begin) as edge:
+        async with edge.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
+            async for _ in answer.aiter_raw():
+                break
+        [stream] = edge.client.streams
+        await over(stream)
+        assert stream.cancelled
+
+
+async def test_a_client_that_leaves_before_the_first_token_does_too() -> None:
+    async with open_http_edge() as edge:
+        asking = asyncio.create_task(edge.post(CHAT, HELLO))
+        stream = await edge.client.next_stream()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await over(stream)
+        assert stream.cancelled
+
+
+async def test_a_failure_before_the_first_token_has_its_own_status() -> None:
+    def fail(stream: FakeStream) -> None:
+        stream.fail(EngineError("out of memory"))
+
+    async with open_http_edge(respond=fail) as edge:
+        error = await edge.error(CHAT, HELLO | {"stream": True}, 500)
+    assert error == {"message": "out of memory", "type": "internal_error", "param": None, "code": "internal_error"}
+
+
+async def test_a_failure_in_a_stream_is_its_last_event() -> None:
+    def fail(stream: FakeStream) -> None:
+        say(stream, "Hel")
+        stream.fail(EngineError("out of memory"))
+
+    async with open_http_edge(respond=fail) as edge:
+        answer = await edge.post(CHAT, HELLO | {"stream": True})
+    assert answer.status_code == 200
+    events = events_of(answer.text)
+    assert events[-1][0] == "error"
+    assert json.loads(events[-1][1])["error"]["message"] == "out of memory"
+    assert ("", "[DONE]") not in events
+
+
+@pytest.mark.parametrize("status", list(OverloadStatus))
+async def test_overload_says_when_to_come_back(status: OverloadStatus) -> None:
+    def refuse(stream: FakeStream) -> None:
+        stream.fail(Overloaded("all instances are busy", retry_after_s=7))
+
+    async with open_http_edge(respond=refuse, overload=status) as edge:
+        answer = await edge.post(CHAT, HELLO)
+    assert answer.status_code == int(status)
+    assert answer.headers["retry-after"] == "7"
+    assert answer.json()["error"]["code"] == "overloaded"
+
+
+async def test_a_model_that_nobody_serves_any_more_is_unavailable() -> None:
+    async with open_http_edge() as edge:
+        edge.directory.remove(1)
+        answer = await edge.post(CHAT, HELLO)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["type"] == "service_unavailable"
+
+
+async def test_an_unknown_model_is_not_found() -> None:
+    async with open_http_edge() as edge:
+        error = await edge.error(CHAT, HELLO | {"model": "nobody"}, 404)
+    assert error == {
+        "message": "model 'nobody' is not found",
+        "type": "not_found_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+
+
+async def test_every_setting_reaches_the_engine() -> None:
+    speaker = Speaker()
+    settings = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": -0.2,
+        "repetition_penalty": 1.1,
+        "seed": 42,
+        "logit_bias": {"5": -100, "6": 1.5},
+        "max_completion_tokens": 50,
+        "min_tokens": 3,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "n": 2,
+        "cache_salt": "pepper",
+        "priority": 4,
+        "allowed_token_ids": [1, 2],
+        "bad_words_token_ids": [[3, 4]],
+    }
+    async with open_http_edge(respond=speaker) as edge:
+        assert (await edge.post(CHAT, HELLO | settings)).status_code == 200
+    sent = speaker.last
+    assert (sent.sampling.temperature, sent.sampling.top_p, sent.sampling.top_k, sent.sampling.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (sent.sampling.frequency_penalty, sent.sampling.presence_penalty) == (0.2, -0.2)
+    assert (sent.sampling.repetition_penalty, sent.sampling.seed) == (1.1, 42)
+    assert sent.sampling.logit_bias == {5: -100, 6: 1.5}
+    assert (sent.stop.max_tokens, sent.stop.min_tokens, sent.stop.token_ids, sent.stop.ignore_eos) == (50, 3, (9,), True)
+    assert (sent.n, sent.cache_salt, sent.priority) == (2, "pepper", 4)
+    assert (sent.sampling.allowed_token_ids, sent.sampling.bad_words_token_ids) == ((1, 2), ((3, 4),))
+
+
+async def test_a_stop_string_ends_the_answer_and_the_engine() -> None:
+    def speak(stream: FakeStream) -> None:
+        say(stream, "one, two, thr")
+        say(stream, "ee")
+
+    async with open_http_edge(respond=speak) as edge:
+        answer = await edge.post(CHAT, HELLO | {"stop": [" three"]})
+        [stream] = edge.client.streams
+        assert stream.cancelled
+    choice = answer.json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one, two,", "stop")
+    assert answer.json()["usage"]["completion_tokens"] == len("one, two, three")
+
+
+async def test_log_probabilities_name_tokens_and_alternatives() -> None:
+    async with open_http_edge(respond=Speaker(("é", "b"), logprobs=lambda at: -0.25)) as edge:
+        answer = await edge.post(CHAT, HELLO | {"logprobs": True, "top_logprobs": 1})
+        streamed = await edge.post(CHAT, HELLO | {"logprobs": True, "top_logprobs": 1, "stream": True})
+    content = answer.json()["choices"][0]["logprobs"]["content"]
+    assert len(content) == 3  # two tokens are half a character each
+    assert (content[0]["token"], content[0]["bytes"], content[0]["logprob"]) == ("�", None, -0.25)
+    assert content[2] == {
+        "token": "b",
+        "logprob": -0.25,
+        "bytes": [98],
+        "top_logprobs": [{"token": "b", "logprob": -0.25, "bytes": [98]}],
+    }
+    chunks = [json.loads(data) for _, data in events_of(streamed.text)[:-1]]
+    found = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [token for one in found if one for token in one["content"]] == content
+
+
+@pytest.mark.parametrize(
+    ("wanted", "guided"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}},
+            {"json_schema": {"type": "array"}},
+        ),
+        ({"guided_json": '{"type": "array"}'}, {"json_schema": {"type": "array"}}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_grammar": "root ::= 'a'"}, {"grammar": "root ::= 'a'"}),
+    ],
+)
+async def test_structure_is_asked_of_the_engine(wanted: dict[str, Any], guided: dict[str, Any] | None) -> None:
+    speaker = Speaker()
+    async with open_http_edge(respond=speaker) as edge:
+        assert (await edge.post(CHAT, HELLO | wanted)).status_code == 200
+    assert speaker.last.sampling.guided == guided
+
+
+async def test_an_adapter_is_asked_for_by_its_name() -> None:
+    speaker = Speaker()
+    async with open_http_edge(chat_card(adapters=("poet",)), respond=speaker) as edge:
+        answer = await edge.post(CHAT, HELLO | {"model": "poet"})
+        listed = (await edge.http.get("/v1/models")).json()["data"]
+    assert answer.json()["model"] == "poet"
+    assert (speaker.last.model, speaker.last.adapter) == ("talker", "poet")
+    assert [(model["id"], model.get("parent")) for model in listed] == [("talker", None), ("poet", "talker")]
+
+
+async def test_conversations_reach_the_template_whole() -> None:
+    speaker = Speaker()
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}]},
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    async with open_http_edge(respond=speaker) as edge:
+        answer = await edge.post(CHAT, HELLO | {"messages": messages})
+    assert answer.status_code == 200, answer.text
+    assert speaker.prompt.startswith("<system>Be\nkind\n<user>Weather?\n<assistant>")
+    assert '[weather {"city": "Rome"}]' in speaker.prompt
+    assert "<tool>sunny\n<assistant>" in speaker.prompt
+
+
+async def test_images_go_to_models_that_take_them_and_to_no_others() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = HELLO | {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]}]}
+    speaker = Speaker()
+    async with open_http_edge(chat_card(), chat_card("seer", modalities=("image",)), respond=speaker) as edge:
+        error = await edge.error(CHAT, body)
+        assert (await edge.post(CHAT, body | {"model": "seer"})).status_code == 200
+    assert error["param"] == "messages[0].content[1]"
+    assert "takes no image" in error["message"]
+    assert speaker.last.media == (image,)
+
+
+# Tools and reasoning
+
+
+class Brackets:
+    """A parser for tests: (thoughts) are reasoning, [name arguments] are calls; text is whole when it comes."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._finished = False
+
+    def feed(self, text: str) -> Sequence[Part]:
+        assert not self._finished
+        if text.startswith("("):
+            return [Reasoning(text[1:-1])]
+        if text.startswith("["):
+            name, _, arguments = text[1:-1].partition(" ")
+            self._calls += 1
+            half = len(arguments) // 2
+            return [ToolCall(self._calls - 1, name, arguments[:half]), ToolCall(self._calls - 1, arguments=arguments[half:])]
+        return [Content(text)]
+
+    def finish(self) -> Sequence[Part]:
+        self._finished = True
+        return []
+
+
+def brackets(tools: Tools) -> Brackets:
+    return Brackets()
+
+
+PARSERS = OutputParsers(
+    tools={"brackets": ParserKind(brackets, needs_special_tokens=True)}, reasoning={"thoughts": ParserKind(brackets)}
+)
+
+
+async def test_calls_and_reasoning_are_told_apart_from_the_answer() -> None:
+    card = chat_card(tool_parser="brackets", reasoning_parser="thoughts")
+    pieces = ("(hmm)", "Let me see.", '[weather {"city":"Rome"}]', '[weather {"city":"Oslo"}]')
+    speaker = Speaker(pieces)
+    async with open_http_edge(card, respond=speaker, parsers=PARSERS) as edge:
+        answer = await edge.post(CHAT, HELLO | {"tools": [WEATHER]})
+        streamed = await edge.post(CHAT, HELLO | {"tools": [WEATHER], "stream": True})
+    choice = answer.json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hmm", "Let me see.")
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "weather", "arguments": '{"city":"Rome"}'},
+        {"name": "weather", "arguments": '{"city":"Oslo"}'},
+    ]
+    assert all(call["id"].startswith("call_") and call["type"] == "function" for call in message["tool_calls"])
+    assert 'tools: [{"type": "function", "function": {"name": "weather"' in speaker.prompt
+    deltas = [json.loads(data)["choices"][0] for _, data in events_of(streamed.text)[:-1]]
+    calls: dict[int, str] = {}
+    for delta in deltas:
+        for call in delta["delta"].get("tool_calls", ()):
+            calls[call["index"]] = calls.get(call["index"], call.get("id", "?")[:5] + " ") + call["function"]["arguments"]
+    assert calls == {0: 'call_ {"city":"Rome"}', 1: 'call_ {"city":"Oslo"}'}
+    assert deltas[-1]["finish_reason"] == "tool_calls"
+    assert [delta["delta"]["reasoning_content"] for delta in deltas if "reasoning_content" in delta["delta"]] == ["hmm"]
+
+
+async def test_a_named_tool_is_demanded_of_the_engine() -> None:
+    speaker = Speaker(('{"city":', '"Rome"}'))
+    choice = {"type": "function", "function": {"name": "weather"}}
+    async with open_http_edge(respond=speaker) as edge:
+        answer = await edge.post(CHAT, HELLO | {"tools": [WEATHER], "tool_choice": choice})
+    assert speaker.last.sampling.guided == {"json_schema": WEATHER["function"]["parameters"]}  # type: ignore[index]
+    [made] = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert made["function"] == {"name": "weather", "arguments": '{"city":"Rome"}'}
+
+
+async def test_any_tool_is_demanded_of_the_engine() -> None:
+    speaker = Speaker(('[{"name":"weather",', '"parameters":{"city": "Rome"}}]'))
+    async with open_http_edge(respond=speaker) as edge:
+        body = HELLO | {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+        answer = await edge.post(CHAT, body)
+    guided = speaker.last.sampling.guided
+    assert guided is not None
+    assert (guided["json_schema"]["type"], guided["json_schema"]["maxItems"]) == ("array", 1)
+    [made] = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert made["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+
+
+async def test_a_model_without_a_tool_parser_says_so() -> None:
+    async with open_http_edge(chat_card(), chat_card("odd", tool_parser="unheard of"), respond=Speaker()) as edge:
+        error = await edge.error(CHAT, HELLO | {"tools": [WEATHER]})
+        unknown = await edge.error(CHAT, HELLO | {"model": "odd", "tools": [WEATHER]}, 501)
+        ignored = await edge.post(CHAT, HELLO | {"tools": [WEATHER], "tool_choice": "none"})
+    assert error["param"] == "tools"
+    assert "unheard of" in unknown["message"]
+    assert ignored.status_code == 200
+
+
+# nvext
+
+
+async def test_nvext_changes_how_a_request_is_run_and_told() -> None:
+    speaker = Speaker(("Hi",))
+    nvext = {
+        "greed_sampling": True,
+        "use_raw_prompt": True,
+        "agent_hints": {"priority": 3},
+        "annotations": ["formatted_prompt", "token_ids", "worker_id", "request_id", "llm_metrics"],
+        "extra_fields": ["worker_id", "timing", "completion_token_ids"],
+        "backend_instance_id": "1",
+    }
+    async with open_http_edge(respond=speaker) as edge:
+        answer = await edge.post(CHAT, HELLO | {"nvext": nvext, "stream": True}, headers={"x-request-id": "mine"})
+    assert speaker.prompt == "Hi"
+    assert (speaker.last.sampling.temperature, speaker.last.priority) == (0.0, 3)
+    assert 'event: formatted_prompt\n: "Hi"\n\n' in answer.text
+    assert f"event: token_ids\n: {json.dumps(list(speaker.last.tokens), separators=(',', ':'))}\n\n" in answer.text
+    assert 'event: worker_id\n: "1"\n\n' in answer.text
+    assert 'event: request_id\n: "mine"\n\n' in answer.text
+    assert "event: llm_metrics\n" in answer.text
+    last = json.loads(events_of(answer.text)[-2][1])
+    assert last["nvext"]["worker_id"] == {"decode_worker_id": "1"}
+    assert text_of(last["nvext"]["completion_token_ids"]) == "Hi"
+    assert last["nvext"]["timing"]["total_ms"] >= 0
+
+
+async def test_token_data_replaces_the_prompt() -> None:
+    speaker = Speaker()
+    async with open_http_edge(respond=speaker) as edge:
+        assert (await edge.post(CHAT, HELLO | {"nvext": {"token_data": [1, 2, 3]}})).status_code == 200
+    assert list(speaker.last.tokens) == [1, 2, 3]
+
+
+async def test_an_instance_named_by_a_header_goes_before_one_named_in_the_body() -> None:
+    async with open_http_edge(chat_card(), chat_card("talker"), respond=Speaker()) as edge:
+        body = HELLO | {"nvext": {"backend_instance_id": "1"}}
+        await edge.post(CHAT, body, headers={"x-dynamo-instance": "2"})
+        assert edge.client.streams[-1].instance == InstanceId(2)
+        assert request_decoder.decode(edge.client.streams[-1].body).model == "talker"
+
+
+async def test_silence_is_filled_with_comments() -> None:
+    async with (
+        open_http_edge(http=HttpOptions(keepalive_s=0.1)) as edge,
+        edge.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer,
+    ):
+        pieces = answer.aiter_text()
+        assert await anext(pieces) == ": keepalive\n\n"  # and with it the head went out
+        stream = await edge.client.next_stream()
+        say(stream, "Hi", reason=FinishReason.STOP)
+        end(stream)
+        rest = "".join([piece async for piece in pieces])
+    assert rest.endswith("data: [DONE]\n\n")

@@ -1,0 +1,181 @@
+"""POST /v1/completions, on a real port."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dynamo.common.generation import Delta, FinishReason, Summary, delta_encoder, request_decoder, summary_encoder
+from tests.support.fakes import FakeStream
+from tests.support.http_edge import Speaker, end, events_of, open_http_edge, say, text_of, tokens_of
+
+PATH = "/v1/completions"
+ONCE: dict[str, Any] = {"model": "talker", "prompt": "Once"}
+
+
+async def test_an_answer_has_the_shape_that_openai_clients_read() -> None:
+    async with open_http_edge(respond=Speaker(reason=FinishReason.LENGTH)) as edge:
+        body = (await edge.post(PATH, ONCE)).json()
+    assert body.pop("id").startswith("cmpl-")
+    assert body.pop("created") > 0
+    assert body == {
+        "object": "text_completion",
+        "model": "talker",
+        "choices": [{"index": 0, "text": "Hello you", "logprobs": None, "finish_reason": "length"}],
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 9,
+            "total_tokens": 13,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+        "system_fingerprint": None,
+    }
+
+
+async def test_a_stream_is_one_event_per_delta() -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        answer = await edge.post(PATH, ONCE | {"stream": True, "stream_options": {"include_usage": True}})
+    chunks = [json.loads(data) for _, data in events_of(answer.text)[:-1]]
+    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+    assert [(choice["text"], choice["finish_reason"]) for choice in choices] == [("Hel", None), ("lo", None), (" you", "stop")]
+    assert chunks[-1]["usage"]["total_tokens"] == 13
+    assert answer.text.endswith("\n\ndata: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seen"),
+    [
+        ("Once", ["Once"]),
+        (["Once", "upon"], ["Once", "upon"]),
+        (list(tokens_of("Once")), ["Once"]),
+        ([list(tokens_of("Once")), list(tokens_of("upon"))], ["Once", "upon"]),
+    ],
+)
+async def test_prompts_come_in_four_forms(prompt: object, seen: list[str]) -> None:
+    speaker = Speaker()
+    async with open_http_edge(respond=speaker) as edge:
+        answer = await edge.post(PATH, ONCE | {"prompt": prompt})
+    assert sorted(text_of(request.tokens) for request in speaker.requests) == sorted(seen)
+    assert [choice["index"] for choice in answer.json()["choices"]] == list(range(len(seen)))
+
+
+def say_the_prompt(stream: FakeStream) -> None:
+    request = request_decoder.decode(stream.body)
+    for index in range(request.n):
+        say(stream, f"{text_of(request.tokens)}{index}", index=index, reason=FinishReason.STOP)
+    end(stream, request.n * 5)
+
+
+async def test_choices_of_a_batch_are_numbered_by_prompt_and_choice() -> None:
+    async with open_http_edge(respond=say_the_prompt) as edge:
+        answer = await edge.post(PATH, ONCE | {"prompt": ["a", "b"], "n": 2, "temperature": 1})
+        streamed = await edge.post(PATH, ONCE | {"prompt": ["a", "b"], "n": 2, "temperature": 1, "stream": True})
+    expected = {0: "a0", 1: "a1", 2: "b0", 3: "b1"}
+    assert {choice["index"]: choice["text"] for choice in answer.json()["choices"]} == expected
+    assert answer.json()["usage"]["prompt_tokens"] == 2
+    assert answer.json()["usage"]["completion_tokens"] == 20
+    choices = [json.loads(data)["choices"][0] for _, data in events_of(streamed.text)[:-1]]
+    assert {choice["index"]: choice["text"] for choice in choices} == expected
+
+
+async def test_one_bad_prompt_of_a_batch_fails_it_all_and_leaves_nothing_running() -> None:
+    def half(stream: FakeStream) -> None:
+        if text_of(request_decoder.decode(stream.body).tokens) == "bad":
+            from dynamo.common.errors import EngineError
+
+            stream.fail(EngineError("no"))
+
+    async with open_http_edge(respond=half) as edge:
+        error = await edge.error(PATH, ONCE | {"prompt": ["good", "bad"]}, 500)
+        assert all(stream.is_over for stream in edge.client.streams)
+    assert error["message"] == "no"
+
+
+async def test_echo_puts_the_prompt_in_front() -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        answer = await edge.post(PATH, ONCE | {"echo": True})
+        tokens = await edge.post(PATH, ONCE | {"echo": True, "prompt": list(tokens_of("Once"))})
+        streamed = await edge.post(PATH, ONCE | {"echo": True, "stream": True})
+    assert answer.json()["choices"][0]["text"] == tokens.json()["choices"][0]["text"] == "OnceHello you"
+    texts = [json.loads(data)["choices"][0]["text"] for _, data in events_of(streamed.text)[:-1]]
+    assert "".join(texts) == "OnceHello you"
+
+
+async def test_echo_with_log_probabilities_tells_those_of_the_prompt() -> None:
+    async with open_http_edge(respond=Speaker(("x",), logprobs=lambda at: -0.1)) as edge:
+        answer = await edge.post(PATH, ONCE | {"echo": True, "logprobs": 1, "max_tokens": 1})
+    logprobs = answer.json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["O", "n", "c", "e", "x"]
+    assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.1]
+    assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
+    assert logprobs["top_logprobs"][0] is None
+    assert logprobs["top_logprobs"][4] == {"x": -0.1}
+
+
+async def test_scoring_asks_for_no_new_token() -> None:
+    def score(stream: FakeStream) -> None:
+        request = request_decoder.decode(stream.body)
+        assert (request.stop.max_tokens, request.prompt_logprobs) == (0, 0)
+        stream.data(delta_encoder.encode(Delta(finish_reason=FinishReason.LENGTH)))
+        stream.end(summary_encoder.encode(Summary(prompt_tokens=4, prompt_logprobs=[None, *([[(5, -1.0)]] * 3)])))
+
+    async with open_http_edge(respond=score) as edge:
+        answer = await edge.post(PATH, ONCE | {"echo": True, "logprobs": 0, "max_tokens": 0})
+        error = await edge.error(PATH, ONCE | {"max_tokens": 0})
+    assert answer.json()["choices"][0]["text"] == "Once"
+    assert answer.json()["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -1.0, -1.0]
+    assert error["param"] == "max_tokens"
+
+
+async def test_prompt_logprobs_come_by_token() -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        answer = await edge.post(PATH, ONCE | {"prompt": "ab", "prompt_logprobs": 1})
+    [nothing, second] = answer.json()["choices"][0]["prompt_logprobs"]
+    assert nothing is None
+    assert second[str(tokens_of("b")[0])] == {"logprob": -0.5, "rank": 1, "decoded_token": "b"}
+
+
+async def test_best_of_gives_the_likeliest() -> None:
+    def speak(stream: FakeStream) -> None:
+        request = request_decoder.decode(stream.body)
+        assert (request.n, request.logprobs) == (3, 0)
+        for index, (text, logprob) in enumerate((("bad", -3.0), ("best", -0.1), ("good", -1.0))):
+            tokens = tokens_of(text)
+            logprobs = [[(token, logprob)] for token in tokens]
+            stream.data(delta_encoder.encode(Delta(tokens, index, FinishReason.STOP, logprobs)))
+        end(stream, 11)
+
+    async with open_http_edge(respond=speak) as edge:
+        answer = await edge.post(PATH, ONCE | {"best_of": 3, "n": 2, "temperature": 1})
+    choices = answer.json()["choices"]
+    assert [(choice["index"], choice["text"], choice["logprobs"]) for choice in choices] == [(0, "best", None), (1, "good", None)]
+    assert answer.json()["usage"]["completion_tokens"] == 11
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "words"),
+    [
+        ({"suffix": "end"}, "suffix", "'suffix' is not available"),
+        ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
+        ({"best_of": 1, "n": 2}, "best_of", "at least 'n'"),
+        ({"best_of": 2, "temperature": 0}, "best_of", "temperature 0"),
+        ({"best_of": 21}, "best_of", "at most 20"),
+        ({"logprobs": 21}, "logprobs", "at most 20"),
+        ({"prompt": []}, "prompt", "is empty"),
+        ({"prompt": ["a", 1]}, "prompt", "mixes texts and token ids"),
+        ({"prompt": [1, "a"]}, "prompt", "mixes texts and token ids"),
+        ({"prompt": [[1], "a"]}, "prompt", "mixes texts and token ids"),
+        ({"prompt": [100000]}, "prompt", "not in the vocabulary"),
+        ({"prompt": [-1]}, "prompt[0]", "must be at least 0"),
+        ({"prompt": "a" * 5000}, "prompt", "context"),
+        ({"prompt": ["a"] * 65, "n": 2}, "prompt", "more than 128"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo", "cannot be streamed"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], param: str, words: str) -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        error = await edge.error(PATH, ONCE | wrong)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert words in error["message"]

@@ -1,0 +1,215 @@
+"""Requests that are wrong or too large, and the types against OpenAI's own."""
+
+from __future__ import annotations
+
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from dynamo.common.config import ConfigError
+from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from dynamo.frontend.api.openai.response_requests import ResponsesRequest
+from dynamo.frontend.api.openai.routes import read_request_template
+from dynamo.frontend.config import HttpOptions, TextOptions
+from tests.support.fakes import tensor_card
+from tests.support.http_edge import Speaker, open_http_edge, raw_connection
+
+CHAT = "/v1/chat/completions"
+HELLO: dict[str, Any] = {"model": "talker", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (ChatRequest, chat_create_params.CompletionCreateParamsBase),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
+        (EmbeddingRequest, embedding_create_params.EmbeddingCreateParams),
+        (ResponsesRequest, response_create_params.ResponseCreateParamsBase),
+    ],
+)
+def test_every_field_of_openai_is_known(ours: type[msgspec.Struct], theirs: type) -> None:
+    known = {field.encode_name for field in msgspec.structs.fields(ours)}
+    assert set(typing.get_type_hints(theirs)) - known == set()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "message"),
+    [
+        ({"foo": 1}, "foo", "the field 'foo' is not known"),
+        (
+            {"messages": [{"role": "user", "content": "Hi", "foo": 1}]},
+            "messages[0].foo",
+            "the field 'messages[0].foo' is not known",
+        ),
+        ({"messages": []}, "messages", "'messages' must have a length of at least 1"),
+        ({"messages": [{"role": "king", "content": "Hi"}]}, "messages[0].role", "'messages[0].role' cannot be 'king'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "a message of role 'user' needs 'content'"),
+        ({"temperature": 2.5}, "temperature", "'temperature' must be at most 2"),
+        ({"temperature": "hot"}, "temperature", "'temperature' must be a number or null, not a string"),
+        ({"top_p": 0}, "top_p", "'top_p' must be above 0"),
+        ({"n": 0}, "n", "'n' must be at least 1"),
+        ({"n": 1.5}, "n", "'n' must be a whole number or null, not a number"),
+        ({"n": 129}, "n", "'n' is 129; it must be at most 128"),
+        ({"n": 2, "temperature": 0}, "n", "'n' above 1 is of no use at temperature 0: all answers are the same"),
+        ({"max_tokens": 0}, "max_tokens", "'max_tokens' must be at least 1"),
+        ({"seed": 2**70}, "seed", "'seed' must be at most 9223372036854775807"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "'logit_bias' must be a whole number, not a string"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[...]", "'logit_bias[...]' must be at most 100"),
+        ({"stop": ["a"] * 33}, "stop", "there are 33 stop strings; at most 32 are taken"),
+        ({"stop": ""}, "stop", "a stop string is empty"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "'top_logprobs' is 21; it must be at most 20"),
+        ({"top_logprobs": 2}, "top_logprobs", "'top_logprobs' needs 'logprobs' to be true"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "'stream_options' is only allowed with 'stream'"),
+        (
+            {"max_tokens": 5, "max_completion_tokens": 6},
+            "max_tokens",
+            "'max_tokens' and 'max_completion_tokens' contradict each other",
+        ),
+        ({"functions": []}, "functions", "'functions' is out of date; use 'tools'"),
+        ({"modalities": ["audio"]}, "modalities", "answers are text; 'modalities' may only be [\"text\"]"),
+        ({"tool_choice": "required"}, "tool_choice", "'tool_choice' demands a call, and there are no tools"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "'guided_regex' and 'guided_choice' cannot go together"),
+        ({"guided_json": "{"}, "guided_json", None),
+        ({"response_format": {"type": "json_schema"}}, "response_format", None),
+        ({"nvext": {"foo": 1}}, "nvext.foo", "the field 'nvext.foo' is not known"),
+        ({"nvext": {"annotations": ["worker_id"]}}, "nvext.annotations", "'nvext.annotations' are events, so they need 'stream'"),
+        ({"model": ""}, "model", "the field 'model' is missing"),
+    ],
+)
+async def test_mistakes_are_named(wrong: dict[str, Any], param: str, message: str | None) -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        error = await edge.error(CHAT, HELLO | wrong)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    if message is not None:
+        assert error["message"] == message
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b'{"model": "\xff"}', b"null", b'{"model":"talker","messages":' + b"[" * 5000]
+)
+async def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        answer = await edge.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_body_of_another_type_is_refused() -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        form = await edge.http.post(
+            CHAT, content=json.dumps(HELLO), headers={"content-type": "application/x-www-form-urlencoded"}
+        )
+        charset = await edge.http.post(
+            CHAT, content=json.dumps(HELLO), headers={"content-type": "application/json; charset=utf-8"}
+        )
+    assert form.status_code == 400
+    assert "application/json" in form.json()["error"]["message"]
+    assert charset.status_code == 200
+
+
+async def test_a_body_may_be_as_large_as_the_limit_and_no_larger() -> None:
+    body = json.dumps(HELLO | {"user": "x" * 2000}).encode()
+    json_type = {"content-type": "application/json"}
+
+    async def slowly() -> Any:
+        yield body[:100]
+        yield body[100:]
+
+    async with open_http_edge(respond=Speaker(), http=HttpOptions(max_body_bytes=len(body))) as edge:
+        assert (await edge.http.post(CHAT, content=body, headers=json_type)).status_code == 200
+        assert (await edge.http.post(CHAT, content=slowly(), headers=json_type)).status_code == 200
+    async with open_http_edge(respond=Speaker(), http=HttpOptions(max_body_bytes=len(body) - 1)) as edge:
+        for content in (body, slowly()):
+            answer = await edge.http.post(CHAT, content=content, headers=json_type)
+            assert answer.status_code == 413
+            assert str(len(body) - 1) in answer.json()["error"]["message"]
+
+
+async def test_a_body_that_is_announced_too_large_is_refused_before_it_comes() -> None:
+    async with open_http_edge(http=HttpOptions(max_body_bytes=4096)) as edge:
+        import asyncio
+
+        def ask() -> bytes:
+            with raw_connection(edge.port) as connection:
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n")
+                return connection.recv(100)
+
+        assert b" 413 " in await asyncio.to_thread(ask)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    """The request with `chat_template_kwargs` that make it `levels` deep."""
+    inner: Any = 1
+    for _ in range(levels - 2):
+        inner = [inner]
+    return HELLO | {"chat_template_kwargs": {"x": inner}, "user": "[" * 1000}
+
+
+async def test_json_may_be_as_deep_as_the_limit_and_no_deeper() -> None:
+    async with open_http_edge(respond=Speaker(), http=HttpOptions(max_json_depth=20)) as edge:
+        assert (await edge.post(CHAT, nested(20))).status_code == 200
+        error = await edge.error(CHAT, nested(21))
+    assert error["message"] == "the body nests arrays and objects deeper than 20 levels"
+
+
+async def test_settings_bound_what_a_request_may_ask_for() -> None:
+    limits = TextOptions(max_messages=2, max_prompt_chars=10, max_choices=2, max_stop_strings=1, max_logprobs=1, max_best_of=2)
+    message = {"role": "user", "content": "12345"}
+    async with open_http_edge(respond=Speaker(logprobs=lambda at: -1.0), text=limits) as edge:
+        fitting = HELLO | {"messages": [message] * 2, "n": 2, "stop": ["a"], "logprobs": True, "top_logprobs": 1}
+        assert (await edge.post(CHAT, fitting)).status_code == 200
+        for wrong, param in (
+            ({"messages": [message] * 3}, "messages"),
+            ({"messages": [message, message | {"content": "123456"}]}, "messages"),
+            ({"n": 3}, "n"),
+            ({"stop": ["a", "b"]}, "stop"),
+            ({"top_logprobs": 2}, "top_logprobs"),
+        ):
+            assert (await edge.error(CHAT, fitting | wrong))["param"] == param
+        assert (await edge.post("/v1/completions", {"model": "talker", "prompt": "1234567890"})).status_code == 200
+        assert (await edge.error("/v1/completions", {"model": "talker", "prompt": "12345678901"}))["param"] == "prompt"
+
+
+async def test_a_tensor_model_does_not_chat() -> None:
+    async with open_http_edge(tensor_card()) as edge:
+        error = await edge.error(CHAT, HELLO | {"model": "adder"})
+    assert (error["message"], error["param"]) == ("model 'adder' does not generate text", "model")
+
+
+async def test_a_wrong_method_or_path_is_told() -> None:
+    async with open_http_edge() as edge:
+        wrong_method, wrong_path = await edge.http.get(CHAT), await edge.http.post("/v1/nothing")
+    assert (wrong_method.status_code, wrong_path.status_code) == (405, 404)
+    assert wrong_method.json()["error"] == {
+        "message": f"{CHAT} does not take GET",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+
+
+async def test_a_request_template_fills_in_what_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "template.json"
+    file.write_text('{"model": "talker", "temperature": 0.3, "max_completion_tokens": 77}')
+    speaker = Speaker()
+    async with open_http_edge(respond=speaker, text=TextOptions(request_template=file)) as edge:
+        assert (await edge.post(CHAT, {"messages": HELLO["messages"]})).status_code == 200
+        assert (speaker.last.sampling.temperature, speaker.last.stop.max_tokens) == (0.3, 77)
+        assert (await edge.post(CHAT, HELLO | {"temperature": 1, "max_tokens": 5})).status_code == 200
+        assert (speaker.last.sampling.temperature, speaker.last.stop.max_tokens) == (1, 5)
+        assert (await edge.post("/v1/completions", {"prompt": "x"})).status_code == 200
+        assert speaker.last.stop.max_tokens == 77
+
+
+def test_a_request_template_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> None:
+    file = tmp_path / "template.json"
+    file.write_text('{"modle": "talker"}')
+    with pytest.raises(ConfigError, match="modle"):
+        read_request_template(file)
