@@ -86,9 +86,11 @@ def synthesise(requests: int, seed: int) -> list[Row]:
 def expand(hash_ids: Sequence[int]) -> bytes:
     """The token ids that block ids stand for, as little-endian u32."""
     ids = np.array(hash_ids, dtype=np.uint64)[:, None] * np.uint64(TRACE_BLOCK_TOKENS)
-    mixed = (ids + np.arange(TRACE_BLOCK_TOKENS, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    return ((mixed >> np.uint64(32)) % np.uint64(VOCABULARY)).astype(np.dtype("<u4")).tobytes()
+    positions = np.arange(TRACE_BLOCK_TOKENS, dtype=np.uint64)
+    mixed: NDArray[np.uint64] = np.add(ids, positions, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = np.bitwise_xor(mixed, np.right_shift(mixed, 29)) * np.uint64(0xBF58476D1CE4E5B9)
+    tokens: NDArray[np.uint32] = np.right_shift(mixed, 32).astype(np.uint32) % np.uint32(VOCABULARY)
+    return tokens.astype(np.dtype("<u4")).tobytes()
 
 
 @dataclass
@@ -343,6 +345,7 @@ def table(results: dict[str, dict[str, float]]) -> Iterator[str]:
 
 
 def main() -> None:
+    kv = KvRouterConfig()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trace", nargs="?", type=Path)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["round-robin", "least-loaded", "kv"])
@@ -357,10 +360,10 @@ def main() -> None:
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     parser.add_argument("--speedup", type=float, default=1.0)
     parser.add_argument("--timing-table", type=Path)
-    parser.add_argument("--overlap-score-weight", type=float, default=1.0)
-    parser.add_argument("--prefill-load-scale", type=float, default=1.0)
+    parser.add_argument("--overlap-score-weight", type=float, default=kv.overlap_score_weight)
+    parser.add_argument("--prefill-load-scale", type=float, default=kv.prefill_load_scale)
     parser.add_argument("--router-temperature", type=float, default=0.0)
-    parser.add_argument("--kv-full-penalty", type=float, default=1.0)
+    parser.add_argument("--kv-full-penalty", type=float, default=kv.kv_full_penalty)
     parser.add_argument("--active-decode-blocks-threshold", type=float)
     parser.add_argument("--active-prefill-tokens-threshold", type=int)
     parser.add_argument("--ttft-goal", type=float, default=10.0, help="seconds")

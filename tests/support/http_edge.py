@@ -106,7 +106,7 @@ class Speaker:
             prompt_tokens=request.prompt_tokens,
             output_tokens=made,
             cached_tokens=self.cached_tokens,
-            prompt_logprobs=of_prompt,  # type: ignore[arg-type]
+            prompt_logprobs=of_prompt,
         )
         stream.end(summary_encoder.encode(summary))
 

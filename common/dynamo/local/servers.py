@@ -9,6 +9,7 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import json
+import os
 import random
 import secrets
 import shutil
@@ -275,7 +276,9 @@ class NatsServer(Server):
         config_file.touch(mode=0o600)  # it may hold passwords
         config_file.write_text(self._config)
         listen = ["--addr", HOST, "--port", str(ports[0]), "--server_name", self._server_name]
-        return [str(self._binary), *listen, "--config", str(config_file)]
+        # Large messages make much garbage: collecting it less often saves a third of the CPU time of a 1 MiB tensor.
+        memory = [] if "GOGC" in os.environ else ["/usr/bin/env", "GOGC=400"]
+        return [*memory, str(self._binary), *listen, "--config", str(config_file)]
 
     async def _answers(self, ports: tuple[int, ...]) -> bool:
         # Every client is greeted with INFO; the name in it tells our server from another one on a port we are about to

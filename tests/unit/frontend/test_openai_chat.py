@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from dynamo.common.errors import EngineError, Overloaded
 from dynamo.common.generation import FinishReason, request_decoder
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import HttpOptions, OverloadStatus
-from dynamo.frontend.preprocess.parsers import Content, OutputParsers, ParserKind, Part, Reasoning, ToolCall, Tools
+from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.edge import over
 from tests.support.fakes import FakeStream
 from tests.support.http_edge import Speaker, chat_card, end, events_of, open_http_edge, say, text_of
+from tests.support.parsers import brackets
 
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "talker", "messages": [{"role": "user", "content": "Hi"}]}
@@ -334,33 +334,6 @@ async def test_images_go_to_models_that_take_them_and_to_no_others() -> None:
 
 
 # Tools and reasoning
-
-
-class Brackets:
-    """A parser for tests: (thoughts) are reasoning, [name arguments] are calls; text is whole when it comes."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-        self._finished = False
-
-    def feed(self, text: str) -> Sequence[Part]:
-        assert not self._finished
-        if text.startswith("("):
-            return [Reasoning(text[1:-1])]
-        if text.startswith("["):
-            name, _, arguments = text[1:-1].partition(" ")
-            self._calls += 1
-            half = len(arguments) // 2
-            return [ToolCall(self._calls - 1, name, arguments[:half]), ToolCall(self._calls - 1, arguments=arguments[half:])]
-        return [Content(text)]
-
-    def finish(self) -> Sequence[Part]:
-        self._finished = True
-        return []
-
-
-def brackets(tools: Tools) -> Brackets:
-    return Brackets()
 
 
 PARSERS = OutputParsers(

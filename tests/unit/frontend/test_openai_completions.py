@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.common.errors import EngineError
 from dynamo.common.generation import Delta, FinishReason, Summary, delta_encoder, request_decoder, summary_encoder
 from tests.support.fakes import FakeStream
 from tests.support.http_edge import Speaker, end, events_of, open_http_edge, say, text_of, tokens_of
@@ -83,8 +84,6 @@ async def test_choices_of_a_batch_are_numbered_by_prompt_and_choice() -> None:
 async def test_one_bad_prompt_of_a_batch_fails_it_all_and_leaves_nothing_running() -> None:
     def half(stream: FakeStream) -> None:
         if text_of(request_decoder.decode(stream.body).tokens) == "bad":
-            from dynamo.common.errors import EngineError
-
             stream.fail(EngineError("no"))
 
     async with open_http_edge(respond=half) as edge:
@@ -167,7 +166,7 @@ async def test_best_of_gives_the_likeliest() -> None:
         ({"prompt": ["a", 1]}, "prompt", "mixes texts and token ids"),
         ({"prompt": [1, "a"]}, "prompt", "mixes texts and token ids"),
         ({"prompt": [[1], "a"]}, "prompt", "mixes texts and token ids"),
-        ({"prompt": [100000]}, "prompt", "not in the vocabulary"),
+        ({"prompt": [100000]}, "prompt", "token id 100000"),
         ({"prompt": [-1]}, "prompt[0]", "must be at least 0"),
         ({"prompt": "a" * 5000}, "prompt", "context"),
         ({"prompt": ["a"] * 65, "n": 2}, "prompt", "more than 128"),

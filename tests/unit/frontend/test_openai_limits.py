@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import typing
 from pathlib import Path
@@ -103,12 +104,11 @@ async def test_what_is_no_json_object_is_refused(body: bytes) -> None:
 
 async def test_a_body_of_another_type_is_refused() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
-        form = await edge.http.post(
-            CHAT, content=json.dumps(HELLO), headers={"content-type": "application/x-www-form-urlencoded"}
-        )
-        charset = await edge.http.post(
-            CHAT, content=json.dumps(HELLO), headers={"content-type": "application/json; charset=utf-8"}
-        )
+        answers = [
+            await edge.http.post(CHAT, content=json.dumps(HELLO), headers={"content-type": kind})
+            for kind in ("application/x-www-form-urlencoded", "application/json; charset=utf-8")
+        ]
+    form, charset = answers
     assert form.status_code == 400
     assert "application/json" in form.json()["error"]["message"]
     assert charset.status_code == 200
@@ -134,11 +134,10 @@ async def test_a_body_may_be_as_large_as_the_limit_and_no_larger() -> None:
 
 async def test_a_body_that_is_announced_too_large_is_refused_before_it_comes() -> None:
     async with open_http_edge(http=HttpOptions(max_body_bytes=4096)) as edge:
-        import asyncio
 
         def ask() -> bytes:
             with raw_connection(edge.port) as connection:
-                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n")
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n")
                 return connection.recv(100)
 
         assert b" 413 " in await asyncio.to_thread(ask)

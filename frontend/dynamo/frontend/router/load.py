@@ -26,6 +26,7 @@ from dynamo.common.kv.events import LoadReport, request_key
 from dynamo.common.kv.hashes import pack_hashes, unpack_hashes
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.rows import Rows
+from dynamo.frontend.router.thinning import DENSE, STRIDE, covered, kept
 
 Floats = NDArray[np.float64]
 
@@ -78,45 +79,48 @@ class _Booking:
 
 
 class _ActiveBlocks:
-    """The distinct blocks of the bookings on one instance: shared prefixes count once.
+    """The distinct blocks of the bookings on one instance: shared prefixes count once, long ones to within 15 blocks.
 
     A node's count is its children plus the bookings that end in it, so taking or giving back a prompt touches only those of its
     blocks that nobody else shares.
     """
 
-    __slots__ = ("_counts",)
+    __slots__ = ("_counts", "size")
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._counts)
+        self.size = 0
 
     def take(self, blocks: Sequence[int]) -> int:
         """Adds a prompt; returns how many of its blocks are new."""
         if not blocks:
             return 0
-        counts = self._counts
-        low, high = 0, len(blocks)  # blocks before `low` are held, those from `high` on are not
+        counts, nodes = self._counts, kept(blocks)
+        low, high = 0, len(nodes)  # nodes before `low` are held, those from `high` on are not
         while low < high:
             middle = (low + high) // 2
-            if blocks[middle] in counts:
+            if nodes[middle] in counts:
                 low = middle + 1
             else:
                 high = middle
         if low:
-            counts[blocks[low - 1]] += 1
-        counts.update(dict.fromkeys(blocks[low:], 1))
-        return len(blocks) - low
+            counts[nodes[low - 1]] += 1
+        counts.update(dict.fromkeys(nodes[low:], 1))
+        new = len(blocks) - covered(low)
+        self.size += new
+        return new
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        counts = self._counts
-        for block in reversed(blocks):
-            count = counts[block]
+        counts, nodes = self._counts, kept(blocks)
+        self.size -= len(blocks) - covered(len(nodes))  # those at the end that are not kept are counted for each booking
+        for position in range(len(nodes) - 1, -1, -1):
+            node = nodes[position]
+            count = counts[node]
             if count > 1:
-                counts[block] = count - 1
+                counts[node] = count - 1
                 return
-            del counts[block]
+            del counts[node]
+            self.size -= 1 if position < DENSE else STRIDE
 
 
 @dataclass(slots=True)
@@ -344,7 +348,7 @@ class LoadTable:
         return row
 
     def _write(self, load: _InstanceLoad) -> None:
-        blocks = len(load.active) + load.booked_extra_blocks
+        blocks = load.active.size + load.booked_extra_blocks
         self._booked[load.row] = (load.booked_requests, load.booked_prefill_tokens, blocks)
         report = load.report
         if report is not None:

@@ -3,8 +3,7 @@
 Two uses: short-lived guesses bridge the moment between a decision and the events it causes, so that a burst of siblings lands
 together; long-lived ones stand in for events where the engines publish none.
 
-A guess need not be exact to the block. Of a long prompt the first 64 blocks are kept, then every sixteenth: a match is at most 15
-blocks too short, for a tenth of the time and memory.
+A guess need not be exact to the block: see `thinning.py`.
 """
 
 from __future__ import annotations
@@ -14,25 +13,12 @@ from collections.abc import Sequence
 
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.index import Match, PrefixIndex
+from dynamo.frontend.router.thinning import covered, kept
 
-_DENSE = 64
-_STRIDE = 16
 _MAX_LISTED = 8
 """How many times a guess may be listed by decisions, on average, before the oldest decisions are dropped early."""
-_BLOCKS_PER_TURN = 1024
+_BLOCKS_PER_TURN = 512
 """About how many outdated guesses one call drops, so that no request waits for all of them after a pause."""
-
-
-def _kept(blocks: Sequence[int]) -> Sequence[int]:
-    """The blocks of a prompt that are kept: always those at the same positions."""
-    if len(blocks) <= _DENSE:
-        return blocks
-    return [*blocks[:_DENSE], *blocks[_DENSE + _STRIDE - 1 :: _STRIDE]]
-
-
-def _overlap(kept: int) -> int:
-    """How many leading blocks it means that the first `kept` of the kept ones match."""
-    return kept if kept <= _DENSE else _DENSE + (kept - _DENSE) * _STRIDE
 
 
 class PredictedIndex:
@@ -63,7 +49,7 @@ class PredictedIndex:
         """`instance` was chosen for a prompt of these blocks. `now` is in seconds and never goes back."""
         if not blocks:
             return
-        blocks = _kept(blocks)
+        blocks = kept(blocks)
         expires_at = now + self.ttl_s
         own = self._expires_at.setdefault(instance, {})
         before = len(own)
@@ -78,10 +64,8 @@ class PredictedIndex:
 
     def match(self, blocks: Sequence[int], now: float) -> Match:
         self.expire(now)
-        match = self.index.match(_kept(blocks))
-        if not match.groups or match.groups[0][0] <= _DENSE:
-            return match
-        return Match([(_overlap(kept), mask) for kept, mask in match.groups])
+        match = self.index.match(kept(blocks))
+        return Match([(covered(count), mask) for count, mask in match.groups])
 
     def expire(self, now: float) -> None:
         """Drops guesses that are past their time, a part of them if there are many."""

@@ -113,6 +113,7 @@ class CountRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Json | None = None
+    speed: str | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -127,7 +128,7 @@ class MessagesRequest(CountRequest, kw_only=True, frozen=True, forbid_unknown_fi
     metadata: Json | None = None
     service_tier: str | None = None
     inference_geo: str | None = None
-    speed: str | None = None
+    diagnostics: Json | None = None
     container: str | Json | None = None
     fallbacks: list[Any] | str | Json | None = None
 

