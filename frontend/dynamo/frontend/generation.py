@@ -23,6 +23,7 @@ from dynamo.common.errors import (
     DeadlineExceeded,
     DynamoError,
     EngineError,
+    InvalidRequest,
     Unavailable,
 )
 from dynamo.common.generation import (
@@ -155,7 +156,7 @@ class Generation:
         return Work(
             model=self._card.name,
             verb="generate",
-            body=request_encoder.encode(prompt),
+            body=_encoded(prompt),
             metrics=self._metrics,
             name=self._request.model,
             tokenizer=self._card.llm.tokenizer,
@@ -253,6 +254,13 @@ class Generation:
             measured.finish(
                 code, input_tokens=self._input_tokens, output_tokens=self._output_tokens, cached_tokens=self.summary.cached_tokens
             )
+
+
+def _encoded(prompt: GenerateRequest) -> bytes:
+    try:
+        return request_encoder.encode(prompt)
+    except OverflowError:  # JSON, of which a schema for structured output is made, has no such bound
+        raise InvalidRequest("a number in the request has more than 64 bits") from None
 
 
 def _decoded(body: Buffer) -> Delta:

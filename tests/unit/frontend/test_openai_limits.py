@@ -176,6 +176,12 @@ async def test_settings_bound_what_a_request_may_ask_for() -> None:
         assert (await edge.error("/v1/completions", {"model": "talker", "prompt": "12345678901"}))["param"] == "prompt"
 
 
+async def test_numbers_that_do_not_fit_the_bus_are_refused() -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        error = await edge.error(CHAT, HELLO | {"guided_json": {"maximum": 2**64}})
+    assert error["message"] == "a number in the request has more than 64 bits"
+
+
 async def test_a_tensor_model_does_not_chat() -> None:
     async with open_http_edge(tensor_card()) as edge:
         error = await edge.error(CHAT, HELLO | {"model": "adder"})

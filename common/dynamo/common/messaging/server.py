@@ -117,7 +117,7 @@ class Incoming:
             self._queue(False, body)
             return not self._outgoing
         self._window -= cost
-        self._peer.outbox.add(frames.encode_data(self.id, self._seq, body))
+        self._peer.outbox.add(frames.encode_data(self.id, self._seq, body), patient=self._seq > 0)
         self._seq += 1
         self.spoke = True
         return True
@@ -171,7 +171,8 @@ class Incoming:
             self._chunk_index = 0
             self._window -= body.left + FRAME_COST
             kind = frames.End if last else frames.Data
-            outbox.add(frames.encode_with_body(kind(self.id, self._seq), body.take(body.left)))
+            patient = self._seq > 0 and not last
+            outbox.add(frames.encode_with_body(kind(self.id, self._seq), body.take(body.left)), patient=patient)
             self._seq += 1
             self.spoke = True
             if last:

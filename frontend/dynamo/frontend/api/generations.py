@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
+
+from msgspec.structs import replace
 
 from dynamo.common.generation import Summary
 from dynamo.frontend.data_plane import Generation

@@ -2,6 +2,41 @@
 
 from __future__ import annotations
 
-from dynamo.frontend.preprocess.parsers import OutputParsers
+from functools import partial
 
-KNOWN_PARSERS = OutputParsers(tools={}, reasoning={})
+from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
+from dynamo.frontend.preprocess.reasoning.think import Think
+from dynamo.frontend.preprocess.tools.deepseek import DeepSeek
+from dynamo.frontend.preprocess.tools.harmony import Harmony
+from dynamo.frontend.preprocess.tools.hermes import Hermes
+from dynamo.frontend.preprocess.tools.llama3_json import Llama3Json
+from dynamo.frontend.preprocess.tools.mistral import Mistral
+from dynamo.frontend.preprocess.tools.pythonic import Pythonic
+from dynamo.frontend.preprocess.tools.qwen3_coder import Qwen3Coder
+
+_HERMES = ParserKind(Hermes)
+_DEEPSEEK = ParserKind(DeepSeek, needs_special_tokens=True)
+_HARMONY = ParserKind(Harmony, needs_special_tokens=True)
+_QWEN3_CODER = ParserKind(Qwen3Coder)
+_ALWAYS_THINKS = ParserKind(partial(Think, is_open=True))
+
+KNOWN_PARSERS = OutputParsers(
+    tools={
+        "hermes": _HERMES,
+        "llama3_json": ParserKind(Llama3Json),
+        "mistral": ParserKind(Mistral, needs_special_tokens=True),
+        "pythonic": ParserKind(Pythonic),
+        "qwen3_coder": _QWEN3_CODER,
+        "qwen3_xml": _QWEN3_CODER,
+        "deepseek_v3": _DEEPSEEK,
+        "deepseek_v3_1": _DEEPSEEK,
+        "harmony": _HARMONY,
+        "gpt_oss": _HARMONY,
+    },
+    reasoning={
+        "deepseek_r1": _ALWAYS_THINKS,
+        "qwen3": ParserKind(partial(Think, is_open=False)),
+        "qwen3_thinking": _ALWAYS_THINKS,
+        "gpt_oss": _HARMONY,
+    },
+)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from dynamo.common.generation import FinishReason, Sampling, Stop
 
 
@@ -33,8 +35,7 @@ class TextRequest:
     media: tuple[dict[str, Any], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """Text that became certain in one choice. `text` may be empty: a token can hold half a character."""
 
     index: int

@@ -65,7 +65,7 @@ class PredictedIndex:
     def match(self, blocks: Sequence[int], now: float) -> Match:
         self.expire(now)
         match = self.index.match(kept(blocks))
-        return Match([(covered(count), mask) for count, mask in match.groups])
+        return Match([(covered(count), mask) for count, mask in match.groups]) if match.groups else match
 
     def expire(self, now: float) -> None:
         """Drops guesses that are past their time, a part of them if there are many."""

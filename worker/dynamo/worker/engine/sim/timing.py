@@ -56,6 +56,8 @@ class TimingModel:
             with path.open(newline="") as file:
                 rows = list(csv.DictReader(file))
             steps = [(float(row["prefill_tokens"]), float(row["decoding"]), float(row["step_ms"])) for row in rows]
+        except OSError as error:
+            raise InvalidRequest(f"timing table {path} cannot be read: {error.strerror}") from error
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidRequest(f"timing table {path}: {error} is missing or no number") from error
         return cls.fit(steps, speedup)

@@ -1,0 +1,1 @@
+"""How models write what they think before they answer."""

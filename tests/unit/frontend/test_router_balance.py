@@ -1,0 +1,96 @@
+"""Routing by load only."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import NoInstances, Overloaded
+from dynamo.common.kv.events import LoadReport
+from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.frontend.router.balance import LoadRouter, Strategy, least_loaded, power_of_two
+from dynamo.frontend.router.base import RouteRequest
+from dynamo.frontend.router.load import Thresholds
+
+CARD = ModelCard(name="m", kind=ModelKind.TENSOR)
+FLEET = tuple(
+    Instance(id=InstanceId(number + 1), endpoint=Endpoint(), subject="", card=CARD, started_at=0.0) for number in range(4)
+)
+BOTH = pytest.mark.parametrize("strategy", [least_loaded, power_of_two])
+
+
+def router(strategy: Strategy, thresholds: Thresholds | None = None) -> LoadRouter:
+    return LoadRouter("by load", strategy, thresholds, rng=random.Random(0), clock=lambda: 0.0)
+
+
+def ask(router: LoadRouter, number: int, pinned: InstanceId | None = None) -> InstanceId:
+    return router.pick(RouteRequest(model="m", request_id=str(number), pinned=pinned), FLEET).instance.id
+
+
+def test_the_least_loaded_instance_is_chosen() -> None:
+    balanced = router(least_loaded)
+    for instance, running in zip(FLEET, [3, 1, 2, 3], strict=True):
+        balanced.loads.report(instance.id, LoadReport(running=running), 0.0)
+    assert ask(balanced, 0) == 2
+    assert Counter(ask(balanced, number) for number in range(1, 3)) == {2: 1, 3: 1}
+
+
+@BOTH
+def test_requests_spread_evenly(strategy: Strategy) -> None:
+    balanced = router(strategy)
+    counts = Counter(ask(balanced, number) for number in range(400))
+    spread = max(counts.values()) - min(counts.values())
+    assert spread <= (1 if strategy is least_loaded else 8)
+
+
+@BOTH
+def test_a_finished_request_makes_room(strategy: Strategy) -> None:
+    balanced = router(strategy)
+    for number in range(40):
+        ask(balanced, number)
+    freed = [number for number in range(40) if ask(balanced, 1000 + number, InstanceId(1))]
+    assert len(balanced.loads) == 80
+    for number in freed:
+        balanced.first_token(str(number))
+        balanced.finished(str(number))
+        balanced.finished(str(1000 + number))
+    assert len(balanced.loads) == 0
+
+
+@BOTH
+def test_busy_instances_get_nothing(strategy: Strategy) -> None:
+    balanced = router(strategy, Thresholds(active_prefill_tokens=10))
+    for instance in FLEET[:3]:
+        balanced.loads.report(instance.id, LoadReport(queued_prefill_tokens=11), 0.0)
+    assert {ask(balanced, number) for number in range(20)} == {4}
+    balanced.loads.report(FLEET[3].id, LoadReport(queued_prefill_tokens=11), 0.0)
+    with pytest.raises(Overloaded):
+        ask(balanced, 20)
+
+
+@BOTH
+def test_a_pinned_request_goes_where_it_says(strategy: Strategy) -> None:
+    balanced = router(strategy)
+    assert {ask(balanced, number, InstanceId(3)) for number in range(9)} == {3}
+    with pytest.raises(NoInstances):
+        ask(balanced, 9, InstanceId(9))
+
+
+def test_a_choice_can_be_explained() -> None:
+    balanced = router(least_loaded)
+    balanced.loads.report(InstanceId(2), LoadReport(running=5), 0.0)
+    choice = balanced.pick(RouteRequest(model="m", request_id="r"), FLEET, explain=True)
+    assert choice.reason == "by load"
+    assert len(choice.candidates) == 4
+    assert choice.candidates[-1] == {"instance": "2", "cost": 5.0, "requests": 5, "prefill_tokens": 0}
+
+
+def test_a_removed_instance_takes_its_bookings_along() -> None:
+    balanced = router(least_loaded)
+    ask(balanced, 0, InstanceId(1))
+    balanced.removed(InstanceId(1))
+    assert len(balanced.loads) == 0

@@ -1,0 +1,353 @@
+"""Decisions of the KV router."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import InvalidRequest, NoInstances, Overloaded
+from dynamo.common.generation import pack_tokens
+from dynamo.common.kv.events import KvSnapshot, KvUpdate, LoadReport
+from dynamo.common.kv.hashes import pack_hashes, sequence_hashes, space_hash
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
+from dynamo.frontend.router.load import BookingEvent, LoadTable, Thresholds
+from dynamo.frontend.router.measured import MeasuredRouter
+
+SIZE = 4
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fleet(count: int, total_blocks: int = 1000) -> tuple[Instance, ...]:
+    llm = LlmInfo(context_length=4096, tokenizer="", block_size=SIZE, total_blocks=total_blocks)
+    card = ModelCard(name="m", kind=ModelKind.LLM, llm=llm)
+    return tuple(
+        Instance(id=InstanceId(number + 1), endpoint=Endpoint(), subject="", card=card, started_at=0.0) for number in range(count)
+    )
+
+
+FLEET = fleet(3)
+A, B, C = (instance.id for instance in FLEET)
+PROMPT = pack_tokens(range(40))
+HASHES = sequence_hashes(PROMPT, SIZE)
+
+
+def router(
+    config: KvRouterConfig | None = None, thresholds: Thresholds | None = None, clock: FakeClock | None = None
+) -> KvRouter:
+    return KvRouter(config or KvRouterConfig(), thresholds, rng=random.Random(0), clock=clock or FakeClock())
+
+
+def ask(
+    router: KvRouter,
+    request_id: str = "r",
+    prompt: bytes = PROMPT,
+    candidates: Sequence[Instance] = FLEET,
+    **fields: object,
+) -> Choice:
+    return router.pick(RouteRequest(model="m", request_id=request_id, prompt=prompt, **fields), candidates)  # type: ignore[arg-type]
+
+
+def store(router: KvRouter, instance: InstanceId, blocks: Sequence[int]) -> None:
+    router.apply("m", instance, KvUpdate(0, stored=pack_hashes(blocks)))
+
+
+def test_the_longest_cached_prefix_wins() -> None:
+    kv = router()
+    store(kv, A, HASHES[:3])
+    store(kv, B, HASHES[:7])
+    choice = ask(kv)
+    assert (choice.instance.id, choice.overlap_blocks) == (B, 7)
+
+
+def test_load_outweighs_a_short_prefix() -> None:
+    kv = router()
+    store(kv, A, HASHES[:1])
+    kv.loads.report(A, LoadReport(queued_prefill_tokens=5000), 100.0)
+    assert ask(kv).instance.id != A
+
+
+def test_the_cost_is_what_the_module_says() -> None:
+    kv = router(KvRouterConfig(overlap_score_weight=2.0, prefill_load_scale=3.0))
+    store(kv, A, HASHES[:4])
+    kv.loads.report(A, LoadReport(queued_prefill_tokens=8, active_blocks=5), 100.0)
+    choice = kv.pick(RouteRequest(model="m", prompt=PROMPT), FLEET, explain=True)
+    by_instance = {candidate["instance"]: candidate for candidate in choice.candidates}
+    assert by_instance["1"] == {
+        "instance": "1",
+        "cost": 3 * ((8 + 40) / SIZE - 2 * 4) + 5,
+        "overlap_blocks": 4,
+        "prefill_tokens": 8,
+        "decode_blocks": 5,
+        "kv_usage": 0.005,
+        "requests": 0,
+    }
+    assert by_instance["2"]["cost"] == 3 * 40 / SIZE
+    assert [candidate["cost"] for candidate in choice.candidates] == sorted(candidate["cost"] for candidate in choice.candidates)
+    assert choice.cost == choice.candidates[0]["cost"]
+
+
+def test_equal_instances_are_chosen_at_random() -> None:
+    kv = router(KvRouterConfig(speculative_ttl_s=0.0))
+    counts: Counter[int] = Counter()
+    for number in range(300):
+        counts[ask(kv, str(number)).instance.id] += 1
+        kv.finished(str(number))
+    assert set(counts) == {A, B, C}
+    assert min(counts.values()) > 60
+
+
+def test_a_burst_of_siblings_lands_together() -> None:
+    kv = router()
+    chosen = Counter(ask(kv, str(number), PROMPT + pack_tokens([number] * SIZE)).instance.id for number in range(20))
+    assert len(chosen) == 1
+
+
+def test_without_speculation_a_burst_scatters() -> None:
+    kv = router(KvRouterConfig(speculative_ttl_s=0.0))
+    chosen = Counter(ask(kv, str(number), PROMPT + pack_tokens([number] * SIZE)).instance.id for number in range(20))
+    assert len(chosen) == 3
+
+
+def test_a_guess_that_no_event_confirms_is_forgotten() -> None:
+    clock = FakeClock()
+    kv = router(clock=clock)
+    first = ask(kv).instance.id
+    clock.now += 1.9
+    assert ask(kv, "s").overlap_blocks == len(HASHES)
+    assert ask(kv, "s").instance.id == first
+    clock.now += 2.1
+    assert ask(kv, "t").overlap_blocks == 0
+
+
+def test_without_events_decisions_are_remembered_for_their_ttl() -> None:
+    clock = FakeClock()
+    kv = router(KvRouterConfig(use_kv_events=False, ttl_s=120.0), clock=clock)
+    store(kv, A, HASHES)
+    first = ask(kv)
+    assert first.overlap_blocks == 0  # events are not looked at
+    clock.now += 119.0
+    assert ask(kv, "s").overlap_blocks == len(HASHES)
+    clock.now += 121.0
+    assert ask(kv, "t").overlap_blocks == 0
+
+
+def test_adapters_and_salts_have_caches_of_their_own() -> None:
+    kv = router()
+    store(kv, A, sequence_hashes(PROMPT, SIZE, space_hash("lora", "tenant")))
+    assert ask(kv, adapter="lora", cache_salt="tenant").overlap_blocks == len(HASHES)
+    assert ask(kv, "s").overlap_blocks == 0
+    assert ask(kv, "t", adapter="lora").overlap_blocks == 0
+
+
+def test_models_have_caches_of_their_own() -> None:
+    kv = router()
+    store(kv, A, HASHES)
+    assert kv.pick(RouteRequest(model="other", request_id="r", prompt=PROMPT), FLEET).overlap_blocks == 0
+
+
+def test_a_nearly_full_instance_does_not_win() -> None:
+    without = router(KvRouterConfig(kv_full_penalty=0.0))
+    with_penalty = router()
+    for kv in (without, with_penalty):
+        store(kv, A, HASHES[:1])
+        kv.loads.report(A, LoadReport(active_blocks=40, total_blocks=42), 100.0)
+    assert ask(without).instance.id == A
+    assert ask(with_penalty).instance.id != A
+
+
+def test_a_temperature_spreads_choices_by_cost() -> None:
+    counts: dict[float, Counter[int]] = {}
+    for temperature in (0.0, 0.5, 100.0):
+        kv = router(KvRouterConfig(temperature=temperature, speculative_ttl_s=0.0))
+        store(kv, A, HASHES)
+        counts[temperature] = Counter()
+        for number in range(500):
+            counts[temperature][ask(kv, str(number)).instance.id] += 1
+            kv.finished(str(number))
+    assert counts[0.0] == {A: 500}
+    assert 300 < counts[0.5][A] < 480  # e² / (e² + 2) = 0.79 of 500
+    assert 120 < counts[100.0][A] < 220
+
+
+def test_a_request_may_override_weights() -> None:
+    kv = router(KvRouterConfig(speculative_ttl_s=0.0))
+    store(kv, A, HASHES[:5])
+    kv.loads.report(A, LoadReport(queued_prefill_tokens=40), 100.0)
+    assert ask(kv).instance.id == A
+    assert ask(kv, "s", overrides={"overlap_score_weight": 0.0}).instance.id != A
+    assert ask(kv, "t", overrides={"overlap_score_credit": 0.0}).instance.id != A
+    assert ask(kv, "u", overrides={"unknown": 1.0}).instance.id == A
+    with pytest.raises(InvalidRequest, match="router_temperature"):
+        ask(kv, "v", overrides={"router_temperature": -1.0})
+
+
+@pytest.mark.parametrize(
+    ("config", "blocks"),
+    [
+        (KvRouterConfig(), 10 + 1),
+        (KvRouterConfig(assume_kv_reuse=False), 2 * 10),
+        (KvRouterConfig(track_output_blocks=True), 10 + 1 + 2 * 3),
+        (KvRouterConfig(track_active_blocks=False), 0),
+    ],
+)
+def test_what_a_booking_counts_is_a_setting(config: KvRouterConfig, blocks: int) -> None:
+    kv = router(config)
+    ask(kv, "r", PROMPT, FLEET[:1], expected_output_tokens=12)
+    ask(kv, "s", PROMPT[:-4], FLEET[:1], expected_output_tokens=12)  # its last block is not full
+    assert kv.loads.read(kv.loads.rows(FLEET[:1]), 100.0).decode_blocks.tolist() == [blocks]
+
+
+def test_only_what_is_not_cached_is_booked_as_prefill() -> None:
+    kv = router()
+    store(kv, A, HASHES[:7])
+    ask(kv)
+    ask(kv, "again")  # expected to be cached completely: its last token is computed all the same
+    loads = kv.loads.read(kv.loads.rows(FLEET[:1]), 100.0)
+    assert loads.prefill_tokens.tolist() == [40 - 28 + 1]
+    kv.first_token("r")
+    kv.first_token("again")
+    assert kv.loads.read(kv.loads.rows(FLEET[:1]), 100.0).prefill_tokens.tolist() == [0]
+
+
+def test_busy_instances_get_nothing_and_all_busy_is_overload() -> None:
+    kv = router(thresholds=Thresholds(active_prefill_tokens=100))
+    store(kv, A, HASHES)
+    kv.loads.report(A, LoadReport(queued_prefill_tokens=101), 100.0)
+    assert ask(kv).instance.id != A
+    for busy in (B, C):
+        kv.loads.report(busy, LoadReport(queued_prefill_tokens=1000), 100.0)
+    with pytest.raises(Overloaded) as refused:
+        ask(kv, "s")
+    assert refused.value.retry_after_s > 0
+    kv.thresholds = Thresholds()
+    assert ask(kv, "t").instance.id == A
+
+
+def test_a_pinned_request_goes_where_it_says() -> None:
+    kv = router(thresholds=Thresholds(active_prefill_tokens=0))
+    store(kv, A, HASHES)
+    kv.loads.report(C, LoadReport(queued_prefill_tokens=1000), 100.0)
+    assert ask(kv, pinned=C).instance.id == C
+    assert len(kv.loads) == 1
+    with pytest.raises(NoInstances):
+        ask(kv, pinned=InstanceId(99))
+
+
+def test_an_instance_that_left_is_forgotten() -> None:
+    kv = router()
+    store(kv, A, HASHES)
+    ask(kv)
+    kv.removed(A)
+    choice = ask(kv, "s", candidates=FLEET[1:])
+    assert choice.overlap_blocks == 0
+    assert kv.index("m").instances() == []
+
+
+def test_a_snapshot_replaces_what_was_known() -> None:
+    kv = router()
+    store(kv, A, HASHES)
+    kv.replace("m", A, KvSnapshot(3, pack_hashes(HASHES[:2])))
+    assert ask(kv).overlap_blocks == 2
+
+
+def test_requests_without_tokens_go_by_load() -> None:
+    kv = router()
+    kv.loads.report(A, LoadReport(running=3), 100.0)
+    kv.loads.report(B, LoadReport(running=2, active_blocks=1), 100.0)
+    assert ask(kv, prompt=b"").instance.id == C
+
+
+def test_a_prompt_may_be_hashed_beforehand() -> None:
+    kv = router()
+    store(kv, A, HASHES)
+    request = RouteRequest(model="m", request_id="r", prompt=PROMPT)
+    assert kv.hash_prompt(request, FLEET) == HASHES
+    assert kv.pick(request, FLEET, hashes=HASHES[:4]).overlap_blocks == 4
+
+
+@pytest.mark.parametrize("field", ["overlap_score_weight", "prefill_load_scale", "temperature", "kv_full_penalty"])
+def test_weights_below_zero_are_refused(field: str) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        KvRouterConfig(**{field: -0.1})
+    with pytest.raises(InvalidRequest, match=field):
+        KvRouterConfig(**{field: float("nan")})
+
+
+def test_two_frontends_that_share_bookings_decide_like_one() -> None:
+    def decisions(count: int) -> list[int]:
+        tables: list[LoadTable] = []
+
+        def share(event: BookingEvent) -> None:
+            for table in tables:
+                table.apply(event, 100.0)
+
+        tables.extend(LoadTable(str(number), share if count > 1 else None) for number in range(count))
+        config = KvRouterConfig(speculative_ttl_s=0.0)
+        routers = [KvRouter(config, loads=table, rng=random.Random(0), clock=FakeClock()) for table in tables]
+        chosen: list[int] = []
+        rng = random.Random(5)
+        for number in range(200):
+            kv = routers[number % count]
+            # Lengths that differ leave no ties, which are broken at random.
+            prompt = pack_tokens(rng.randrange(1000) for _ in range(SIZE * rng.randrange(5, 400) + number % SIZE))
+            chosen.append(ask(kv, str(number), prompt).instance.id)
+            if number >= 10:
+                routers[(number - 10) % count].finished(str(number - 10))
+            if number >= 5:
+                routers[(number - 5) % count].first_token(str(number - 5))
+        return chosen
+
+    # The first choices are ties between idle instances.
+    one, two = decisions(1), decisions(2)
+    same = sum(a == b for a, b in zip(relabelled(one), relabelled(two), strict=True))
+    assert same == 200
+
+
+def relabelled(chosen: list[int]) -> list[int]:
+    """Instances by the order in which they were first chosen."""
+    order = list(dict.fromkeys(chosen))
+    return [order.index(instance) for instance in chosen]
+
+
+def test_a_watched_router_tells_what_it_did() -> None:
+    class Watcher:
+        def __init__(self) -> None:
+            self.picks: list[tuple[int, float]] = []
+            self.refusals = 0
+
+        def picked(self, request: RouteRequest, choice: Choice, seconds: float) -> None:
+            self.picks.append((choice.overlap_blocks, seconds))
+
+        def refused(self, request: RouteRequest) -> None:
+            self.refusals += 1
+
+    kv, watcher = router(), Watcher()
+    store(kv, A, HASHES)
+    times = iter([1.0, 1.5, 2.0])
+    watched = MeasuredRouter(kv, watcher, clock=lambda: next(times))
+    watched.pick(RouteRequest(model="m", request_id="r", prompt=PROMPT), FLEET)
+    assert watcher.picks == [(10, 0.5)]
+    kv.thresholds = Thresholds(active_prefill_tokens=0)
+    for instance in (A, B, C):
+        kv.loads.report(instance, LoadReport(queued_prefill_tokens=1), 100.0)
+    with pytest.raises(Overloaded):
+        watched.pick(RouteRequest(model="m", request_id="s", prompt=PROMPT), FLEET)
+    assert watcher.refusals == 1
+    watched.first_token("r")
+    watched.finished("r")
+    watched.removed(A)
+    assert len(kv.loads) == 0

@@ -1,0 +1,231 @@
+"""Bookings, reports and what siblings tell, added up without counting anything twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.common.discovery import Instance
+from dynamo.common.kv.events import LoadReport, request_key
+from dynamo.common.kv.hashes import pack_hashes
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.frontend.router.load import BookingEvent, LoadTable, Step, Thresholds
+from dynamo.frontend.router.rows import RowCache
+from dynamo.frontend.router.thinning import covered, kept
+
+A, B = InstanceId(1), InstanceId(2)
+
+
+def instance(id: InstanceId, total_blocks: int = 100) -> Instance:
+    card = ModelCard(name="m", kind=ModelKind.LLM, llm=LlmInfo(context_length=4096, tokenizer="", total_blocks=total_blocks))
+    return Instance(id=id, endpoint=Endpoint(), subject="", card=card, started_at=0.0)
+
+
+FLEET = (instance(A), instance(B))
+
+
+def read(table: LoadTable, now: float = 0.0) -> list[tuple[float, float, float]]:
+    """(requests, prefill tokens, decode blocks) of A and of B."""
+    loads = table.read(table.rows(FLEET), now)
+    return list(zip(loads.requests.tolist(), loads.prefill_tokens.tolist(), loads.decode_blocks.tolist(), strict=True))
+
+
+def reported(*request_ids: str, **fields: int) -> LoadReport:
+    return LoadReport(accepted=pack_hashes(map(request_key, request_ids)), **fields)
+
+
+def test_a_booking_counts_until_it_is_finished() -> None:
+    table = LoadTable()
+    table.book("r", A, 0.0, prefill_tokens=100, blocks=[1, 2, 3], extra_blocks=1)
+    assert read(table) == [(1, 100, 4), (0, 0, 0)]
+    table.first_token("r")
+    table.first_token("r")
+    assert read(table) == [(1, 0, 4), (0, 0, 0)]
+    table.finished("r")
+    table.finished("r")
+    table.first_token("r")
+    assert read(table) == [(0, 0, 0), (0, 0, 0)]
+    assert len(table) == 0
+
+
+def test_a_prefix_shared_by_bookings_counts_once() -> None:
+    table = LoadTable()
+    table.book("r", A, 0.0, prefill_tokens=0, blocks=[1, 2, 3])
+    table.book("s", A, 0.0, prefill_tokens=0, blocks=[1, 2, 4, 5])
+    table.book("t", B, 0.0, prefill_tokens=0, blocks=[1, 2])
+    assert [blocks for _, _, blocks in read(table)] == [5, 2]
+    table.finished("r")
+    assert [blocks for _, _, blocks in read(table)] == [4, 2]
+    table.finished("s")
+    assert [blocks for _, _, blocks in read(table)] == [0, 2]
+
+
+PATHS = st.lists(st.integers(0, 1), max_size=140)
+
+
+@given(st.lists(st.tuples(PATHS, st.integers(0, 100)), max_size=12))
+def test_distinct_blocks_equal_those_of_a_plain_set(prompts: list[tuple[list[int], int]]) -> None:
+    table, live = LoadTable(), dict[str, list[int]]()
+    for number, (path, victim) in enumerate(prompts):
+        blocks = [hash(tuple(path[: at + 1])) % 2**64 for at in range(len(path))]
+        live[str(number)] = blocks
+        table.book(str(number), A, 0.0, prefill_tokens=0, blocks=blocks)
+        if victim % 3 == 0:
+            gone = sorted(live)[victim % len(live)]
+            del live[gone]
+            table.finished(gone)
+        # Exact up to 64 blocks; after that each booking may count 15 blocks of its own that it shares.
+        exact = len({block for blocks in live.values() for block in blocks})
+        counted = read(table)[0][2]
+        assert exact <= counted <= exact + 15 * sum(len(blocks) > 64 for blocks in live.values())
+    for request in live:
+        table.finished(request)
+    assert read(table)[0] == (0, 0, 0)
+
+
+def test_thinned_prompts_stay_comparable() -> None:
+    blocks = list(range(1000))
+    assert kept(blocks)[:64] == blocks[:64]
+    for length in (0, 1, 64, 65, 79, 80, 500, 1000):
+        nodes = kept(blocks[:length])
+        assert nodes == kept(blocks)[: len(nodes)]
+        assert length - 15 <= covered(len(nodes)) <= length
+
+
+def test_a_report_replaces_the_bookings_it_reflects() -> None:
+    table = LoadTable()
+    table.book("seen", A, 0.0, prefill_tokens=100, blocks=[1, 2])
+    table.book("on its way", A, 0.01, prefill_tokens=50, blocks=[1, 2, 3])
+    table.report(A, reported("seen", running=7, queued_prefill_tokens=80, active_blocks=40), 0.02)
+    assert read(table, 0.02)[0] == (8, 130, 41)
+    table.report(A, reported("seen", "on its way", running=8, queued_prefill_tokens=120, active_blocks=43), 0.05)
+    assert read(table, 0.05)[0] == (8, 120, 43)
+
+
+def test_a_booking_that_no_report_names_is_reflected_after_a_while() -> None:
+    table = LoadTable(settle_s=1.0)
+    table.book("r", A, 0.0, prefill_tokens=100)
+    table.report(A, LoadReport(running=1), 0.9)
+    assert read(table, 0.9)[0] == (2, 100, 0)
+    table.report(A, LoadReport(running=1), 1.0)
+    assert read(table, 1.0)[0] == (1, 0, 0)
+
+
+def test_without_fresh_reports_all_bookings_count() -> None:
+    table = LoadTable(report_ttl_s=3.0)
+    table.book("r", A, 0.0, prefill_tokens=100, blocks=[1])
+    table.report(A, reported("r", running=5, active_blocks=9), 0.0)
+    assert read(table, 3.0)[0] == (5, 0, 9)
+    assert read(table, 3.1)[0] == (1, 100, 1)
+
+
+def test_a_finished_booking_is_not_waited_for() -> None:
+    table = LoadTable()
+    table.report(A, LoadReport(), 0.0)
+    table.book("r", A, 0.0, prefill_tokens=100, blocks=[1])
+    table.finished("r")
+    assert read(table)[0] == (0, 0, 0)
+
+
+def test_two_requests_of_one_id_are_two_bookings() -> None:
+    table = LoadTable()
+    table.book("r", A, 0.0, prefill_tokens=10)
+    table.book("r", B, 0.0, prefill_tokens=20)
+    table.finished("r")
+    table.finished("r")
+    assert read(table) == [(0, 0, 0), (0, 0, 0)]
+
+
+def test_an_instance_that_left_takes_its_bookings_along() -> None:
+    table = LoadTable()
+    table.book("r", A, 0.0, prefill_tokens=10)
+    table.book("s", B, 0.0, prefill_tokens=20)
+    table.report(A, LoadReport(running=9), 0.0)
+    table.remove_instance(A)
+    table.finished("r")
+    assert len(table) == 1
+    assert read(table) == [(0, 0, 0), (1, 20, 0)]
+
+
+def test_rows_are_looked_up_again_when_the_fleet_changed() -> None:
+    table = LoadTable()
+    cache = RowCache(table)
+    rows = cache.rows(FLEET)
+    assert cache.rows(FLEET) is rows
+    table.remove_instance(A)
+    table.book("r", InstanceId(3), 0.0, prefill_tokens=5)  # takes the row that A had
+    loads = table.read(cache.rows(FLEET), 0.0)
+    assert loads.prefill_tokens.tolist() == [0, 0]
+    candidates = [FLEET[0]]
+    cache.rows(candidates)
+    candidates[0] = FLEET[1]
+    assert cache.rows(candidates).tolist() == table.rows([FLEET[1]]).tolist()
+
+
+def test_a_large_fleet_gets_rows_for_all() -> None:
+    table = LoadTable()
+    fleet = [instance(InstanceId(number)) for number in range(100)]
+    for number in range(100):
+        table.book(str(number), InstanceId(number), 0.0, prefill_tokens=number)
+    loads = table.read(table.rows(fleet), 0.0)
+    assert loads.prefill_tokens.tolist() == list(range(100))
+
+
+def test_siblings_bookings_count_like_ones_own() -> None:
+    told: list[BookingEvent] = []
+    here, there = LoadTable("here"), LoadTable("there", told.append)
+    there.book("r", A, 0.0, prefill_tokens=10, blocks=[1, 2], extra_blocks=1)
+    here.book("r", A, 0.0, prefill_tokens=5, blocks=[1, 2, 3])
+    for event in told:
+        here.apply(event, 0.0)
+        there.apply(event, 0.0)  # one's own come back
+    assert read(here)[0] == (2, 15, 4)
+    assert read(there)[0] == (1, 10, 3)
+    told.clear()
+    there.first_token("r")
+    there.finished("r")
+    assert [event.step for event in told] == [Step.FIRST_TOKEN, Step.FINISHED]
+    here.apply(told[0], 0.0)
+    assert read(here)[0] == (2, 5, 4)
+    here.apply(told[1], 0.0)
+    assert read(here)[0] == (1, 5, 3)
+
+
+def test_bookings_of_a_sibling_that_fell_silent_are_released() -> None:
+    table = LoadTable("here", sibling_ttl_s=5.0)
+    for origin in ("silent", "alive"):
+        table.apply(BookingEvent(origin, Step.BOOKED, 1, A, 10), 0.0)
+    table.apply(BookingEvent("alive", Step.ALIVE), 4.0)
+    table.expire_siblings(5.0)
+    assert read(table)[0] == (2, 20, 0)
+    table.expire_siblings(5.1)
+    assert read(table)[0] == (1, 10, 0)
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "busy"),
+    [
+        (Thresholds(), None),
+        (Thresholds(active_decode_blocks=0.5), [True, False]),
+        (Thresholds(active_decode_blocks=0.6), [False, False]),
+        (Thresholds(active_prefill_tokens=10), [False, True]),
+        (Thresholds(active_decode_blocks=0.5, active_prefill_tokens=10), [True, True]),
+    ],
+)
+def test_thresholds_say_who_is_busy(thresholds: Thresholds, busy: list[bool] | None) -> None:
+    table = LoadTable()
+    table.book("r", A, 0.0, prefill_tokens=10, extra_blocks=60)
+    table.book("s", B, 0.0, prefill_tokens=11, extra_blocks=50)
+    found = table.read(table.rows(FLEET), 0.0).busy(thresholds)
+    assert (None if found is None else found.tolist()) == busy
+
+
+def test_usage_follows_the_reported_size_of_the_cache() -> None:
+    table = LoadTable()
+    table.report(A, LoadReport(active_blocks=30, total_blocks=40), 0.0)
+    unknown = instance(B, total_blocks=0)
+    loads = table.read(table.rows([FLEET[0], unknown]), 0.0)
+    np.testing.assert_allclose(loads.usage, [0.75, 0.0])

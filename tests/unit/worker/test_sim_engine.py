@@ -1,0 +1,248 @@
+"""The simulated engine on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
+from dynamo.common.kv.hashes import sequence_hashes, space_hash
+from dynamo.common.model_card import ModelKind
+from dynamo.worker.engine.base import Context, Engine, HasFiles
+from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
+from dynamo.worker.engine.sim.scheduler import SchedulerConfig
+from dynamo.worker.engine.sim.timing import TimingModel
+
+FAST = TimingModel(speedup=0)
+SIZE = 4
+
+
+@asynccontextmanager
+async def started(scheduler: dict[str, Any] | None = None, **fields: Any) -> AsyncIterator[SimEngine]:
+    settings = {"block_size": SIZE, "total_blocks": 200, "timing": FAST, **(scheduler or {})}
+    engine = SimEngine(SimConfig(scheduler=SchedulerConfig(**settings), **fields))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def ask(tokens: int = 10, max_tokens: int | None = 8, first: int = 0, **fields: Any) -> GenerateRequest:
+    prompt = pack_tokens(range(first, first + tokens))
+    return GenerateRequest(model="sim", prompt=prompt, stop=fields.pop("stop", Stop(max_tokens=max_tokens)), **fields)
+
+
+def answer(engine: SimEngine, request: GenerateRequest) -> AsyncGenerator[Delta | Summary]:
+    return cast("AsyncGenerator[Delta | Summary]", engine.generate(request, Context("r")))
+
+
+async def collect(engine: SimEngine, request: GenerateRequest) -> tuple[list[Delta], Summary]:
+    *deltas, summary = [step async for step in answer(engine, request)]
+    assert isinstance(summary, Summary)
+    return cast("list[Delta]", deltas), summary
+
+
+def tokens_of(deltas: list[Delta], index: int = 0) -> list[int]:
+    return [token for delta in deltas if delta.index == index for token in delta.tokens]
+
+
+async def test_a_generation_is_deltas_and_a_summary() -> None:
+    async with started() as engine:
+        deltas, summary = await collect(engine, ask())
+        assert len(deltas) == len(tokens_of(deltas)) == 8
+        assert [delta.finish_reason for delta in deltas] == [None] * 7 + [FinishReason.LENGTH]
+        assert (summary.prompt_tokens, summary.output_tokens, summary.cached_tokens) == (10, 8, 0)
+        assert (await collect(engine, ask()))[1].cached_tokens == 8
+
+
+async def test_the_card_says_what_routers_need() -> None:
+    engine = SimEngine(SimConfig(name="m", data_parallel_size=2, tokenizer=b"{}", chat_template=b"x", adapters=("lora",)))
+    assert isinstance(engine, Engine)
+    assert isinstance(engine, HasFiles)
+    card = await engine.start()
+    await engine.close()
+    assert card.kind is ModelKind.LLM
+    assert card.llm is not None
+    assert (card.llm.block_size, card.llm.total_blocks, card.llm.data_parallel_size) == (16, 2 * 16_384, 2)
+    assert len(card.llm.tokenizer) == len(card.llm.chat_template) == 64
+    assert list(engine.files()) == [b"{}", b"x"]
+
+
+async def test_a_generation_goes_on_in_another_engine_exactly() -> None:
+    async with started() as there, started({"total_blocks": 50, "max_batched_tokens": 5}) as here:
+        sampling = Sampling(seed=7)
+        whole = tokens_of((await collect(there, ask(max_tokens=20, sampling=sampling)))[0])
+        prompt = pack_tokens([*range(10), *whole[:9]])
+        rest = GenerateRequest(model="sim", prompt=prompt, stop=Stop(max_tokens=11), sampling=sampling)
+        assert tokens_of((await collect(here, rest))[0]) == whole[9:]
+        other = tokens_of((await collect(there, ask(max_tokens=20, sampling=Sampling(seed=8))))[0])
+        assert other != whole
+
+
+async def test_choices_differ_and_each_ends_once() -> None:
+    async with started() as engine:
+        deltas, summary = await collect(engine, ask(n=3))
+        assert len({tuple(tokens_of(deltas, index)) for index in range(3)}) == 3
+        assert sorted(delta.index for delta in deltas if delta.finish_reason) == [0, 1, 2]
+        assert summary.output_tokens == 24
+
+
+async def test_a_stop_token_ends_the_choice_and_is_no_part_of_it() -> None:
+    async with started() as engine:
+        tokens = tokens_of((await collect(engine, ask()))[0])
+        deltas, summary = await collect(engine, ask(stop=Stop(max_tokens=8, token_ids=(tokens[3],))))
+        assert tokens_of(deltas) == tokens[:3]
+        assert (deltas[-1].finish_reason, deltas[-1].stop_token) == (FinishReason.STOP, tokens[3])
+        assert summary.output_tokens == 3
+
+
+async def test_output_is_limited_by_the_context() -> None:
+    async with started(context_length=20, default_max_tokens=500) as engine:
+        assert (await collect(engine, ask(max_tokens=None)))[1].output_tokens == 10
+        assert (await collect(engine, ask(max_tokens=1000)))[1].output_tokens == 10
+
+
+async def test_logprobs_come_with_every_token() -> None:
+    async with started() as engine:
+        deltas, _ = await collect(engine, ask(logprobs=2))
+        for delta in deltas:
+            assert delta.logprobs is not None
+            assert [entry[0][0] for entry in delta.logprobs] == list(delta.tokens)
+            assert all(len(entry) == 3 for entry in delta.logprobs)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ask(tokens=0),
+        ask(tokens=64),
+        ask(n=0),
+        ask(n=1000),
+        ask(max_tokens=0),
+        ask(logprobs=50),
+        ask(data_parallel_rank=1),
+    ],
+)
+async def test_what_it_cannot_take_is_refused(request_: GenerateRequest) -> None:
+    async with started(context_length=64) as engine:
+        with pytest.raises(InvalidRequest):
+            await collect(engine, request_)
+        assert (engine.load().running, engine.load().waiting) == (0, 0)
+
+
+async def test_closing_the_iterator_frees_everything() -> None:
+    async with started({"max_num_seqs": 1}) as engine:
+        async with aclosing(answer(engine, ask(max_tokens=500))) as running:
+            await anext(running)
+            waiting = asyncio.ensure_future(anext(answer(engine, ask(first=50))))
+            await asyncio.sleep(0)
+            assert engine.load().running == 1
+            assert engine.load().active_blocks > 0
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        await collect(engine, ask())  # a step later
+        load = engine.load()
+        assert (load.running, load.waiting, load.active_blocks, load.queued_prefill_tokens) == (0, 0, 0, 0)
+
+
+async def test_load_is_what_is_there_now() -> None:
+    async with started({"max_num_seqs": 1, "timing": TimingModel(base_ms=1e6)}) as engine:
+        first = asyncio.ensure_future(anext(answer(engine, ask())))
+        second = asyncio.ensure_future(anext(answer(engine, ask(tokens=20))))
+        while not engine.load().running:
+            await asyncio.sleep(0)
+        load = engine.load()
+        assert (load.running, load.waiting, load.active_blocks, load.total_blocks) == (1, 1, 3, 200)
+        assert load.queued_prefill_tokens == 20
+        first.cancel()
+        second.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+
+
+async def test_events_tell_what_is_cached() -> None:
+    async with started({"total_blocks": 8}) as engine:
+        events = engine.events()
+        await collect(engine, ask(tokens=9, max_tokens=1))
+        change = await anext(events)
+        assert list(change.stored) == sequence_hashes(pack_tokens(range(9)), SIZE)
+        assert not change.removed
+        await collect(engine, ask(tokens=30, max_tokens=1, first=100, adapter="lora", cache_salt="tenant"))
+        change = await anext(events)
+        space = space_hash("lora", "tenant")
+        assert list(change.stored) == sequence_hashes(pack_tokens(range(100, 130)), SIZE, space)
+        assert list(change.removed) == sequence_hashes(pack_tokens(range(9)), SIZE)[::-1]  # the end of the prefix first
+
+
+async def test_events_end_with_the_engine() -> None:
+    async with started() as engine:
+        reader = asyncio.ensure_future(anext(engine.events(), None))
+        await asyncio.sleep(0)
+    assert await reader is None
+
+
+async def test_ranks_have_caches_of_their_own() -> None:
+    async with started(data_parallel_size=2) as engine:
+        events = engine.events()
+        await collect(engine, ask(data_parallel_rank=0))
+        assert (await collect(engine, ask(data_parallel_rank=1)))[1].cached_tokens == 0
+        # A block that both hold is told once.
+        change = await anext(events)
+        assert list(change.stored)[:2] == sequence_hashes(pack_tokens(range(10)), SIZE)
+        assert len(change.stored) == len(set(change.stored)) == 4
+        await collect(engine, ask(first=50, data_parallel_rank=1))
+        assert (await collect(engine, ask(first=50)))[1].cached_tokens == 8  # goes where the prefix is
+
+
+async def test_prefill_hands_over_and_decode_takes_up() -> None:
+    async with started() as engine, started() as decode:
+        plain, _ = await collect(engine, ask(first=70))
+        deltas, summary = await collect(engine, ask(first=70, kv_transfer={"do_remote_decode": True}))
+        assert tokens_of(deltas) == tokens_of(plain)[:1]
+        assert summary.kv_transfer == {"do_remote_prefill": True, "do_remote_decode": False, "remote_tokens": 10}
+        deltas, _ = await collect(decode, ask(first=70, kv_transfer=summary.kv_transfer))
+        assert tokens_of(deltas) == tokens_of(plain)
+
+
+async def test_several_steps_a_turn_put_several_tokens_into_a_delta() -> None:
+    async with started(steps_per_turn=4) as engine:
+        deltas, _ = await collect(engine, ask(max_tokens=16))
+        assert [len(delta.tokens) for delta in deltas] == [4, 4, 4, 4]
+    async with started() as engine:
+        one_by_one, _ = await collect(engine, ask(max_tokens=16))
+        assert tokens_of(deltas) == tokens_of(one_by_one)
+
+
+async def test_steps_take_their_time() -> None:
+    timing = TimingModel(base_ms=5.0, ms_per_prefill_token=1.0, ms_per_decoding=0.0)
+    async with started({"timing": timing}) as engine:
+        start = asyncio.get_running_loop().time()
+        _, summary = await collect(engine, ask(max_tokens=5))
+        assert asyncio.get_running_loop().time() - start >= 0.035 - 0.001
+        assert summary.prefill_ms == pytest.approx(15.0)
+        assert engine.load().step_ms == pytest.approx(5.0)
+
+
+async def test_a_closed_engine_fails_what_waits_and_takes_nothing() -> None:
+    async with started({"timing": TimingModel(base_ms=1e6)}) as engine:
+        waiting = asyncio.ensure_future(anext(answer(engine, ask())))
+        while not engine.load().running:
+            await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineError):
+            await waiting
+        with pytest.raises(EngineError):
+            await collect(engine, ask())
+
+
+async def test_many_streams_at_once_get_all_their_tokens() -> None:
+    async with started({"total_blocks": 300, "max_num_seqs": 40, "max_batched_tokens": 100}) as engine:
+        answers = await asyncio.gather(*(collect(engine, ask(first=7 * number, max_tokens=30)) for number in range(60)))
+        assert [len(tokens_of(deltas)) for deltas, _ in answers] == [30] * 60
+        assert engine.load().active_blocks == 0
