@@ -295,7 +295,7 @@ class RouterOptions:
         False, flags=("--load-aware",), help="least-loaded instead of round-robin, power-of-two instead of random."
     )
     overlap_score_weight: float = option(
-        1.0,
+        4.0,
         flags=("--overlap-score-weight", "--overlap-score-credit", "--kv-overlap-score-weight"),
         env=("DYN_OVERLAP_SCORE_WEIGHT", "DYN_OVERLAP_SCORE_CREDIT"),
         file_key="overlap_score_weight",
@@ -303,7 +303,7 @@ class RouterOptions:
         help="Blocks of prefill that one cached block saves; 0 looks at load only.",
     )
     prefill_load_scale: float = option(
-        1.0, minimum=0, help="Cost of a block to prefill against a block held by a running request."
+        16.0, minimum=0, help="Cost of a block to prefill against a block held by a running request."
     )
     temperature: float = option(0.0, minimum=0, help="Above 0 the instance is drawn from a softmax over normalised costs.")
     use_kv_events: bool = option(

@@ -168,34 +168,37 @@ async def test_load_is_what_is_there_now() -> None:
 
 async def test_events_tell_what_is_cached() -> None:
     async with started({"total_blocks": 8}) as engine:
-        events = engine.events()
+        steps = 0
+
+        def step() -> None:
+            nonlocal steps
+            steps += 1
+
+        engine.on_step(step)
         await collect(engine, ask(tokens=9, max_tokens=1))
-        change = await anext(events)
-        assert list(change.stored) == sequence_hashes(pack_tokens(range(9)), SIZE)
+        assert steps == 1
+        change = engine.kv.take_update()
+        assert change is not None
+        assert change.stored_hashes == sequence_hashes(pack_tokens(range(9)), SIZE)
         assert not change.removed
         await collect(engine, ask(tokens=30, max_tokens=1, first=100, adapter="lora", cache_salt="tenant"))
-        change = await anext(events)
+        change = engine.kv.take_update()
+        assert change is not None
         space = space_hash("lora", "tenant")
-        assert list(change.stored) == sequence_hashes(pack_tokens(range(100, 130)), SIZE, space)
-        assert list(change.removed) == sequence_hashes(pack_tokens(range(9)), SIZE)[::-1]  # the end of the prefix first
-
-
-async def test_events_end_with_the_engine() -> None:
-    async with started() as engine:
-        reader = asyncio.ensure_future(anext(engine.events(), None))
-        await asyncio.sleep(0)
-    assert await reader is None
+        assert change.stored_hashes == sequence_hashes(pack_tokens(range(100, 130)), SIZE, space)
+        assert change.removed_hashes == sequence_hashes(pack_tokens(range(9)), SIZE)[::-1]  # the end of the prefix first
 
 
 async def test_ranks_have_caches_of_their_own() -> None:
     async with started(data_parallel_size=2) as engine:
-        events = engine.events()
         await collect(engine, ask(data_parallel_rank=0))
         assert (await collect(engine, ask(data_parallel_rank=1)))[1].cached_tokens == 0
         # A block that both hold is told once.
-        change = await anext(events)
-        assert list(change.stored)[:2] == sequence_hashes(pack_tokens(range(10)), SIZE)
-        assert len(change.stored) == len(set(change.stored)) == 4
+        change = engine.kv.take_update()
+        assert change is not None
+        stored = change.stored_hashes
+        assert stored[:2] == sequence_hashes(pack_tokens(range(10)), SIZE)
+        assert len(stored) == len(set(stored)) == 4
         await collect(engine, ask(first=50, data_parallel_rank=1))
         assert (await collect(engine, ask(first=50)))[1].cached_tokens == 8  # goes where the prefix is
 

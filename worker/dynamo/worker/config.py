@@ -18,6 +18,7 @@ class EngineKind(StrEnum):
     ECHO = "echo"
     PYTHON = "python"
     LLAMA = "llama"
+    SIM = "sim"
 
 
 def parse_endpoint(text: str) -> Endpoint:
@@ -47,7 +48,7 @@ class WorkerConfig:
         repeatable=True,
         separator="",
         metavar="MODEL",
-        help="What to serve, may be given several times: a .gguf file or smollm2, file.py:Class or module:Class, echo.",
+        help="What to serve, may be given several times: a .gguf file or smollm2, file.py:Class or module:Class, echo, sim.",
     )
     model_names: tuple[str, ...] = option(
         (),

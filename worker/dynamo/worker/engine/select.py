@@ -8,6 +8,7 @@
 | `echo:llm` | echo as a language model |
 | `module:Class`, `path/to/file.py:Class` | python |
 | a `.gguf` file, `smollm2` | llama |
+| `sim`, `sim:blocks=512,block_size=16,speedup=0,…` | sim: a simulated engine; see `sim_config` for what can be set |
 """
 
 from __future__ import annotations
@@ -15,15 +16,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeAlias
 
+from tokenizers import Tokenizer
+
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.model_card import Role
 from dynamo.worker.config import EngineKind
 from dynamo.worker.engine.base import Engine, TensorEngine
 from dynamo.worker.engine.declaration import PBTXT_SUFFIX, YAML_SUFFIXES, Declaration, read_declaration
-from dynamo.worker.engine.echo import EchoTensors, EchoTokens, echo_declaration, parse_tensors
+from dynamo.worker.engine.echo import CHAT_TEMPLATE, EchoTensors, EchoTokens, byte_tokenizer, echo_declaration, parse_tensors
 from dynamo.worker.engine.python import PythonEngine
+from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
+from dynamo.worker.engine.sim.scheduler import SchedulerConfig
+from dynamo.worker.engine.sim.timing import TimingModel
 
 AnyEngine: TypeAlias = Engine | TensorEngine
 
+SIM_SETTINGS = frozenset(
+    ["blocks", "block_size", "batched_tokens", "speedup", "ranks", "role", "seed", "tokens_per_turn", "timing", "tokenizer"]
+)
 BUILT_IN_MODELS = ("smollm2",)
 """Names of small models that come as Python packages."""
 
@@ -33,6 +43,8 @@ def choose_engine(model: str) -> EngineKind:
     where, colon, name = model.rpartition(":")
     if model == "echo" or model.startswith("echo:"):
         return EngineKind.ECHO
+    if model == "sim" or model.startswith("sim:"):
+        return EngineKind.SIM
     if model.lower() in BUILT_IN_MODELS or model.endswith(".gguf"):
         return EngineKind.LLAMA
     if colon and where and name.isidentifier():
@@ -41,7 +53,7 @@ def choose_engine(model: str) -> EngineKind:
         raise InvalidRequest(f"no engine of this version serves the folder {model}; it serves .gguf files and Python classes")
     raise InvalidRequest(
         f"model {model!r} is nothing that can be served: give a .gguf file, {', '.join(BUILT_IN_MODELS)}, "
-        "module:Class, path/to/file.py:Class or echo"
+        "module:Class, path/to/file.py:Class, echo or sim"
     )
 
 
@@ -65,6 +77,56 @@ def make_engine(
             return PythonEngine.load(model, name=name)
         case EngineKind.LLAMA:
             return _make_llama(model, name, threads, max_num_seqs, context_length)
+        case EngineKind.SIM:
+            return SimEngine(sim_config(model.removeprefix("sim").removeprefix(":"), name, max_num_seqs, context_length))
+
+
+def sim_config(settings: str, name: str, max_num_seqs: int | None, context_length: int | None) -> SimConfig:
+    """From `key=value,…`. Keys: `blocks`, `block_size`, `batched_tokens`, `speedup` (0: steps take no time), `ranks`, `role`,
+    `seed`, `tokens_per_turn`, `timing` (a CSV file, see `sim.timing`), `tokenizer` (a tokenizer.json; default: bytes).
+
+    Raises InvalidRequest naming what is wrong.
+    """
+    given = dict(item.partition("=")[::2] for item in settings.split(",") if item)
+    known = {
+        "blocks",
+        "block_size",
+        "batched_tokens",
+        "speedup",
+        "ranks",
+        "role",
+        "seed",
+        "tokens_per_turn",
+        "timing",
+        "tokenizer",
+    }
+    if unknown := sorted(given.keys() - known):
+        raise InvalidRequest(f"the simulated engine has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    try:
+        speedup = float(given.get("speedup", "1"))
+        timing = TimingModel.load(Path(given["timing"]), speedup) if "timing" in given else TimingModel(speedup=speedup)
+        tokenizer = Path(given["tokenizer"]).read_bytes() if "tokenizer" in given else byte_tokenizer()
+        scheduler = SchedulerConfig(
+            block_size=int(given.get("block_size", "16")),
+            total_blocks=int(given.get("blocks", "16384")),
+            max_batched_tokens=int(given.get("batched_tokens", "8192")),
+            max_num_seqs=max_num_seqs or 256,
+            vocabulary=Tokenizer.from_str(tokenizer.decode()).get_vocab_size(),
+            timing=timing,
+        )
+        return SimConfig(
+            name=name or "sim",
+            scheduler=scheduler,
+            context_length=context_length or 131_072,
+            data_parallel_size=int(given.get("ranks", "1")),
+            role=Role(given.get("role", "aggregated")),
+            seed=int(given.get("seed", "0")),
+            steps_per_turn=int(given.get("tokens_per_turn", "1")),
+            tokenizer=tokenizer,
+            chat_template=CHAT_TEMPLATE.encode(),
+        )
+    except (ValueError, OSError) as error:
+        raise InvalidRequest(f"the simulated engine cannot be set up by {settings!r}: {error}") from error
 
 
 def _make_echo(what: str, name: str) -> AnyEngine:

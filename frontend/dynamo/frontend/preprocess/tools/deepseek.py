@@ -57,7 +57,8 @@ class DeepSeek(Reader):
         return True
 
     def _fenced_name(self) -> bool:
-        text = self._text[:MAX_NAME_CHARS]
+        marker = _MARKERS.search(self._text)
+        text = self._text[: min(marker.start() if marker else MAX_NAME_CHARS, MAX_NAME_CHARS)]
         stripped = text.lstrip()
         if stripped.startswith("{"):  # V3.1 and a tool that is called `function`
             self._parts.call("function")
@@ -66,7 +67,7 @@ class DeepSeek(Reader):
             self._parts.call(named.group(1))
             self._text = self._text[named.end() :]
             self._step = self._arguments
-        elif not self._ended and len(self._text) < MAX_NAME_CHARS and not _MARKERS.search(self._text):
+        elif not self._ended and len(self._text) < MAX_NAME_CHARS and not marker:
             return False
         else:
             self._step = self._content

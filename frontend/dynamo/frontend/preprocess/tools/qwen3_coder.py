@@ -13,8 +13,8 @@ from dynamo.frontend.preprocess.tools.markers import Markers
 from dynamo.frontend.preprocess.tools.names import parameters_of
 from dynamo.frontend.preprocess.tools.reader import MAX_HELD_CHARS, MAX_NAME_CHARS, Reader
 
-_FUNCTION, _PARAMETER = "<function=", "<parameter="
-_CONTENT = Markers("<tool_call>", "</tool_call>", _FUNCTION, "</function>")
+_OPEN, _FUNCTION, _PARAMETER = "<tool_call>", "<function=", "<parameter="
+_CONTENT = Markers(_OPEN, "</tool_call>", _FUNCTION, "</function>")
 _NAME_END = Markers(">", "<", "\n")
 _INSIDE = Markers(_PARAMETER, "</parameter>", "</function>", "</tool_call>")
 _VALUE = Markers("</parameter>", _PARAMETER, "</function>")
@@ -42,7 +42,20 @@ class Qwen3Coder(Reader):
         marker = self._until(_CONTENT, self._parts.content)
         if marker == _FUNCTION:
             self._begin_name(is_function=True)
+        elif marker == _OPEN:
+            self._step = self._opened
         return bool(marker)
+
+    def _opened(self) -> bool:
+        """White space between the two opening tags belongs to them."""
+        stripped = self._text[:MAX_NAME_CHARS].lstrip()
+        is_near = len(self._text) < MAX_NAME_CHARS
+        if is_near and not self._ended and len(stripped) < len(_FUNCTION) and _FUNCTION.startswith(stripped):
+            return False
+        if stripped.startswith(_FUNCTION):
+            self._text = self._text.lstrip()
+        self._step = self._content
+        return True
 
     def _begin_name(self, *, is_function: bool) -> None:
         self._held = ""
@@ -129,6 +142,9 @@ class Qwen3Coder(Reader):
             self._types = frozenset({_STRING})
             self._parts.arguments('"')
             return True
+        elif self._ended:
+            self._parts.arguments(self._held)
+            self._held = ""
         if marker:
             if marker != "</parameter>":
                 self._text = marker + self._text

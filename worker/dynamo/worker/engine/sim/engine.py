@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, GenerateRequest, Summary
-from dynamo.common.kv.events import KvChange
+from dynamo.common.kv.events import KvState
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
 from dynamo.worker.engine.base import Context, Load
@@ -73,7 +73,8 @@ class _Stream:
 class _Rank:
     """One data-parallel rank: a scheduler and the task that steps it while there is something to do."""
 
-    def __init__(self, config: SimConfig) -> None:
+    def __init__(self, number: int, config: SimConfig) -> None:
+        self.number = number
         self.scheduler = Scheduler(config.scheduler)
         self.work = asyncio.Event()
         self.streams: dict[SimSequence, tuple[_Stream, int]] = {}
@@ -91,15 +92,12 @@ class SimEngine:
         self.config = config
         self._ranks: list[_Rank] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._held: dict[int, int] = {}
-        """Block → how many ranks hold it."""
-        self._change = KvChange()
-        self._changed = asyncio.Event()
-        self._closed = False
+        self.kv = KvState()
+        self._step_callbacks: list[Callable[[], None]] = []
 
     async def start(self) -> ModelCard:
         config, scheduler = self.config, self.config.scheduler
-        self._ranks = [_Rank(config) for _ in range(config.data_parallel_size)]
+        self._ranks = [_Rank(number, config) for number in range(config.data_parallel_size)]
         self._tasks = [asyncio.create_task(self._run(rank)) for rank in self._ranks]
         return ModelCard(
             name=config.name,
@@ -125,8 +123,6 @@ class SimEngine:
         return [file for file in (self.config.tokenizer, self.config.chat_template) if file]
 
     async def close(self) -> None:
-        self._closed = True
-        self._changed.set()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -144,17 +140,9 @@ class SimEngine:
             step_ms=max((rank.step_ms for rank in self._ranks), default=0.0),
         )
 
-    async def events(self) -> AsyncIterator[KvChange]:
-        """The net change of the KV cache since the last one, after each step that changed it; all ranks together.
-
-        For one reader. A slow one gets fewer and larger changes, never larger than the cache. Ends when the engine is closed.
-        """
-        while not self._closed:
-            await self._changed.wait()
-            self._changed.clear()
-            if self._change:
-                change, self._change = self._change, KvChange()
-                yield change
+    def on_step(self, callback: Callable[[], None]) -> None:
+        """`callback` is called after each step, on the event loop."""
+        self._step_callbacks.append(callback)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
         self._check(request)
@@ -331,7 +319,7 @@ class SimEngine:
             now = loop.time()
 
     def _deliver(self, rank: _Rank, result: StepResult) -> None:
-        """Hands one step's tokens to all streams, and its changes of the cache to the reader of events."""
+        """Hands one step's tokens to all streams, and notes what it changed in the cache."""
         woken: dict[_Stream, None] = {}
         streams = rank.streams
         for sequence, token in result.emitted:
@@ -352,24 +340,10 @@ class SimEngine:
                 woken[found[0]] = None
         for stream in woken:
             stream.wake()
-        if result.removed or result.stored:
-            self._note_change(result)
-
-    def _note_change(self, result: StepResult) -> None:
-        held, change = self._held, self._change
-        for block in result.removed:
-            count = held.pop(block) - 1
-            if count:
-                held[block] = count
-            else:
-                change.remove(block)
-        for block in result.stored:
-            count = held.get(block, 0)
-            held[block] = count + 1
-            if not count:
-                change.store(block)
-        if change:
-            self._changed.set()
+        self.kv.remove(result.removed, rank.number)
+        self.kv.store(result.stored, rank.number)
+        for callback in self._step_callbacks:
+            callback()
 
     @staticmethod
     def _fail(rank: _Rank, error: EngineError) -> None:

@@ -1,0 +1,91 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.common.model_card import LlmInfo
+from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
+from dynamo.frontend.preprocess.parsers import OutputParser, Reasoning, make_parser
+from tests.support.cuts import Said, call, content, read, read_however_cut, reasoning
+
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+
+
+def parser(name: str) -> OutputParser:
+    return KNOWN_PARSERS.reasoning[name].make(())
+
+
+OUTPUTS: list[tuple[str, str, list[Said]]] = [
+    ("deepseek_r1", "<think>\nHm, 1 < 2 🤔\n</think>\n\nYes.\n", [reasoning("Hm, 1 < 2 🤔"), content("Yes.\n")]),
+    ("deepseek_r1", "Hm.\n\n\n</think>Yes </think>", [reasoning("Hm.\n"), content("Yes </think>")]),
+    ("deepseek_r1", "Hm, </thi", [reasoning("Hm, </thi")]),
+    ("deepseek_r1", "Hm.\n", [reasoning("Hm.\n")]),
+    ("deepseek_r1", "</think>Yes", [content("Yes")]),
+    ("qwen3", "<think>\n\n</think>\n\nYes.", [content("Yes.")]),
+    ("qwen3", "\n<think>a</think>b", [reasoning("a"), content("b")]),
+    ("qwen3", "Yes, <think> is a tag", [content("Yes, <think> is a tag")]),
+    ("qwen3", "Yes</think>no", [content("Yesno")]),
+    ("qwen3", "<thi", [content("<thi")]),
+    ("qwen3_thinking", "a</think>b", [reasoning("a"), content("b")]),
+    (
+        "gpt_oss",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>",
+        [reasoning("a"), content("b")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), OUTPUTS)
+def test_reasoning_is_the_same_wherever_it_is_cut(name: str, text: str, expected: list[Said]) -> None:
+    assert read_however_cut(lambda: parser(name), text) == expected
+
+
+@pytest.mark.parametrize("name", KNOWN_PARSERS.reasoning)
+@given(
+    pieces=st.lists(st.sampled_from(["<think>", "</think>", "\n", "a", "<", "</thi", "é", " ", " " * 70]), max_size=12),
+    data=st.data(),
+)
+def test_random_cuts_change_nothing(name: str, pieces: list[str], data: st.DataObject) -> None:
+    text = "".join(pieces)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    cut = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(parser(name), cut) == read(parser(name), [text]) == read(parser(name), text)
+
+
+def test_reasoning_is_given_as_it_comes() -> None:
+    reader = parser("deepseek_r1")
+    assert reader.feed("first </th") == [Reasoning("first ")]
+    assert reader.feed("en") == [Reasoning("</then")]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "calls", "text", "expected"),
+    [
+        (
+            "deepseek_r1",
+            "hermes",
+            'Is it late?\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+            [reasoning("Is it late?"), call("now", "{}")],
+        ),
+        (
+            "qwen3",
+            "qwen3_coder",
+            "<think>\na <tool_call>\n</think>\n\nSee:\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+            [reasoning("a <tool_call>"), content("See:\n"), call("now", "{}")],
+        ),
+        (
+            "gpt_oss",
+            "harmony",
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.now<|message|>{}<|call|>",
+            [reasoning("a"), call("now", "{}")],
+        ),
+    ],
+)
+def test_calls_are_found_behind_the_reasoning(reasons: str, calls: str, text: str, expected: list[Said]) -> None:
+    kinds = KNOWN_PARSERS.choose(LlmInfo(context_length=4096, reasoning_parser=reasons, tool_parser=calls), with_tools=True)
+
+    def make() -> OutputParser:
+        chained = make_parser(kinds, TOOLS)
+        assert chained is not None
+        return chained
+
+    assert read_however_cut(make, text) == expected
