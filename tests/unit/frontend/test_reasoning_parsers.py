@@ -81,7 +81,9 @@ def test_reasoning_is_given_as_it_comes() -> None:
     ],
 )
 def test_calls_are_found_behind_the_reasoning(reasons: str, calls: str, text: str, expected: list[Said]) -> None:
-    kinds = KNOWN_PARSERS.choose(LlmInfo(context_length=4096, reasoning_parser=reasons, tool_parser=calls), with_tools=True)
+    kinds = KNOWN_PARSERS.choose(
+        LlmInfo(context_length=4096, tokenizer="", reasoning_parser=reasons, tool_parser=calls), with_tools=True
+    )
 
     def make() -> OutputParser:
         chained = make_parser(kinds, TOOLS)
