@@ -33,7 +33,7 @@ from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import FrontendMetrics, ModelMetrics, Request, RequestType
-from dynamo.common.tensor_request import TensorRequest, check_request
+from dynamo.common.tensor_request import RequestChecker, TensorRequest
 from dynamo.frontend.dispatch import Call, Client, DispatchedStream, Dispatcher, DispatchSettings, Instances, Link, Work
 from dynamo.frontend.generation import Generation
 from dynamo.frontend.preprocess.text import TextRequest
@@ -84,6 +84,7 @@ class _Model:
 
     card: ModelCard
     metrics: ModelMetrics
+    checker: RequestChecker
 
 
 class DataPlane:
@@ -162,7 +163,7 @@ class DataPlane:
                 raise Unsupported(
                     f"model '{model.card.name}' is decoupled: a request may have any number of answers, so ask by a stream"
                 )
-            check_request(request, model.card)
+            model.checker.check(request)
             answer = await self._dispatcher.call(_infer(request, model), call)
         except BaseException as error:
             measured.finish(_code(error))
@@ -240,7 +241,7 @@ class DataPlane:
         except ModelNotFound:
             self._metrics.for_unknown_model().start("", RequestType.UNARY).finish(Code.NOT_FOUND)
             raise
-        found = _Model(card, self._metrics.for_model(card.name))
+        found = _Model(card, self._metrics.for_model(card.name), RequestChecker(card))
         if card.name in self._cards:  # what is gone is forgotten some day, without any change to tell us
             self._known[model, version] = found
         return found
@@ -313,7 +314,7 @@ class Answers:
     async def __aenter__(self) -> Self:
         self._measured = self._model.metrics.start(self._call.endpoint, self._call.request_type)
         try:
-            check_request(self._request, self._model.card)
+            self._model.checker.check(self._request)
             self._stream = self._dispatcher.stream(_infer(self._request, self._model), self._call)
         except BaseException as error:
             self._over(_code(error))

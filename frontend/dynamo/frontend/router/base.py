@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.names import InstanceId
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
+class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """The part of a request that routing looks at."""
 
     model: str
@@ -28,12 +28,11 @@ class RouteRequest:
     """The client named the instance itself."""
     session: str = ""
     """Requests of one session like to land on one instance."""
-    overrides: Mapping[str, float] = field(default_factory=dict)
+    overrides: Mapping[str, float] = {}
     """Per-request router settings, e.g. `overlap_score_weight`, `router_temperature`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, gc=False):
     """Where a request goes, and why."""
 
     instance: Instance
