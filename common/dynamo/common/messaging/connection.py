@@ -111,12 +111,19 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
         assert transport is not None
         self._transport = transport
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what is written may still arrive. False as soon as the socket is gone, before nats-py has noticed."""
+        return self._transport is not None and not self._eof and not self._transport.is_closing()
+
     def write(self, payload: bytes) -> None:
-        if self._transport is not None:
+        if self.is_open:
+            assert self._transport is not None
             self._transport.write(payload)
 
     def writelines(self, payload: Sequence[Buffer]) -> None:
-        if self._transport is not None:
+        if self.is_open:
+            assert self._transport is not None
             self._transport.writelines(payload)
 
     async def drain(self) -> None:
@@ -315,7 +322,7 @@ class Connection:
 
     @property
     def is_connected(self) -> bool:
-        return self._connected.is_set() and self.client.is_connected
+        return self._connected.is_set() and self.client.is_connected and self._transport.is_open
 
     async def connected(self) -> None:
         """Returns once there is a connection."""
