@@ -373,12 +373,18 @@ class RequestClient:
         self._streams.pop(stream.id, None)
         peer.streams.pop(stream.id, None)
 
-    def gone(self, instance: InstanceId, why: str = "is not there any more") -> None:
+    def gone(self, instance: InstanceId) -> None:
         """Fails every stream of an instance, and forgets it."""
         peer = self._peers.pop(instance, None)
         if peer is not None:
             for stream in list(peer.streams.values()):
-                stream.fail(InstanceGone(instance, why))
+                stream.fail(InstanceGone(instance, "is not there any more"))
+
+    def _abandon(self, peer: _Peer) -> None:
+        """As `gone`, for an instance that may only hang: it shall not do, when it wakes, what others have done by then."""
+        for stream in list(peer.streams.values()):
+            stream._give_up(InstanceGone(peer.instance, "answers no more"))
+        self.gone(peer.instance)
 
     def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
         """Every answer to this process."""
@@ -464,7 +470,7 @@ class RequestClient:
         if peer.probed_at is None:
             peer.probed_at = self.now
         elif self.now - peer.probed_at > self.limits.gone_after_s and not self._in_grace():
-            self.gone(peer.instance, "answers no more")
+            self._abandon(peer)
             return
         for id_ in silent:
             peer.streams[id_].say_credit()  # the instance may be waiting for one that was lost
