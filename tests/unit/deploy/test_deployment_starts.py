@@ -1,0 +1,338 @@
+"""Starts what the manifests name: their commands, environment, files, probes and stop, on addresses of the loopback interface.
+
+Every pod gets an address of its own out of 127.0.0.0/8, so that all ports stay as the manifests have them. Host names become
+these addresses and mounted folders become folders of the test; nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import signal
+import ssl
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2
+import nats
+import pytest
+import trustme
+from prometheus_client.parser import text_string_to_metric_families
+
+from dynamo.local.servers import etcd_binary, nats_binary
+from tests.support.manifests import (
+    DEPLOY,
+    Files,
+    Manifest,
+    Placed,
+    of_kind,
+    pod_containers,
+    pod_names,
+    render,
+    workloads,
+)
+
+PASSWORDS = {"frontend-password": "p4frontends", "worker-password": "p4workers"}
+OVERLAYS = DEPLOY / "k8s" / "overlays"
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only 127.0.0.1 is on the loopback interface"),
+    pytest.mark.timeout(180),
+]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short name: the sockets that some programs put into /tmp may not have a long one."""
+    with tempfile.TemporaryDirectory(prefix="pods-") as name:
+        yield Path(name)
+
+
+@dataclass
+class Pod:
+    """A container that runs as a process."""
+
+    placed: Placed
+    address: str
+    process: asyncio.subprocess.Process
+    lines: list[str] = field(default_factory=list)
+
+    def log(self) -> str:
+        return "\n".join(self.lines[-60:])
+
+    async def read_log(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            self.lines.append(line.decode(errors="replace").rstrip())
+
+    async def probe(self, kind: str) -> int:
+        """Status that a probe of the manifest sees; 0 if nobody answers."""
+        get = self.placed.container.spec[kind]["httpGet"]
+        url = f"http://{self.address}:{self.placed.container.port(get['port'])}{get['path']}"
+        async with httpx2.AsyncClient() as client:
+            try:
+                return (await client.get(url, timeout=5)).status_code
+            except httpx2.TransportError:
+                return 0
+
+    async def succeeds(self, kind: str, within_s: float) -> None:
+        """Returns when a probe succeeds. Without such a probe the pod counts as soon as it runs."""
+        if kind not in self.placed.container.spec:
+            return
+        await self.until(lambda: self.probe(kind), lambda status: 200 <= status < 400, within_s)
+
+    async def until(self, look: Callable[[], Awaitable[int]], is_right: Callable[[int], bool], within_s: float) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                while not is_right(await look()):
+                    assert self.process.returncode is None, f"it ended with status {self.process.returncode}:\n{self.log()}"
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise AssertionError(f"{self.placed.container.name} did not get there:\n{self.log()}") from None
+
+
+@dataclass
+class Fleet:
+    pods: Mapping[str, Pod]
+    hosts: Mapping[str, str]
+
+    def named(self, container: str) -> list[Pod]:
+        return [pod for pod in self.pods.values() if pod.placed.container.name == container]
+
+
+def place(manifests: tuple[Manifest, ...], given: Mapping[str, Files], folder: Path, net: str) -> dict[str, tuple[Placed, str]]:
+    """All containers with their addresses, by pod."""
+    services = of_kind(manifests, "Service")
+    hosts: dict[str, str] = {}
+    addresses: dict[str, str] = {}
+    for workload in workloads(manifests):
+        for name in pod_names(workload):
+            addresses[name] = f"{net}.{len(addresses) + 1}"
+            hosts[f"{name}.{workload['spec'].get('serviceName')}"] = addresses[name]
+            if workload["metadata"]["name"] in services:
+                hosts.setdefault(workload["metadata"]["name"], addresses[name])
+    found: dict[str, tuple[Placed, str]] = {}
+    for workload in workloads(manifests):
+        for name in pod_names(workload):
+            [container] = pod_containers(workload["spec"]["template"], name, manifests, given)
+            local = hosts | {"0.0.0.0": addresses[name]}
+            found[name] = (Placed(container, folder / name, local), addresses[name])
+    return found
+
+
+@asynccontextmanager
+async def running(placed: Placed, address: str) -> AsyncIterator[Pod]:
+    placed.write_files()
+    binaries = {
+        "/usr/local/bin/etcd": str(etcd_binary()),
+        "nats-server": str(nats_binary()),
+        **{program: str(Path(sys.executable).with_name(program)) for program in ("dynamo-frontend", "dynamo-worker")},
+    }
+    program, flags = placed.container.command[0], placed.command[1:]
+    # As in the image: no home, and nothing of the environment of this test.
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "TMPDIR": placed.localise("/tmp"), **placed.environment}
+    process = await asyncio.create_subprocess_exec(
+        binaries[program],
+        *flags,
+        env=environment,
+        cwd=placed.folder,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    pod = Pod(placed, address, process)
+    reading = asyncio.create_task(pod.read_log())
+    try:
+        yield pod
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        await process.wait()
+        await reading
+
+
+@asynccontextmanager
+async def fleet(overlay: str, folder: Path, *, tls: bool = False) -> AsyncIterator[Fleet]:
+    """All pods of an overlay, one of each Deployment, started at the same time and ready by their own probes."""
+    manifests = render(OVERLAYS / overlay)
+    net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"
+    given: dict[str, Files] = {} if of_kind(manifests, "Secret") else {"dynamo-nats-auth": PASSWORDS}
+    if tls:
+        given |= certificates(net)
+    placed = place(tuple(one_of_each(manifest) for manifest in manifests), given, folder, net)
+    async with AsyncExitStack() as stack:
+        pods = {name: await stack.enter_async_context(running(*found)) for name, found in placed.items()}
+        try:
+            async with asyncio.TaskGroup() as waits:
+                for pod in pods.values():
+                    waits.create_task(ready(pod))
+            yield Fleet(pods, next(iter(placed.values()))[0].hosts)
+        except BaseException as error:
+            for name, pod in pods.items():
+                error.add_note(f"--- log of {name} ---\n{pod.log()}")
+            raise
+
+
+def one_of_each(manifest: Manifest) -> Manifest:
+    if manifest["kind"] != "Deployment":
+        return manifest
+    return {**manifest, "spec": {**manifest["spec"], "replicas": 1}}
+
+
+async def ready(pod: Pod) -> None:
+    """As the kubelet goes about it, and in the time that it would give."""
+    startup = pod.placed.container.spec.get("startupProbe", {})
+    await pod.succeeds("startupProbe", startup.get("periodSeconds", 10) * startup.get("failureThreshold", 3))
+    await pod.succeeds("livenessProbe", 5)
+    await pod.succeeds("readinessProbe", 60)
+
+
+def certificates(net: str) -> dict[str, Files]:
+    """What cert-manager would put into the Secrets, for these addresses."""
+    authority = trustme.CA()
+    names = ["127.0.0.1", *(f"{net}.{index}" for index in range(1, 20))]  # the first: where connections come from
+    made = {}
+    for secret in ("dynamo-frontend-tls", "dynamo-client-tls", "dynamo-etcd-tls", "dynamo-nats-tls"):
+        issued = authority.issue_cert(*names, common_name=secret)
+        made[secret] = {
+            "tls.crt": "".join(pem.bytes().decode() for pem in issued.cert_chain_pems),
+            "tls.key": issued.private_key_pem.bytes().decode(),
+            "ca.crt": authority.cert_pem.bytes().decode(),
+        }
+    return made
+
+
+async def ask(pod: Pod, question: str = "Say one word.") -> str:
+    """One chat completion."""
+    async with httpx2.AsyncClient(base_url=f"http://{pod.address}:{pod.placed.container.port('http')}") as client:
+        [model] = (await client.get("/v1/models")).json()["data"]
+        body = {"model": model["id"], "messages": [{"role": "user", "content": question}], "max_tokens": 4}
+        answer = await client.post("/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        content = answer.json()["choices"][0]["message"]["content"]
+        assert isinstance(content, str)
+        return content
+
+
+def shown_metrics(*dashboards: str) -> set[str]:
+    """Families of ours that dashboards ask for, as a scrape names them."""
+    text = "".join((DEPLOY / "grafana" / f"{name}.json").read_text() for name in dashboards)
+    return {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in re.findall(r"dynamo_(?:frontend|runtime)_\w+", text)}
+
+
+async def scraped(pod: Pod) -> set[str]:
+    """Families of metrics that a Prometheus would see."""
+    async with httpx2.AsyncClient(base_url=f"http://{pod.address}:{pod.placed.container.port('http')}") as client:
+        text = (await client.get("/metrics")).text
+    return {family.name for family in text_string_to_metric_families(text)}
+
+
+def assert_nobody_was_refused(found: Fleet) -> None:
+    for name, pod in found.pods.items():
+        lines = [line for line in pod.lines if "ermissions" in line or "uthorization" in line]
+        assert not lines, f"{name}: {lines}"
+
+
+@pytest.mark.real_model
+async def test_the_dev_overlay_serves_and_stops_in_order(folder: Path) -> None:
+    async with fleet("dev", folder) as found:
+        [frontend] = found.named("frontend")
+        [worker] = found.named("worker")
+        assert await ask(frontend)
+        assert_nobody_was_refused(found)
+        assert not shown_metrics("fleet", "model", "router") - await scraped(frontend)
+
+        frontend.process.send_signal(signal.SIGTERM)
+        await frontend.until(lambda: frontend.probe("readinessProbe"), lambda status: status == 503, 5)
+        assert await frontend.probe("livenessProbe") == 200
+        assert await ask(frontend), "while it settles it still takes requests"
+        for pod in (frontend, worker):
+            if pod is worker:
+                pod.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(30):
+                assert await pod.process.wait() == 0, pod.log()
+
+
+async def is_refused_without_certificate(etcd: str) -> bool:
+    async with httpx2.AsyncClient(verify=False) as client:
+        try:
+            await client.get(f"https://{etcd}:2379/version", timeout=5)
+        except httpx2.TransportError:
+            return True
+    return False
+
+
+@pytest.mark.real_model
+async def test_the_tls_overlay_serves_over_three_etcd_and_three_nats(folder: Path) -> None:
+    async with fleet("tls", folder, tls=True) as found:
+        assert len(found.named("etcd")) == len(found.named("nats")) == 3
+        [frontend] = found.named("frontend")
+        assert await ask(frontend)
+        assert_nobody_was_refused(found)
+        address = (frontend.address, frontend.placed.container.port("grpc"))
+        certificate = await asyncio.to_thread(ssl.get_server_certificate, address)
+        assert certificate.strip() in frontend.placed.container.mounts["/etc/dynamo/tls"]["tls.crt"].strip()
+        assert await is_refused_without_certificate(found.hosts["dynamo-etcd"])
+
+
+async def test_a_nats_of_the_manifests_stops_as_its_pod_is_told_to(folder: Path) -> None:
+    async with nats_alone(folder) as pod:
+        stop = pod.placed.container.spec["lifecycle"]["preStop"]["exec"]["command"]
+        told = await asyncio.create_subprocess_exec(
+            str(nats_binary()), *(pod.placed.localise(word) for word in stop[1:]), stderr=asyncio.subprocess.PIPE
+        )
+        assert await told.wait() == 0
+        await pod.until(lambda: lame(pod), bool, 10)
+
+
+async def lame(pod: Pod) -> int:
+    return sum("lame duck" in line.lower() for line in pod.lines)
+
+
+@pytest.mark.parametrize(
+    ("user", "key", "allowed", "refused"),
+    [
+        ("worker", "worker-password", "dynamo.dynamo.answers.c1.1.1", "dynamo.dynamo.backend.1f.rpc"),
+        ("worker", "worker-password", "dynamo.dynamo.backend.kv.1f", "$JS.API.STREAM.DELETE.OBJ_dynamo-models"),
+        ("worker", "worker-password", "dynamo.dynamo.backend.load.1f", "dynamo.dynamo.backend.bookings"),
+        ("frontend", "frontend-password", "dynamo.dynamo.backend.1f.rpc", "dynamo.dynamo.answers.c1.1.1"),
+        ("frontend", "frontend-password", "dynamo.dynamo.backend.bookings", "dynamo.dynamo.backend.kv.1f"),
+        ("frontend", "frontend-password", "dynamo.dynamo.backend.bookings", "$O.dynamo-models.M.x"),
+    ],
+)
+async def test_each_role_may_publish_what_it_needs_and_no_more(
+    folder: Path, user: str, key: str, allowed: str, refused: str
+) -> None:
+    async with nats_alone(folder) as pod:
+        violations: asyncio.Queue[str] = asyncio.Queue()
+
+        async def failed(error: Exception) -> None:
+            violations.put_nowait(str(error))
+
+        url = f"nats://{pod.address}:4222"
+        client = await nats.connect(url, user=user, password=PASSWORDS[key], error_cb=failed)
+        await client.publish(allowed, b"")
+        await client.flush()
+        await client.publish(refused, b"")
+        async with asyncio.timeout(5):
+            violation = await violations.get()
+        assert refused.lower() in violation.lower()
+        assert violations.empty()
+        await client.close()
+
+
+@asynccontextmanager
+async def nats_alone(folder: Path) -> AsyncIterator[Pod]:
+    """The single NATS of the dev overlay, with other passwords."""
+    manifests = tuple(manifest for manifest in render(OVERLAYS / "dev") if manifest["kind"] not in ("Deployment", "Secret"))
+    net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"
+    placed, address = place(manifests, {"dynamo-nats-auth": PASSWORDS}, folder, net)["dynamo-nats-0"]
+    async with running(placed, address) as pod:
+        await ready(pod)
+        yield pod

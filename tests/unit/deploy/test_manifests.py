@@ -1,0 +1,227 @@
+"""The manifests of `deploy/`: valid, understood by our own programs, and in step with how these live."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from dynamo.common.config import load
+from dynamo.frontend.config import FrontendConfig
+from dynamo.worker.config import WorkerConfig
+from dynamo.worker.engine.select import choose_engine
+from tests.support.manifests import (
+    BASE,
+    DEPLOY,
+    OVERLAYS,
+    Files,
+    Manifest,
+    Placed,
+    of_kind,
+    pod_containers,
+    pod_names,
+    quantity,
+    render,
+    workloads,
+)
+
+CERTIFICATE: Files = {"tls.crt": "certificate", "tls.key": "key", "ca.crt": "authority"}
+SECRETS: Mapping[str, Files] = {
+    "dynamo-nats-auth": {"frontend-password": "pf", "worker-password": "pw"},
+    **dict.fromkeys(("dynamo-frontend-tls", "dynamo-client-tls", "dynamo-etcd-tls", "dynamo-nats-tls"), CERTIFICATE),
+}
+CLOSE_S = 10
+"""What a process needs to close after its drain."""
+
+folders = pytest.mark.parametrize("folder", [BASE, *OVERLAYS], ids=lambda folder: folder.name)
+
+
+def placed(folder: Path, tmp_path: Path) -> Iterator[tuple[Manifest, Placed]]:
+    """Every container of every workload, with its files in place."""
+    manifests = render(folder)
+    for workload in workloads(manifests):
+        for container in pod_containers(workload["spec"]["template"], pod_names(workload)[0], manifests, SECRETS):
+            found = Placed(container, tmp_path / workload["metadata"]["name"], {})
+            found.write_files()
+            yield workload, found
+
+
+def config_of(found: Placed) -> FrontendConfig | WorkerConfig | None:
+    """What a process of ours makes of its flags and variables; None for another program."""
+    program, *flags = found.command
+    match program:
+        case "dynamo-frontend":
+            return load(FrontendConfig, flags, found.environment, program=program)
+        case "dynamo-worker":
+            return load(WorkerConfig, flags, found.environment, program=program)
+    return None
+
+
+def test_all_overlays_are_found() -> None:
+    assert {"dev", "disaggregated", "gpu", "tls"} <= {folder.name for folder in OVERLAYS}
+
+
+@folders
+def test_every_object_fits_the_schema_of_kubernetes(folder: Path) -> None:
+    for manifest in render(folder):
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_schema_check_refuses_what_is_wrong() -> None:
+    wrong = yaml.safe_load("{apiVersion: apps/v1, kind: Deployment, metadata: {name: x}, spec: {replicas: three}}")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, kubernetes_validate.latest_version(), strict=True)
+
+
+@folders
+def test_our_programs_understand_the_flags_and_variables_they_are_given(folder: Path, tmp_path: Path) -> None:
+    configs = [(found, config) for _, found in placed(folder, tmp_path) if (config := config_of(found)) is not None]
+    assert {type(config) for _, config in configs} == {FrontendConfig, WorkerConfig}
+    namespaces = set()
+    for found, config in configs:
+        assert config.nats.password in ("pf", "pw")
+        assert config.etcd.endpoints != FrontendConfig().etcd.endpoints and config.nats.servers != FrontendConfig().nats.servers
+        if isinstance(config, FrontendConfig):
+            assert config.grpc.wanted
+            assert (found.container.port("http"), found.container.port("grpc")) == (config.http.port, config.grpc.port)
+            assert (config.http.host, config.grpc.host) == ("0.0.0.0", "0.0.0.0")
+            assert str(config.cache_dir).startswith(str(tmp_path)), "the cache lies outside of what can be written"
+            namespaces.add(config.namespace)
+        else:
+            assert config.models
+            namespaces.add(config.served_endpoint.namespace)
+    assert len(namespaces) == 1, "frontends do not see the workers"
+
+
+@folders
+def test_a_pod_is_given_the_time_that_its_process_takes_to_stop(folder: Path, tmp_path: Path) -> None:
+    for workload, found in placed(folder, tmp_path):
+        config = config_of(found)
+        grace_s = workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        before_s = found.container.spec.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        match config:
+            case FrontendConfig():
+                assert before_s > 0 and config.settle_s > 0
+                needed_s = before_s + config.settle_s + config.drain_timeout_s + CLOSE_S
+                probe = found.container.spec["readinessProbe"]
+                assert config.settle_s >= probe["periodSeconds"] * probe["failureThreshold"], "drains before anybody knows"
+            case WorkerConfig():
+                needed_s = config.drain_timeout_s + CLOSE_S
+            case None:
+                needed_s = 30
+        assert grace_s >= needed_s, workload["metadata"]["name"]
+
+
+@folders
+def test_no_process_has_rights_that_it_does_not_need(folder: Path) -> None:
+    manifests = render(folder)
+    accounts = of_kind(manifests, "ServiceAccount")
+    for workload in workloads(manifests):
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert accounts[pod["serviceAccountName"]]["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False, "Services would become variables that are read as configuration"
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"] == {"drop": ["ALL"]}
+    assert not of_kind(manifests, "Role") and not of_kind(manifests, "ClusterRole")
+
+
+@folders
+def test_every_container_says_what_it_needs(folder: Path) -> None:
+    for workload in workloads(render(folder)):
+        for container in workload["spec"]["template"]["spec"]["containers"]:
+            resources = container["resources"]
+            assert quantity(resources["requests"]["cpu"]) > 0
+            assert quantity(resources["requests"]["memory"]) <= quantity(resources["limits"]["memory"])
+
+
+@folders
+def test_no_secret_stands_in_a_manifest_except_in_the_one_for_development(folder: Path) -> None:
+    manifests = render(folder)
+    assert bool(of_kind(manifests, "Secret")) == (folder.name == "dev")
+    for workload in workloads(manifests):
+        for container in workload["spec"]["template"]["spec"]["containers"]:
+            for variable in container.get("env", ()):
+                assert "PASSWORD" not in variable["name"] or "secretKeyRef" in variable["valueFrom"]
+
+
+@folders
+def test_probes_and_services_name_ports_that_containers_have(folder: Path) -> None:
+    manifests = render(folder)
+    for workload in workloads(manifests):
+        for container in workload["spec"]["template"]["spec"]["containers"]:
+            ports = {port["name"] for port in container.get("ports", ())}
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                if probe in container:
+                    assert container[probe]["httpGet"]["port"] in ports
+    for service in of_kind(manifests, "Service").values():
+        [pods] = [pods for pods in workloads(manifests) if selects(service["spec"]["selector"], pods)]
+        ports = {port["name"] for container in pods["spec"]["template"]["spec"]["containers"] for port in container["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+
+
+@folders
+def test_every_workload_is_covered_by_a_budget_and_by_network_policies(folder: Path) -> None:
+    manifests = render(folder)
+    policies = of_kind(manifests, "NetworkPolicy").values()
+    for workload in workloads(manifests):
+        budgets = of_kind(manifests, "PodDisruptionBudget").values()
+        assert sum(selects(budget["spec"]["selector"]["matchLabels"], workload) for budget in budgets) == 1
+        mine = [policy for policy in policies if selects(policy["spec"]["podSelector"]["matchLabels"], workload)]
+        assert {"dynamo-default-deny", "dynamo-dns"} < {policy["metadata"]["name"] for policy in mine}
+        allowed = {port["port"] for policy in mine for rule in policy["spec"].get("ingress", ()) for port in rule["ports"]}
+        ports = {
+            port["containerPort"]
+            for container in workload["spec"]["template"]["spec"]["containers"]
+            for port in container.get("ports", ())
+            if port["name"] != "monitor"  # asked by the kubelet only, which policies let through
+        }
+        assert allowed == ports, workload["metadata"]["name"]
+
+
+@folders
+def test_two_workloads_never_claim_the_same_pods(folder: Path) -> None:
+    all_workloads = workloads(render(folder))
+    for workload in all_workloads:
+        mine = [other for other in all_workloads if selects(workload["spec"]["selector"]["matchLabels"], other)]
+        assert mine == [workload]
+
+
+@folders
+def test_workers_are_given_models_that_some_engine_serves(folder: Path, tmp_path: Path) -> None:
+    for _, found in placed(folder, tmp_path):
+        config = config_of(found)
+        if isinstance(config, WorkerConfig):
+            for model in config.models:
+                assert config.engine is not None or choose_engine(model) is not None
+
+
+def selects(labels: Mapping[str, str], workload: Manifest) -> bool:
+    return labels.items() <= workload["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_the_dockerfile_is_clean() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_images_start_our_programs_as_a_user_without_rights() -> None:
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    assert "USER 65532:65532" in dockerfile
+    uids = {
+        workload["spec"]["template"]["spec"]["securityContext"]["runAsUser"]
+        for workload in workloads(render(BASE))
+        if workload["kind"] == "Deployment"
+    }
+    assert uids == {65532}
