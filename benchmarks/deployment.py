@@ -131,7 +131,7 @@ async def peer(python: str, kind: str, plane: str = "nats") -> AsyncIterator[Sys
             flags += ["--event-plane", "nats"]
         else:
             flags += ["--kserve-grpc-server", "--grpc-metrics-port", str(metrics_port), "--request-plane", plane]
-        await make_peer_model(python, folder)
+        await make_model(python, folder)
         child = await stack.enter_async_context(
             process([python, "-m", "dynamo.frontend", *flags], env, folder / "frontend.log", folder)
         )
@@ -164,11 +164,11 @@ async def peer(python: str, kind: str, plane: str = "nats") -> AsyncIterator[Sys
         yield system
 
 
-async def make_peer_model(python: str, folder: Path) -> None:
-    """A folder `model` with the small tokenizer that the peer's text path needs."""
+async def make_model(python: str, folder: Path) -> None:
+    """A folder `model` with a small tokenizer and the files that the peer's text path needs beside it."""
     child = await asyncio.create_subprocess_exec(python, str(HERE / "peer" / "make_model.py"), cwd=folder)
     if await child.wait():
-        raise RuntimeError("the peer's model could not be made")
+        raise RuntimeError("the tokenizer could not be made")
 
 
 async def ready(port: int, model: str) -> None:

@@ -4,7 +4,7 @@
     python -m benchmarks.kserve --peer /path/to/python       and the peer installed for that interpreter
 
 Each round runs every case on every system, one after the other, so that a machine whose speed drifts treats all alike; the
-table gives medians over rounds and ratios to the peer. Tokens per second are finished requests times their 128 tokens.
+table gives medians over rounds and ratios to the peer. Both language models have the same tokenizer. Tokens per second are finished requests times their 128 tokens.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import argparse
 import asyncio
 import random
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import uvloop
 
-from benchmarks.deployment import System, ours, peer
+from benchmarks.deployment import System, make_model, ours, peer
 from benchmarks.grpc_client import GrpcConnection, connect, message, request_headers
 from benchmarks.measuring import Meter, Result, median, percentile, table
 from dynamo.protos.inference_pb2 import ModelInferRequest
@@ -157,7 +159,11 @@ async def main(arguments: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         systems: list[tuple[System, str, bool | None]] = []
         for server in servers:
-            models = [ECHO_MODEL, *(["echo:llm"] if any(case.is_text for case in cases) else [])]
+            models = [ECHO_MODEL]
+            if any(case.is_text for case in cases):
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-model-")))
+                await make_model(sys.executable, folder)
+                models.append(f"echo:llm:{folder}/model/tokenizer.json")
             waits = ["echo", *(["echo-llm"] if len(models) > 1 else [])]
             system = await stack.enter_async_context(ours(grpc_server=server, models=models, wait_for=waits))
             systems.append((system, "echo-llm", None))

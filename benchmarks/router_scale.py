@@ -28,6 +28,7 @@ from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.router.base import RouteRequest
+from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter
 
 MODEL = "scale"
@@ -110,9 +111,11 @@ def decide(
         begin = time.thread_time()
         index.match(hashes)
         matches.append(time.thread_time() - begin)
-        request = RouteRequest(model=MODEL, request_id=str(number), prompt=prompt)
+        known = PromptHashes(b"", BLOCK_SIZE)
+        known.values = hashes
+        request = RouteRequest(model=MODEL, request_id=str(number), prompt=prompt, hashes=known)
         begin, wall = time.thread_time(), time.perf_counter()
-        choice = router.pick(request, fleet, hashes=hashes)
+        choice = router.pick(request, fleet)
         picks.append(time.thread_time() - begin)
         walls.append(time.perf_counter() - wall)
         accepted = pack_hashes([request_key(request.request_id)])

@@ -29,11 +29,12 @@ from numpy.typing import NDArray
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Overloaded
 from dynamo.common.kv.events import KvState, LoadReport, request_key
-from dynamo.common.kv.hashes import pack_hashes, sequence_hashes
+from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.router.balance import LoadRouter, least_loaded, power_of_two
 from dynamo.frontend.router.base import Router, RouteRequest
+from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
 from dynamo.frontend.router.load import BookingEvent, LoadTable, Thresholds
 from dynamo.frontend.router.simple import RandomChoice, RoundRobin
@@ -235,21 +236,20 @@ class Replay:
         """Routes a request; None if it was rejected."""
         prompt = expand(row.hash_ids)
         router = self.routers[number % len(self.routers)]
-        request = RouteRequest(model=MODEL, request_id=str(number), prompt=prompt, expected_output_tokens=row.output_length)
-        hashes = sequence_hashes(prompt, self.options.block_size)
-        self.figures.prompt_blocks += len(hashes)
+        hashes = PromptHashes.of(prompt, self.options.block_size)
+        request = RouteRequest(
+            model=MODEL, request_id=str(number), prompt=prompt, expected_output_tokens=row.output_length, hashes=hashes
+        )
+        self.figures.prompt_blocks += len(hashes.values)
         begin = time.perf_counter()
         try:
-            if isinstance(router, KvRouter):
-                choice = router.pick(request, self.instances, hashes=hashes)
-            else:
-                choice = router.pick(request, self.instances)
+            choice = router.pick(request, self.instances)
         except Overloaded:
             self.figures.rejected += 1
             return None
         self.figures.pick_s.append(time.perf_counter() - begin)
         worker = self.by_instance[choice.instance.id]
-        sequence = SimSequence(prompt=prompt, hashes=list(hashes), limit=max(1, row.output_length))
+        sequence = SimSequence(prompt=prompt, hashes=list(hashes.values), limit=max(1, row.output_length))
         self.live[sequence] = Live(request.request_id, router, worker, self.now)
         worker.accepted.append(request_key(request.request_id))
         worker.scheduler.add(sequence, self.now)

@@ -1,229 +1,187 @@
-"""What clients see when parts of a running deployment die, hang or go away: real processes, real servers."""
+"""What clients see when workers and frontends die, hang or leave under load: real processes, real servers."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+import time
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
-from dynamo.protos import inference_pb2 as pb
-from tests.support.processes import FrontendProcess, Process, frontend, worker
-from tests.support.servers import EtcdServer, NatsServer, start_etcd, start_nats
+from tests.support.fleet import Client, Fleet, Text, connect, echo_request, text_request
+from tests.support.servers import EtcdServer, NatsServer
 
-SERVICE = "/inference.GRPCInferenceService/"
-UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
-
-
-def echo_request(raw: bytes = bytes(8), *, model: str = "echo", id_: str = "1") -> bytes:
-    request = pb.ModelInferRequest(model_name=model, id=id_)
-    request.inputs.add(name="INPUT0", datatype="FP32", shape=[len(raw) // 4])
-    request.raw_input_contents.append(raw)
-    return request.SerializeToString()
-
-
-def text_request(prompt: str, tokens: int, model: str = "sim") -> bytes:
-    request = pb.ModelInferRequest(model_name=model, id="t")
-    for name, datatype, value in (("text_input", "BYTES", prompt.encode()), ("streaming", "BOOL", True)):
-        tensor = request.inputs.add(name=name, datatype=datatype, shape=[1])
-        if isinstance(value, bytes):
-            tensor.contents.bytes_contents.append(value)
-        else:
-            tensor.contents.bool_contents.append(True)
-    request.parameters["max_tokens"].int64_param = tokens
-    request.parameters["ignore_eos"].bool_param = True
-    request.parameters["seed"].int64_param = 7
-    return request.SerializeToString()
-
-
-class Client:
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._infer = channel.unary_unary(SERVICE + "ModelInfer")
-        self._stream = channel.stream_stream(SERVICE + "ModelStreamInfer")
-
-    async def infer(self, request: bytes, timeout_s: float = 30.0, **metadata: str) -> pb.ModelInferResponse:
-        headers = [(name.replace("_", "-"), value) for name, value in metadata.items()]
-        return pb.ModelInferResponse.FromString(await self._infer(request, timeout=timeout_s, metadata=headers))
-
-    async def text(self, request: bytes, started: asyncio.Event | None = None) -> tuple[str, str]:
-        """The whole text of one stream, and why it ended."""
-
-        async def once() -> AsyncIterator[bytes]:
-            yield request
-
-        text, reason = "", ""
-        async for data in self._stream(once(), timeout=60.0):
-            message = pb.ModelStreamInferResponse.FromString(data)
-            assert not message.error_message, message.error_message
-            found = {
-                output.name: output.contents.bytes_contents[0].decode()
-                for output in message.infer_response.outputs
-                if output.contents.bytes_contents
-            }
-            text += found.get("text_output", "")
-            reason = found.get("finish_reason", "") or reason
-            if started is not None:
-                started.set()
-        return text, reason
-
-
-@asynccontextmanager
-async def client_of(process: FrontendProcess) -> AsyncIterator[Client]:
-    async with grpc.aio.insecure_channel(process.grpc_target, options=UNLIMITED) as channel:
-        yield Client(channel)
-
-
-@asynccontextmanager
-async def two_workers(
-    etcd: EtcdServer, nats: NatsServer, namespace: str, *flags: str
-) -> AsyncIterator[tuple[FrontendProcess, Process, Process, Client]]:
-    async with (
-        worker(etcd, nats, namespace, *flags) as first,
-        worker(etcd, nats, namespace, *flags) as second,
-        frontend(etcd.endpoint, nats.url, namespace) as front,
-        client_of(front) as client,
-    ):
-        await first.logged("serving")
-        await second.logged("serving")
-        yield front, first, second, client
+SIM = ("--model", "sim:blocks=4000,speedup=4,seed=3")
+MIGRATIONS = "dynamo_frontend_model_migration_total"
+RETRIES = "dynamo_frontend_retries_total"
+ABANDONED_AFTER_S = 8.0
+"""A hung instance is asked after when it was silent for 2 s, and given up 5 s later; both are looked at each half second."""
 
 
 async def test_streams_of_a_killed_worker_go_on_elsewhere_without_a_seam(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
-    flags = ("--model", "sim:blocks=4000,speedup=4,seed=3")
-    async with two_workers(etcd_server, nats_server, namespace, *flags) as (front, first, _, client):
-        await front.serves("sim")
-        expected = [await client.text(text_request(f"prompt {number}", 150)) for number in range(4)]
-        begun = [asyncio.Event() for _ in expected]
-        running = [
-            asyncio.ensure_future(client.text(text_request(f"prompt {number}", 150), begun[number])) for number in range(4)
-        ]
-        await asyncio.gather(*(event.wait() for event in begun))
-        first.process.kill()
-        assert await asyncio.gather(*running) == expected
-        assert all(reason == "length" for _, reason in expected)
+    async with Fleet(etcd_server, nats_server, namespace, SIM) as fleet:
+        await fleet.start(workers=2)
+        [front] = fleet.frontends
+        async with front.client() as client:
+            requests = [text_request(f"prompt {number}", 200) for number in range(6)]
+            expected = [await client.text(request) for request in requests]
+            running = [Text() for _ in requests]
+            async with asyncio.TaskGroup() as tasks:
+                for request, text in zip(requests, running, strict=True):
+                    tasks.create_task(client.text(request, text))
+                await asyncio.gather(*(text.at_least(5) for text in running))
+                fleet.workers[0].kill()
+            assert [text.text for text in running] == [text.text for text in expected]
+            assert {text.reason for text in running} == {"length"}
+        assert 0 < await front.metric(MIGRATIONS) < 6
+        survivor = await fleet.statistics(fleet.workers[1], "sim")
+        assert survivor.response_stats["0"].fail.count == 0
 
 
-async def test_a_hung_worker_costs_time_but_no_request(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
-    async with two_workers(etcd_server, nats_server, namespace, "--model", "echo") as (front, first, _, client):
-        await front.serves("echo")
-        os.kill(first.process.pid, signal.SIGSTOP)
-        try:
-            answers = await asyncio.gather(*(client.infer(echo_request(), 40.0) for _ in range(6)))
-            assert all(answer.raw_output_contents[0] == bytes(8) for answer in answers)
-        finally:
-            os.kill(first.process.pid, signal.SIGCONT)
-
-
-async def test_nats_away_for_two_seconds_fails_no_request_that_has_time(
-    etcd_server: EtcdServer, tmp_path: Path, namespace: str
-) -> None:
-    async with (
-        start_nats(tmp_path) as nats,
-        two_workers(etcd_server, nats, namespace, "--model", "echo") as (front, _, _, client),
-    ):
-        await front.serves("echo")
-        stop = asyncio.Event()
-        answered = 0
-
-        async def ask() -> None:
-            nonlocal answered
-            while not stop.is_set():
-                await client.infer(echo_request())
-                answered += 1
-
-        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-            for _ in range(8):
-                tasks.create_task(ask())
-            await nats.stop()
-            hasty = asyncio.ensure_future(client.infer(echo_request(), 0.3))
-            await asyncio.sleep(2.0)  # the outage itself
-            with pytest.raises(grpc.aio.AioRpcError) as late:
-                await hasty
-            assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            await nats.restart()
-            before = answered
-            while answered < before + 50:
-                await asyncio.sleep(0.01)
-            stop.set()
-
-
-async def test_etcd_away_fails_nothing_and_who_starts_meanwhile_joins(
-    nats_server: NatsServer, tmp_path: Path, namespace: str
-) -> None:
-    async with (
-        start_etcd(tmp_path) as etcd,
-        worker(etcd, nats_server, namespace, "--model", "echo") as first,
-        frontend(etcd.endpoint, nats_server.url, namespace) as front,
-        client_of(front) as client,
-    ):
-        await front.serves("echo")
-        await etcd.stop()
-        for _ in range(50):
-            await client.infer(echo_request())
-        async with (
-            worker(etcd, nats_server, namespace, "--model", "echo:late=FP32[-1]", "--model-name", "late") as late,
-            frontend(etcd.endpoint, nats_server.url, namespace) as second,
-        ):
-            await late.logged("serving late")
-            status, detail = await front.health()
-            assert (status, detail["status"]) == (200, "healthy"), detail
-            await etcd.restart()
-            await front.serves("echo", "late")
-            await second.serves("echo", "late")
-            async with client_of(second) as other:
-                await other.infer(echo_request())
-        assert first.process.returncode is None
-
-
-async def test_large_tensors_pass_a_bus_with_default_limits(
+async def test_requests_held_by_a_killed_worker_are_answered_by_another(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
-    flags = ("--max-message-size", str(80 * 2**20))
-    async with (
-        worker(etcd_server, nats_server, namespace, "--model", "echo"),
-        frontend(etcd_server.endpoint, nats_server.url, namespace, *flags) as front,
-        client_of(front) as client,
-    ):
-        await front.serves("echo")
-        large = os.urandom(64 * 2**20)
-        assert (await client.infer(echo_request(large))).raw_output_contents[0] == large
-        raw = os.urandom(2**20)
-        answers = await asyncio.gather(*(client.infer(echo_request(raw), 60.0) for _ in range(64)))
-        assert all(answer.raw_output_contents[0] == raw for answer in answers)
+    async with Fleet(etcd_server, nats_server, namespace) as fleet:
+        await fleet.start(workers=3)
+        async with fleet.frontends[0].client() as client:
+            async with client.load(24, lambda number: echo_request(number.to_bytes(8, "little"), delay_ms=40)) as load:
+                for dying in fleet.workers[:2]:
+                    await load.answered(100)
+                    dying.kill()
+                await load.answered(200)
+            assert load.failures == []
+            assert load.longest_s < 5
 
 
-ODD = ["", "a" * 10_000, "naïve-模型", "a.b/c", ">", "*", "a b", "dynamo.backend.*", "../../etc", "\x00", "%2E"]
-
-
-async def test_odd_names_and_ids_get_an_answer_or_a_clear_error(
+async def test_a_dead_worker_is_tried_once_and_with_none_left_clients_hear_so_at_once(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
-    async with (
-        worker(etcd_server, nats_server, namespace, "--model", "echo", "--model-name", "a.b/c"),
-        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
-        client_of(front) as client,
-    ):
-        await front.serves("a.b/c")
-        for text in ODD:
-            if text != "a.b/c":
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await client.infer(echo_request(model=text))
-                assert refused.value.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT)
-                assert refused.value.details()
-            assert (await client.infer(echo_request(model="a.b/c", id_=text))).id == text
-        for instance in ("", "zz", "-1", "f" * 17, "*"):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await client.infer(echo_request(model="a.b/c"), x_dynamo_instance=instance)
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, instance
-        with pytest.raises(grpc.aio.AioRpcError) as absent:
-            await client.infer(echo_request(model="a.b/c"), x_dynamo_instance="abc")
-        assert absent.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "abc" in (absent.value.details() or "")
+    async with Fleet(etcd_server, nats_server, namespace) as fleet:
+        for _ in range(3):
+            await fleet.add_worker("--lease-ttl-s", "60")  # so that etcd has nothing to do with it
+        await fleet.start(workers=0)
+        [front] = fleet.frontends
+        async with front.client() as client:
+            for dying, tries in zip(fleet.workers[:2], (1, 2), strict=True):
+                await dying.killed()
+                for _ in range(30):
+                    await client.infer(echo_request())
+                assert await front.metric(RETRIES) == tries
+            await fleet.workers[2].killed()
+            sentences = []
+            for _ in range(2):
+                begun = time.monotonic()
+                with pytest.raises(grpc.aio.AioRpcError) as nobody:
+                    await client.infer(echo_request())
+                assert time.monotonic() - begun < 1.0
+                assert nobody.value.code() is grpc.StatusCode.UNAVAILABLE
+                sentences.append(nobody.value.details())
+            assert sentences[0] == f"instance {fleet.workers[2].instance} is not there any more"
+            assert sentences[1] == "no instance is serving model 'echo' now"
+            [message] = [message async for message in client.stream([echo_request()])]
+            assert message.error_message == "no instance is serving model 'echo' now"
+
+
+async def test_a_worker_that_leaves_under_load_hands_over_everything(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with Fleet(etcd_server, nats_server, namespace, ("--model", "echo", *SIM)) as fleet:
+        await fleet.start(workers=2, frontends=2)
+        leaving, staying = fleet.workers
+        async with fleet.frontends[0].client() as client, fleet.frontends[1].client() as other:
+            texts = [Text() for _ in range(4)]
+            async with client.load() as load, other.load() as more, asyncio.TaskGroup() as tasks:
+                for text in texts:
+                    tasks.create_task(other.text(text_request("a long story", 200), text))
+                await load.answered(100)
+                await asyncio.gather(*(text.at_least(2) for text in texts))
+                leaving.process.terminate()
+                assert await leaving.process.ended() == 0
+                await load.answered(100)
+                await more.answered(100)
+            assert load.failures == more.failures == []
+            assert all(text.reason == "length" for text in texts)
+        assert await fleet.frontends[1].metric(MIGRATIONS) == 0  # the streams it had were finished where they were
+        await fleet.frontends[0].sees(staying)
+
+
+@pytest.mark.parametrize("server", ["grpcio", "native"])
+async def test_a_frontend_that_leaves_under_load_finishes_what_it_has_and_takes_nothing_new(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: str
+) -> None:
+    async with Fleet(etcd_server, nats_server, namespace, ("--model", "echo", *SIM)) as fleet:
+        await fleet.start(workers=1, frontends=2, frontend_flags=("--grpc-server", server, "--settle-s", "1"))
+        leaving, staying = fleet.frontends
+        async with leaving.client() as old, connect(leaving.target, staying.target) as both:
+            text = Text()
+            async with both.load(8) as load, asyncio.TaskGroup() as tasks:
+                slow = tasks.create_task(old.infer(echo_request(delay_ms=2500)))
+                tasks.create_task(old.text(text_request("a long story", 400), text))
+                await text.at_least(2)
+                await load.answered(100)
+                leaving.process.terminate()
+                await leaving.process.logged("stopping")
+                status, health = await leaving.process.health()
+                assert (status, health["status"]) == (503, "shutting_down")
+                assert not slow.done()
+                await leaving.process.logged("draining")
+                async with leaving.client() as late:
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await ask_until(slow, late)  # the port closes a moment after the word in the log
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+                assert not slow.done()
+                await load.answered(100)
+            assert (await slow).id == "1"
+            assert text.reason == "length"
+            assert await leaving.process.ended() == 0
+            async with both.load() as after:
+                await after.answered(100)
+            assert after.failures == []
+        codes = {failure.partition(":")[0] for failure in load.failures}
+        if server == "grpcio":
+            # A GOAWAY sends clients elsewhere; what had arrived but was not accepted yet is lost (grpc/grpc#41785).
+            assert codes <= {"CANCELLED", "UNAVAILABLE"} and len(load.failures) <= 16
+        else:
+            assert codes <= {"UNAVAILABLE"}  # it knows no GOAWAY: until it ends it refuses, which clients may retry
+
+
+async def test_a_hung_worker_costs_a_few_seconds_but_no_request_and_repeats_nothing_when_it_wakes(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with Fleet(etcd_server, nats_server, namespace, ("--model", "echo", *SIM)) as fleet:
+        await fleet.start(workers=2)
+        hung, healthy = fleet.workers
+        [front] = fleet.frontends
+        async with front.client() as client:
+            story = text_request("a long story", 200)
+            expected = (await client.text(story)).text
+            texts = [Text(), Text()]
+            async with asyncio.TaskGroup() as tasks:
+                for text in texts:
+                    tasks.create_task(client.text(story, text))
+                await asyncio.gather(*(text.at_least(5) for text in texts))
+                fleet.pause(hung.pid)
+                begun = time.monotonic()
+                await asyncio.gather(*(client.infer(echo_request()) for _ in range(20)))
+                assert time.monotonic() - begun < ABANDONED_AFTER_S + 1
+            assert [text.text for text in texts] == [expected] * 2
+            assert max(text.longest_silence_s for text in texts) < ABANDONED_AFTER_S + 1
+            begun = time.monotonic()
+            await asyncio.gather(*(client.infer(echo_request()) for _ in range(20)))  # nobody asks it any more
+            assert time.monotonic() - begun < 1
+            answered = (await fleet.statistics(healthy)).inference_count
+            assert answered == 40
+            fleet.resume(hung.pid)
+            woken = await fleet.statistics(hung)  # answered after all that was waiting for it
+            assert woken.inference_count == 0
+            assert woken.response_stats["0"].cancel.count == 0
+            assert (await fleet.statistics(hung, "sim")).response_stats["0"].success.count <= 1
+
+
+async def ask_until(done: asyncio.Task[Any], client: Client) -> None:
+    while not done.done():
+        await client.infer(echo_request())

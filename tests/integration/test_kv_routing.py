@@ -15,6 +15,7 @@ from dynamo.frontend.app import Frontend, serve_frontend
 from dynamo.frontend.config import FrontendConfig, HttpOptions, RouterMode, RouterOptions
 from dynamo.frontend.data_plane import Call
 from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.router.explain import ExplainingRouter
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import WorkerConfig
@@ -33,6 +34,8 @@ class Fleet:
 
     def router(self, frontend: int = 0) -> KvRouter:
         router = self.frontends[frontend].plane._dispatcher._router
+        assert isinstance(router, ExplainingRouter)
+        router = router.inner
         assert isinstance(router, KvRouter)
         return router
 

@@ -237,6 +237,9 @@ class RecordingRouter:
         self.outcomes: list[DynamoError | None] = []
         self.gone: list[InstanceId] = []
 
+    def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> None:
+        return None
+
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
         assert request.request_id not in self.open, "booked twice"
         self.requests.append(request)

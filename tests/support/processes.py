@@ -28,10 +28,10 @@ class Process:
     def log(self) -> str:
         return "\n".join(self.lines[-100:])
 
-    async def logged(self, text: str, timeout_s: float = 30.0) -> None:
-        """Returns when `text` stands in the log."""
+    async def logged(self, text: str, timeout_s: float = 30.0, *, times: int = 1) -> None:
+        """Returns when `text` stands in so many lines of the log."""
         async with asyncio.timeout(timeout_s):
-            while not any(text in line for line in self.lines):
+            while sum(text in line for line in self.lines) < times:
                 assert self.process.returncode is None, f"it ended with status {self.process.returncode}:\n{self.log()}"
                 self._news.clear()
                 await self._news.wait()

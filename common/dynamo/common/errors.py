@@ -7,6 +7,7 @@
     ├── ModelNotFound
     ├── Unsupported               asked for something this deployment does not do
     ├── Overloaded                try again later; carries when
+    │   └── RateLimited           the caller has used what it may use; others are served
     ├── Unavailable               nothing can serve this now
     │   ├── NoInstances
     │   ├── InstanceGone          left, or fell silent, while it held the request
@@ -23,6 +24,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+_LONGEST_NAME_CHARS = 200
+
 
 class Code(StrEnum):
     """Stable names of the failure classes, as they travel between processes."""
@@ -34,6 +37,7 @@ class Code(StrEnum):
     NOT_FOUND = "not_found"
     UNSUPPORTED = "unsupported"
     OVERLOADED = "overloaded"
+    RATE_LIMITED = "rate_limit_exceeded"
     UNAVAILABLE = "unavailable"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
@@ -85,6 +89,7 @@ class ModelNotFound(DynamoError):
     code = Code.NOT_FOUND
 
     def __init__(self, model: str, version: str = "") -> None:
+        model, version = _shortened(model), _shortened(version)
         text = f"model '{model}' is not found" if not version else f"model '{model}' has no version '{version}'"
         super().__init__(text)
 
@@ -102,6 +107,13 @@ class Overloaded(DynamoError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimited(Overloaded):
+    """This caller has used up one of its limits, which the message names."""
+
+    code = Code.RATE_LIMITED
+    retryable = False
 
 
 class Unavailable(DynamoError):
@@ -162,11 +174,17 @@ _BY_CODE: dict[Code, type[DynamoError]] = {
     Code.FORBIDDEN: Forbidden,
     Code.UNSUPPORTED: Unsupported,
     Code.OVERLOADED: Overloaded,
+    Code.RATE_LIMITED: RateLimited,
     Code.UNAVAILABLE: Unavailable,
     Code.DEADLINE_EXCEEDED: DeadlineExceeded,
     Code.CANCELLED: Cancelled,
     Code.INTERNAL: EngineError,
 }
+
+
+def _shortened(name: str) -> str:
+    """A name that somebody made up, short enough for a sentence."""
+    return name if len(name) <= _LONGEST_NAME_CHARS else name[: _LONGEST_NAME_CHARS - 1] + "…"
 
 
 def from_wire(code: str, message: str, retryable: bool) -> DynamoError:

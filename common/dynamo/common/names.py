@@ -114,6 +114,11 @@ def component_subject(namespace: str, component: str) -> str:
     return f"dynamo.{encode(namespace, 'namespace')}.{encode(component, 'component name')}"
 
 
+def frontends_subject(namespace: str) -> str:
+    """NATS subject on which the frontends of a namespace tell one another what was set at run time."""
+    return f"dynamo.{encode(namespace, 'namespace')}.frontends"
+
+
 def namespace_prefix(namespace: str | None) -> str:
     """The etcd prefix holding all registrations of a namespace, or of all namespaces."""
     return f"{ROOT}/" if namespace is None else f"{ROOT}/{encode(namespace, 'namespace')}/"

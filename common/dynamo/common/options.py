@@ -44,8 +44,19 @@ class NatsOptions:
 
     def __post_init__(self) -> None:
         _check_pair("--nats-tls-cert-file", self.tls_cert_file, "--nats-tls-key-file", self.tls_key_file)
+        _check_pair("--nats-user", self.user, "--nats-password-file", self.password)
         if not self.servers:
             raise ValueError("--nats-servers names no server")
+        _check_no_login("--nats-servers", self.servers, "--nats-user with --nats-password-file, or --nats-token-file")
+        ways = (
+            ("--nats-user", self.user),
+            ("--nats-token-file", self.token),
+            ("--nats-nkey-seed-file", self.nkey_seed_file),
+            ("--nats-credentials-file", self.credentials_file),
+        )
+        used = [flag for flag, value in ways if value is not None]
+        if len(used) > 1:
+            raise ValueError(f"{' and '.join(used)} are different ways to log in to NATS; keep one of them")
 
     def to_config(self) -> NatsConfig:
         from dynamo.common.messaging.connection import NatsConfig
@@ -96,6 +107,7 @@ class EtcdOptions:
         _check_pair("--etcd-user", self.user, "--etcd-password-file", self.password)
         if not self.endpoints:
             raise ValueError("--etcd-endpoints names no server")
+        _check_no_login("--etcd-endpoints", self.endpoints, "--etcd-user with --etcd-password-file")
 
     def to_config(self) -> EtcdConfig:
         from dynamo.common.etcd.config import EtcdConfig
@@ -143,6 +155,37 @@ class LogOptions:
         help="Least severe messages to log: debug, info, warning or error; also per logger: info,dynamo.worker=debug.",
     )
     format: LogFormat = option(LogFormat.TEXT, parse=LogFormat, help="Text for people, or one JSON object per line.")
+
+
+def _otlp_endpoint(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise ValueError("must begin with http:// or https://")
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """Where traces go. Use with `group("Tracing", prefix="trace")`."""
+
+    otlp_endpoint: str | None = option(
+        None,
+        flags=("--otlp-endpoint",),
+        env=("DYN_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        parse=_otlp_endpoint,
+        metavar="URL",
+        help="Collector that gets traces, by OTLP over gRPC, such as http://localhost:4317. Needs the extra `otel`. Default: none.",
+    )
+    sample_ratio: float = option(
+        0.05,
+        minimum=0,
+        maximum=1,
+        help="Share traced of the requests that come without a trace context; with one, the caller has decided.",
+    )
+
+
+def _check_no_login(flag: str, urls: tuple[str, ...], instead: str) -> None:
+    if any("@" in url for url in urls):
+        raise ValueError(f"{flag} holds a login, which logs and the process list would show; use {instead}")
 
 
 def _check_pair(first: str, one: str | None, second: str, other: str | None) -> None:

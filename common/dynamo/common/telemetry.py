@@ -1,4 +1,4 @@
-"""Metrics under the names that dashboards of the field know, and W3C trace context.
+"""Metrics under the names that dashboards of the field know.
 
 Every object here is made by a process's `app` and handed down. Label children are looked up once per model or method and
 kept, so that a request costs a handful of increments, and a token no more than a bisection in a local list.
@@ -6,12 +6,10 @@ kept, so that a request costs a handful of increments, and a token no more than 
 
 from __future__ import annotations
 
-import re
-import secrets
+import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from prometheus_client import (
@@ -27,15 +25,19 @@ from prometheus_client import (
 )
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from dynamo.common.errors import Code
-from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.errors import Code, DynamoError
+from dynamo.common.model_card import ModelCard
 
 SECONDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
 """Upper bounds of duration buckets: 1 ms to 10 min."""
+SHORT_SECONDS = (*(0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1), 1.0)
+"""Of what is computed between two requests."""
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+BLOCKS = (0, *(1 << power for power in range(16)))
+RATIOS = tuple(step / 20 for step in range(21))
 
 OTHER_MODEL = "other"
 """Label of models past the cardinality cap."""
@@ -43,6 +45,8 @@ UNKNOWN_MODEL = "unknown_model"
 """Label of names that no instance serves: clients choose them, so they may not become labels."""
 
 _FLUSH_TOKENS = 128
+_COUNTED = "counted by dynamo"
+"""Attribute of failures that metrics have seen."""
 
 
 def make_registry() -> CollectorRegistry:
@@ -78,11 +82,36 @@ _ERROR_TYPES = {
     Code.NOT_FOUND: "not_found",
     Code.UNSUPPORTED: "not_implemented",
     Code.OVERLOADED: "overload",
+    Code.RATE_LIMITED: "rate_limit",
     Code.UNAVAILABLE: "unavailable",
     Code.DEADLINE_EXCEEDED: "response_timeout",
     Code.CANCELLED: "cancelled",
     Code.INTERNAL: "internal",
 }
+
+_REASONS = {
+    Code.INVALID_REQUEST: "validation",
+    Code.PAYLOAD_TOO_LARGE: "too_large",
+    Code.UNAUTHENTICATED: "unauthenticated",
+    Code.FORBIDDEN: "forbidden",
+    Code.NOT_FOUND: "not_found",
+    Code.UNSUPPORTED: "not_implemented",
+    Code.OVERLOADED: "overload",
+    Code.RATE_LIMITED: "rate_limit",
+}
+"""Of failures by which a request was refused rather than attempted."""
+
+
+def code_of(error: BaseException) -> Code:
+    """Which kind of failure this is; what nobody foresaw is INTERNAL."""
+    if isinstance(error, DynamoError):
+        return error.code
+    return Code.CANCELLED if isinstance(error, asyncio.CancelledError) else Code.INTERNAL
+
+
+def error_type(code: Code) -> str:
+    """The label of a failure."""
+    return _ERROR_TYPES[code]
 
 
 class RuntimeMetrics:
@@ -128,8 +157,33 @@ class FrontendMetrics:
         self.retries = self._counter("retries", "Requests sent to another instance before their first answer.", by_model)
         self.migrations = self._counter("model_migration", "Requests moved to another instance.", ("model", "migration_type"))
         self.cancellations = self._counter("model_cancellation", "Requests cancelled by their client.", by_request)
-        self.rejected = self._counter("model_rejection", "Requests refused to protect others.", ("model", "reason"))
+        self.rejected = self._counter(
+            "model_rejection", "Requests refused, before or instead of an attempt.", ("model", "reason")
+        )
         self.disconnected_clients = self._gauge("disconnected_clients", "Clients that left before their answer.", ())
+        self.decisions = self._counter("router_decisions", "Instances chosen, by what decided.", ("model", "reason"))
+        self.decision_time = self._histogram("router_decision_seconds", "To choose an instance.", by_model, SHORT_SECONDS)
+        self.overlap = self._histogram("router_overlap_blocks", "Leading blocks the chosen instance held.", by_model, BLOCKS)
+        self.hit_rate = Histogram(
+            "dynamo_component_router_kv_hit_rate",
+            "Share of the prompt that the chosen instance held.",
+            by_model,
+            registry=registry,
+            buckets=RATIOS,
+        )
+        self.canaries = self._counter("canaries", "Tiny requests sent to idle instances.", ("model", "outcome"))
+        self.left_out = self._gauge(
+            "instances_left_out", "Instances that failed a canary and get no requests.", by_model, "livemax"
+        )
+        self._facts = {
+            "instances": self._gauge("model_instances", "Instances registered for the model.", by_model, "livemax"),
+            "total_kv_blocks": self._gauge("model_total_kv_blocks", "KV blocks of an instance.", by_model, "livemax"),
+            "block_size": self._gauge("model_kv_cache_block_size", "Tokens in a KV block.", by_model, "livemax"),
+            "context_length": self._gauge("model_context_length", "Tokens of prompt and answer together.", by_model, "livemax"),
+            "max_num_seqs": self._gauge("model_max_num_seqs", "Sequences an instance generates at once.", by_model, "livemax"),
+            "max_batched_tokens": self._gauge("model_max_num_batched_tokens", "Tokens in one step.", by_model, "livemax"),
+            "migration_limit": self._gauge("model_migration_limit", "Moves allowed to one request.", by_model, "livemax"),
+        }
 
     def for_model(self, name: str) -> ModelMetrics:
         """Of a model that is being served. Past the cap, models share the label `other`."""
@@ -144,9 +198,32 @@ class FrontendMetrics:
         """For requests that name a model nobody serves."""
         return self.for_model(UNKNOWN_MODEL)
 
+    def describe(self, card: ModelCard, *, instances: int, migration_limit: int) -> None:
+        """What a model that is being served is like."""
+        facts = {"instances": instances}
+        if (llm := card.llm) is not None:
+            facts |= {
+                "total_kv_blocks": llm.total_blocks,
+                "block_size": llm.block_size,
+                "context_length": llm.context_length,
+                "max_num_seqs": llm.max_num_seqs,
+                "max_batched_tokens": llm.max_batched_tokens,
+                "migration_limit": migration_limit,
+            }
+        label = self.for_model(card.name).label
+        for fact, value in facts.items():
+            self._facts[fact].labels(label).set(value)
+
     def forget(self, name: str) -> None:
-        """No instance serves this model any more: its gauge says so; its counters stay."""
-        self.for_model(name).ready.set(0)
+        """No instance serves this model any more: its gauges say so; its counters stay."""
+        model = self.for_model(name)
+        model.ready.set(0)
+        self._facts["instances"].labels(model.label).set(0)
+
+    def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
+        """A request failed at a protocol's edge. Those that got as far as `ModelMetrics.start` were counted there."""
+        if not vars(error).get(_COUNTED):
+            self.for_unknown_model().add_outcome(endpoint, request_type, code_of(error))
 
     def _counter(self, name: str, help: str, labels: Sequence[str]) -> Counter:
         return Counter(f"dynamo_frontend_{name}", help, labels, registry=self._registry)
@@ -164,18 +241,22 @@ class ModelMetrics:
     def __init__(self, all_models: FrontendMetrics, label: str) -> None:
         self.label = label
         self._all = all_models
-        self.inflight = all_models.inflight.labels(label)
-        self.queued = all_models.queued.labels(label)
+        self.add_inflight = adder(all_models.inflight.labels(label))
+        self.add_queued = adder(all_models.queued.labels(label))
         self.ready = all_models.ready.labels(label)
-        self.duration = all_models.duration.labels(label)
-        self.first_token = all_models.first_token.labels(label)
+        self.observe_duration = observer(all_models.duration.labels(label))
+        self.observe_first_token = observer(all_models.first_token.labels(label))
         self.inter_token = all_models.inter_token.labels(label)
-        self.input_tokens = all_models.input_tokens.labels(label)
-        self.output_tokens = all_models.output_tokens.labels(label)
-        self.output_tokens_total = all_models.output_tokens_total.labels(label)
-        self.cached_tokens = all_models.cached_tokens.labels(label)
+        self.observe_input_tokens = observer(all_models.input_tokens.labels(label))
+        self.observe_output_tokens = observer(all_models.output_tokens.labels(label))
+        self.add_output_tokens = adder(all_models.output_tokens_total.labels(label))
+        self.observe_cached_tokens = observer(all_models.cached_tokens.labels(label))
         self.retries = all_models.retries.labels(label)
-        self._outcomes: dict[tuple[str, RequestType, Code | None], Counter] = {}
+        self._outcomes: dict[tuple[str, RequestType, Code | None], tuple[Callable[[float], None], ...]] = {}
+        self._decisions: dict[str, Callable[[float], None]] = {}
+        self._observe_decision = observer(all_models.decision_time.labels(label))
+        self._observe_overlap = observer(all_models.overlap.labels(label))
+        self._observe_hit_rate = observer(all_models.hit_rate.labels(label))
 
     def start(self, endpoint: str, request_type: RequestType, clock: Callable[[], float] = time.monotonic) -> Request:
         """A request has arrived. `endpoint` is one of the API's own names (`tensor`, `completions`, …), never a client's."""
@@ -185,19 +266,45 @@ class ModelMetrics:
         """A request went on at another instance, before (`ongoing` False) or after its first answer."""
         self._all.migrations.labels(self.label, "ongoing_request" if ongoing else "new_request").inc()
 
-    def rejected(self, reason: str) -> None:
-        """A request was refused to protect others; `reason` is one of ours, never a client's text."""
-        self._all.rejected.labels(self.label, reason).inc()
-
-    def outcome(self, endpoint: str, request_type: RequestType, error: Code | None) -> Counter:
+    def add_outcome(self, endpoint: str, request_type: RequestType, error: Code | None) -> None:
+        """A request ended; `error` is None for success."""
         key = (endpoint, request_type, error)
-        counter = self._outcomes.get(key)
-        if counter is None:
-            status = "success" if error is None else "error"
-            error_type = "" if error is None else _ERROR_TYPES[error]
-            counter = self._all.requests.labels(self.label, endpoint, request_type.value, status, error_type)
-            self._outcomes[key] = counter
-        return counter
+        adders = self._outcomes.get(key)
+        if adders is None:
+            adders = self._outcomes[key] = self._outcome_adders(endpoint, request_type, error)
+        for add in adders:
+            add(1)
+
+    def _outcome_adders(
+        self, endpoint: str, request_type: RequestType, error: Code | None
+    ) -> tuple[Callable[[float], None], ...]:
+        requests = self._all.requests
+        if error is None:
+            return (adder(requests.labels(self.label, endpoint, request_type.value, "success", "")),)
+        failed = adder(requests.labels(self.label, endpoint, request_type.value, "error", _ERROR_TYPES[error]))
+        reason = _REASONS.get(error)
+        return (failed,) if reason is None else (failed, adder(self._all.rejected.labels(self.label, reason)))
+
+    def decided(self, reason: str, seconds: float) -> None:
+        """An instance was chosen in so much time; `reason` is one of the router's own words."""
+        add = self._decisions.get(reason)
+        if add is None:
+            add = self._decisions[reason] = adder(self._all.decisions.labels(self.label, reason))
+        add(1)
+        self._observe_decision(seconds)
+
+    def overlapped(self, blocks: int, hit_rate: float) -> None:
+        """So many leading blocks of a prompt were held by the instance that was chosen for it."""
+        self._observe_overlap(blocks)
+        self._observe_hit_rate(hit_rate)
+
+    def canary(self, outcome: str) -> None:
+        """A canary came back: `passed` or `failed`."""
+        self._all.canaries.labels(self.label, outcome).inc()
+
+    def set_left_out(self, count: int) -> None:
+        """So many instances of the model are left out because they failed a canary."""
+        self._all.left_out.labels(self.label).set(count)
 
     def cancelled(self, endpoint: str, request_type: RequestType) -> None:
         self._all.cancellations.labels(self.label, endpoint, request_type.value).inc()
@@ -224,21 +331,21 @@ class Request:
         self._gap_sum = 0.0
         self._pending = 0
         self._queued = True
-        metrics.inflight.inc()
-        metrics.queued.inc()
+        metrics.add_inflight(1)
+        metrics.add_queued(1)
 
     def answered(self) -> None:
         """The first part of the answer is there; `tokens` says so too."""
         if self._queued:
             self._queued = False
-            self._metrics.queued.dec()
+            self._metrics.add_queued(-1)
 
     def tokens(self, count: int) -> None:
         """`count` tokens (at least 1) have arrived together; the time since the last ones is shared among them."""
         now = self._clock()
         if self._output == 0:
             self.answered()
-            self._metrics.first_token.observe(now - self._started)
+            self._metrics.observe_first_token(now - self._started)
             count_gaps, gap = count - 1, 0.0
         else:
             count_gaps, gap = count, (now - self._last) / count
@@ -254,18 +361,23 @@ class Request:
         metrics = self._metrics
         self.answered()
         self._flush_gaps()
-        metrics.inflight.dec()
-        metrics.duration.observe(self._clock() - self._started)
-        metrics.outcome(self._endpoint, self._type, error).inc()
+        metrics.add_inflight(-1)
+        metrics.observe_duration(self._clock() - self._started)
+        metrics.add_outcome(self._endpoint, self._type, error)
         if error is Code.CANCELLED:
             metrics.cancelled(self._endpoint, self._type)
         output = self._output if output_tokens is None else output_tokens
         if input_tokens:
-            metrics.input_tokens.observe(input_tokens)
-            metrics.cached_tokens.observe(cached_tokens)
+            metrics.observe_input_tokens(input_tokens)
+            metrics.observe_cached_tokens(cached_tokens)
         if output:
-            metrics.output_tokens.observe(output)
-            metrics.output_tokens_total.inc(output)
+            metrics.observe_output_tokens(output)
+            metrics.add_output_tokens(output)
+
+    def fail(self, error: BaseException, *, input_tokens: int = 0, cached_tokens: int = 0) -> None:
+        """`finish`, by a failure that the edge will see as well."""
+        vars(error)[_COUNTED] = True
+        self.finish(code_of(error), input_tokens=input_tokens, cached_tokens=cached_tokens)
 
     def _add_gaps(self, gap: float, count: int) -> None:
         """Collected here and added in bulk: an `observe` per token would cost more than forwarding the token."""
@@ -283,6 +395,25 @@ class Request:
             self._gaps = None
             self._gap_sum = 0.0
             self._pending = 0
+
+
+def adder(metric: Counter | Gauge) -> Callable[[float], None]:
+    """`inc` of a bound child without the checks before it, which cost several times the sum itself."""
+    add: Callable[[float], None] = metric._value.inc
+    return add
+
+
+def observer(histogram: Histogram) -> Callable[[float], None]:
+    """`observe` of a bound child without the checks and the walk over all buckets."""
+    bounds = histogram._upper_bounds[:-1]  # what is above all of them belongs to the bucket +Inf, the last
+    add_to_bucket = [bucket.inc for bucket in histogram._buckets]
+    add_to_sum = histogram._sum.inc
+
+    def observe(value: float) -> None:
+        add_to_sum(value)
+        add_to_bucket[bisect_left(bounds, value)](1)
+
+    return observe
 
 
 def observe_many(histogram: Histogram, counts: Sequence[int], total: float) -> None:
@@ -305,125 +436,26 @@ class GrpcServerMetrics:
         self.handling = Histogram("grpc_server_handling_seconds", "Duration of RPCs.", labels, registry=registry, buckets=SECONDS)
 
     def for_method(self, service: str, method: str, grpc_type: str) -> GrpcMethodMetrics:
-        """To call once per method of the service, at start. `grpc_type` is `unary` or `bidi_stream`."""
+        """To call once per method of the service, at start. `grpc_type` is `unary`, `server_stream` or `bidi_stream`."""
         return GrpcMethodMetrics(self, (grpc_type, service, method))
 
 
 class GrpcMethodMetrics:
-    """The children of one RPC method, bound once. Calls: `started`, `received` and `sent` per message, `handled`."""
+    """The children of one RPC method, bound once: `started(1)`, `received(messages)`, `sent(messages)`, `handled`."""
 
     def __init__(self, server: GrpcServerMetrics, labels: tuple[str, str, str]) -> None:
         self._handled = server.handled
         self._labels = labels
-        self._codes: dict[str, Counter] = {}
-        self._duration = server.handling.labels(*labels)
-        self.started = server.started.labels(*labels).inc
-        self.received = server.received.labels(*labels).inc
-        self.sent = server.sent.labels(*labels).inc
+        self._codes: dict[str, Callable[[float], None]] = {}
+        self._observe_duration = observer(server.handling.labels(*labels))
+        self.started = adder(server.started.labels(*labels))
+        self.received = adder(server.received.labels(*labels))
+        self.sent = adder(server.sent.labels(*labels))
 
     def handled(self, code: str, duration_s: float) -> None:
         """`code` is the name of the status, written `OK`, `InvalidArgument`, …"""
-        counter = self._codes.get(code)
-        if counter is None:
-            counter = self._codes[code] = self._handled.labels(*self._labels, code)
-        counter.inc()
-        self._duration.observe(duration_s)
-
-
-class WorkerMetrics:
-    """`dynamo_component_*` of one instance."""
-
-    def __init__(self, registry: CollectorRegistry, endpoint: Endpoint, instance: InstanceId) -> None:
-        self._labels = (endpoint.namespace, endpoint.component, endpoint.name, f"{instance:x}")
-        names = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
-        by_model = (*names, "model")
-        prefix = "dynamo_component_"
-        self.requests = Counter(f"{prefix}requests", "Requests taken.", by_model, registry=registry)
-        self.inflight = Gauge(f"{prefix}inflight_requests", "Requests being worked on.", by_model, registry=registry)
-        self.request_bytes = Counter(f"{prefix}request_bytes", "Bytes of requests.", by_model, registry=registry)
-        self.response_bytes = Counter(f"{prefix}response_bytes", "Bytes of answers.", by_model, registry=registry)
-        self.duration = Histogram(
-            f"{prefix}request_duration_seconds", "From arrival to the end.", by_model, registry=registry, buckets=SECONDS
-        )
-        self.cancellations = Counter(f"{prefix}cancellation", "Requests cancelled.", by_model, registry=registry)
-        self.errors = Counter(f"{prefix}errors", "Requests that failed.", (*by_model, "error_type"), registry=registry)
-        uptime = Gauge(f"{prefix}uptime_seconds", "Since the start of the process.", names, registry=registry)
-        started = time.monotonic()
-        uptime.labels(*self._labels).set_function(lambda: time.monotonic() - started)
-        self._models: dict[str, WorkerModelMetrics] = {}
-
-    def for_model(self, name: str) -> WorkerModelMetrics:
-        """Of a model that this instance serves."""
-        if name not in self._models:
-            self._models[name] = WorkerModelMetrics(self, (*self._labels, name))
-        return self._models[name]
-
-
-class WorkerModelMetrics:
-    """The children of one model of an instance, bound once."""
-
-    def __init__(self, worker: WorkerMetrics, labels: tuple[str, ...]) -> None:
-        self._errors = worker.errors
-        self._labels = labels
-        self._requests = worker.requests.labels(*labels)
-        self._inflight = worker.inflight.labels(*labels)
-        self._request_bytes = worker.request_bytes.labels(*labels)
-        self._response_bytes = worker.response_bytes.labels(*labels)
-        self._duration = worker.duration.labels(*labels)
-        self._cancellations = worker.cancellations.labels(*labels)
-
-    def started(self, request_bytes: int) -> None:
-        self._requests.inc()
-        self._inflight.inc()
-        self._request_bytes.inc(request_bytes)
-
-    def finished(self, duration_s: float, response_bytes: int, error: Code | None = None) -> None:
-        """Exactly once for each `started`."""
-        self._inflight.dec()
-        self._duration.observe(duration_s)
-        self._response_bytes.inc(response_bytes)
-        if error is Code.CANCELLED:
-            self._cancellations.inc()
-        elif error is not None:
-            self._errors.labels(*self._labels, _ERROR_TYPES[error]).inc()
-
-
-# --- trace context ---------------------------------------------------------------------------------------------------
-
-_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-
-
-@dataclass(frozen=True, slots=True)
-class TraceContext:
-    """One span of a W3C trace."""
-
-    trace_id: str
-    """32 hexadecimal digits."""
-    span_id: str
-    """16 hexadecimal digits."""
-    sampled: bool = False
-    state: str = ""
-    """`tracestate`, passed on as it came."""
-
-    @classmethod
-    def parse(cls, traceparent: str, tracestate: str = "") -> TraceContext | None:
-        """None for what is not a valid `traceparent`: a caller's mistake there must not fail its request."""
-        match = _TRACEPARENT.fullmatch(traceparent.strip().lower()) if len(traceparent) <= 256 else None
-        if match is None:
-            return None
-        number, trace_id, span_id, flags, more = match.groups()
-        if number == "ff" or (number == "00" and more) or not trace_id.strip("0") or not span_id.strip("0"):
-            return None
-        return cls(trace_id, span_id, bool(int(flags, 16) & 1), tracestate[:512])
-
-    @classmethod
-    def new(cls, *, sampled: bool = False) -> TraceContext:
-        return cls(secrets.token_hex(16), secrets.token_hex(8), sampled)
-
-    def child(self) -> TraceContext:
-        """A new span of the same trace."""
-        return replace(self, span_id=secrets.token_hex(8))
-
-    @property
-    def traceparent(self) -> str:
-        return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
+        add = self._codes.get(code)
+        if add is None:
+            add = self._codes[code] = adder(self._handled.labels(*self._labels, code))
+        add(1)
+        self._observe_duration(duration_s)

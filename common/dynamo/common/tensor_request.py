@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from dynamo.common.errors import InvalidRequest, ModelNotFound, Unsupported
+from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound, Unsupported
 from dynamo.common.model_card import ModelCard, TensorSpec
 from dynamo.common.protobuf_wire import BYTES, FIXED32, FIXED64, VARINT, read_varint, tag, varint
 from dynamo.common.tensors import (
@@ -28,6 +28,7 @@ SMALL_BYTES = 16 * 1024
 
 _RAW_INPUT = ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | BYTES
 _RAW_OUTPUT = tag(ModelInferResponse, "raw_output_contents")
+_RAW_OUTPUT_KEY = ModelInferResponse.DESCRIPTOR.fields_by_name["raw_output_contents"].number << 3 | BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class TensorRequest:
         """From a serialized ModelInferRequest. Raises InvalidRequest if it is none."""
         try:
             if len(data) > SMALL_BYTES:
-                pieces, raw_inputs = _split(memoryview(data))
+                pieces, raw_inputs = _split(memoryview(data), _RAW_INPUT)
                 return cls(data, ModelInferRequest.FromString(b"".join(pieces)), raw_inputs)
             head = ModelInferRequest.FromString(data)  # type: ignore[arg-type]  # takes any buffer
         except (DecodeError, ValueError, IndexError):
@@ -96,13 +97,13 @@ def _whole_number(parameter: InferParameter) -> int:
     return parameter.int64_param or parameter.uint64_param
 
 
-def _split(message: memoryview) -> tuple[list[memoryview], list[memoryview]]:
-    """Cuts a message, at its top level only, into what is not `raw_input_contents` and the entries of that.
+def _split(message: memoryview, raw_field: int) -> tuple[list[memoryview], list[memoryview]]:
+    """Cuts a message, at its top level only, into what is not the field with the key `raw_field` and the entries of that.
 
     Raises ValueError or IndexError for what is no message.
     """
     rest: list[memoryview] = []
-    raw_inputs: list[memoryview] = []
+    raws: list[memoryview] = []
     kept = at = 0
     size = len(message)
     while at < size:
@@ -112,11 +113,11 @@ def _split(message: memoryview) -> tuple[list[memoryview], list[memoryview]]:
         if wire_type == BYTES:
             length, at = read_varint(message, at)
             begin, at = at, at + length
-            if key == _RAW_INPUT:
+            if key == raw_field:
                 rest.append(message[kept:start])
-                raw_inputs.append(message[begin:at])
+                raws.append(message[begin:at])
                 kept = at
-                if len(raw_inputs) > MAX_TENSORS:
+                if len(raws) > MAX_TENSORS:
                     raise InvalidRequest(f"raw_input_contents has more than {MAX_TENSORS} entries")
         elif wire_type == VARINT:
             _, at = read_varint(message, at)
@@ -129,7 +130,7 @@ def _split(message: memoryview) -> tuple[list[memoryview], list[memoryview]]:
     if at > size:
         raise ValueError("the last field is cut off")
     rest.append(message[kept:])
-    return rest, raw_inputs
+    return rest, raws
 
 
 # Checking
@@ -340,3 +341,20 @@ def build_response(head: ModelInferResponse, raw_outputs: Sequence[Buffer] = ())
         size += len(raw)
         pieces += (_RAW_OUTPUT + varint(len(raw)), raw)
     return [b"".join(pieces)] if size <= SMALL_BYTES else pieces
+
+
+def parse_response(data: Buffer) -> tuple[ModelInferResponse, Sequence[Buffer]]:
+    """Inverse of `build_response`: the head, and the raw outputs as views into `data` where that is large.
+
+    Raises EngineError if `data` is no ModelInferResponse.
+    """
+    try:
+        if len(data) > SMALL_BYTES:
+            pieces, raw_outputs = _split(memoryview(data), _RAW_OUTPUT_KEY)
+            return ModelInferResponse.FromString(b"".join(pieces)), raw_outputs
+        head = ModelInferResponse.FromString(data)  # type: ignore[arg-type]  # takes any buffer
+    except (DecodeError, InvalidRequest, ValueError, IndexError):
+        raise EngineError("the model's answer is not a ModelInferResponse") from None
+    small = head.raw_output_contents[:]
+    del head.raw_output_contents[:]
+    return head, small

@@ -28,6 +28,7 @@ from dynamo.common.directory import Directory, open_directory
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest, Unavailable
 from dynamo.common.etcd import connect_etcd
+from dynamo.common.http_server import HttpServer
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal
 from dynamo.common.messaging.client import RequestClient, open_client
 from dynamo.common.messaging.connection import Connection, connect_nats
@@ -36,12 +37,14 @@ from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint
 from dynamo.common.telemetry import FrontendMetrics, RuntimeMetrics, make_registry, render
+from dynamo.frontend.api.exchange import HttpSettings
+from dynamo.frontend.api.grpc_guard import guarded
 from dynamo.frontend.api.grpc_health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
-from dynamo.frontend.api.grpc_server import GrpcServer, Handlers, serve_grpc
+from dynamo.frontend.api.grpc_server import GrpcServer, Handlers, check_grpc, serve_grpc
 from dynamo.frontend.api.grpc_streams import StreamDrain
+from dynamo.frontend.api.guard import make_guards
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http import (
-    HttpServer,
     LinkState,
     health_routes,
     make_app,
@@ -49,17 +52,24 @@ from dynamo.frontend.api.http import (
     model_routes,
     serve_http,
 )
+from dynamo.frontend.api.http_guard import HttpGuard
 from dynamo.frontend.api.kserve_grpc import SERVICE, KserveService
+from dynamo.frontend.api.kserve_rest.routes import kserve_rest_routes
 from dynamo.frontend.api.kserve_stream import StreamLimits
+from dynamo.frontend.api.routing_routes import RoutingControl, routing_routes
 from dynamo.frontend.api.text_routes import text_routes
-from dynamo.frontend.config import FrontendConfig, RouterMode
+from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.frontend.dispatch import DispatchSettings
 from dynamo.frontend.kv_feed import Bookings, open_kv_feed
+from dynamo.frontend.router.affinity import SessionRouter
 from dynamo.frontend.router.base import Router
+from dynamo.frontend.router.explain import DecisionLog, ExplainingRouter
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import LoadTable
-from dynamo.frontend.router.select import effective_mode, make_router
+from dynamo.frontend.router.select import follows_loads, make_router, thresholds_of
+from dynamo.frontend.router.thresholds import ThresholdTable
+from dynamo.frontend.siblings import open_siblings
 from dynamo.frontend.text_models import TextModel
 
 log = logging.getLogger(__name__)
@@ -135,16 +145,28 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
     metrics = FrontendMetrics(registry)
     runtime = RuntimeMetrics(registry, role="frontend", version=project_version())
     readiness, links = Readiness(), _Links()
+    control = RoutingControl(
+        ThresholdTable(thresholds_of(config.router)),
+        DecisionLog(everything=logging.getLogger("dynamo.frontend.router.explain").isEnabledFor(logging.DEBUG)),
+        follows_loads(config.router),
+    )
     share_port = metrics_folder is not None
     routes = [
         *health_routes(readiness, links),
         *metrics_routes(lambda: render(registry, metrics_folder)),
         *model_routes(readiness, time.time()),
         *text_routes(readiness, config.http, config.text, config.overload_status),
+        *kserve_rest_routes(readiness, config.http, config.overload_status),
     ]
+    if config.http.admin_api:
+        routes += routing_routes(readiness, control, HttpSettings.of(config.http, config.overload_status))
     with _plain_errors():
         async with AsyncExitStack() as stack:
-            app = make_app(routes, config.overload_status)
+            http_guard, grpc_guard = make_guards(config)
+            if config.grpc.wanted:
+                check_grpc(config.grpc, share_port=share_port)
+            http_settings = HttpSettings.of(config.http, config.overload_status)
+            app = HttpGuard(make_app(routes, config.overload_status), http_guard, http_settings)
             http = await stack.enter_async_context(serve_http(config.http, app, share_port=share_port))
             await stack.enter_async_context(_watching(runtime, links))
             etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
@@ -167,7 +189,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             settings = DataPlaneSettings(
                 declared=config.models, dispatch=DispatchSettings(request_timeout_s=config.request_timeout_s)
             )
-            router = await stack.enter_async_context(_router(config, directory, nats, client))
+            router = await stack.enter_async_context(_router(config, control, directory, nats, client))
             plane = await stack.enter_async_context(
                 open_data_plane(directory, client, nats, router, load_text, metrics, settings)
             )
@@ -177,7 +199,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             drain = StreamDrain()
             grpc: GrpcServer | None = None
             if config.grpc.wanted:
-                services = grpc_services(config, plane, readiness, drain)
+                services = guarded(grpc_services(config, plane, readiness, drain), grpc_guard)
                 grpc = await stack.enter_async_context(serve_grpc(config.grpc, services, share_port=share_port))
             readiness.attach(plane)
             stack.push_async_callback(_drain, config, readiness, drain, http, grpc)
@@ -185,16 +207,41 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
 
 
 @asynccontextmanager
-async def _router(config: FrontendConfig, directory: Directory, nats: Connection, client: RequestClient) -> AsyncIterator[Router]:
-    """The router, kept in step with instances and, if wanted, with other frontends."""
+async def _router(
+    config: FrontendConfig, control: RoutingControl, directory: Directory, nats: Connection, client: RequestClient
+) -> AsyncIterator[Router]:
+    """The router that requests meet: sessions and explanations around the one that chooses."""
+    options = config.router
     clock = asyncio.get_running_loop().time
-    if effective_mode(config.router) in (RouterMode.ROUND_ROBIN, RouterMode.RANDOM, RouterMode.DIRECT):
+    async with AsyncExitStack() as stack:
+        siblings = await stack.enter_async_context(open_siblings(nats, config.namespace, control.thresholds))
+        control.set_thresholds = siblings.set_thresholds
+        router = await stack.enter_async_context(_choosing_router(config, control.thresholds, directory, nats, client))
+        if options.session_affinity_ttl_s is not None:
+            router = siblings.sessions = SessionRouter(
+                router,
+                options.session_affinity_ttl_s,
+                options.session_affinity_mode,
+                options.session_affinity_max,
+                on_placed=siblings.place if options.replica_sync else None,
+                clock=clock,
+            )
+        yield ExplainingRouter(router, control.decisions)
+
+
+@asynccontextmanager
+async def _choosing_router(
+    config: FrontendConfig, thresholds: ThresholdTable, directory: Directory, nats: Connection, client: RequestClient
+) -> AsyncIterator[Router]:
+    """The router of the chosen mode, kept in step with instances and, if wanted, with other frontends."""
+    clock = asyncio.get_running_loop().time
+    if not follows_loads(config.router):
         yield make_router(config.router, LoadTable(), clock)
         return
     async with AsyncExitStack() as stack:
         bookings = Bookings(nats, Endpoint(namespace=config.namespace)) if config.router.replica_sync else None
         loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.say)
-        router = make_router(config.router, loads, clock)
+        router = make_router(config.router, loads, clock, thresholds)
         follower = router if isinstance(router, KvRouter) and config.router.use_kv_events else None
 
         async def ask(instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ipaddress
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -12,9 +14,13 @@ from dynamo.common.config import group, option, parse_bytes, parse_port
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation_rules import MAX_CHOICES, MAX_LOGPROBS
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
-from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, TraceOptions
+from dynamo.common.security.surfaces import Restriction, Surface, parse_restrictions
+from dynamo.common.security.tls import TlsFiles
 
 MIB = 2**20
+GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
+"""Before the names of headers that restrict gRPC calls, as Triton has it."""
 MAX_WINDOW_BYTES = 2**31 - 1
 
 
@@ -40,6 +46,15 @@ class RouterMode(StrEnum):
     LEAST_LOADED = "least-loaded"
     POWER_OF_TWO = "power-of-two"
     """The less loaded of two drawn at random."""
+
+
+class AffinityMode(StrEnum):
+    """What a session does when its instance is busy."""
+
+    HARD = "hard"
+    """Its requests go there nevertheless."""
+    SOFT = "soft"
+    """It moves."""
 
 
 class OverloadStatus(StrEnum):
@@ -138,6 +153,25 @@ def _ignored(value: object) -> None:
     return None
 
 
+def is_local(host: str) -> bool:
+    """Whether only this machine can connect to what listens on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_tls(prefix: str, cert: str | None, key: str | None, client_ca: str | None) -> None:
+    if (cert is None) != (key is None):
+        raise ValueError(f"--{prefix}-tls-cert-file and --{prefix}-tls-key-file are only useful together")
+    if client_ca is not None and cert is None:
+        raise ValueError(f"--{prefix}-tls-client-ca-file needs --{prefix}-tls-cert-file")
+
+
+def _tls_files(cert: str | None, key: str | None, client_ca: str | None) -> TlsFiles | None:
+    return None if cert is None or key is None else TlsFiles(cert=cert, key=key, client_ca=client_ca)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
     """The HTTP side, which is always up."""
@@ -162,6 +196,30 @@ class HttpOptions:
     keepalive_s: float = option(
         15.0, minimum=0.1, help="A stream that is silent for so long gets a comment, lest a proxy cuts it."
     )
+    admin_api: bool = option(
+        True, help="Serve `/busy_threshold` and `/v1/routing/decisions`, which change and show how requests are routed."
+    )
+    tls_cert_file: str | None = option(
+        None,
+        metavar="FILE",
+        help="Certificate of the server (PEM); makes the HTTP port speak TLS.",
+    )
+    tls_key_file: str | None = option(None, metavar="FILE", help="Key of the certificate (PEM).")
+    tls_client_ca_file: str | None = option(
+        None, metavar="FILE", help="Clients must show a certificate signed by one of these (PEM)."
+    )
+
+    def __post_init__(self) -> None:
+        _check_tls("http", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """None: the port does not speak TLS."""
+        return _tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+
+    @property
+    def is_local(self) -> bool:
+        return is_local(self.host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,22 +322,25 @@ class GrpcOptions:
     )
     tls_cert_file: str | None = option(
         None,
-        env=("DYN_GRPC_TLS_CERT_FILE", "DYNAMO_TLS_CERT"),
         metavar="FILE",
-        help="Certificate of the server (PEM); makes the port speak TLS.",
+        help="Certificate of the server (PEM); makes the gRPC port speak TLS.",
     )
-    tls_key_file: str | None = option(
-        None, env=("DYN_GRPC_TLS_KEY_FILE", "DYNAMO_TLS_KEY"), metavar="FILE", help="Key of the certificate (PEM)."
-    )
+    tls_key_file: str | None = option(None, metavar="FILE", help="Key of the certificate (PEM).")
     tls_client_ca_file: str | None = option(
         None, metavar="FILE", help="Clients must show a certificate signed by one of these (PEM)."
     )
 
     def __post_init__(self) -> None:
-        if (self.tls_cert_file is None) != (self.tls_key_file is None):
-            raise ValueError("--grpc-tls-cert-file and --grpc-tls-key-file are only useful together")
-        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
-            raise ValueError("--grpc-tls-client-ca-file needs --grpc-tls-cert-file")
+        _check_tls("grpc", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """None: the port does not speak TLS."""
+        return _tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+
+    @property
+    def is_local(self) -> bool:
+        return is_local(self.host)
 
     @property
     def wanted(self) -> bool:
@@ -287,12 +348,112 @@ class GrpcOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsOptions:
+    """TLS on all ports of the frontend. Options of one port, such as `--grpc-tls-cert-file`, go before these."""
+
+    required: bool = option(
+        False,
+        flags=("--use-tls",),
+        env=("DYN_USE_TLS",),
+        file_key=("tls.required", "use_tls"),
+        help="Refuse to start unless every port speaks TLS. A certificate alone turns TLS on, too.",
+    )
+    cert_file: str | None = option(
+        None,
+        flags=("--cert-file", "--tls-cert-file", "--tls-cert-path"),
+        env=("DYN_TLS_CERT_FILE", "DYNAMO_TLS_CERT"),
+        file_key=("tls.cert_file", "cert_file"),
+        metavar="FILE",
+        help="Certificate of the server (PEM); makes gRPC and HTTP speak TLS. Read anew when it changes.",
+    )
+    key_file: str | None = option(
+        None,
+        flags=("--key-file", "--tls-key-file", "--tls-key-path"),
+        env=("DYN_TLS_KEY_FILE", "DYNAMO_TLS_KEY"),
+        file_key=("tls.key_file", "key_file"),
+        metavar="FILE",
+        help="Key of the certificate (PEM), without a passphrase.",
+    )
+    client_ca_file: str | None = option(
+        None,
+        flags=("--client-ca-file", "--tls-client-ca-file", "--tls-client-ca-cert-path"),
+        env=("DYN_TLS_CLIENT_CA_FILE", "DYNAMO_TLS_CLIENT_CA"),
+        file_key=("tls.client_ca_file", "client_ca_file"),
+        metavar="FILE",
+        help="Clients must show a certificate signed by one of these (PEM), on gRPC and HTTP.",
+    )
+
+    def __post_init__(self) -> None:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("--cert-file and --key-file are only useful together")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessOptions:
+    """Who may use what."""
+
+    keys_file: Path | None = option(
+        None,
+        flags=("--api-keys-file",),
+        env=("DYN_API_KEYS_FILE",),
+        file_key="api_keys_file",
+        metavar="FILE",
+        help="API keys, hashed, made by dynamo-keys. With it every call but health needs a key. Read anew when it changes.",
+    )
+    open_surfaces: tuple[Surface, ...] = option(
+        (),
+        flags=("--api-open",),
+        env=("DYN_API_OPEN",),
+        file_key="api_open",
+        repeatable=True,
+        choices=tuple(surface.value for surface in Surface),
+        metavar="SURFACE",
+        help=f"With API keys: what is open without one. Of {', '.join(Surface)}.",
+    )
+    grpc_restricted: str | None = option(
+        None,
+        flags=("--grpc-restricted-protocol",),
+        env=("DYN_GRPC_RESTRICTED_PROTOCOL",),
+        file_key="grpc_restricted_protocol",
+        secret=True,
+        help="Lines SURFACE,…:KEY=VALUE: these gRPC calls need the metadata triton-grpc-protocol-KEY with this value.",
+    )
+    http_restricted: str | None = option(
+        None,
+        flags=("--http-restricted-api",),
+        env=("DYN_HTTP_RESTRICTED_API",),
+        file_key="http_restricted_api",
+        secret=True,
+        help="Lines SURFACE,…:HEADER=VALUE: these HTTP calls need this header.",
+    )
+
+    def __post_init__(self) -> None:
+        for flag, parse in (
+            ("--grpc-restricted-protocol", self.grpc_restrictions),
+            ("--http-restricted-api", self.http_restrictions),
+        ):
+            try:
+                parse()
+            except ValueError as error:
+                raise ValueError(f"{flag}: a line {error}") from None
+
+    def grpc_restrictions(self) -> tuple[Restriction, ...]:
+        return parse_restrictions(self.grpc_restricted or "", GRPC_HEADER_PREFIX)
+
+    def http_restrictions(self) -> tuple[Restriction, ...]:
+        return parse_restrictions(self.http_restricted or "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
-    """How instances are chosen. Those about KV caches matter to `--router-mode kv` only."""
+    """How instances are chosen. Those about KV caches matter to `--router-mode kv` only, thresholds to all modes."""
 
     mode: RouterMode = option(RouterMode.ROUND_ROBIN, help="How an instance is chosen.")
     load_aware: bool = option(
-        False, flags=("--load-aware",), help="least-loaded instead of round-robin, power-of-two instead of random."
+        False,
+        flags=("--load-aware",),
+        env=("DYN_LOAD_AWARE", "DYN_ROUTER_LOAD_AWARE"),
+        help="least-loaded instead of round-robin, power-of-two instead of random.",
     )
     overlap_score_weight: float = option(
         4.0,
@@ -327,10 +488,16 @@ class RouterOptions:
     speculative_ttl_s: float = option(
         2.0, minimum=0, help="With KV events: seconds for which a decision counts as cached before events confirm it."
     )
-    replica_sync: bool = option(False, help="Share bookings with the other frontends of the namespace.")
-    track_active_blocks: bool = option(True, help="Count blocks held by running requests into the cost.")
+    replica_sync: bool = option(
+        False, help="Share bookings and sessions with the other frontends of the namespace, so that they decide like one."
+    )
+    track_active_blocks: bool = option(
+        True, help="Count blocks held by running requests into the cost; off: prefill alone counts."
+    )
     track_output_blocks: bool = option(False, help="Book the blocks that a request's max_tokens would fill, too.")
-    assume_kv_reuse: bool = option(True, help="Bookings on one instance count shared prefixes once.")
+    assume_kv_reuse: bool = option(
+        True, help="Bookings on one instance count shared prefixes once; off: each counts all its blocks."
+    )
     active_decode_blocks_threshold: float | None = option(
         None,
         flags=("--active-decode-blocks-threshold",),
@@ -346,8 +513,24 @@ class RouterOptions:
         env=("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",),
         file_key="active_prefill_tokens_threshold",
         minimum=0,
-        help="Prompt tokens waiting to be computed above which an instance is busy.",
+        help="Prompt tokens waiting to be computed above which an instance is busy; all busy: requests are refused as overload.",
     )
+    session_affinity_ttl_s: float | None = option(
+        None,
+        flags=("--router-session-affinity-ttl-secs", "--session-affinity-ttl"),
+        env=("DYN_ROUTER_SESSION_AFFINITY_TTL_SECS", "DYN_SESSION_AFFINITY_TTL"),
+        minimum=0.001,
+        help="Requests of one session go to one instance until none came for so many seconds; unset: sessions mean nothing.",
+    )
+    session_affinity_mode: AffinityMode = option(
+        AffinityMode.HARD, help="A session whose instance is busy: hard keeps it there, soft moves it."
+    )
+    session_affinity_max: int = option(
+        65_536, minimum=1, help="Sessions remembered at most; the one that was used least recently is forgotten first."
+    )
+
+
+P = TypeVar("P", HttpOptions, GrpcOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,15 +573,33 @@ class FrontendConfig:
     )
     http: HttpOptions = group("HTTP", prefix="http", default=HttpOptions)
     grpc: GrpcOptions = group("KServe gRPC", prefix="grpc", default=GrpcOptions)
+    tls: TlsOptions = group("TLS", prefix="tls", default=TlsOptions)
+    access: AccessOptions = group("Access", prefix="access", default=AccessOptions)
     text: TextOptions = group("Text", prefix="text", default=TextOptions)
     router: RouterOptions = group("Routing", prefix="router", default=RouterOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
     etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)
     log: LogOptions = group("Logging", prefix="log", default=LogOptions)
+    trace: TraceOptions = group("Tracing", prefix="trace", default=TraceOptions)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "http", _with_tls(self.http, self.tls))
+        object.__setattr__(self, "grpc", _with_tls(self.grpc, self.tls))
+        if self.tls.required and (self.http.tls is None or (self.grpc.wanted and self.grpc.tls is None)):
+            raise ValueError("--use-tls needs --cert-file and --key-file")
+        if self.tls.client_ca_file is not None and self.http.tls is None and self.grpc.tls is None:
+            raise ValueError("--client-ca-file needs --cert-file and --key-file")
         if self.processes > 1 and (self.http.port == 0 or (self.grpc.wanted and self.grpc.port == 0)):
             raise ValueError("--processes shares ports between processes, so they need fixed --http-port and --grpc-port")
         same = self.grpc.wanted and self.http.port == self.grpc.port != 0
         if same and self.http.host == self.grpc.host:
             raise ValueError(f"--http-port and --grpc-port are both {self.http.port}")
+
+
+def _with_tls(port: P, tls: TlsOptions) -> P:
+    """A port's own certificate goes before the common one, and so does its client CA."""
+    if port.tls_cert_file is None and tls.cert_file is not None:
+        port = replace(port, tls_cert_file=tls.cert_file, tls_key_file=tls.key_file)
+    if port.tls_client_ca_file is None and port.tls is not None and tls.client_ca_file is not None:
+        port = replace(port, tls_client_ca_file=tls.client_ca_file)
+    return port

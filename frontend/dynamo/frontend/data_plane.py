@@ -32,6 +32,7 @@ from dynamo.common.errors import (
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import InstanceId
+from dynamo.common.security.accounts import Ticket, admit, permit, permits
 from dynamo.common.telemetry import FrontendMetrics, ModelMetrics, Request, RequestType
 from dynamo.common.tensor_request import RequestChecker, TensorRequest
 from dynamo.frontend.dispatch import Call, Client, DispatchedStream, Dispatcher, DispatchSettings, Instances, Link, Work
@@ -126,7 +127,7 @@ class DataPlane:
 
     def model_ready(self, model: str, version: str = "") -> bool:
         try:
-            card = self.card(model, version)
+            card = self._find(model, version).card
         except ModelNotFound:
             return False
         tokenizer = card.llm.tokenizer if card.llm is not None else ""
@@ -135,14 +136,15 @@ class DataPlane:
         return card.llm is None or self._texts.is_loaded(card)
 
     def card(self, model: str, version: str = "") -> ModelCard:
-        """The card of a model, by its name, an alias or an adapter of it. Raises ModelNotFound."""
+        """The card of a model, by its name, an alias or an adapter of it. Raises ModelNotFound, and Forbidden to some callers."""
+        permit(model)
         return self._find(model, version).card
 
     def cards(self) -> list[ModelCard]:
-        """One card per model that is served or declared, in order of name."""
+        """One card per model that is served or declared and that the caller may use, in order of name."""
         found = {card.name: card for card in self._settings.declared}
         found.update((name, cards[0]) for name, cards in self._cards.items())
-        return [found[name] for name in sorted(found)]
+        return [found[name] for name in sorted(found) if permits(name) or any(map(permits, other_names(found[name])))]
 
     def start_draining(self) -> None:
         """From now on this process says that it is not ready. It serves what comes nevertheless."""
@@ -158,7 +160,9 @@ class DataPlane:
         """The serialized ModelInferResponse. Raises DynamoError."""
         model = self._find(request.head.model_name, request.head.model_version)
         measured = model.metrics.start(call.endpoint, call.request_type)
+        ticket: Ticket | None = None
         try:
+            ticket = admit(request.head.model_name)
             if model.card.decoupled:
                 raise Unsupported(
                     f"model '{model.card.name}' is decoupled: a request may have any number of answers, so ask by a stream"
@@ -168,6 +172,9 @@ class DataPlane:
         except BaseException as error:
             measured.finish(_code(error))
             raise
+        finally:
+            if ticket is not None:
+                ticket.close()
         measured.finish()
         return answer
 
@@ -185,7 +192,7 @@ class DataPlane:
 
     async def text_model(self, model: str) -> TextModel:
         """Tokenizer and template of a language model. Raises ModelNotFound, InvalidRequest for other models, Unavailable."""
-        card = self._find(model, "").card
+        card = self.card(model)
         if card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{card.name}' takes tensors; it has no tokenizer", param="model")
         return await self._texts.get(card, None)
@@ -310,10 +317,12 @@ class Answers:
         self._call = call
         self._stream: DispatchedStream | None = None
         self._measured: Request | None = None
+        self._ticket: Ticket | None = None
 
     async def __aenter__(self) -> Self:
         self._measured = self._model.metrics.start(self._call.endpoint, self._call.request_type)
         try:
+            self._ticket = admit(self._request.head.model_name)
             self._model.checker.check(self._request)
             self._stream = self._dispatcher.stream(_infer(self._request, self._model), self._call)
         except BaseException as error:
@@ -352,6 +361,8 @@ class Answers:
         measured, self._measured = self._measured, None
         if measured is not None:
             measured.finish(code)
+        if self._ticket is not None:
+            self._ticket.close()
 
 
 @asynccontextmanager

@@ -19,9 +19,11 @@ import itertools
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
+
+import msgspec
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import (
@@ -37,6 +39,8 @@ from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import ModelMetrics, RequestType
 from dynamo.frontend.router.base import Choice, Router, RouteRequest
+from dynamo.frontend.router.explanation import Explanation
+from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES, PromptHashes
 
 T = TypeVar("T")
 
@@ -129,8 +133,7 @@ class DispatchSettings:
     """An instance that refused as unavailable, e.g. because it drains, is left out for so long if there are others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks, and under which conditions; made by each protocol edge."""
 
     request_id: str
@@ -138,22 +141,21 @@ class Call:
     """Absolute, on the event loop's clock."""
     instance: InstanceId | None = None
     """The only instance that may serve this."""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     """`traceparent`, `tracestate` and the like: passed to the worker."""
     priority: int = 0
     """Higher is more important."""
     session: str = ""
-    overrides: Mapping[str, float] = field(default_factory=dict)
+    overrides: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Router settings of this request."""
-    explain: bool = False
-    """Fill `Choice.candidates`."""
+    explanation: Explanation | None = None
+    """Gets why instances were chosen; None: nobody wants to know."""
     endpoint: str = "tensor"
     """Which API asked, for metrics: one of a fixed set of names."""
     request_type: RequestType = RequestType.UNARY
 
 
-@dataclass(slots=True, kw_only=True)
-class Work:
+class Work(msgspec.Struct, kw_only=True):
     """What is asked, and of whom it may be asked."""
 
     model: str
@@ -168,6 +170,8 @@ class Work:
     tokenizer: str = ""
     """Only instances whose model has this tokenizer, for work that is token ids; empty: any."""
     prompt: bytes = b""
+    hashes: PromptHashes | None = None
+    """Of `prompt`, where it is so long that they were computed before an instance is picked."""
     adapter: str = ""
     cache_salt: str = ""
     expected_output_tokens: int = 0
@@ -425,12 +429,28 @@ class DispatchedStream:
             if not dispatcher._link.is_connected:
                 error = Unavailable("the frontend has no connection to its workers now")
             elif candidates := dispatcher._candidates(self._work, self._call, self._failed):
-                return self._book(candidates)
+                if len(self._work.prompt) < LONG_PROMPT_BYTES or self._work.hashes is not None:
+                    return self._book(candidates)
+                if not await self._hash(candidates):
+                    return self._book(candidates)
+                continue  # meanwhile, others had their turns
             else:
                 error = self._nobody()
             if not dispatcher._is_disturbed(dispatcher._loop.time()):
                 raise error
             await self._wait(error)
+
+    async def _hash(self, candidates: Sequence[Instance]) -> bool:
+        """Hashes a long prompt in steps, if the router will look at its hashes. Whether that took any time."""
+        work = self._work
+        request = RouteRequest(model=work.model, prompt=work.prompt, adapter=work.adapter, cache_salt=work.cache_salt)
+        hashes = self._dispatcher._router.prompt_hashes(request, candidates)
+        if hashes is None:
+            return False
+        for _ in hashes.steps():
+            await asyncio.sleep(0)
+        work.hashes = hashes
+        return True
 
     def _book(self, candidates: Sequence[Instance]) -> Stream:
         """Picks, books and opens in one step."""
@@ -448,9 +468,11 @@ class DispatchedStream:
                 pinned=call.instance,
                 session=call.session,
                 overrides=call.overrides,
+                hashes=work.hashes,
+                caller_id=call.request_id,
+                explanation=call.explanation,
             ),
             candidates,
-            explain=call.explain,
         )
         self.choice = choice
         self._booking = booking

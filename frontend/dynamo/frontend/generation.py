@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -38,6 +37,7 @@ from dynamo.common.generation import (
 )
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard
+from dynamo.common.security.accounts import Ticket, admit
 from dynamo.common.telemetry import ModelMetrics, Request
 from dynamo.frontend.dispatch import Call, DispatchedStream, Dispatcher, Work
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
@@ -67,6 +67,7 @@ class Generation:
         self._call = call
         self._measured: Request | None = None
         """None before the generation is entered, and when it is over."""
+        self._ticket: Ticket | None = None
         self._stream: DispatchedStream
         self._detokenizer: Detokenizer
         self._prompt: GenerateRequest
@@ -98,9 +99,10 @@ class Generation:
     async def __aenter__(self) -> Self:
         self._measured = self._metrics.start(self._call.endpoint, self._call.request_type)
         try:
+            self._ticket = admit(self._request.model)
             deadline = self._dispatcher.deadline(self._call)
             if deadline != self._call.deadline:
-                self._call = replace(self._call, deadline=deadline)
+                self._call = msgspec.structs.replace(self._call, deadline=deadline)
             text = await self._texts.get(self._card, deadline)
             try:
                 async with asyncio.timeout_at(deadline):
@@ -109,6 +111,8 @@ class Generation:
                 raise DeadlineExceeded() from None
             self._prompt = self._addressed(prompt)
             self._input_tokens = self._prompt.prompt_tokens
+            if self._ticket is not None:
+                self._ticket.charge(self._input_tokens)
             self._unfinished = set(range(self._prompt.n))
             self._detokenizer = text.detokenizer(self._request, self._prompt)
             self._stream = self._dispatcher.stream(self._work(self._prompt), self._call)
@@ -220,6 +224,8 @@ class Generation:
                 texts.append(text)
         if tokens:
             self._output_tokens += tokens
+            if self._ticket is not None:
+                self._ticket.charge(tokens)
             if self._measured is not None:
                 self._measured.tokens(tokens)
         return texts
@@ -254,6 +260,8 @@ class Generation:
             measured.finish(
                 code, input_tokens=self._input_tokens, output_tokens=self._output_tokens, cached_tokens=self.summary.cached_tokens
             )
+        if self._ticket is not None:
+            self._ticket.close()
 
 
 def _encoded(prompt: GenerateRequest) -> bytes:

@@ -1,9 +1,12 @@
 """Keeps a KV router in step with what instances tell about their caches and loads.
 
-Each instance numbers its updates without holes. The feed applies them in order; when it meets a hole, a new instance, or a load
-report that speaks of updates it never saw, it asks the instance: for the updates it missed, or for a snapshot of everything.
-While it asks, arriving updates are dropped, for the answer will hold them or be followed by another question. So an index is
-exact again a round trip after whatever was lost.
+Each instance numbers its updates without holes, and a `common.kv.follow.Follower` per model and instance says what may be applied
+and when something is missing: a hole, a new instance, a load report that speaks of updates never seen, an own reconnect. Then
+the feed asks the instance: for the updates it missed, or for a snapshot of everything. So an index is exact again a round trip
+after whatever was lost. An instance that is gone is cleared.
+
+With a history (durable events, `kv_history`), a component's past is read from the store first, and only the instances that it
+does not tell everything about are asked.
 
 With replica sync, bookings are exchanged with the other frontends of the namespace as well.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -32,25 +35,29 @@ from dynamo.common.kv.events import (
     message_encoder,
     snapshot_decoder,
 )
-from dynamo.common.messaging.connection import Connection, Subscription
+from dynamo.common.kv.follow import Follower
+from dynamo.common.messaging.connection import Connection, OnMessage
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.frontend.kv_history import KvHistory
 from dynamo.frontend.router.load import BookingEvent, LoadTable, Step
 
 log = logging.getLogger(__name__)
 
 Ask = Callable[[Instance, str, bytes, float], Awaitable[Buffer]]
-"""`Dispatcher.ask`: one instance's answer to a question about itself."""
+"""One instance's answer to a question about itself: instance, verb, body, deadline."""
 
 _ANSWER_S = 5.0
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 2.0
+_ASKED_AT_ONCE = 64
+"""Instances. Their snapshots take memory, and the loop's time, while they come in."""
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 0.5
 _ALIVE_S = 1.0
 _updates_decoder = msgspec.msgpack.Decoder(list[KvUpdate] | None)
 _bookings_decoder = msgspec.msgpack.Decoder(list[BookingEvent])
 
 
-class Follower(Protocol):
+class Caches(Protocol):
     """What the feed keeps up to date; `router.kv.KvRouter` is one."""
 
     def apply(self, model: str, instance: InstanceId, update: KvUpdate) -> None: ...
@@ -68,99 +75,172 @@ class Directory(Protocol):
     def mark_up(self, instance: InstanceId) -> None: ...
 
 
+class Subscription(Protocol):
+    async def close(self) -> None: ...
+
+
+class Bus(Protocol):
+    """The part of `messaging.connection.Connection` that the feed needs."""
+
+    async def connected(self) -> None: ...
+
+    async def subscribe(self, subject: str, on_message: OnMessage) -> Subscription: ...
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None: ...
+
+
 class _Source:
     """One model of one instance."""
 
-    __slots__ = ("expected", "fetching", "heard", "instance")
+    __slots__ = ("asking", "follower", "instance")
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        self.expected: int | None = None
-        """Number of the next update; None: nothing is known, a snapshot is needed."""
-        self.heard = -1
-        """Highest number that anything spoke of."""
-        self.fetching: asyncio.Task[None] | None = None
+        self.follower = Follower()
+        self.asking: asyncio.Task[None] | None = None
+
+
+class _Component:
+    """What instances of one component publish."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.subscriptions: list[Subscription] = []
+        self.in_the_past = True
+        """Its history is still being read: what is missing now may be found there."""
+
+
+def _component_of(endpoint: Endpoint) -> tuple[str, str]:
+    return endpoint.namespace, endpoint.component
 
 
 class KvFeed:
     """Use `open_kv_feed`."""
 
     def __init__(
-        self, connection: Connection, directory: Directory, ask: Ask, follower: Follower | None, loads: LoadTable
+        self, bus: Bus, directory: Directory, ask: Ask, caches: Caches | None, loads: LoadTable, history: KvHistory | None = None
     ) -> None:
-        self._connection = connection
+        self._bus = bus
         self._directory = directory
         self._ask = ask
-        self._follower = follower
+        self._caches = caches
         self._loads = loads
+        self._history = history
         self._loop = asyncio.get_running_loop()
         self._sources: dict[tuple[InstanceId, str], _Source] = {}
-        self._subscriptions: dict[tuple[str, str], list[Subscription]] = {}
-        self._subscribing: set[asyncio.Task[None]] = set()
+        self._components: dict[tuple[str, str], _Component] = {}
+        self._following: set[asyncio.Task[None]] = set()
+        self._turns = asyncio.Semaphore(_ASKED_AT_ONCE)
         self.resyncs = 0
         """How often an instance was asked for what was missed."""
+
+    def number(self, instance: InstanceId, model: str) -> int | None:
+        """Number of the last update applied of an instance, -1 for none; None: it is not followed, or nothing is known yet."""
+        source = self._sources.get((instance, model))
+        return None if source is None else source.follower.number
 
     # Following the directory
 
     def refresh(self) -> None:
-        """Takes up new instances and drops those that are gone."""
+        """Takes up new instances and clears those that are gone."""
         present: dict[tuple[InstanceId, str], Instance] = {}
-        endpoints: dict[tuple[str, str], Endpoint] = {}
         for instance in self._directory.registered():
             if instance.card.llm is not None:
-                endpoints[instance.endpoint.namespace, instance.endpoint.component] = instance.endpoint
+                self._take_up(instance.endpoint)
                 if instance.card.llm.block_size:
                     present[instance.id, instance.card.name] = instance
         for key in self._sources.keys() - present.keys():
-            source = self._sources.pop(key)
-            if source.fetching is not None:
-                source.fetching.cancel()
+            self._drop(self._sources.pop(key))
         for key, instance in present.items():
             if key not in self._sources:
                 self._sources[key] = source = _Source(instance)
-                self._fetch(source)
-        for name, endpoint in endpoints.items():
-            if name not in self._subscriptions:
-                self._subscriptions[name] = []
-                self._start(self._subscribe(name, endpoint))
+                self._catch_up(source)
 
-    def _start(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._subscribing.add(task)
-        task.add_done_callback(self._subscribing.discard)
+    def _drop(self, source: _Source) -> None:
+        if source.asking is not None:
+            source.asking.cancel()
+        if self._caches is not None:
+            self._caches.apply(source.instance.card.name, source.instance.id, KvUpdate(0, cleared=True))
 
-    async def _subscribe(self, name: tuple[str, str], endpoint: Endpoint) -> None:
+    def _take_up(self, endpoint: Endpoint) -> None:
+        name = _component_of(endpoint)
+        if name in self._components:
+            return
+        self._components[name] = component = _Component(endpoint)
+        task = asyncio.create_task(self._follow(component), name=f"kv feed of {endpoint}")
+        self._following.add(task)
+        task.add_done_callback(self._following.discard)
+
+    async def _follow(self, component: _Component) -> None:
+        endpoint = component.endpoint
         for subject, callback in ((endpoint.kv_subject(), self.on_kv), (endpoint.load_subject(), self.on_load)):
-            self._subscriptions[name].append(await self._connection.subscribe(subject, callback))
+            component.subscriptions.append(await self._subscribe(subject, callback))
+        if self._history is not None and self._caches is not None:
+            await self._history.read(endpoint, self)
+        component.in_the_past = False
+        self._catch_up_all(component)
+        if self._history is not None and self._caches is not None:
+            await self._history.keep_short(endpoint, self)
+
+    async def _subscribe(self, subject: str, callback: OnMessage) -> Subscription:
+        while True:
+            await self._bus.connected()
+            try:
+                return await self._bus.subscribe(subject, callback)
+            except DynamoError as error:
+                log.warning("%s cannot be followed yet: %s", subject, error)
+                await asyncio.sleep(_LONGEST_PAUSE_S)
+
+    # The past, told by the history
+
+    def known(self, endpoint: Endpoint) -> set[tuple[InstanceId, str]]:
+        """The instances of a component that are followed, with their models."""
+        name = _component_of(endpoint)
+        return {key for key, source in self._sources.items() if _component_of(source.instance.endpoint) == name}
+
+    def remembered(self, instance: InstanceId, model: str, snapshot: KvSnapshot) -> None:
+        """What an instance held once."""
+        source = self._sources.get((instance, model))
+        if source is not None:
+            self._replace(source, snapshot)
+
+    def told(self, instance: InstanceId, model: str, update: KvUpdate) -> None:
+        """An update of now or before. Those of instances that are not registered yet are dropped: they will be asked."""
+        source = self._sources.get((instance, model))
+        if source is not None and self._caches is not None:
+            self._apply(source, source.follower.update(update))
+            self._catch_up(source)
+
+    async def whole(self, instance: InstanceId, model: str) -> KvSnapshot | None:
+        """What an instance says that it holds; None if it cannot be asked."""
+        source = self._sources.get((instance, model))
+        if source is None:
+            return None
+        try:
+            return await self._ask_snapshot(source)
+        except (DynamoError, msgspec.MsgspecError) as error:
+            log.debug("instance %x did not tell its KV cache: %s", instance, error)
+            return None
 
     # Hearing
 
     def on_kv(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        """An update. Those of instances that are not registered yet are dropped: a snapshot will be asked for."""
-        message: KvMessage
+        """An update."""
         try:
-            message = kv_message_decoder.decode(payload)
-            source = self._sources.get((_instance_of(subject), message.model))
+            message: KvMessage = kv_message_decoder.decode(payload)
+            instance = instance_of(subject)
         except (msgspec.MsgspecError, ValueError) as error:
             log.warning("a KV update on %s cannot be read: %s", subject, error)
             return
-        if source is None or self._follower is None:
-            return
-        number = message.update.number
-        source.heard = max(source.heard, number)
-        if source.fetching is not None or source.expected is None or number < source.expected:
-            return
-        if number > source.expected:
-            self._fetch(source)
-            return
-        source.expected = number + 1
-        self._follower.apply(message.model, source.instance.id, message.update)
+        self.told(instance, message.model, message.update)
+        if self._history is not None:
+            self._history.heard(subject)
 
     def on_load(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
         """A load report."""
         try:
             message = load_message_decoder.decode(payload)
-            instance = _instance_of(subject)
+            instance = instance_of(subject)
         except (msgspec.MsgspecError, ValueError) as error:
             log.warning("a load report on %s cannot be read: %s", subject, error)
             return
@@ -168,69 +248,90 @@ class KvFeed:
         self._loads.report(instance, report, self._loop.time())
         self._directory.mark_up(instance)
         source = self._sources.get((instance, message.model))
-        if source is None or source.fetching is not None:
-            return
-        # Updates and reports travel on different subjects but one connection: what a report speaks of came before it.
-        source.heard = max(source.heard, report.kv_number)
-        if source.expected is None or report.kv_number >= source.expected:
-            self._fetch(source)
+        if source is not None:
+            # Updates and reports travel on different subjects but one connection: what a report speaks of came before it.
+            source.follower.announced(report.kv_number)
+            self._catch_up(source)
 
     def reconnected(self) -> None:
         """Whatever was published while we were away is lost."""
         for source in self._sources.values():
-            self._fetch(source)
+            self._start_asking(source)
+
+    def _apply(self, source: _Source, updates: Iterable[KvUpdate]) -> None:
+        assert self._caches is not None
+        for update in updates:
+            self._caches.apply(source.instance.card.name, source.instance.id, update)
+
+    def _replace(self, source: _Source, snapshot: KvSnapshot) -> None:
+        assert self._caches is not None
+        updates = source.follower.snapshot(snapshot)
+        if updates is not None:
+            self._caches.replace(source.instance.card.name, source.instance.id, snapshot)
+            self._apply(source, updates)
 
     # Asking
 
-    def _fetch(self, source: _Source) -> None:
-        if source.fetching is None and self._follower is not None:
-            source.fetching = asyncio.create_task(self._catch_up(source), name="kv resync")
+    def _catch_up(self, source: _Source) -> None:
+        if source.follower.behind and not self._components[_component_of(source.instance.endpoint)].in_the_past:
+            self._start_asking(source)
 
-    async def _catch_up(self, source: _Source) -> None:
+    def _catch_up_all(self, component: _Component) -> None:
+        for key in self.known(component.endpoint):
+            self._catch_up(self._sources[key])
+
+    def _start_asking(self, source: _Source) -> None:
+        if source.asking is None and self._caches is not None:
+            source.asking = asyncio.create_task(self._ask_until_exact(source), name="kv resync")
+
+    async def _ask_until_exact(self, source: _Source) -> None:
         pause_s = _FIRST_PAUSE_S
         try:
             while True:
                 try:
-                    await self._ask_once(source)
-                    if source.expected is not None and source.heard < source.expected:
+                    async with self._turns:
+                        await self._ask_once(source)
+                    if not source.follower.behind:
                         return
                 except (DynamoError, msgspec.MsgspecError) as error:
                     log.debug("instance %x did not tell its KV cache: %s", source.instance.id, error)
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
-            source.fetching = None
+            source.asking = None
 
     async def _ask_once(self, source: _Source) -> None:
-        assert self._follower is not None
         self.resyncs += 1
         instance, model = source.instance, source.instance.card.name
-        deadline = self._loop.time() + _ANSWER_S
-        if source.expected is not None:
-            question = message_encoder.encode(KvQuestion(model, source.expected))
-            updates = _updates_decoder.decode(await self._ask(instance, "events_since", question, deadline))
+        since = source.follower.ask_from()
+        if since is not None:
+            question = message_encoder.encode(KvQuestion(model, since))
+            answer = await self._ask(instance, "events_since", question, self._loop.time() + _ANSWER_S)
+            updates: Sequence[KvUpdate] | None = _updates_decoder.decode(answer)
             if updates is not None:
-                for update in updates:
-                    if update.number == source.expected:
-                        self._follower.apply(model, instance.id, update)
-                        source.expected += 1
+                self._apply(source, source.follower.recovered(updates))
                 return
-        question = message_encoder.encode(KvQuestion(model))
-        snapshot = snapshot_decoder.decode(await self._ask(instance, "snapshot", question, deadline))
-        self._follower.replace(model, instance.id, snapshot)
-        source.expected = snapshot.number + 1
+        self._replace(source, await self._ask_snapshot(source))
+
+    async def _ask_snapshot(self, source: _Source) -> KvSnapshot:
+        question = message_encoder.encode(KvQuestion(source.instance.card.name))
+        answer = await self._ask(source.instance, "snapshot", question, self._loop.time() + _ANSWER_S)
+        snapshot: KvSnapshot = snapshot_decoder.decode(answer)
+        return snapshot
 
     async def close(self) -> None:
-        tasks = [source.fetching for source in self._sources.values() if source.fetching is not None]
-        for task in [*tasks, *self._subscribing]:
+        tasks = [source.asking for source in self._sources.values() if source.asking is not None]
+        tasks += self._following
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._subscribing, return_exceptions=True)
-        for subscriptions in self._subscriptions.values():
-            for subscription in subscriptions:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for component in self._components.values():
+            for subscription in component.subscriptions:
                 await subscription.close()
 
 
-def _instance_of(subject: str) -> InstanceId:
+def instance_of(subject: str) -> InstanceId:
+    """The instance that publishes on a KV or load subject; ValueError if none can."""
     return InstanceId(int(subject.rsplit(".", 1)[1], 16))
 
 
@@ -286,12 +387,12 @@ class Bookings:
 
 @asynccontextmanager
 async def open_kv_feed(
-    connection: Connection, directory: Directory, ask: Ask, follower: Follower | None, loads: LoadTable
+    bus: Bus, directory: Directory, ask: Ask, caches: Caches | None, loads: LoadTable, history: KvHistory | None = None
 ) -> AsyncIterator[KvFeed]:
-    """Keeps `follower` and `loads` current while the body runs. Without a follower, only the loads."""
-    feed = KvFeed(connection, directory, ask, follower, loads)
+    """Keeps `caches` and `loads` current while the body runs. Without caches, only the loads."""
+    feed = KvFeed(bus, directory, ask, caches, loads, history)
     directory.on_change(feed.refresh)
-    connection.on_reconnect(feed.reconnected)
+    bus.on_reconnect(feed.reconnected)
     feed.refresh()
     try:
         yield feed

@@ -7,15 +7,14 @@ that ended by itself, after a pause that grows while children keep ending.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
 import signal
-import sys
 import tempfile
+import threading
 import time
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -25,7 +24,10 @@ from prometheus_client.multiprocess import mark_process_dead
 from dynamo.common.config import EXIT_CONFIG
 from dynamo.common.lifecycle import EXIT_FAILURE, EXIT_OK, open_listener, run
 from dynamo.common.logs import setup_logging
+from dynamo.common.security.tls import read_contents
 from dynamo.frontend import app
+from dynamo.frontend.api.grpc_server import check_grpc
+from dynamo.frontend.api.guard import watch_keys
 from dynamo.frontend.config import FrontendConfig
 
 log = logging.getLogger(__name__)
@@ -34,7 +36,6 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _STEADY_S = 60.0
 """A child that ran for so long did not fail at its start."""
-_PR_SET_PDEATHSIG = 1
 _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -43,10 +44,14 @@ def supervise(config: FrontendConfig, program: str) -> int:
 
     A second signal ends all of them at once.
     """
+    if config.access.keys_file is not None:
+        watch_keys(config.access.keys_file)
     # The children share the ports, which hides that somebody else is there already.
     open_listener(config.http.host, config.http.port, flag="--http-port").close()
     if config.grpc.wanted:
-        open_listener(config.grpc.host, config.grpc.port, flag="--grpc-port").close()
+        check_grpc(config.grpc)
+    if config.http.tls is not None:
+        read_contents(config.http.tls)
     folder = tempfile.mkdtemp(prefix="dynamo-metrics-")
     os.environ[_METRICS_FOLDER] = folder  # read by the metrics library when a child imports it
     try:
@@ -97,7 +102,7 @@ class _Supervisor:
         return self._status
 
     def _start(self) -> None:
-        arguments = (self._config, self._program, self._folder, os.getpid())
+        arguments = (self._config, self._program, self._folder)
         child = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
         child.start()
         self._children[child] = time.monotonic()
@@ -114,12 +119,21 @@ class _Supervisor:
                 os.kill(child.pid, number)
 
 
-def _serve(config: FrontendConfig, program: str, folder: str, supervisor: int) -> None:
+def _serve(config: FrontendConfig, program: str, folder: str) -> None:
     """What a child process runs."""
     os.setsid()  # a terminal's Ctrl-C goes to the supervisor alone, or else each of us would count two signals
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != supervisor:  # it ended before we asked to be told
-        return
+    threading.Thread(target=_outlive_no_supervisor, name="supervisor", daemon=True).start()
     setup_logging(config.log)
     run(app.run(config, metrics_folder=folder), program=program)
+
+
+def _outlive_no_supervisor() -> None:
+    """Stops this process when the supervisor ended without a word.
+
+    Linux could do that by PR_SET_PDEATHSIG, but sends that signal for each thread of the dead process, and a second SIGTERM ends
+    us at once, whatever we are doing.
+    """
+    supervisor = multiprocessing.parent_process()
+    assert supervisor is not None
+    multiprocessing.connection.wait([supervisor.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -65,3 +65,39 @@ async def test_headers_that_cannot_be_read_are_refused(header: tuple[str, str]) 
 @pytest.mark.parametrize(("value", "wanted"), [("true", True), ("TRUE", True), ("false", False), ("1", False)])
 async def test_real_statuses_on_streams_are_asked_for_by_true(value: str, wanted: bool) -> None:
     assert Caller.read([("triton_grpc_error", value)]).grpc_errors is wanted
+
+
+async def test_a_request_may_change_router_settings_and_ask_why() -> None:
+    headers = [
+        ("x-dynamo-overlap-score-credit", "0"),
+        ("x-dynamo-prefill-load-scale", "2.5"),
+        ("x-dynamo-router-temperature", "1e-1"),
+        ("x-dynamo-session-id", "s"),
+        ("x-worker-instance-id", "ff"),
+        ("x-dynamo-explain", "True"),
+    ]
+    made = call(Caller.read(headers))
+    assert made.overrides == {"overlap_score_weight": 0.0, "prefill_load_scale": 2.5, "router_temperature": 0.1}
+    assert (made.session, made.instance) == ("s", 255)
+    assert made.explanation is not None
+    plain = call(Caller.read([("x-dynamo-explain", "false")]))
+    assert plain.explanation is None
+    assert not plain.overrides
+
+
+@pytest.mark.parametrize(
+    ("headers", "sentence"),
+    [
+        ([("x-dynamo-router-temperature", "warm")], "x-dynamo-router-temperature is no number"),
+        ([("x-dynamo-router-temperature", "-1")], "'router_temperature' is -1; it must be at least 0 and at most 100"),
+        ([("x-dynamo-overlap-score-weight", "nan")], "'overlap_score_weight' is nan"),
+        ([("x-dynamo-overlap-score-weight", "1e9")], "it must be at least 0 and at most 1000"),
+        ([("x-dynamo-overlap-score-weight", "1"), ("x-dynamo-overlap-score-credit", "2")], "are one setting"),
+        ([("x-dynamo-explain", "perhaps")], "x-dynamo-explain must be true or false"),
+        ([("x-dynamo-session", "s" * 129)], "'x-dynamo-session' has 129 characters; at most 128 are taken"),
+        ([("x-worker-instance-id", "worker-3")], "is not an instance id"),
+    ],
+)
+async def test_routing_headers_out_of_range_are_refused_with_a_sentence(headers: list[tuple[str, str]], sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        Caller.read(headers)

@@ -1,4 +1,4 @@
-from dataclasses import replace
+from msgspec.structs import replace
 from typing import Any
 
 import msgspec

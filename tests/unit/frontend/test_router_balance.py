@@ -86,7 +86,7 @@ def test_a_choice_can_be_explained() -> None:
     choice = balanced.pick(RouteRequest(model="m", request_id="r"), FLEET, explain=True)
     assert choice.reason == "by load"
     assert len(choice.candidates) == 4
-    assert choice.candidates[-1] == {"instance": "2", "cost": 5.0, "requests": 5, "prefill_tokens": 0}
+    assert choice.candidates[-1] == {"instance": "2", "cost": 5.0, "requests": 5, "prefill_tokens": 0, "kv_usage": 0.0}
 
 
 def test_a_removed_instance_takes_its_bookings_along() -> None:

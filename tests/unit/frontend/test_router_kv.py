@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest, NoInstances, Overloaded
@@ -16,6 +17,7 @@ from dynamo.common.kv.hashes import pack_hashes, sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
 from dynamo.frontend.router.load import BookingEvent, LoadTable, Thresholds
 from dynamo.frontend.router.measured import MeasuredRouter
@@ -275,8 +277,29 @@ def test_a_prompt_may_be_hashed_beforehand() -> None:
     kv = router()
     store(kv, A, HASHES)
     request = RouteRequest(model="m", request_id="r", prompt=PROMPT)
-    assert kv.hash_prompt(request, FLEET) == HASHES
-    assert kv.pick(request, FLEET, hashes=HASHES[:4]).overlap_blocks == 4
+    hashes = kv.prompt_hashes(request, FLEET)
+    assert hashes is not None
+    assert list(hashes.steps()) == []  # a short prompt needs one step
+    assert hashes.values == HASHES
+    del hashes.values[4:]  # now they can be told from what `pick` would compute
+    assert kv.pick(replace(request, hashes=hashes), FLEET).overlap_blocks == 4
+
+
+def test_hashes_in_blocks_of_another_size_are_not_used() -> None:
+    kv = router()
+    store(kv, A, HASHES)
+    request = RouteRequest(model="m", request_id="r", prompt=PROMPT, hashes=PromptHashes.of(PROMPT, SIZE * 2))
+    assert kv.pick(request, FLEET).overlap_blocks == len(HASHES)
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 4, 511 * 4, 512 * 4, 512 * 4 + 1, 513 * 4, 5000])
+@pytest.mark.parametrize("parent", [None, 7])
+def test_a_prompt_hashed_in_steps_has_the_same_hashes(tokens: int, parent: int | None) -> None:
+    prompt = pack_tokens(range(tokens))
+    hashes = PromptHashes(prompt, SIZE, parent)
+    pauses = len(list(hashes.steps()))
+    assert hashes.values == PromptHashes.of(prompt, SIZE, parent).values == sequence_hashes(prompt, SIZE, parent)
+    assert pauses == max(0, tokens - 1) // (512 * SIZE)
 
 
 @pytest.mark.parametrize("field", ["overlap_score_weight", "prefill_load_scale", "temperature", "kv_full_penalty"])

@@ -23,7 +23,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo.common.config import ConfigError
+from dynamo.common.config import ConfigError, project_version
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest, Unavailable, Unsupported
 from dynamo.common.etcd import connect_etcd
@@ -34,11 +34,15 @@ from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.registration import Registration, registered
+from dynamo.common.telemetry import RuntimeMetrics, make_registry
+from dynamo.common.tracing import open_tracing
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, TracksKv
 from dynamo.worker.engine.select import AnyEngine, make_engine
+from dynamo.worker.metrics import WorkerMetrics
 from dynamo.worker.publisher import publishing
 from dynamo.worker.serve import ServedModel, Service
+from dynamo.worker.status import Status, serve_status
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +58,8 @@ class Worker:
     cards: tuple[ModelCard, ...]
     requests: RequestServer
     registration: Registration
+    status_port: int | None
+    """None without `--status-port`."""
 
 
 async def run(config: WorkerConfig) -> None:
@@ -121,12 +127,21 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
     """Starts `engines` and serves them while the body runs; on the way out deregisters and drains."""
     endpoint = config.served_endpoint
     instance = new_instance_id()
+    registry = make_registry()
+    metrics, status = WorkerMetrics(registry, endpoint, instance), Status(endpoint, instance)
+    runtime = RuntimeMetrics(registry, role="worker", version=project_version())
     async with AsyncExitStack() as stack:
+        status_port = await stack.enter_async_context(serve_status(config.status, status, registry))
+        about = {"service.instance.id": f"{instance:x}", "dynamo.endpoint": str(endpoint)}
+        tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-worker", about))
         models: list[ServedModel] = []
         for engine in [*engines] if isinstance(engines, Sequence) else [engines]:
             models += await _start(engine, stack)
-        service = Service(models)
+        status.models = [model.card.name for model in models]
+        service = Service(models, metrics, tracing)
         nats = await stack.enter_async_context(connect_nats(config.nats.to_config(), f"dynamo-worker {instance:x}"))
+        status.is_connected = lambda: nats.is_connected
+        runtime.nats_connected.set_function(lambda: nats.is_connected)
         etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
         await _store_files(models, nats)
         tracked = [(model.card.name, model.engine) for model in models if isinstance(model.engine, TracksKv)]
@@ -147,9 +162,12 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
             for model in models
         ]
         registration = await stack.enter_async_context(registered(etcd, registrations, ttl_s=config.lease_ttl_s))
+        status.is_registered = registration.registered.is_set
+        runtime.etcd_stale.set_function(lambda: not registration.registered.is_set())
+        stack.callback(status.start_draining)
         names = ", ".join(model.card.name for model in models)
         log.info("serving %s at %s as instance %x", names, endpoint, instance)
-        yield Worker(instance, endpoint, tuple(model.card for model in models), requests, registration)
+        yield Worker(instance, endpoint, tuple(model.card for model in models), requests, registration, status_port)
         log.info("leaving: deregistering instance %x", instance)
 
 

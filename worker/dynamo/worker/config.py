@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dynamo.common.config import group, option
+from dynamo.common.config import group, option, parse_port
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.messaging.limits import MIB, PlaneLimits
 from dynamo.common.names import Endpoint, check_name
-from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, TraceOptions
 
 
 class EngineKind(StrEnum):
@@ -34,6 +34,19 @@ def _name(text: str) -> str:
         return check_name(text)
     except InvalidRequest as error:
         raise ValueError(f"is not usable: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusOptions:
+    """The port on which a worker tells how it is."""
+
+    host: str = option("127.0.0.1", help="Address to listen on.")
+    port: int | None = option(
+        None,
+        env=("DYN_STATUS_PORT", "DYN_SYSTEM_PORT"),
+        parse=parse_port,
+        help="Port of /health, /live and /metrics; 0 lets the system choose. Default: none.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +111,9 @@ class WorkerConfig:
     )
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
     etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)
+    status: StatusOptions = group("Status", prefix="status", default=StatusOptions)
     log: LogOptions = group("Logging", prefix="log", default=LogOptions)
+    trace: TraceOptions = group("Tracing", prefix="trace", default=TraceOptions)
 
     def __post_init__(self) -> None:
         if self.model_names and len(self.model_names) != len(self.models):

@@ -3,22 +3,27 @@
 Per engine step, the net change of the KV cache leaves as one numbered message. A load report leaves on change, but at most every
 `REPORT_S`, and every `IDLE_REPORT_S` without a change, so that a reader which missed the last update learns of it. Both may get
 lost: readers ask for `events_since` or a `snapshot`, which the publisher answers from the engine's own full copy.
+
+With durable events every message is to be recorded, too: the record acknowledges each, and what was not acknowledged in time is
+published again. What is too old for that is made up for by one update that tells everything.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 import msgspec
 
-from dynamo.common.errors import InvalidRequest, ModelNotFound
+from dynamo.common.errors import InvalidRequest, ModelNotFound, Unavailable
 from dynamo.common.kv.events import (
     KvMessage,
     KvQuestion,
+    KvUpdate,
     LoadMessage,
     LoadReport,
     message_encoder,
@@ -31,14 +36,40 @@ from dynamo.common.messaging.server import Handler
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.worker.engine.base import TracksKv
 
+log = logging.getLogger(__name__)
+
 REPORT_S = 0.05
-IDLE_REPORT_S = 1.0
+IDLE_REPORT_S = 0.75
+"""Below a second, so that a reader which missed the end of a stream is exact again within one."""
+_ACK_S = 2.0
+_MAX_UNRECORDED = 4096
+_REPEATED_AT_ONCE = 64
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 10.0
 
 
 class Bus(Protocol):
     """The part of `messaging.connection.Connection` that publishing needs."""
 
     def publish_nowait(self, subject: str, payload: Body, reply: str = "") -> bool: ...
+
+    @property
+    def is_connected(self) -> bool: ...
+
+    @property
+    def max_payload(self) -> int: ...
+
+
+class Record(Protocol):
+    """What keeps durable events; `messaging.kv_stream.KvStream` is one."""
+
+    async def ensure(self) -> None:
+        """It is there. Raises Unavailable."""
+        ...
+
+    def receipts(self, on_recorded: Callable[[str], None]) -> AbstractAsyncContextManager[str]:
+        """A subject: publications with a reply to `subject.X` are acknowledged by `on_recorded(X)`. Raises Unavailable."""
+        ...
 
 
 class Question(Protocol):
@@ -64,6 +95,10 @@ class KvPublisher:
         self._reported: LoadReport | None = None
         self._next_report_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._receipts = ""
+        """Where the record acknowledges updates; empty: they are not recorded."""
+        self._unrecorded: dict[int, float] = {}
+        """Number of each update that is not acknowledged → when it was published."""
         engine.on_step(self.stepped)
 
     def accepted(self, booking: str) -> None:
@@ -73,11 +108,56 @@ class KvPublisher:
 
     def stepped(self) -> None:
         """The engine did a step: its cache or its load may have changed."""
-        update = self.engine.kv.take_update()
-        if update is not None:
+        while (update := self.engine.kv.take_update()) is not None:
             # Lost while there is no connection: readers see the hole in the numbers and ask.
-            self._bus.publish_nowait(self._kv_subject, message_encoder.encode(KvMessage(self.model, update)))
+            self._publish(update)
         self._report_soon()
+
+    def _publish(self, update: KvUpdate) -> bool:
+        payload, reply = message_encoder.encode(KvMessage(self.model, update)), ""
+        if len(payload) > self._bus.max_payload:
+            return False  # the server would cut the connection
+        if self._receipts:
+            reply = f"{self._receipts}.{update.number}"
+            if len(self._unrecorded) <= _MAX_UNRECORDED:
+                self._unrecorded[update.number] = self._loop.time()
+        return self._bus.publish_nowait(self._kv_subject, payload, reply)
+
+    def record(self, receipts: str) -> None:
+        """From now on updates are recorded; `receipts.N` is where the record acknowledges update N.
+
+        Begins with an update that tells everything, so that the record needs nothing from before.
+        """
+        self._receipts = receipts
+        self.engine.kv.tell_again()
+        self.stepped()
+
+    def recorded(self, number: int) -> None:
+        """The record has acknowledged an update."""
+        self._unrecorded.pop(number, None)
+
+    @property
+    def overdue(self) -> bool:
+        """The record should have acknowledged something by now."""
+        published_at = next(iter(self._unrecorded.values()), math.inf)
+        return published_at <= self._loop.time() - _ACK_S
+
+    def repeat_unrecorded(self) -> None:
+        """Publishes again what is overdue."""
+        if not self.overdue or not self._bus.is_connected:
+            return
+        oldest = min(self._unrecorded)
+        updates = self.engine.kv.since(oldest)
+        if updates is None or len(self._unrecorded) > _MAX_UNRECORDED:
+            self._unrecorded.clear()
+            self.engine.kv.tell_again()
+            self.stepped()
+            return
+        waiting = [update for update in updates if update.number in self._unrecorded]
+        for update in waiting[:_REPEATED_AT_ONCE]:
+            del self._unrecorded[update.number]  # goes to the end: it is the latest now
+            if not self._publish(update):
+                return
 
     def _report_soon(self) -> None:
         if self._timer is None:
@@ -109,6 +189,11 @@ class KvPublisher:
         message = LoadMessage(self.model, msgspec.structs.replace(report, accepted=named))
         self._bus.publish_nowait(self._load_subject, message_encoder.encode(message))
         self._next_report_at = self._loop.time() + REPORT_S
+
+    def report_idle(self) -> None:
+        """Publishes the load, unless that was done just now."""
+        if self._loop.time() >= self._next_report_at:
+            self.report()
 
     def close(self) -> None:
         if self._timer is not None:
@@ -157,25 +242,61 @@ class KvPublishers:
         """Reports every load now and then, forever."""
         while True:
             for publisher in self._by_model.values():
-                publisher.report()
+                publisher.report_idle()
+                publisher.repeat_unrecorded()
             await asyncio.sleep(IDLE_REPORT_S)
+
+    async def record(self, record: Record) -> None:
+        """Has all updates recorded, forever; waits for the record if it is not there yet."""
+        publishers = list(self._by_model.values())
+
+        def recorded(receipt: str) -> None:
+            position, _, number = receipt.partition(".")
+            publishers[int(position)].recorded(int(number))
+
+        await _ensured(record)
+        async with record.receipts(recorded) as receipts:
+            for position, publisher in enumerate(publishers):
+                publisher.record(f"{receipts}.{position}")
+            while True:
+                await asyncio.sleep(_LONGEST_PAUSE_S)
+                if any(publisher.overdue for publisher in publishers):
+                    await _ensured(record)  # the server may have lost it
 
     def close(self) -> None:
         for publisher in self._by_model.values():
             publisher.close()
 
 
+async def _ensured(record: Record) -> None:
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            await record.ensure()
+            return
+        except Unavailable as error:
+            log.warning("KV events are not recorded yet: %s", error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
 @asynccontextmanager
 async def publishing(
-    bus: Bus, endpoint: Endpoint, instance: InstanceId, engines: Sequence[tuple[str, TracksKv]]
+    bus: Bus,
+    endpoint: Endpoint,
+    instance: InstanceId,
+    engines: Sequence[tuple[str, TracksKv]],
+    record: Record | None = None,
 ) -> AsyncIterator[KvPublishers]:
-    """Publishes for the engines of these models until the context is left."""
+    """Publishes for the engines of these models until the context is left; with `record`, durably."""
     publishers = KvPublishers([KvPublisher(bus, endpoint, instance, model, engine) for model, engine in engines])
-    idle = asyncio.create_task(publishers.report_idle(), name="load reports")
+    tasks = [asyncio.create_task(publishers.report_idle(), name="load reports")]
+    if record is not None and engines:
+        tasks.append(asyncio.create_task(publishers.record(record), name="durable KV events"))
     try:
         yield publishers
     finally:
-        idle.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await idle
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         publishers.close()

@@ -13,17 +13,23 @@ from time import perf_counter_ns
 from typing import Protocol
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from dynamo.common import logs
-from dynamo.common.errors import DeadlineExceeded, EngineError, InvalidRequest, ModelNotFound
+from dynamo.common.errors import Code, DeadlineExceeded, EngineError, InvalidRequest, ModelNotFound
 from dynamo.common.generation import Summary, delta_encoder, request_decoder, summary_encoder
-from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.messaging.frames import Body, Buffer, size_of
 from dynamo.common.messaging.server import Handler
 from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.telemetry import code_of
 from dynamo.common.tensor_answer import AnswerForm
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tracing import Span, Tracing, context_of
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 from dynamo.worker.engine.base import Context, Engine, TensorAnswer, TensorEngine, Timings
+from dynamo.worker.metrics import WorkerMetrics, WorkerModelMetrics
+from dynamo.worker.spans import end_generation, end_inference
 from dynamo.worker.statistics import VersionStatistics
 
 
@@ -84,11 +90,20 @@ class ServedModel:
 class Service:
     """The models of a process, and the handlers of its requests."""
 
-    def __init__(self, models: Sequence[ServedModel]) -> None:
+    def __init__(
+        self, models: Sequence[ServedModel], metrics: WorkerMetrics | None = None, tracing: Tracing | None = None
+    ) -> None:
+        """Without `metrics`, what is counted is shown to nobody."""
         self.models = tuple(models)
+        self._metrics = metrics or WorkerMetrics(CollectorRegistry(), Endpoint(), InstanceId(0))
+        self._tracing = tracing
+        self._measured: dict[str, WorkerModelMetrics] = {}
+        """By the model's own name."""
         self._tensor: dict[str, tuple[ServedModel, TensorEngine]] = {}
         self._llm: dict[str, tuple[ServedModel, Engine]] = {}
         for model in models:
+            self._measured[model.card.name] = self._metrics.for_model(model.card.name)
+            self._measured[model.card.name].follow(model.engine)
             for name in model.names:
                 if name in self._tensor or name in self._llm:
                     raise InvalidRequest(f"two models of this worker are called '{name}'")
@@ -126,6 +141,9 @@ class Service:
             context.timings.rows = request.head.inputs[0].shape[0]
         answers = _Answers(AnswerForm.of(request, model.card), context.timings, statistics, start)
         body: Body = ()
+        measured = self._measured[model.card.name]
+        measured.started(len(incoming.body))
+        span = None if self._tracing is None else self._span(self._tracing, incoming, model.card.name)
         try:
             self._refuse_late(incoming)
             iterator = engine.infer(request, context)
@@ -137,14 +155,22 @@ class Service:
             finally:
                 await close(iterator)
         except (asyncio.CancelledError, GeneratorExit):
-            statistics.cancelled(perf_counter_ns() - start, answers.count, context.timings)
+            taken_ns = perf_counter_ns() - start
+            statistics.cancelled(taken_ns, answers.count, context.timings)
+            _failed(measured, span, taken_ns, answers.sent_bytes, Code.CANCELLED)
             raise
-        except BaseException:
-            statistics.failed(perf_counter_ns() - start, context.timings)
+        except BaseException as error:
+            taken_ns = perf_counter_ns() - start
+            statistics.failed(taken_ns, context.timings)
             if model.card.decoupled:
                 statistics.answer_failed(answers.count, perf_counter_ns() - answers.last)
+            _failed(measured, span, taken_ns, answers.sent_bytes, code_of(error))
             raise
-        statistics.succeeded(perf_counter_ns() - start, context.timings)
+        taken_ns = perf_counter_ns() - start
+        statistics.succeeded(taken_ns, context.timings)
+        measured.finished(taken_ns / 1e9, answers.sent_bytes + size_of(body))
+        if span is not None:
+            end_inference(span, context.timings)
         await incoming.end(body)
 
     async def generate(self, incoming: Incoming) -> None:
@@ -162,6 +188,10 @@ class Service:
         context = self._context(incoming, statistics.version)
         encode, send = delta_encoder.encode, incoming.send_nowait
         summary: Summary | None = None
+        sent_bytes = 0
+        measured = self._measured[model.card.name]
+        measured.started(len(incoming.body))
+        span = None if self._tracing is None else self._span(self._tracing, incoming, model.card.name)
         try:
             self._refuse_late(incoming)
             self.on_accepted(model.card.name, incoming.headers.get("booking", ""))
@@ -170,20 +200,32 @@ class Service:
                 async for step in steps:
                     if isinstance(step, Summary):
                         summary = step
-                    elif not send(encode(step)):
+                        continue
+                    delta = encode(step)
+                    sent_bytes += len(delta)
+                    if not send(delta):
                         await incoming.ready()
             finally:
                 await close(steps)
             if summary is None:
                 raise EngineError(f"the engine of model '{request.model}' ended without a summary")
             context.timings.queue_ns = int(summary.queue_ms * 1e6)
-            statistics.succeeded(perf_counter_ns() - start, context.timings)
         except (asyncio.CancelledError, GeneratorExit):
-            statistics.cancelled(perf_counter_ns() - start, 0, context.timings)
+            taken_ns = perf_counter_ns() - start
+            statistics.cancelled(taken_ns, 0, context.timings)
+            _failed(measured, span, taken_ns, sent_bytes, Code.CANCELLED)
             raise
-        except BaseException:
-            statistics.failed(perf_counter_ns() - start, context.timings)
+        except BaseException as error:
+            taken_ns = perf_counter_ns() - start
+            statistics.failed(taken_ns, context.timings)
+            _failed(measured, span, taken_ns, sent_bytes, code_of(error))
             raise
+        taken_ns = perf_counter_ns() - start
+        statistics.succeeded(taken_ns, context.timings)
+        measured.finished(taken_ns / 1e9, sent_bytes)
+        measured.generated(summary)
+        if span is not None:
+            end_generation(span, summary)
         await incoming.end(summary_encoder.encode(summary))
 
     async def statistics(self, incoming: Incoming) -> None:
@@ -211,9 +253,12 @@ class Service:
 
     def _context(self, incoming: Incoming, version: str) -> Context:
         logs.request_id.set(incoming.request_id)
-        if traceparent := incoming.headers.get("traceparent"):
-            logs.trace_id.set(traceparent[3:35])
+        context_of(incoming.headers)
         return Context(incoming.request_id, incoming.deadline, incoming.headers, incoming.cancelled, version, Timings())
+
+    def _span(self, tracing: Tracing, incoming: Incoming, model: str) -> Span | None:
+        about = {"dynamo.model": model, "dynamo.request_id": incoming.request_id}
+        return tracing.begin("serve", incoming.headers, about)
 
     def _refuse_late(self, incoming: Incoming) -> None:
         if incoming.deadline is not None and self._loop.time() >= incoming.deadline:
@@ -223,7 +268,7 @@ class Service:
 class _Answers:
     """The answers of one tensor request, finished and counted."""
 
-    __slots__ = ("_form", "_statistics", "_timings", "count", "last")
+    __slots__ = ("_form", "_statistics", "_timings", "count", "last", "sent_bytes")
 
     def __init__(self, form: AnswerForm, timings: Timings, statistics: VersionStatistics, start: int) -> None:
         self._form = form
@@ -232,6 +277,7 @@ class _Answers:
         self.count = 0
         self.last = start
         """When the last answer was there, or the request."""
+        self.sent_bytes = 0
 
     async def only(self, iterator: AsyncIterator[TensorAnswer]) -> list[Buffer]:
         """The one answer of a model that is not decoupled."""
@@ -257,6 +303,7 @@ class _Answers:
             self._timings.output_ns += done - made
             self._statistics.answered(self.count, made - self.last, done - made, empty=empty)
             self.count += 1
+            self.sent_bytes += size_of(body)
             self.last = done
             if not incoming.send_nowait(body):
                 await incoming.ready()
@@ -266,6 +313,12 @@ async def close(iterator: AsyncIterator[object]) -> None:
     """Closes what an engine iterates with, so that an abandoned request stops now and not when memory is collected."""
     if isinstance(iterator, AsyncGenerator):
         await iterator.aclose()
+
+
+def _failed(measured: WorkerModelMetrics, span: Span | None, taken_ns: int, sent_bytes: int, error: Code) -> None:
+    measured.finished(taken_ns / 1e9, sent_bytes, error)
+    if span is not None:
+        span.end(error)
 
 
 def _nobody_listens(model: str, booking: str) -> None:

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from dynamo.common.kv.hashes import HASH_BYTES, pack_hashes, unpack_hashes
+
+
+MAX_UPDATE_BLOCKS = 1 << 16
+"""More blocks at once travel as several updates: nats-server cuts a connection that sends longer messages than it takes."""
 
 
 class KvUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -60,6 +65,11 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     """Number of the last KV update made; a reader that is behind missed the end of the stream."""
     accepted: bytes = b""
     """`request_key` of each request accepted since the report before the last one, packed: these are part of this report."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that running requests hold, 0 to 1; 0 where their number is not known."""
+        return min(self.active_blocks / self.total_blocks, 1.0) if self.total_blocks else 0.0
 
 
 def request_key(request_id: str) -> int:
@@ -112,6 +122,24 @@ class KvChange:
         self.stored.clear()
         self.removed.clear()
         self.cleared = True
+
+    def take_removed(self, limit: int) -> list[int]:
+        """The first `limit` removed blocks, which are part of the change no more."""
+        return _take(self.removed, limit)
+
+    def take_stored(self, limit: int) -> list[int]:
+        return _take(self.stored, limit)
+
+
+def _take(blocks: dict[int, None], limit: int) -> list[int]:
+    if len(blocks) <= limit:
+        taken = list(blocks)
+        blocks.clear()
+        return taken
+    taken = list(islice(blocks, limit))
+    for block in taken:
+        del blocks[block]
+    return taken
 
 
 class KvState:
@@ -184,18 +212,26 @@ class KvState:
             self._change.clear()
 
     def take_update(self) -> KvUpdate | None:
-        """The net change since the last call, numbered; None if there is none."""
+        """The net change since the last call, numbered; None if there is none. What is too much for one leaves a rest."""
         change = self._change
         if not change:
             return None
-        update = KvUpdate(self._next, pack_hashes(change.stored), pack_hashes(change.removed), change.cleared)
-        self._change = KvChange()
+        removed = change.take_removed(MAX_UPDATE_BLOCKS)
+        stored = change.take_stored(MAX_UPDATE_BLOCKS - len(removed))
+        update = KvUpdate(self._next, pack_hashes(stored), pack_hashes(removed), change.cleared)
+        change.cleared = False
         self._next += 1
         self._log.append(update)
         self._log_bytes += _weight(update)
         while self._log_bytes > self._log_limit_bytes:
             self._log_bytes -= _weight(self._log.popleft())
         return update
+
+    def tell_again(self) -> None:
+        """Makes the next update one that clears everything and stores what is held: readers need none of those before it."""
+        self._change = KvChange()
+        self._change.clear()
+        self._change.stored = dict.fromkeys(self._held)
 
     def since(self, number: int) -> Sequence[KvUpdate] | None:
         """Every update from `number` on, or None if some of them are no longer kept: then a snapshot is needed."""

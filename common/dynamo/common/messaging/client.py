@@ -29,7 +29,7 @@ from dynamo.common.errors import (
 )
 from dynamo.common.messaging import frames
 from dynamo.common.messaging.connection import Connection
-from dynamo.common.messaging.frames import Body, Buffer, Pieces
+from dynamo.common.messaging.frames import INLINE_BYTES, Body, Buffer, Pieces, size_of
 from dynamo.common.messaging.limits import FRAME_COST, PlaneLimits
 from dynamo.common.messaging.outbox import Outbox
 from dynamo.common.names import InstanceId, answers_prefix
@@ -48,6 +48,7 @@ class Stream:
     __slots__ = (
         "_allowed",
         "_answers",
+        "_body",
         "_client",
         "_expected",
         "_failure",
@@ -95,11 +96,12 @@ class Stream:
         self._client = client
         self._peer = peer
         self._verb = verb
-        self._headers = headers
-        self._upload = Pieces(body)
+        self._headers = headers if isinstance(headers, dict) else dict(headers)
+        self._body = body
+        self._upload: Pieces | None = None
         self._upload_index = 0
         self._unheard = 0
-        self._total = self._upload.left
+        self._total = size_of(body)
         self._granted = 0
         self._allowed = 0
         self._uncredited = 0
@@ -166,7 +168,7 @@ class Stream:
 
     # sending
 
-    def encoded(self, batch: int) -> list[Buffer] | None:
+    def encoded(self, batch: int) -> list[Buffer] | bytes | None:
         """The OPEN frame (see outbox.Opening)."""
         if self._over:
             return None
@@ -174,24 +176,31 @@ class Stream:
         self.batch = batch
         self.heard = client.now = client.loop.time()
         left_ms = -1 if self.deadline is None else max(0, int((self.deadline - client.now) * 1000))
-        total = self._upload.left
+        total, body = self._total, self._body
         flight = min(total, limits.first_flight_bytes, max(0, limits.unheard_bytes - self._peer.unheard))
         self._granted = self._allowed = client.grant()
         self._unheard = flight
         self._peer.unheard += flight
+        if flight == total <= client.inline_bytes and isinstance(body, bytes):  # most requests take this short way
+            whole = memoryview(body)
+            return frames.encode(frames.Open(self.id, self._verb, self._headers, left_ms, total, flight, self._granted, whole))
+        self._upload = Pieces(body)
         first = self._upload.take(min(flight, client.chunk_bytes))
-        frame = frames.Open(self.id, self._verb, dict(self._headers), left_ms, total, flight, self._granted)
+        frame = frames.Open(self.id, self._verb, self._headers, left_ms, total, flight, self._granted)
         if flight > client.chunk_bytes:
             client.loop.call_soon(self._send_chunks, flight)
         return frames.encode_with_body(frame, first)
 
     def _send_chunks(self, allowed: int) -> None:
         """Sends of the body what may be sent when `allowed` bytes of it may."""
+        upload = self._upload
+        if upload is None:  # all of it went with the first frame
+            return
         while not self._over:
-            size = min(self._upload.left, self._client.chunk_bytes, allowed - (self._total - self._upload.left))
+            size = min(upload.left, self._client.chunk_bytes, allowed - (self._total - upload.left))
             if size <= 0:
                 return
-            self._tell(frames.encode_with_body(frames.Chunk(self.id, self._upload_index), self._upload.take(size)))
+            self._tell(frames.encode_with_body(frames.Chunk(self.id, self._upload_index), upload.take(size)))
             self._upload_index += 1
 
     def _tell(self, frame: bytes | list[Buffer]) -> None:
@@ -320,6 +329,7 @@ class RequestClient:
         self.now = self.loop.time()
         """The loop's clock, read once per message rather than once per frame."""
         self.chunk_bytes = min(limits.chunk_bytes, connection.max_payload // 2)
+        self.inline_bytes = min(self.chunk_bytes, INLINE_BYTES)
         self.prefix = answers_prefix(namespace, secrets.token_hex(8))
         self._connection = connection
         self._peers: dict[InstanceId, _Peer] = {}
@@ -352,10 +362,8 @@ class RequestClient:
                 instance, Outbox(self._connection, subject, f"{self.prefix}.{instance:x}.{{}}".format)
             )
         stream = Stream(self, peer, self._last, verb, body, headers, deadline)
-        if stream._upload.left > self.limits.max_body_bytes:
-            raise PayloadTooLarge(
-                f"the request has {stream._upload.left} bytes; at most {self.limits.max_body_bytes} are allowed"
-            )
+        if stream._total > self.limits.max_body_bytes:
+            raise PayloadTooLarge(f"the request has {stream._total} bytes; at most {self.limits.max_body_bytes} are allowed")
         self._streams[stream.id] = peer.streams[stream.id] = stream
         if deadline is not None:
             stream._timer = self.loop.call_at(deadline, stream.expire)

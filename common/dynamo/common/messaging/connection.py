@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 from urllib.parse import ParseResult
 
+import msgspec
 import numpy as np
 from nats.aio.client import Client
 from nats.aio.transport import Transport
 from nats.errors import Error as NatsError
 
-from dynamo.common.errors import Unavailable
+from dynamo.common.config import ConfigError
+from dynamo.common.errors import InvalidRequest, Unavailable
 from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.security.tls import client_context
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +55,44 @@ class NatsConfig:
     reconnect_wait_s: float = 0.25
     ping_interval_s: float = 5.0
 
+    @property
+    def uses_tls(self) -> bool:
+        """Whether a connection without TLS is refused."""
+        asked = any(server.startswith(("tls://", "wss://")) for server in self.servers)
+        return asked or self.tls_ca_file is not None or self.tls_cert_file is not None
+
     def tls_context(self) -> ssl.SSLContext | None:
-        """The context for a TLS connection; None if no file asks for one."""
-        if not (self.tls_ca_file or self.tls_cert_file):
+        """The context for a TLS connection; None if nothing asks for one. Raises InvalidRequest."""
+        if not self.uses_tls:
             return None
-        context = ssl.create_default_context(cafile=self.tls_ca_file)
-        if self.tls_cert_file:
-            context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
-        return context
+        try:
+            return client_context(self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
+        except ConfigError as error:
+            raise InvalidRequest(f"NATS: {error}") from error
+
+    def check(self) -> NatsConfig:
+        """Returns itself; raises InvalidRequest if a file that proves who we are cannot be read."""
+        for what, path in (("nkey seed", self.nkey_seed_file), ("credentials", self.credentials_file)):
+            if path is None:
+                continue
+            try:
+                Path(path).read_bytes()
+            except OSError as error:
+                raise InvalidRequest(f"NATS: the {what} file {path} cannot be read: {error.strerror}") from error
+        return self
+
+
+def _offers_tls(info: bytes) -> bool:
+    try:
+        return msgspec.json.decode(info[4:].strip(), type=_Info).tls_required
+    except msgspec.MsgspecError:
+        return False
+
+
+class _Info(msgspec.Struct):
+    """What nats-server says of itself, in part."""
+
+    tls_required: bool = False
 
 
 class _SocketTransport(Transport, asyncio.BufferedProtocol):
@@ -69,8 +102,9 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
     subscription is dispatched, anything else is queued for `read`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, demands_tls: bool = False) -> None:
         self.fast: dict[bytes, OnMessage] = {}
+        self._demands_tls = demands_tls
         self._transport: asyncio.Transport | None = None
         self._start()
 
@@ -140,6 +174,9 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
             if end >= 0:
                 line = bytes(self._view[self._begin : end + 1])
                 self._begin = end + 1
+                if self._demands_tls and line.startswith(b"INFO") and not _offers_tls(line):
+                    # nats-py would go on in plain text, with our password: whoever is on the way could make it do so.
+                    raise NatsError("nats-server does not offer TLS, without which we do not log in")
                 return line
             if self._eof:
                 return b""
@@ -322,7 +359,7 @@ class Connection:
 
     @property
     def is_connected(self) -> bool:
-        return self._connected.is_set() and self.client.is_connected and self._transport.is_open
+        return self._transport.is_open and self._connected.is_set() and self.client.is_connected
 
     async def connected(self) -> None:
         """Returns once there is a connection."""
@@ -401,9 +438,14 @@ class Subscription:
 
 @asynccontextmanager
 async def connect_nats(config: NatsConfig, name: str) -> AsyncIterator[Connection]:
-    """A connection; returns when it stands, however long that takes. Raises Unavailable when the server refuses us for good."""
+    """A connection; returns when it stands, however long that takes: a server that refuses us may know us a moment later.
+
+    Raises InvalidRequest for a file that cannot be used, and Unavailable for what no waiting mends.
+    """
+    config.check()
+    tls = config.tls_context()
     client = Client()
-    transport = _SocketTransport()
+    transport = _SocketTransport(demands_tls=tls is not None)
     client._transport = transport
     connection = Connection(client, transport, name)
 
@@ -435,7 +477,7 @@ async def connect_nats(config: NatsConfig, name: str) -> AsyncIterator[Connectio
             token=config.token,
             nkeys_seed=config.nkey_seed_file,
             user_credentials=config.credentials_file,
-            tls=config.tls_context(),
+            tls=tls,
             drain_timeout=2,
         )
     except NatsError as error:

@@ -22,7 +22,7 @@ _MARGIN_BYTES = 4096
 class Opening(Protocol):
     """A request that is encoded only when it leaves: it may wait for a connection, and be cancelled before it gets one."""
 
-    def encoded(self, batch: int) -> list[Buffer] | None:
+    def encoded(self, batch: int) -> list[Buffer] | bytes | None:
         """Its frame, with what is left of its deadline now; None if it need not leave any more."""
         ...
 

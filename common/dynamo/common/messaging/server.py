@@ -140,7 +140,13 @@ class Incoming:
         if self._ended:
             raise RuntimeError("the request has been answered already")
         self._ended = True
-        self._queue(True, body)
+        size = frames.size_of(body)
+        if self._outgoing or size > self._server.inline_bytes or size + FRAME_COST > self._window:
+            self._queue(True, body)
+            return
+        whole = memoryview(frames.joined(body) if size else b"")  # the short way of most answers
+        self._peer.outbox.add(frames.encode(frames.End(self.id, self._seq, whole)))
+        self._server.forget(self)
 
     def _queue(self, last: bool, body: Body) -> None:
         if self._ended and not last:
@@ -324,6 +330,7 @@ class RequestServer:
         self.limits = limits
         self.loop = asyncio.get_running_loop()
         self.chunk_bytes = min(limits.chunk_bytes, connection.max_payload // 2)
+        self.inline_bytes = min(self.chunk_bytes, frames.INLINE_BYTES)
         self._connection = connection
         self._subject = subject
         self._handlers = handlers

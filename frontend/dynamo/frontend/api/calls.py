@@ -5,31 +5,41 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.names import InstanceId, parse_instance
 from dynamo.common.telemetry import RequestType
 from dynamo.frontend.data_plane import Call
+from dynamo.frontend.router.explanation import Explanation
+from dynamo.frontend.router.overrides import LIMITS, read_overrides
 
 MAX_ID_CHARS = 128
+EXPLAIN = "x-dynamo-explain"
+"""With the value `true` in a request, why its instance was chosen comes back in a header or trailing metadata of this name."""
 _PASSED_ON = frozenset({"traceparent", "tracestate", "baggage"})
 _LONGEST_DEADLINE_S = 10 * 365 * 86400.0
 """gRPC says "no deadline" by one that is centuries away."""
 _TRITON_LEVELS = 1 << 20
+_OVERRIDES = {f"x-dynamo-{name.replace('_', '-')}": name for name in LIMITS}
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """What the headers of a call say, for the one or many requests in it."""
 
     request_id: str = ""
     deadline: float | None = None
     """Absolute, on the event loop's clock."""
     instance: InstanceId | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     priority: int = 0
     session: str = ""
+    overrides: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """Router settings for these requests alone."""
+    explanation: Explanation | None = None
+    """Collects why instances are chosen; None: nobody wants to know."""
     grpc_errors: bool = False
     """On a stream: the first failure ends it with a status, instead of going in-band."""
 
@@ -40,6 +50,8 @@ class Caller:
         instance = None
         priority = 0
         grpc_errors = False
+        explanation = None
+        overrides: dict[str, float] = {}
         passed_on: dict[str, str] = {}
         for name, value in headers:
             if not isinstance(value, str):
@@ -50,12 +62,18 @@ class Caller:
                 request_id = usable_id(value)
             elif name == "triton_grpc_error":
                 grpc_errors = value.lower() == "true"
-            elif name == "x-dynamo-instance":
+            elif not name.startswith("x-"):
+                continue
+            elif name in ("x-dynamo-instance", "x-worker-instance-id"):
                 instance = parse_instance(value)
             elif name == "x-dynamo-request-priority":
                 priority = _whole_number(name, value)
-            elif name == "x-dynamo-session":
-                session = value[:MAX_ID_CHARS]
+            elif name in ("x-dynamo-session", "x-dynamo-session-id"):
+                session = read_session(value, name)
+            elif name in _OVERRIDES:
+                overrides[_OVERRIDES[name]] = _number(name, value)
+            elif name == EXPLAIN and _boolean(name, value):
+                explanation = Explanation()
         deadline = None
         if remaining_s is not None and remaining_s < _LONGEST_DEADLINE_S:
             deadline = asyncio.get_running_loop().time() + remaining_s
@@ -66,6 +84,8 @@ class Caller:
             headers=passed_on,
             priority=priority,
             session=session,
+            overrides=read_overrides(overrides) if overrides else overrides,
+            explanation=explanation,
             grpc_errors=grpc_errors,
         )
 
@@ -78,6 +98,8 @@ class Caller:
             headers=self.headers,
             priority=self.priority or _from_triton(triton_priority),
             session=self.session,
+            overrides=self.overrides,
+            explanation=self.explanation,
             endpoint=endpoint,
             request_type=request_type,
         )
@@ -86,6 +108,13 @@ class Caller:
 def usable_id(text: str) -> str:
     """`text` if it can name a request in logs and headers, else nothing."""
     return text if len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable() else ""
+
+
+def read_session(text: str, name: str) -> str:
+    """A session's id; `name` is where it stands. Raises InvalidRequest."""
+    if len(text) > MAX_ID_CHARS:
+        raise InvalidRequest(f"'{name}' has {len(text)} characters; at most {MAX_ID_CHARS} are taken", param=name)
+    return text
 
 
 def _from_triton(level: int) -> int:
@@ -98,3 +127,17 @@ def _whole_number(name: str, value: str) -> int:
         return int(value[:20])
     except ValueError:
         raise InvalidRequest(f"{name} is no whole number") from None
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value[:40])
+    except ValueError:
+        raise InvalidRequest(f"{name} is no number") from None
+
+
+def _boolean(name: str, value: str) -> bool:
+    found = _BOOLEANS.get(value.lower())
+    if found is None:
+        raise InvalidRequest(f"{name} must be true or false")
+    return found

@@ -12,17 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge
-from dynamo.frontend.api.calls import Caller
+from dynamo.common.tensors import Buffer
+from dynamo.frontend.api.calls import EXPLAIN, Caller
 from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
-from dynamo.frontend.config import OverloadStatus
+from dynamo.frontend.config import HttpOptions, OverloadStatus
+from dynamo.frontend.router.explanation import Explanation
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,15 @@ class HttpSettings:
     """A comment goes out after so much silence, so that proxies do not cut a stream."""
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE
 
+    @classmethod
+    def of(cls, options: HttpOptions, overload: OverloadStatus) -> HttpSettings:
+        return cls(
+            max_body_bytes=options.max_body_bytes,
+            max_json_depth=options.max_json_depth,
+            keepalive_s=options.keepalive_s,
+            overload=overload,
+        )
+
 
 class Exchange:
     """The answer is either one `answer`, or events by `events()`."""
@@ -67,6 +79,8 @@ class Exchange:
         self.headers: dict[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.request_id = ""
         """Known after `caller`; goes into the answer's headers."""
+        self.explanation: Explanation | None = None
+        """The caller's, if it wants one; goes there too."""
         self.client_left = False
         self.stream: EventStream | None = None
         self._receive = receive
@@ -77,13 +91,18 @@ class Exchange:
         """Who asks, under an id that the answer repeats. Raises InvalidRequest."""
         caller = Caller.read(self.headers.items())
         self.request_id = caller.request_id or secrets.token_hex(12)
-        return replace(caller, request_id=self.request_id)
+        self.explanation = caller.explanation
+        return msgspec.structs.replace(caller, request_id=self.request_id)
 
     async def body(self) -> bytes:
         """The request's JSON body. Raises PayloadTooLarge, InvalidRequest, and Cancelled if the client left."""
         kind = self.headers.get("content-type")
         if kind is not None and not _is_json(kind):
             raise InvalidRequest(f"the content type is {kind[:80]!r}; it must be 'application/json'")
+        return await self.any_body()
+
+    async def any_body(self) -> bytes:
+        """The same for a body of whatever content type."""
         limit = self.settings.max_body_bytes
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit:
@@ -97,16 +116,19 @@ class Exchange:
         return await self._long_body(message, limit)
 
     async def _long_body(self, message: Message, limit: int) -> bytes:
-        parts = bytearray()
+        parts: list[bytes] = []
+        size = 0
         while True:
             if message["type"] == "http.disconnect":
                 self.client_left = True
                 raise Cancelled()
-            parts += message.get("body", b"")
-            if len(parts) > limit:
+            part = message.get("body", b"")
+            parts.append(part)
+            size += len(part)
+            if size > limit:
                 raise _too_large(limit)
             if not message.get("more_body"):
-                return bytes(parts)
+                return b"".join(parts)
             message = await self._receive()
 
     @asynccontextmanager
@@ -138,10 +160,19 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._id()]})
         await self._send({"type": "http.response.body", "body": body})
 
+    async def answer_in_pieces(self, pieces: Sequence[Buffer], headers: tuple[Header, ...]) -> None:
+        """The whole answer, written piece by piece so that large ones need not be joined."""
+        self._answered = True
+        length = (b"content-length", b"%d" % sum(map(len, pieces)))
+        await self._send({"type": "http.response.start", "status": 200, "headers": [*headers, length, *self._id()]})
+        for piece in pieces:
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
+
     @asynccontextmanager
     async def events(self) -> AsyncIterator[EventStream]:
         """A stream of server-sent events. Its head goes out with the first event, so that an early failure has its own status."""
-        self.stream = stream = EventStream(self._send, self._id(), self.settings.keepalive_s)
+        self.stream = stream = EventStream(self._send, self._id, self.settings.keepalive_s)
         try:
             yield stream
         finally:
@@ -167,7 +198,10 @@ class Exchange:
         await self.answer(form.body(error, status), status, headers)
 
     def _id(self) -> tuple[Header, ...]:
-        return ((b"x-request-id", self.request_id.encode()),) if self.request_id else ()
+        found: tuple[Header, ...] = ((b"x-request-id", self.request_id.encode()),) if self.request_id else ()
+        if self.explanation is not None and (explained := self.explanation.to_json()):
+            found += ((EXPLAIN.encode(), explained),)
+        return found
 
 
 class EventStream:
@@ -175,7 +209,7 @@ class EventStream:
 
     __slots__ = ("_headers", "_idle", "_interval_s", "_loop", "_send", "_timer", "_writing", "begun")
 
-    def __init__(self, send: Send, headers: tuple[Header, ...], keepalive_s: float) -> None:
+    def __init__(self, send: Send, headers: Callable[[], tuple[Header, ...]], keepalive_s: float) -> None:
         self.begun = False
         """The status has gone out."""
         self._send = send
@@ -208,7 +242,7 @@ class EventStream:
 
     async def _begin(self) -> None:
         self.begun = True
-        headers = [*_STREAM_HEADERS, *self._headers]
+        headers = [*_STREAM_HEADERS, *self._headers()]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _tick(self) -> None:

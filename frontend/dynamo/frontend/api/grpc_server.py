@@ -12,18 +12,19 @@ connect; `--grpc-server native` takes it anywhere, for networks where every clie
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 import grpc
 import grpc.aio
 
 from dynamo.common.config import ConfigError
+from dynamo.common.lifecycle import open_listener
+from dynamo.common.security.files import Watched
+from dynamo.common.security.tls import TlsContents, read_contents
 from dynamo.frontend.api.grpc_hardening import make_grpcio_server
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice
 
@@ -72,16 +73,6 @@ def needs_grpcio(options: GrpcOptions) -> str:
     return ""
 
 
-def is_local(host: str) -> bool:
-    """Whether only processes of this machine can connect to a port on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def choose_server(options: GrpcOptions, native_installed: bool) -> ServerChoice:
     """Which server runs. Raises ConfigError if the native one was demanded and cannot do it."""
     obstacle = needs_grpcio(options)
@@ -97,10 +88,19 @@ def choose_server(options: GrpcOptions, native_installed: bool) -> ServerChoice:
         return ServerChoice(GrpcServerChoice.GRPCIO, obstacle)
     if not native_installed:
         return ServerChoice(GrpcServerChoice.GRPCIO, "pygrpc-native (extra `fast`) is not installed")
-    if not is_local(options.host):
+    if not options.is_local:
         why = "other machines can connect, and native does not bound what they send; with trusted clients use native"
         return ServerChoice(GrpcServerChoice.GRPCIO, why)
     return ServerChoice(GrpcServerChoice.NATIVE, "it is installed, nothing needs grpcio, and only this machine can connect")
+
+
+def check_grpc(options: GrpcOptions, *, share_port: bool = False) -> None:
+    """Raises ConfigError for what `serve_grpc` would stumble over, so that a process can say so before it waits for others."""
+    choose_server(options, importlib.util.find_spec("pygrpc_native") is not None)
+    if options.tls is not None:
+        read_contents(options.tls)
+    if not share_port:
+        open_listener(options.host, options.port, flag="--grpc-port").close()
 
 
 def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[str, int]]:
@@ -153,9 +153,9 @@ def _make_server(options: GrpcOptions, kind: GrpcServerChoice, share_port: bool)
     arguments = channel_arguments(options, share_port=share_port)
     if kind is GrpcServerChoice.GRPCIO:
         return make_grpcio_server(arguments, _COMPRESSION[options.compression])
-    import pygrpc_native.aio  # `from … import aio` recurses for ever in 0.5.0
+    from dynamo.frontend.api.grpc_native import NativeServer  # needs the extra `fast`
 
-    server: grpc.aio.Server = pygrpc_native.aio.Server(options=arguments, io_threads=options.workers)
+    server: grpc.aio.Server = NativeServer(options=arguments, io_threads=options.workers)
     return server
 
 
@@ -173,8 +173,25 @@ def _bind(server: grpc.aio.Server, options: GrpcOptions) -> int:
 
 
 def _credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
-    if options.tls_cert_file is None or options.tls_key_file is None:
+    """Credentials that follow their files. Raises ConfigError."""
+    files = options.tls
+    if files is None:
         return None
-    pair = (Path(options.tls_key_file).read_bytes(), Path(options.tls_cert_file).read_bytes())
-    client_ca = Path(options.tls_client_ca_file).read_bytes() if options.tls_client_ca_file else None
-    return grpc.ssl_server_credentials([pair], client_ca, client_ca is not None)
+    watched = Watched(f"the certificate {files.cert}", files.paths, lambda: read_contents(files))
+    used = watched.current()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC for every handshake, on a thread of its own; None: go on with the last."""
+        nonlocal used
+        newest = watched.current()
+        if newest is used:
+            return None
+        used = newest
+        return _configuration(newest)
+
+    demands_clients = files.client_ca is not None
+    return grpc.dynamic_ssl_server_credentials(_configuration(used), fetch, demands_clients)  # type: ignore[arg-type]
+
+
+def _configuration(contents: TlsContents) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(contents.key, contents.cert)], contents.client_ca)

@@ -3,23 +3,17 @@
     routes = [*health_routes(readiness, links), *metrics_routes(render), *model_routes(readiness)]
     async with serve_http(options, make_app(routes)) as server:
         ...
-
-It runs inside the process's event loop. uvicorn installs no signal handlers here: the process's own decide when it ends.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 import orjson
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -30,8 +24,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynamo.common.discovery import other_names
 from dynamo.common.errors import ModelNotFound
-from dynamo.common.lifecycle import open_listener, within
+from dynamo.common.http_server import HttpServer, serve_asgi
+from dynamo.common.lifecycle import open_listener
 from dynamo.common.model_card import ModelCard
+from dynamo.common.security.accounts import permits
+from dynamo.common.security.tls import server_context
+from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.health import Readiness, State
 from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
@@ -87,7 +85,9 @@ class _AnswerFailures:
 
         async def noticing(message: Message) -> None:
             nonlocal started
-            started = True
+            if not started:
+                started = True
+                _repeat_id(scope, message)
             await send(message)
 
         try:
@@ -102,6 +102,16 @@ class _AnswerFailures:
             status = http_status(error, self._overload)
             code = "model_not_found" if isinstance(error, ModelNotFound) else None
             await error_response(status, public_message(error), code=code, headers=headers)(scope, receive, send)
+
+
+def _repeat_id(scope: Scope, message: Message) -> None:
+    """Puts the request's id into the answer's headers; endpoints that have one of their own have done so."""
+    headers = message.setdefault("headers", [])
+    if any(name == b"x-request-id" for name, _ in headers):
+        return
+    asked = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    if asked and usable_id(asked):
+        headers.append((b"x-request-id", asked.encode()))
 
 
 def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -193,7 +203,7 @@ def model_routes(readiness: Readiness, started_at: float) -> list[BaseRoute]:
         return found
 
     async def models(request: Request) -> Response:
-        named = [(card, name) for card in readiness.plane.cards() for name in (card.name, *other_names(card))]
+        named = [(c, name) for c in readiness.plane.cards() for name in (c.name, *other_names(c)) if permits(name)]
         return json_response({"object": "list", "data": [describe(card, name) for card, name in named]})
 
     async def model(request: Request) -> Response:
@@ -216,49 +226,11 @@ def model_routes(readiness: Readiness, started_at: float) -> list[BaseRoute]:
 # The server
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@dataclass(frozen=True, slots=True)
-class HttpServer:
-    port: int
-    _server: _Server
-    _task: asyncio.Task[None]
-
-    async def stop(self, grace_s: float) -> None:
-        """Takes no new requests; those running may finish for `grace_s` seconds. Idempotent."""
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
-        self._server.should_exit = True
-        await within(grace_s + 2.0, asyncio.shield(self._task), "the HTTP server's end")
-
-
 @asynccontextmanager
-async def serve_http(options: HttpOptions, app: Starlette, *, share_port: bool = False) -> AsyncIterator[HttpServer]:
-    """Serves `app` until the context is left. Raises ConfigError if the port cannot be had."""
+async def serve_http(options: HttpOptions, app: ASGIApp, *, share_port: bool = False) -> AsyncIterator[HttpServer]:
+    """Serves `app` until the context is left. Raises ConfigError if the port or the certificate cannot be used."""
+    context = None if options.tls is None else server_context(options.tls)
     listener = open_listener(options.host, options.port, flag="--http-port", reuse_port=share_port)
-    port = listener.getsockname()[1]
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=1,
-    )
-    server = _Server(config)
-    async with asyncio.TaskGroup() as tasks:  # a server that breaks down takes the process with it
-        task = tasks.create_task(server.serve(sockets=[listener]), name="HTTP server")
-        _log.info("HTTP on %s:%d", options.host, port)
-        http = HttpServer(port, server, task)
-        try:
-            yield http
-        finally:
-            await http.stop(0.0)
-            if not task.done():
-                task.cancel()
+    async with serve_asgi(listener, app, context) as server:
+        _log.info("HTTP on %s:%d, %s", options.host, server.port, "no TLS" if context is None else "TLS")
+        yield server

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from dynamo.common.errors import InvalidRequest
 
@@ -14,6 +15,8 @@ T = TypeVar("T")
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+"""One level down, as the number 1; one level up, as -1."""
 _AT = re.compile(r"(?: - at `(?:key` in `)?\$([^`]*)`)$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
@@ -50,20 +53,10 @@ def check_depth(body: bytes, max_depth: int) -> None:
     """Raises InvalidRequest if `body`, which is JSON, nests arrays and objects deeper than `max_depth`."""
     if body.count(b"[") + body.count(b"{") <= max_depth:
         return
-    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKET)
-    for _ in range(max_depth):  # each round takes away the innermost level
-        if not brackets:
-            return
-        brackets = _without_innermost(brackets)
-    if brackets:
+    brackets = _STRING.sub(b"", body).translate(_STEPS, _NO_BRACKET)
+    depths = np.cumsum(np.frombuffer(brackets, np.int8), dtype=np.int32)
+    if depths.size and depths.max() > max_depth:
         raise _too_deep(max_depth)
-
-
-_INNERMOST = re.compile(rb"(?:\[\]|\{\})+")
-
-
-def _without_innermost(brackets: bytes) -> bytes:
-    return _INNERMOST.sub(b"", brackets)
 
 
 def _too_deep(max_depth: int) -> InvalidRequest:

@@ -19,7 +19,7 @@ from dynamo.common.logs import request_id as logged_id
 from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api import kserve_messages
-from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.grpc_server import Context, Handlers
 from dynamo.frontend.api.grpc_streams import StreamDrain
 from dynamo.frontend.api.health import Readiness
@@ -28,24 +28,10 @@ from dynamo.frontend.api.kserve_stream import KserveStream, StreamLimits
 from dynamo.frontend.api.statuses import grpc_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import OverloadStatus
 from dynamo.frontend.data_plane import DataPlane
+from dynamo.frontend.router.explanation import Explanation
 from dynamo.protos import inference_pb2 as pb
 
 SERVICE = "inference.GRPCInferenceService"
-_LATER = {
-    "RepositoryModelLoad": "models are loaded by starting a worker that serves them, not through this server",
-    "RepositoryModelUnload": "models are unloaded by stopping the workers that serve them, not through this server",
-    **dict.fromkeys(
-        (f"SystemSharedMemory{what}" for what in ("Status", "Register", "Unregister")),
-        "this server shares no memory with its clients: tensors travel in the messages",
-    ),
-    **dict.fromkeys(
-        (f"CudaSharedMemory{what}" for what in ("Status", "Register", "Unregister")),
-        "this server shares no GPU memory with its clients: tensors travel in the messages",
-    ),
-    "TraceSetting": "trace settings cannot be read or changed through this server",
-    "LogSettings": "log settings cannot be read or changed through this server",
-}
-"""Calls that are refused, and why."""
 
 M = TypeVar("M", bound=Message)
 _log = logging.getLogger(__name__)
@@ -85,15 +71,18 @@ class KserveService:
             "ModelInfer": grpc.unary_unary_rpc_method_handler(self._model_infer),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._model_stream_infer),
             **{name: self._unary(name, method) for name, method in answered.items()},
-            **{name: self._unary(name, _refusing(f"{name}: {why}")) for name, why in _LATER.items()},
+            **{name: self._unary(name, _refusing(f"{name}: {why}")) for name, why in kserve_messages.REFUSED.items()},
         }
 
     def _unary(self, name: str, method: Callable[[bytes], Awaitable[bytes]]) -> grpc.RpcMethodHandler[bytes, bytes]:
         async def handle(data: bytes, context: Context) -> bytes:
+            request_id = _asked_id(context)
             try:
+                if request_id:
+                    context.set_trailing_metadata((("x-request-id", request_id),))
                 return await method(data)
             except Exception as error:
-                await self._abort(context, error, "", name)
+                await self._abort(context, error, request_id, name)
 
         return grpc.unary_unary_rpc_method_handler(handle)
 
@@ -101,25 +90,34 @@ class KserveService:
 
     async def _model_infer(self, data: bytes, context: Context) -> bytes:
         request_id = ""
+        explanation: Explanation | None = None
         try:
             caller = _caller(context)
+            explanation = caller.explanation
             request = TensorRequest.parse(data)
             card = self._plane.card(request.head.model_name, request.head.model_version)
             call = call_for(request, card, caller, RequestType.UNARY)
             request_id = call.request_id
             logged_id.set(request_id)
-            return check_size(await infer(self._plane, request, card, call), self._limits.max_message_bytes)
+            answer = check_size(await infer(self._plane, request, card, call), self._limits.max_message_bytes)
+            if caller.request_id or call.explanation is not None:
+                context.set_trailing_metadata(_said_besides(caller))
+            return answer
         except Exception as error:
-            await self._abort(context, error, request_id, "ModelInfer")
+            await self._abort(context, error, request_id, "ModelInfer", explanation)
 
     async def _model_stream_infer(self, unused: object, context: Context) -> None:
         request_id = ""
+        explanation: Explanation | None = None
         try:
             caller = _caller(context)
-            request_id = caller.request_id
+            request_id, explanation = caller.request_id, caller.explanation
             await KserveStream(self._plane, self._drain, self._limits, context, caller).run()
+            if request_id or explanation is not None:
+                context.set_trailing_metadata(_said_besides(caller))
         except Exception as error:
-            await self._abort(context, error, request_id, "ModelStreamInfer", log=not isinstance(error, ShuttingDown))
+            log = not isinstance(error, ShuttingDown)
+            await self._abort(context, error, request_id, "ModelStreamInfer", explanation, log=log)
 
     # Health
 
@@ -163,7 +161,16 @@ class KserveService:
 
     # Failures
 
-    async def _abort(self, context: Context, error: Exception, request_id: str, what: str, *, log: bool = True) -> NoReturn:
+    async def _abort(
+        self,
+        context: Context,
+        error: Exception,
+        request_id: str,
+        what: str,
+        explanation: Explanation | None = None,
+        *,
+        log: bool = True,
+    ) -> NoReturn:
         """Ends the call with the failure's status, which the caller may read; logs what is ours."""
         if isinstance(error, grpc.aio.AbortError):
             raise error
@@ -174,11 +181,30 @@ class KserveService:
             metadata.append(("x-request-id", request_id))
         if (pause_s := retry_after_s(error)) is not None:
             metadata.append(("retry-after", f"{pause_s:g}"))
+        if explanation is not None:
+            metadata += _explained(explanation)
         await context.abort(grpc_status(error, self._overload), public_message(error), tuple(metadata))
 
 
 def _caller(context: Context) -> Caller:
     return Caller.read(context.invocation_metadata() or (), context.time_remaining())
+
+
+def _asked_id(context: Context) -> str:
+    found = next((value for name, value in context.invocation_metadata() or () if name == "x-request-id"), "")
+    return usable_id(found) if isinstance(found, str) else ""
+
+
+def _said_besides(caller: Caller) -> tuple[tuple[str, str], ...]:
+    """What goes out with an answer as trailing metadata: the caller's own id, and why the instances were chosen."""
+    named = (("x-request-id", caller.request_id),) if caller.request_id else ()
+    return named if caller.explanation is None else (*named, *_explained(caller.explanation))
+
+
+def _explained(explanation: Explanation) -> tuple[tuple[str, str], ...]:
+    """Why the instances were chosen, as metadata."""
+    text = explanation.to_json()
+    return ((EXPLAIN, text.decode()),) if text else ()
 
 
 def _parse(message: type[M], data: bytes) -> M:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from google.protobuf.message import DecodeError
@@ -21,6 +21,22 @@ from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
 SERVER_NAME = "dynamo"
 EXTENSIONS = ("classification", "model_configuration", "binary_tensor_data", "parameters", "statistics")
 """Protocol extensions that work here, by their published names."""
+
+REFUSED: Mapping[str, str] = {
+    "RepositoryModelLoad": "models are loaded by starting a worker that serves them, not through this server",
+    "RepositoryModelUnload": "models are unloaded by stopping the workers that serve them, not through this server",
+    **dict.fromkeys(
+        (f"SystemSharedMemory{what}" for what in ("Status", "Register", "Unregister")),
+        "this server shares no memory with its clients: tensors travel in the messages",
+    ),
+    **dict.fromkeys(
+        (f"CudaSharedMemory{what}" for what in ("Status", "Register", "Unregister")),
+        "this server shares no GPU memory with its clients: tensors travel in the messages",
+    ),
+    "TraceSetting": "trace settings cannot be read or changed through this server",
+    "LogSettings": "log settings cannot be read or changed through this server",
+}
+"""Calls that are refused, and why."""
 
 TEXT_INPUTS = (
     TensorSpec(name="text_input", datatype="BYTES", shape=(1,)),

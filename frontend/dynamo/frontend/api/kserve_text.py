@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -32,12 +32,13 @@ from dynamo.common.tensor_request import TensorRequest, check_request_parameters
 from dynamo.common.tensors import (
     Array,
     bf16_to_float32,
+    check_contents,
     datatype_named,
+    decode_bytes,
     element_count,
     encode_bytes,
     filled_fields,
     to_numpy,
-    typed_to_raw,
 )
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.protos.inference_pb2 import (
@@ -140,8 +141,8 @@ def to_text_requests(request: TensorRequest, card: ModelCard) -> list[TextReques
     if count * settings.n > MAX_CHOICES:
         raise InvalidRequest(f"{count} prompts with {settings.n} choices each are above the {MAX_CHOICES} of one request")
     if conversations:
-        return [replace(settings, model=model, messages=messages) for messages in conversations]
-    return [replace(settings, model=model, prompt=prompt) for prompt in prompts]
+        return [msgspec.structs.replace(settings, model=model, messages=messages) for messages in conversations]
+    return [msgspec.structs.replace(settings, model=model, prompt=prompt) for prompt in prompts]
 
 
 def _settings(values: Mapping[str, Value]) -> TextRequest:
@@ -231,9 +232,13 @@ def _elements(tensor: ModelInferRequest.InferInputTensor, raw: bytes | bytearray
     if raw is None:
         if contents is None:
             raise InvalidRequest(f"{what} has no data, neither in contents nor in raw_input_contents", param=name)
-        raw = typed_to_raw(contents, tensor.datatype, count, what)
-    elif contents is not None and filled_fields(contents):
+        kind = datatype_named(tensor.datatype, what)
+        check_contents(contents, kind, count, what)
+        return list(getattr(contents, kind.field))
+    if contents is not None and filled_fields(contents):
         raise InvalidRequest(f"{what} has contents although the request has raw_input_contents", param=name)
+    if tensor.datatype == "BYTES":
+        return decode_bytes(raw, count, what)
     array: Array = to_numpy(raw, tensor.datatype, (count,), what)
     if tensor.datatype == "BF16":
         array = bf16_to_float32(array)
@@ -375,7 +380,7 @@ class TextAnswer:
     `triton_final_response` with that value; None leaves it out.
     """
 
-    __slots__ = ("_choices", "_described", "_n", "_names", "_plain", "_prefix", "_typed")
+    __slots__ = ("_choices", "_described", "_is_plain", "_n", "_names", "_prefix", "_raw_head", "_typed", "_typed_reasons")
 
     def __init__(self, request: TensorRequest, card: ModelCard, texts: Sequence[TextRequest]) -> None:
         """`texts` are the requests that `request` was turned into."""
@@ -392,10 +397,10 @@ class TextAnswer:
         )
         outputs = [OutputTensor(name=name, datatype="BYTES", shape=(self._choices,)) for name in self._names]
         self._described = [output.SerializeToString() for output in outputs]
-        self._plain = b""
-        """With one choice, raw, and the usual outputs: all that precedes their contents."""
-        if self._choices == 1 and not self._typed and self._names == _OUTPUTS[:2]:
-            self._plain = self._prefix + b"".join(delimited(_OUTPUT, described) for described in self._described)
+        self._is_plain = self._choices == 1 and self._names == _OUTPUTS[:2]
+        """One choice and the usual outputs: all but the text and its size is known beforehand."""
+        self._raw_head = self._prefix + b"".join(delimited(_OUTPUT, described) for described in self._described)
+        self._typed_reasons: dict[FinishReason | None, bytes] = {}
 
     def stream_answer(self, deltas: Sequence[TextDelta], *, prompt: int = 0, final: bool | None = None) -> bytes:
         """A serialized ModelStreamInferResponse with what was added to the choices of one prompt, given by its position."""
@@ -404,14 +409,25 @@ class TextAnswer:
 
     def answer(self, deltas: Sequence[TextDelta], *, prompt: int = 0, final: bool | None = None) -> bytes:
         """The same as a ModelInferResponse."""
-        if not self._plain:
+        if not self._is_plain:
             return self._write({prompt: deltas}, final)
         reason: FinishReason | None = None
         for delta in deltas:
             reason = delta.finish_reason or reason
         text = "".join([delta.text for delta in deltas]).encode()
         size = len(text)
-        return b"".join((self._plain, _FINAL[final], _RAW, varint(size + 4), _u32(size), text, _RAW_REASON[reason]))
+        if self._typed:
+            described = self._described[0] + delimited(_CONTENTS, delimited(_ELEMENT, text))
+            return b"".join((self._prefix, _FINAL[final], delimited(_OUTPUT, described), self._typed_reason(reason)))
+        return b"".join((self._raw_head, _FINAL[final], _RAW, varint(size + 4), _u32(size), text, _RAW_REASON[reason]))
+
+    def _typed_reason(self, reason: FinishReason | None) -> bytes:
+        """The output `finish_reason` in typed form."""
+        known = self._typed_reasons.get(reason)
+        if known is None:
+            contents = delimited(_CONTENTS, delimited(_ELEMENT, _REASON[reason]))
+            known = self._typed_reasons[reason] = delimited(_OUTPUT, self._described[1] + contents)
+        return known
 
     def stream_folded(self, deltas: Sequence[Sequence[TextDelta]], *, final: bool | None = None) -> bytes:
         """`folded` as a ModelStreamInferResponse."""

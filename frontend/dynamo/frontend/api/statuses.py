@@ -19,6 +19,7 @@ _STATUSES: dict[Code, tuple[grpc.StatusCode, int]] = {
     Code.INTERNAL: (grpc.StatusCode.INTERNAL, 500),
     Code.UNSUPPORTED: (grpc.StatusCode.UNIMPLEMENTED, 501),
     Code.OVERLOADED: (grpc.StatusCode.UNAVAILABLE, 503),
+    Code.RATE_LIMITED: (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
     Code.UNAVAILABLE: (grpc.StatusCode.UNAVAILABLE, 503),
     Code.DEADLINE_EXCEEDED: (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
 }

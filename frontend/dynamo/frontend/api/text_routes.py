@@ -12,6 +12,7 @@ from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.routes import OPERATIONS as OPENAI_OPERATIONS
 from dynamo.frontend.api.openai.routes import openai_routes, read_request_template, text_limits
 from dynamo.frontend.api.openapi import Operation, openapi_routes
+from dynamo.frontend.api.routing_routes import OPERATIONS as ROUTING_OPERATIONS
 from dynamo.frontend.config import HttpOptions, OverloadStatus, TextOptions
 from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
 from dynamo.frontend.preprocess.parsers import OutputParsers
@@ -34,16 +35,11 @@ def text_routes(
     parsers: OutputParsers = KNOWN_PARSERS,
 ) -> list[BaseRoute]:
     """Raises ConfigError for a request template that cannot be read."""
-    settings = HttpSettings(
-        max_body_bytes=http.max_body_bytes,
-        max_json_depth=http.max_json_depth,
-        keepalive_s=http.keepalive_s,
-        overload=overload,
-    )
+    settings = HttpSettings.of(http, overload)
     limits = text_limits(text)
     template = read_request_template(text.request_template)
     return [
         *openai_routes(Edge(readiness=readiness, limits=limits, template=template, parsers=parsers), settings),
         *anthropic_routes(MessagesEdge(readiness=readiness, limits=limits, parsers=parsers), settings),
-        *openapi_routes((*OPENAI_OPERATIONS, *ANTHROPIC_OPERATIONS, *_GENERAL)),
+        *openapi_routes((*OPENAI_OPERATIONS, *ANTHROPIC_OPERATIONS, *ROUTING_OPERATIONS, *_GENERAL)),
     ]

@@ -24,6 +24,10 @@ class TokenTexts:
             self._known[token] = text
         return text
 
+    def is_special(self, token: int) -> bool:
+        """It stands for something, such as the end, and not for text."""
+        return bool(self[token]) and not self._vocabulary.decode([token], skip_special_tokens=True)
+
 
 def text_bytes(text: str) -> list[int] | None:
     """The bytes of a token's text; None if the token holds only part of a character."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -11,8 +10,7 @@ import msgspec
 from dynamo.common.generation import FinishReason, Sampling, Stop
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRequest:
+class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt. Exactly one of `prompt` and `messages` is set."""
 
     model: str
@@ -21,7 +19,7 @@ class TextRequest:
     messages: Sequence[Mapping[str, Any]] | None = None
     """A conversation, to be rendered with the model's chat template."""
     tools: Sequence[Mapping[str, Any]] = ()
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     add_generation_prompt: bool = True
     sampling: Sampling = Sampling()
     stop: Stop = Stop()

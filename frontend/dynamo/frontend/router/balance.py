@@ -7,15 +7,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.explanation import shown
+from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.load import Floats, Loads, LoadTable, Thresholds, all_busy
 from dynamo.frontend.router.rows import RowCache
-from dynamo.frontend.router.simple import pinned
+from dynamo.frontend.router.simple import pinned, position
+from dynamo.frontend.router.thresholds import Limits
 
 Strategy = Callable[[Floats, random.Random], int]
 """From the number of requests of each instance to the position of the one to take."""
@@ -42,13 +46,13 @@ class LoadRouter:
         self,
         name: str,
         strategy: Strategy,
-        thresholds: Thresholds | None = None,
+        thresholds: Limits | None = None,
         loads: LoadTable | None = None,
         *,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.thresholds = thresholds or Thresholds()
+        self.thresholds: Limits = thresholds or Thresholds()
         """May be replaced at any time."""
         self.loads = LoadTable() if loads is None else loads
         self._name = name
@@ -60,16 +64,20 @@ class LoadRouter:
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
         now = self._clock()
         loads = self.loads.read(self._rows.rows(candidates), now)
-        explanation = _explain(candidates, loads) if explain else ()
-        choice = pinned(request, candidates)
-        if choice is not None:
-            choice = Choice(choice.instance, choice.reason, candidates=explanation)
-        else:
-            at = self._choose(request, loads)
-            choice = Choice(candidates[at], self._name, cost=float(loads.requests[at]), candidates=explanation)
+        at = pinned(request, candidates)
+        reason = "pinned"
+        if at is None:
+            at, reason = self._choose(request, candidates, loads)
+        explanation: Sequence[Mapping[str, float | int | str]] = ()
+        if explain:
+            explanation = _explain(candidates, loads, at, loads.busy(self.thresholds.of(request.model)))
+        choice = Choice(candidates[at], reason, cost=float(loads.requests[at]), candidates=explanation)
         tokens = len(request.prompt) // TOKEN_BYTES
         self.loads.book(request.request_id, choice.instance.id, now, prefill_tokens=tokens)
         return choice
+
+    def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
+        return None
 
     def first_token(self, request_id: str) -> None:
         self.loads.first_token(request_id)
@@ -80,25 +88,32 @@ class LoadRouter:
     def removed(self, instance: InstanceId) -> None:
         self.loads.remove_instance(instance)
 
-    def _choose(self, request: RouteRequest, loads: Loads) -> int:
-        """Position of the candidate that wins. Raises Overloaded if all are busy."""
-        busy = loads.busy(self.thresholds)
-        if busy is None or not busy.any():
-            return self._strategy(loads.requests, self._rng)
-        allowed = np.flatnonzero(~busy)
-        if not len(allowed):
+    def _choose(self, request: RouteRequest, candidates: Sequence[Instance], loads: Loads) -> tuple[int, str]:
+        """Position of the candidate that wins, and why. Raises Overloaded if all are busy."""
+        busy = loads.busy(self.thresholds.of(request.model))
+        if busy is not None and busy.all():
             raise all_busy(request.model)
-        return int(allowed[self._strategy(loads.requests[allowed], self._rng)])
+        if request.preferred is not None:
+            at = position(request.preferred, candidates)
+            if at is not None and (busy is None or not busy[at]):
+                return at, "preferred"
+        if busy is None or not busy.any():
+            return self._strategy(loads.requests, self._rng), self._name
+        allowed = np.flatnonzero(~busy)
+        return int(allowed[self._strategy(loads.requests[allowed], self._rng)]), self._name
 
 
-def _explain(candidates: Sequence[Instance], loads: Loads) -> list[Mapping[str, float | int | str]]:
-    """One mapping per candidate, least busy first."""
+def _explain(
+    candidates: Sequence[Instance], loads: Loads, chosen: int, busy: NDArray[np.bool_] | None
+) -> list[Mapping[str, float | int | str]]:
     return [
         {
             "instance": f"{candidates[at].id:x}",
             "cost": float(loads.requests[at]),
             "requests": int(loads.requests[at]),
             "prefill_tokens": int(loads.prefill_tokens[at]),
+            "kv_usage": round(float(loads.usage[at]), 4),
+            **({"busy": True} if busy is not None and busy[at] else {}),
         }
-        for at in np.argsort(loads.requests, kind="stable")
+        for at in shown(loads.requests, chosen)
     ]

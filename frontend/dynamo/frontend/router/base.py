@@ -10,6 +10,8 @@ import msgspec
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.names import InstanceId
+from dynamo.frontend.router.explanation import Explanation
+from dynamo.frontend.router.hashing import PromptHashes
 
 
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):
@@ -26,10 +28,18 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Higher is more important."""
     pinned: InstanceId | None = None
     """The client named the instance itself."""
+    preferred: InstanceId | None = None
+    """Taken if it is a candidate and not busy."""
     session: str = ""
     """Requests of one session like to land on one instance."""
     overrides: Mapping[str, float] = {}
-    """Per-request router settings, e.g. `overlap_score_weight`, `router_temperature`."""
+    """Per-request router settings, see `overrides.py`."""
+    hashes: PromptHashes | None = None
+    """Those of `prompt`, if they were computed before; they must stay as they are."""
+    caller_id: str = ""
+    """The id under which the client knows the request; `request_id` names its booking."""
+    explanation: Explanation | None = None
+    """Where the client wants to be told why."""
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
@@ -40,7 +50,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     overlap_blocks: int = 0
     cost: float = 0.0
     candidates: Sequence[Mapping[str, float | int | str]] = ()
-    """Filled when an explanation was asked for: one mapping per candidate (instance, overlap, load, cost)."""
+    """Filled when an explanation was asked for: instance, overlap, load and cost of the cheapest ones and of the chosen one."""
 
 
 class Router(Protocol):
@@ -51,6 +61,10 @@ class Router(Protocol):
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
         """One of `candidates`, which is not empty. Raises Overloaded if none may take more, NoInstances if a pin is absent."""
+        ...
+
+    def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
+        """What `pick` would hash first, not hashed yet: a long prompt is hashed in steps. None: it looks at no hashes."""
         ...
 
     def first_token(self, request_id: str) -> None:

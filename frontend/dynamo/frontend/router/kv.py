@@ -31,14 +31,17 @@ from numpy.typing import NDArray
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.kv.events import KvSnapshot, KvUpdate
-from dynamo.common.kv.hashes import TOKEN_BYTES, sequence_hashes, space_hash
+from dynamo.common.kv.hashes import TOKEN_BYTES, space_hash
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.explanation import shown
+from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.index import Match, PrefixIndex
 from dynamo.frontend.router.load import Floats, Loads, LoadTable, Thresholds, all_busy
 from dynamo.frontend.router.predicted import PredictedIndex
 from dynamo.frontend.router.rows import RowCache, Rows
-from dynamo.frontend.router.simple import pinned
+from dynamo.frontend.router.simple import pinned, position
+from dynamo.frontend.router.thresholds import Limits
 
 _KV_FULL_FROM = 0.5
 _KV_FULL_LIMIT = 0.99
@@ -134,9 +137,12 @@ def _raise_to(overlaps: NDArray[np.int32], index: PrefixIndex, match: Match, row
 @dataclass(frozen=True, slots=True)
 class _Prompt:
     tokens: int
-    block_size: int
-    """0: the instances have no KV blocks that could be told apart."""
-    hashes: Sequence[int]
+    hashes: PromptHashes
+
+    @property
+    def block_size(self) -> int:
+        """0: the instances have no KV blocks that could be told apart."""
+        return self.hashes.block_size
 
     @property
     def blocks(self) -> float:
@@ -149,14 +155,14 @@ class KvRouter:
     def __init__(
         self,
         config: KvRouterConfig | None = None,
-        thresholds: Thresholds | None = None,
+        thresholds: Limits | None = None,
         loads: LoadTable | None = None,
         *,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or KvRouterConfig()
-        self.thresholds = thresholds or Thresholds()
+        self.thresholds: Limits = thresholds or Thresholds()
         """May be replaced at any time."""
         self.loads = LoadTable() if loads is None else loads
         self._rows = RowCache(self.loads)
@@ -178,45 +184,31 @@ class KvRouter:
 
     # Deciding
 
-    def hash_prompt(self, request: RouteRequest, candidates: Sequence[Instance]) -> list[int]:
-        """The sequence hashes of a prompt, for `pick`. Changes nothing, so a long prompt may be hashed in a thread."""
-        block_size = self._block_size(candidates)
-        if not block_size:
-            return []
-        return sequence_hashes(request.prompt, block_size, space_hash(request.adapter, request.cache_salt))
+    def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
+        return PromptHashes(request.prompt, self._block_size(candidates), space_hash(request.adapter, request.cache_salt))
 
-    def pick(
-        self,
-        request: RouteRequest,
-        candidates: Sequence[Instance],
-        *,
-        explain: bool = False,
-        hashes: Sequence[int] | None = None,
-    ) -> Choice:
-        """See `Router`. `hashes` saves hashing the prompt if that was done already; the router keeps them, so they must stay
-        as they are."""
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
         config = self.config.overridden(request.overrides) if request.overrides else self.config
         now = self._clock()
-        if hashes is None:
-            hashes = self.hash_prompt(request, candidates)
-        prompt = _Prompt(len(request.prompt) // TOKEN_BYTES, self._block_size(candidates), hashes)
+        prompt = _Prompt(len(request.prompt) // TOKEN_BYTES, self._hashes(request, candidates))
+        hashes = prompt.hashes.values
         caches = self._caches_of(request.model)
         loads = self.loads.read(self._rows.rows(candidates), now)
         overlaps = caches.overlaps(hashes, candidates, now)
         costs = _costs(config, prompt, loads, overlaps)
-        chosen = pinned(request, candidates)
-        if chosen is not None:
-            at = next(at for at, instance in enumerate(candidates) if instance is chosen.instance)
-            reason = chosen.reason
+        at = pinned(request, candidates)
+        if at is not None:
+            reason = "pinned"
         else:
-            at = self._choose(request, config, loads, costs)
-            reason = "kv" if overlaps[at] else "kv: nothing cached"
+            at, reason = self._choose(request, candidates, config, loads, costs)
         instance, overlap = candidates[at], int(overlaps[at])
         self._book(request, config, prompt, instance.id, overlap, now)
         if caches.predicted is not None:
             caches.predicted.add(instance.id, hashes, now)
-        explanation = _explain(candidates, overlaps, loads, costs) if explain else ()
-        return Choice(instance, reason, overlap, float(costs[at]), explanation)
+        explanation: Sequence[Mapping[str, float | int | str]] = ()
+        if explain:
+            explanation = _explain(candidates, overlaps, loads, costs, at, loads.busy(self.thresholds.of(request.model)))
+        return Choice(instance, reason or ("kv" if overlap else "kv: nothing cached"), overlap, float(costs[at]), explanation)
 
     def first_token(self, request_id: str) -> None:
         self.loads.first_token(request_id)
@@ -246,13 +238,34 @@ class KvRouter:
         llm = candidates[0].card.llm
         return llm.block_size if llm is not None else 0
 
-    def _choose(self, request: RouteRequest, config: KvRouterConfig, loads: Loads, costs: Floats) -> int:
-        """Position of the candidate that wins. Raises Overloaded if all are busy."""
-        busy = loads.busy(self.thresholds)
+    def _hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes:
+        block_size = self._block_size(candidates)
+        known = request.hashes
+        if known is not None and known.block_size == block_size:
+            return known
+        return PromptHashes.of(request.prompt, block_size, space_hash(request.adapter, request.cache_salt))
+
+    def _choose(
+        self,
+        request: RouteRequest,
+        candidates: Sequence[Instance],
+        config: KvRouterConfig,
+        loads: Loads,
+        costs: Floats,
+    ) -> tuple[int, str]:
+        """Position of the candidate that wins, and why unless it is for its cost. Raises Overloaded if all are busy."""
+        busy = loads.busy(self.thresholds.of(request.model))
         if busy is not None and busy.any():
             if busy.all():
                 raise all_busy(request.model)
             costs = np.where(busy, np.inf, costs)
+        if request.preferred is not None:
+            at = position(request.preferred, candidates)
+            if at is not None and math.isfinite(costs[at]):
+                return at, "preferred"
+        return self._cheapest(config, costs), ""
+
+    def _cheapest(self, config: KvRouterConfig, costs: Floats) -> int:
         least = costs.min()
         if config.temperature > 0.0:
             return self._draw(costs, float(least), config.temperature)
@@ -275,7 +288,7 @@ class KvRouter:
         blocks: Sequence[int] = ()
         extra_blocks = 0
         if config.track_active_blocks and prompt.block_size:
-            blocks = prompt.hashes
+            blocks = prompt.hashes.values
             extra_blocks = math.ceil(prompt.blocks) - len(blocks)
             if not config.assume_kv_reuse:
                 extra_blocks += len(blocks)
@@ -302,10 +315,13 @@ def _costs(config: KvRouterConfig, prompt: _Prompt, loads: Loads, overlaps: NDAr
 
 
 def _explain(
-    candidates: Sequence[Instance], overlaps: NDArray[np.int32], loads: Loads, costs: Floats
+    candidates: Sequence[Instance],
+    overlaps: NDArray[np.int32],
+    loads: Loads,
+    costs: Floats,
+    chosen: int,
+    busy: NDArray[np.bool_] | None,
 ) -> list[Mapping[str, float | int | str]]:
-    """One mapping per candidate, cheapest first."""
-    order = np.argsort(costs, kind="stable")
     return [
         {
             "instance": f"{candidates[at].id:x}",
@@ -315,6 +331,7 @@ def _explain(
             "decode_blocks": int(loads.decode_blocks[at]),
             "kv_usage": round(float(loads.usage[at]), 4),
             "requests": int(loads.requests[at]),
+            **({"busy": True} if busy is not None and busy[at] else {}),
         }
-        for at in order
+        for at in shown(costs, chosen)
     ]

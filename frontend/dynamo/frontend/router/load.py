@@ -64,6 +64,10 @@ class Thresholds:
     active_prefill_tokens: int | None = None
     """Prompt tokens still to be computed."""
 
+    def of(self, model: str) -> Thresholds:
+        """The same for every model; `thresholds.ThresholdTable` can tell them apart."""
+        return self
+
 
 @dataclass(slots=True)
 class _Booking:

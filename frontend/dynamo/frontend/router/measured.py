@@ -10,6 +10,7 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, Overloaded
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import Choice, Router, RouteRequest
+from dynamo.frontend.router.hashing import PromptHashes
 
 
 class Observer(Protocol):
@@ -41,6 +42,9 @@ class MeasuredRouter:
             raise
         self._observer.picked(request, choice, self._clock() - start)
         return choice
+
+    def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
+        return self._router.prompt_hashes(request, candidates)
 
     def first_token(self, request_id: str) -> None:
         self._router.first_token(request_id)

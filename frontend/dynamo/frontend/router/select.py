@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import assert_never
 
 from dynamo.frontend.config import RouterMode, RouterOptions
@@ -11,6 +11,15 @@ from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
 from dynamo.frontend.router.load import LoadTable, Thresholds
 from dynamo.frontend.router.simple import Direct, RandomChoice, RoundRobin
+from dynamo.frontend.router.sparing import SparingRouter
+from dynamo.frontend.router.thresholds import Limits
+
+_BY_LOAD = (RouterMode.KV, RouterMode.LEAST_LOADED, RouterMode.POWER_OF_TWO)
+_BLIND: Mapping[RouterMode, Callable[[], Router]] = {
+    RouterMode.ROUND_ROBIN: RoundRobin,
+    RouterMode.RANDOM: RandomChoice,
+    RouterMode.DIRECT: Direct,
+}
 
 
 def effective_mode(options: RouterOptions) -> RouterMode:
@@ -45,21 +54,28 @@ def kv_config(options: RouterOptions) -> KvRouterConfig:
     )
 
 
-def make_router(options: RouterOptions, loads: LoadTable, clock: Callable[[], float]) -> Router:
-    """A new router. Those that look at loads share `loads`; `clock` is the one by which reports reach it."""
+def follows_loads(options: RouterOptions) -> bool:
+    """Whether the router looks at the loads of instances: all modes do that have to, the others if a threshold is configured."""
+    thresholds = thresholds_of(options)
+    return effective_mode(options) in _BY_LOAD or thresholds != Thresholds()
+
+
+def make_router(options: RouterOptions, loads: LoadTable, clock: Callable[[], float], thresholds: Limits | None = None) -> Router:
+    """A new router. Those that look at loads share `loads`; `clock` is the one by which reports reach it.
+
+    `thresholds` are the configured ones unless given.
+    """
     mode = effective_mode(options)
+    limits: Limits = thresholds_of(options) if thresholds is None else thresholds
     match mode:
-        case RouterMode.ROUND_ROBIN:
-            return RoundRobin()
-        case RouterMode.RANDOM:
-            return RandomChoice()
-        case RouterMode.DIRECT:
-            return Direct()
         case RouterMode.KV:
-            return KvRouter(kv_config(options), thresholds_of(options), loads, clock=clock)
+            return KvRouter(kv_config(options), limits, loads, clock=clock)
         case RouterMode.LEAST_LOADED:
-            return LoadRouter(mode.value, least_loaded, thresholds_of(options), loads, clock=clock)
+            return LoadRouter(mode.value, least_loaded, limits, loads, clock=clock)
         case RouterMode.POWER_OF_TWO:
-            return LoadRouter(mode.value, power_of_two, thresholds_of(options), loads, clock=clock)
+            return LoadRouter(mode.value, power_of_two, limits, loads, clock=clock)
+        case RouterMode.ROUND_ROBIN | RouterMode.RANDOM | RouterMode.DIRECT:
+            router = _BLIND[mode]()
+            return SparingRouter(router, limits, loads, clock=clock) if follows_loads(options) else router
         case _:
             assert_never(mode)

@@ -9,20 +9,44 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, InvalidRequest, NoInstances
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.hashing import PromptHashes
 
 
-def pinned(request: RouteRequest, candidates: Sequence[Instance]) -> Choice | None:
-    """The instance that the client named itself; None if it named none. Raises NoInstances if that one is absent."""
+def position(instance: InstanceId, candidates: Sequence[Instance]) -> int | None:
+    """Where an instance stands among the candidates; None if it does not."""
+    for at, candidate in enumerate(candidates):
+        if candidate.id == instance:
+            return at
+    return None
+
+
+def pinned(request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
+    """Position of the instance that the client named itself; None if it named none. Raises NoInstances if that one is absent."""
     if request.pinned is None:
         return None
-    for instance in candidates:
-        if instance.id == request.pinned:
-            return Choice(instance, "pinned")
-    raise NoInstances(request.model)
+    at = position(request.pinned, candidates)
+    if at is None:
+        raise NoInstances(request.model)
+    return at
+
+
+def wished(request: RouteRequest, candidates: Sequence[Instance]) -> Choice | None:
+    """The instance that the request names, for routers that do not know who is busy. Raises NoInstances if a pin is absent."""
+    at = pinned(request, candidates)
+    if at is not None:
+        return Choice(candidates[at], "pinned")
+    if request.preferred is not None:
+        at = position(request.preferred, candidates)
+        if at is not None:
+            return Choice(candidates[at], "preferred")
+    return None
 
 
 class _Unbooked:
-    """The part of a router that keeps no bookings."""
+    """The part of a router that keeps no bookings and looks at no prompts."""
+
+    def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
+        return None
 
     def first_token(self, request_id: str) -> None: ...
 
@@ -38,20 +62,20 @@ class RandomChoice(_Unbooked):
         self._rng = rng or random.Random()
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
-        return pinned(request, candidates) or Choice(candidates[int(self._rng.random() * len(candidates))], "random")
+        return wished(request, candidates) or Choice(candidates[int(self._rng.random() * len(candidates))], "random")
 
 
 class Direct(_Unbooked):
     """Only the instance that the request names."""
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
-        choice = pinned(request, candidates)
-        if choice is None:
+        at = pinned(request, candidates)
+        if at is None:
             raise InvalidRequest("requests must name their instance here: the router mode is 'direct'")
-        return choice
+        return Choice(candidates[at], "pinned")
 
 
-class RoundRobin:
+class RoundRobin(_Unbooked):
     """Each model's instances in turn: always the one whose last turn is longest ago.
 
     Who joins comes next, who leaves is left out, who was left out for a moment keeps its place: nobody else's turn is skipped
@@ -66,12 +90,8 @@ class RoundRobin:
         turns = self._turns.get(request.model)
         if turns is None:
             turns = self._turns[request.model] = _Turns(self._rng)
-        choice = pinned(request, candidates)  # a pin is the client's decision; it costs that instance no turn
+        choice = wished(request, candidates)  # a pin is the client's decision; it costs that instance no turn
         return choice or Choice(turns.next(candidates), "round-robin")
-
-    def first_token(self, request_id: str) -> None: ...
-
-    def finished(self, request_id: str, error: DynamoError | None = None) -> None: ...
 
     def removed(self, instance: InstanceId) -> None:
         for model, turns in list(self._turns.items()):

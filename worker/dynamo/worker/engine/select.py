@@ -5,7 +5,7 @@
 | `echo` | echo: input `INPUT0`, FP32 of any length |
 | `echo:NAME=DATATYPE[dims],…` | echo with these inputs |
 | `echo:file.yaml`, `echo:config.pbtxt` | echo with the inputs that the file declares |
-| `echo:llm` | echo as a language model |
+| `echo:llm`, `echo:llm:tokenizer.json` | echo as a language model, of bytes or of that tokenizer's tokens |
 | `module:Class`, `path/to/file.py:Class` | python |
 | a `.gguf` file, `smollm2` | llama |
 | `sim`, `sim:blocks=512,block_size=16,speedup=0,…` | sim: a simulated engine; see `sim_config` for what can be set |
@@ -130,8 +130,12 @@ def sim_config(settings: str, name: str, max_num_seqs: int | None, context_lengt
 
 
 def _make_echo(what: str, name: str) -> AnyEngine:
-    if what == "llm":
-        return EchoTokens(name or "echo-llm")
+    kind, _, tokenizer = what.partition(":")
+    if kind == "llm":
+        try:
+            return EchoTokens(name or "echo-llm", tokenizer=Path(tokenizer).read_bytes() if tokenizer else None)
+        except OSError as error:
+            raise InvalidRequest(f"the tokenizer {tokenizer} cannot be read: {error}") from error
     declaration: Declaration | None = None
     if Path(what).suffix in (*YAML_SUFFIXES, PBTXT_SUFFIX):
         declaration = read_declaration(Path(what))

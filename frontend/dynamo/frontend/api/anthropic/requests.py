@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -166,7 +166,7 @@ def to_text(request: MessagesRequest, card: ModelCard, parsers: OutputParsers, l
         )
     kinds = choose_parsers(card, parsers, forced, has_tools=bool(tools), guided=guided is not None)
     return Asked(
-        replace(
+        msgspec.structs.replace(
             text,
             sampling=Sampling(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, guided=guided),
             stop=Stop(max_tokens=request.max_tokens),

@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from dynamo.frontend.api.calls import MAX_ID_CHARS
+from dynamo.frontend.router.overrides import MAX_TEMPERATURE, MAX_WEIGHT
+
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 
@@ -46,8 +49,18 @@ class AgentHints(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterOverrides(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    overlap_score_weight: Annotated[float, Meta(ge=0, le=1000)] | None = None
-    router_temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """Settings of the router for this request alone. Those of the mode `kv`; other modes check and ignore them."""
+
+    overlap_score_weight: (
+        Annotated[float, Meta(ge=0, le=MAX_WEIGHT, description="Blocks of prefill that one cached block saves.")] | None
+    ) = None
+    overlap_score_credit: Annotated[float, Meta(ge=0, le=MAX_WEIGHT, description="The same by another name.")] | None = None
+    prefill_load_scale: (
+        Annotated[float, Meta(ge=0, le=MAX_WEIGHT, description="Cost of a block to prefill against one that is held.")] | None
+    ) = None
+    router_temperature: (
+        Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE, description="Above 0: how widely choices spread.")] | None
+    ) = None
 
 
 Annotation: TypeAlias = Literal["formatted_prompt", "token_ids", "worker_id", "request_id", "llm_metrics"]
@@ -64,6 +77,9 @@ class NvExt(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     token_data: Annotated[list[TokenId], Meta(min_length=1, description="Token ids that replace the prompt.")] | None = None
     backend_instance_id: Annotated[str, Meta(max_length=16, description="The instance to ask, in hex.")] | None = None
     priority: Annotated[int, Meta(ge=-INT32, le=INT32, description="Higher is more important.")] | None = None
+    session_id: (
+        Annotated[str, Meta(max_length=MAX_ID_CHARS, description="Requests of one session go to one instance.")] | None
+    ) = None
     agent_hints: AgentHints | None = None
     router: RouterOverrides | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from dynamo.frontend.api.tool_choice import named_call, some_call
 from dynamo.frontend.data_plane import Call
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.router.overrides import read_overrides
 
 
 class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,11 +60,11 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
         raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
     _at_most("top_logprobs", request.top_logprobs, limits.max_logprobs)
     text = _common(request, limits)
-    text = replace(text, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+    text = msgspec.structs.replace(text, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     max_tokens = request.max_completion_tokens or request.max_tokens
     if request.max_tokens is not None and request.max_tokens != max_tokens:
         raise InvalidRequest("'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
-    text = replace(text, stop=msgspec.structs.replace(text.stop, max_tokens=max_tokens))
+    text = msgspec.structs.replace(text, stop=msgspec.structs.replace(text.stop, max_tokens=max_tokens))
     tools = tools_to_text(request.tools)
     forced: ParserKind | None = None
     choice = request.tool_choice
@@ -77,22 +78,22 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
             if isinstance(choice, ToolChoice)
             else some_call(tools, parallel=request.parallel_tool_calls is not False)
         )
-        text = replace(text, sampling=msgspec.structs.replace(text.sampling, guided=guided))
+        text = msgspec.structs.replace(text, sampling=msgspec.structs.replace(text.sampling, guided=guided))
     if choice == "none":
         tools = ()
     kinds = choose_parsers(card, parsers, forced, has_tools=bool(tools), guided=text.sampling.guided is not None)
-    text = replace(
+    text = msgspec.structs.replace(
         text,
         skip_special_tokens=text.skip_special_tokens and not any(kind.needs_special_tokens for kind in kinds),
     )
     if (prompt := _replaced_prompt(request)) is not None:
-        text = replace(text, prompt=prompt)
+        text = msgspec.structs.replace(text, prompt=prompt)
     else:
         messages, media = messages_to_text(request.messages, llm, limits)
         variables = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
-        text = replace(
+        text = msgspec.structs.replace(
             text,
             messages=messages,
             media=media,
@@ -124,7 +125,7 @@ def completion_to_text(request: CompletionRequest, card: ModelCard, limits: Text
     if wants_prompt and request.stream:
         raise InvalidRequest("'echo' with 'logprobs' cannot be streamed: the prompt's are known at the end", param="echo")
     ranked = request.best_of is not None and request.best_of > text.n
-    text = replace(
+    text = msgspec.structs.replace(
         text,
         n=request.best_of if ranked and request.best_of else text.n,
         logprobs=request.logprobs if request.logprobs is not None else 0 if ranked else None,
@@ -139,7 +140,7 @@ def completion_to_text(request: CompletionRequest, card: ModelCard, limits: Text
             param="prompt",
         )
     check_chars(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), limits, "prompt")
-    return Asked(texts=tuple(replace(text, prompt=prompt) for prompt in prompts), n=text.n)
+    return Asked(texts=tuple(msgspec.structs.replace(text, prompt=prompt) for prompt in prompts), n=text.n)
 
 
 def messages_to_text(
@@ -195,16 +196,18 @@ def call_of(request: Sampled, caller: Caller, endpoint: str) -> Call:
     nvext = request.nvext
     priority = call.priority or request.priority or 0
     if nvext is None:
-        return replace(call, priority=priority) if priority != call.priority else call
+        return msgspec.structs.replace(call, priority=priority) if priority != call.priority else call
     hinted = nvext.agent_hints.priority if nvext.agent_hints is not None else None
-    router = nvext.router
-    overrides = (
-        {} if router is None else {name: value for name, value in msgspec.structs.asdict(router).items() if value is not None}
-    )
+    overrides = call.overrides
+    if nvext.router is not None:
+        given = {name: value for name, value in msgspec.structs.asdict(nvext.router).items() if value is not None}
+        overrides = {**read_overrides(given), **overrides}
     instance = call.instance
     if instance is None and nvext.backend_instance_id is not None:
         instance = parse_instance(nvext.backend_instance_id)
-    return replace(call, priority=priority or nvext.priority or hinted or 0, overrides=overrides, instance=instance)
+    priority = priority or nvext.priority or hinted or 0
+    session = call.session or nvext.session_id or ""
+    return msgspec.structs.replace(call, priority=priority, overrides=overrides, instance=instance, session=session)
 
 
 def _common(request: Sampled, limits: TextLimits) -> TextRequest:

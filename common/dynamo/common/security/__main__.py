@@ -1,0 +1,117 @@
+"""`dynamo-keys`: makes API keys and the file of their hashes that `dynamo-frontend --api-keys-file` reads."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from dynamo.common.config import ConfigError, exit_with
+from dynamo.common.security.keys import KeyRing, Limits, entry_for, make_key, parse_keys, read_keys
+from dynamo.common.security.surfaces import Scope
+
+PROGRAM = "dynamo-keys"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    try:
+        arguments = _parser().parse_args(argv)
+        if arguments.command == "add":
+            _add(arguments)
+        else:
+            _list(arguments.file)
+    except (ConfigError, ValueError) as error:
+        exit_with(PROGRAM, error)
+    except OSError as error:
+        exit_with(PROGRAM, ConfigError(f"{error.filename}: {error.strerror}"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(PROGRAM, description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("add", help="Make a key, write its hash into a file, print the key: it cannot be shown again.")
+    add.add_argument("name", help="Whose key it is; shown in logs.")
+    add.add_argument("--file", type=Path, required=True, help="The key file; made if it is not there.")
+    add.add_argument("--scope", action="append", choices=[scope.value for scope in Scope], help="Repeatable; infer if none.")
+    add.add_argument("--model", action="append", metavar="PATTERN", help="Models it may use; repeatable; all if none.")
+    add.add_argument("--requests-per-s", type=float, metavar="N")
+    add.add_argument("--concurrent-requests", type=int, metavar="N")
+    add.add_argument("--tokens-per-minute", type=int, metavar="N", help="Read and made, together.")
+    add.add_argument("--expires", metavar="DATE", help="2027-01-31, or with a time.")
+    add.add_argument("--stdin", action="store_true", help="Take a key made elsewhere from the standard input.")
+    listed = commands.add_parser("list", help="Check a key file and say what its keys may do.")
+    listed.add_argument("file", type=Path)
+    return parser
+
+
+def _add(arguments: argparse.Namespace) -> None:
+    file: Path = arguments.file
+    key = sys.stdin.readline().strip() if arguments.stdin else make_key()
+    entry = entry_for(
+        key,
+        arguments.name,
+        scopes=[Scope(scope) for scope in arguments.scope or [Scope.INFER]],
+        models=arguments.model or ["*"],
+        limits=Limits(
+            requests_per_s=arguments.requests_per_s,
+            concurrent_requests=arguments.concurrent_requests,
+            tokens_per_minute=arguments.tokens_per_minute,
+        ),
+        expires=arguments.expires,
+    )
+    before = file.read_text(encoding="utf-8") if file.exists() else ""
+    if before and not before.endswith("\n"):
+        before += "\n"
+    try:
+        parse_keys(before + entry)
+    except ValueError as error:
+        raise ConfigError(f"{file}, with the new key: {error}") from None
+    _replace(file, before + entry)
+    print(f"{PROGRAM}: {file} lets '{arguments.name}' in", file=sys.stderr)
+    if not arguments.stdin:
+        print(key)
+
+
+def _replace(file: Path, text: str) -> None:
+    """At once, so that a server which reads meanwhile sees the old or the new keys and never half of them."""
+    mode = file.stat().st_mode & 0o777 if file.exists() else 0o600
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as stream:
+            stream.write(text)
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _list(file: Path) -> None:
+    ring: KeyRing = read_keys(file)
+    for key in ring.keys:
+        limits = key.limits
+        notes = [f"scopes {','.join(sorted(key.scopes))}", f"models {','.join(key.models)}"]
+        if limits.requests_per_s is not None:
+            notes.append(f"{limits.requests_per_s:g} requests/s")
+        if limits.concurrent_requests is not None:
+            notes.append(f"{limits.concurrent_requests} at once")
+        if limits.tokens_per_minute is not None:
+            notes.append(f"{limits.tokens_per_minute} tokens/min")
+        if key.expires_at is not None:
+            notes.append(("expired " if time.time() >= key.expires_at else "until ") + _day(key.expires_at))
+        print(f"{key.name}: {'; '.join(notes)}")
+
+
+def _day(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(moment))
+
+
+if __name__ == "__main__":
+    main()

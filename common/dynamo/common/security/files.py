@@ -1,0 +1,79 @@
+"""What files hold, read anew when they change, so that keys and certificates can be renewed without a restart."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeAlias, TypeVar
+
+from dynamo.common.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_Stamp: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
+
+_LOOK_AGAIN_S = 1.0
+
+
+class Watched(Generic[T]):
+    """A value made of some files. Asking for it looks at the files at most once a second, so nothing runs while nobody asks.
+
+    What cannot be read once the process runs (half of a certificate and its key was replaced, a typing error) is logged and
+    changes nothing. Safe to use from several threads.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        paths: Sequence[str | Path],
+        read: Callable[[], T],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Reads at once. `what` names the files in the log; `read` raises ConfigError."""
+        self._what = what
+        self._paths = paths
+        self._read = read
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._stamp = self._look()  # before reading: a change in between is seen next time
+        self._value = read()
+        self._looked_at = clock()
+
+    def current(self) -> T:
+        """The newest value that could be read."""
+        now = self._clock()
+        if now - self._looked_at >= _LOOK_AGAIN_S:
+            with self._lock:
+                self._renew(now)
+        return self._value
+
+    def _renew(self, now: float) -> None:
+        if now - self._looked_at < _LOOK_AGAIN_S:  # another thread has just looked
+            return
+        self._looked_at = now
+        stamp = self._look()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._value = self._read()
+        except ConfigError as error:
+            log.error("%s changed and cannot be used, so the old one stays: %s", self._what, error)
+        else:
+            log.info("%s changed and was read anew", self._what)
+
+    def _look(self) -> _Stamp:
+        return tuple(_stamp(path) for path in self._paths)
+
+
+def _stamp(path: str | Path) -> tuple[int, int, int] | None:
+    try:
+        found = Path(path).stat()  # follows links, by which Kubernetes replaces mounted secrets
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,224 @@
+"""API keys, known here only as salted hashes.
+
+    - name: team-a
+      id: 5d0c8e1f72ab
+      hash: sha256:6f1c…:90ab…
+      scopes: [infer]
+      models: [llama-*]
+      requests_per_s: 50
+      concurrent_requests: 100
+      tokens_per_minute: 200000
+      expires: 2027-01-31
+
+A key reads `dyn-<id>-<secret>`. The id finds the entry, so a lookup costs one hash however many keys there are, and the digests
+are compared in constant time. The secret has 256 random bits: there is nothing to guess, so a fast hash is as good as a slow
+one and costs requests nothing. Keys that were made elsewhere have no id; each of them costs every lookup one more hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, time
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import yaml
+
+from dynamo.common.config import ConfigError
+from dynamo.common.security.surfaces import Scope
+
+MIN_FOREIGN_CHARS = 32
+"""Of a key made elsewhere: a hash this fast protects long random keys only."""
+_MAX_CHARS = 512
+_PREFIX = "dyn"
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._@-]+$")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """None: no limit."""
+
+    requests_per_s: float | None = None
+    concurrent_requests: int | None = None
+    tokens_per_minute: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    name: str
+    """Whose key it is; shown in logs."""
+    id: str = ""
+    salt: bytes = field(repr=False)
+    digest: bytes = field(repr=False)
+    scopes: frozenset[Scope] = frozenset({Scope.INFER})
+    models: tuple[str, ...] = ("*",)
+    """Patterns of the model names, as requests write them."""
+    limits: Limits = Limits()
+    expires_at: float | None = None
+    """Unix time, seconds."""
+
+    def may_use(self, scope: Scope) -> bool:
+        return scope in self.scopes or Scope.ADMIN in self.scopes
+
+
+class KeyRing:
+    """All keys of a file."""
+
+    def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
+        self.keys = tuple(keys)
+        self._by_id = {key.id: key for key in keys if key.id}
+        self._without_id = tuple(key for key in keys if not key.id)
+        self._nobody = ApiKey(name="nobody", salt=secrets.token_bytes(16), digest=secrets.token_bytes(32))
+
+    def find(self, presented: str) -> ApiKey | None:
+        """Whose key this is; takes as long whether there is one or not."""
+        if len(presented) > _MAX_CHARS:
+            return None
+        data = presented.encode()
+        found: ApiKey | None = None
+        for key in (self._by_id.get(_id_of(presented), self._nobody), *self._without_id):
+            if hmac.compare_digest(_digest(key.salt, data), key.digest):
+                found = key
+        return found
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One key, as the file has it."""
+
+    name: Name
+    hash: str
+    id: str = ""
+    scopes: tuple[Scope, ...] = (Scope.INFER,)
+    models: tuple[str, ...] = ("*",)
+    requests_per_s: PositiveFloat | None = None
+    concurrent_requests: PositiveInt | None = None
+    tokens_per_minute: PositiveInt | None = None
+    expires: str | None = None
+
+    def key(self) -> ApiKey:
+        """Raises ValueError."""
+        method, _, rest = self.hash.partition(":")
+        salt, _, digest = rest.partition(":")
+        if method != "sha256" or len(digest) != 64 or len(salt) < 16:
+            raise ValueError("'hash' is not of the form sha256:<salt>:<digest>")
+        limits = Limits(
+            requests_per_s=self.requests_per_s,
+            concurrent_requests=self.concurrent_requests,
+            tokens_per_minute=self.tokens_per_minute,
+        )
+        return ApiKey(
+            name=self.name,
+            id=self.id,
+            salt=bytes.fromhex(salt),
+            digest=bytes.fromhex(digest),
+            scopes=frozenset(self.scopes),
+            models=self.models,
+            limits=limits,
+            expires_at=None if self.expires is None else parse_expiry(self.expires),
+        )
+
+
+class _Loader(yaml.BaseLoader):
+    """Leaves dates and numbers as they are written, which msgspec reads; refuses a field that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        fields = [self.construct_object(field) for field, _ in node.value]
+        if len(set(map(str, fields))) != len(fields):
+            raise ValueError(f"line {node.start_mark.line + 1}: a field is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_keys(path: Path) -> KeyRing:
+    """Raises ConfigError, which never shows a hash."""
+    try:
+        return parse_keys(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"the key file {path} cannot be used: {error}") from error
+
+
+def parse_keys(text: str) -> KeyRing:
+    """The list of keys in YAML; nothing is a ring without keys. Raises ValueError."""
+    try:
+        entries = msgspec.convert(yaml.load(text, _Loader) or [], list[_Entry], strict=False)  # noqa: S506 - a BaseLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark is not None else ""
+        raise ValueError(f"it is not YAML{where}") from None  # the library's words may quote a hash
+    except msgspec.ValidationError as error:
+        raise ValueError(f"it is not a list of keys: {error}") from None
+    keys = []
+    for entry in entries:
+        try:
+            keys.append(entry.key())
+        except ValueError as error:
+            raise ValueError(f"key '{entry.name}': {error}") from None
+    for what, values in (("name", [key.name for key in keys]), ("id", [key.id for key in keys if key.id])):
+        for value in values:
+            if values.count(value) > 1:
+                raise ValueError(f"the {what} '{value}' is given twice")
+    return KeyRing(keys)
+
+
+def parse_expiry(text: str) -> float:
+    """A date (its beginning, UTC) or a date and time as Unix time. Raises ValueError."""
+    try:
+        moment = datetime.combine(date.fromisoformat(text), time()) if len(text) == 10 else datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"'expires' is {text!r}, which is neither a date nor a date and time") from None
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def make_key() -> str:
+    """A new key, which nobody has yet."""
+    return f"{_PREFIX}-{secrets.token_hex(6)}-{secrets.token_urlsafe(32)}"
+
+
+def entry_for(
+    key: str,
+    name: str,
+    *,
+    scopes: Sequence[Scope] = (Scope.INFER,),
+    models: Sequence[str] = ("*",),
+    limits: Limits | None = None,
+    expires: str | None = None,
+) -> str:
+    """The lines of the key file that let `key` in. Raises ValueError for a name, key or date that cannot be used."""
+    limits = limits or Limits()
+    if not _id_of(key) and len(key) < MIN_FOREIGN_CHARS:
+        raise ValueError(f"a key made elsewhere needs {MIN_FOREIGN_CHARS} characters or more; this one has {len(key)}")
+    salt = secrets.token_bytes(16)
+    entry = _Entry(
+        name=name,
+        id=_id_of(key),
+        hash=f"sha256:{salt.hex()}:{_digest(salt, key.encode()).hex()}",
+        scopes=tuple(scopes),
+        models=tuple(models),
+        requests_per_s=limits.requests_per_s,
+        concurrent_requests=limits.concurrent_requests,
+        tokens_per_minute=limits.tokens_per_minute,
+        expires=expires,
+    )
+    text = yaml.safe_dump([msgspec.to_builtins(entry)], sort_keys=False, default_flow_style=None, width=200)
+    parse_keys(text)
+    return text
+
+
+def _id_of(key: str) -> str:
+    """Of a key that was made here; empty for others."""
+    prefix, _, rest = key.partition("-")
+    found, dash, secret = rest.partition("-")
+    return found if prefix == _PREFIX and dash and len(secret) >= MIN_FOREIGN_CHARS else ""
+
+
+def _digest(salt: bytes, key: bytes) -> bytes:
+    return hashlib.sha256(salt + key).digest()

@@ -1,0 +1,177 @@
+"""Who may come in: keys, scopes, restrictions, and the record of what administrators do. The same for all protocols.
+
+1. A surface that Triton's header form restricts answers only to requests with that header.
+2. Without a key file that is all. With one, every surface but health needs a key that holds its scope, unless left open.
+3. A key that is shown is checked even where none is needed: a wrong one is an error, not a reason to be let in as anybody.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from dynamo.common.errors import DynamoError, Forbidden, Unauthenticated
+from dynamo.common.security.accounts import Account
+from dynamo.common.security.files import Watched
+from dynamo.common.security.keys import KeyRing, read_keys
+from dynamo.common.security.surfaces import SCOPES, Restriction, Surface
+from dynamo.frontend.config import FrontendConfig
+
+BROWSED = frozenset({Surface.DOCS, Surface.CONSOLE, Surface.METRICS})
+"""Pages, which a browser or a scraper may also read with the key as the password of a Basic login."""
+
+_COUNTED_BY_MODEL = frozenset({Surface.INFERENCE})
+"""The data plane counts the requests in these calls, of which there may be many."""
+
+_log = logging.getLogger(__name__)
+_audit = logging.getLogger("dynamo.audit")
+
+
+class Guard:
+    """One per process and protocol."""
+
+    def __init__(
+        self,
+        keys: Watched[KeyRing] | None,
+        accounts: Accounts | None = None,
+        *,
+        open_surfaces: Collection[Surface] = (),
+        restrictions: Iterable[Restriction] = (),
+    ) -> None:
+        self._keys = keys
+        self._accounts = accounts or Accounts()
+        self._open = frozenset({Surface.HEALTH, *open_surfaces})
+        self._restrictions = tuple(restrictions)
+
+    @property
+    def is_on(self) -> bool:
+        return self._keys is not None or bool(self._restrictions)
+
+    def guards(self, surface: Surface) -> bool:
+        """Whether `enter` may refuse, or count, calls to this surface."""
+        restricted = any(surface in restriction.surfaces for restriction in self._restrictions)
+        return restricted or (self._keys is not None and surface is not Surface.HEALTH)
+
+    def enter(self, surface: Surface, headers: Mapping[str, str], *, browsing: bool = False) -> Account | None:
+        """Whose call this is, None if nobody is asked. `headers` have lower-case names.
+
+        Raises Unauthenticated, Forbidden, RateLimited.
+        """
+        for restriction in self._restrictions:
+            if surface in restriction.surfaces and not _same(headers.get(restriction.header, ""), restriction.value):
+                raise Forbidden(f"this is restricted: the header '{restriction.header}' is missing or wrong")
+        if self._keys is None or surface is Surface.HEALTH:
+            return None
+        presented = _credential(headers, browsing=browsing)
+        if not presented:
+            if surface in self._open:
+                return None
+            raise Unauthenticated("an API key is needed, as 'authorization: Bearer KEY' or 'x-api-key: KEY'")
+        account = self._accounts.of(presented, self._keys.current())
+        if surface not in self._open and not account.key.may_use(SCOPES[surface]):
+            raise Forbidden(f"the API key '{account.key.name}' lacks the scope '{SCOPES[surface]}'")
+        if surface not in _COUNTED_BY_MODEL:
+            account.count()
+        return account
+
+
+class Accounts:
+    """What each key has used, whichever protocol it came by."""
+
+    def __init__(self) -> None:
+        self._ring: KeyRing | None = None
+        self._by_name: dict[str, Account] = {}
+
+    def of(self, presented: str, ring: KeyRing) -> Account:
+        """The account of a key. Raises Unauthenticated."""
+        if ring is not self._ring:
+            self._renew(ring)
+        key = ring.find(presented)
+        if key is None:
+            raise Unauthenticated("the API key is not valid")
+        if key.expires_at is not None and time.time() >= key.expires_at:
+            raise Unauthenticated(f"the API key '{key.name}' has expired")
+        account = self._by_name.get(key.name)
+        if account is None:
+            account = self._by_name[key.name] = Account(key)
+        return account
+
+    def _renew(self, ring: KeyRing) -> None:
+        self._ring = ring
+        kept = {key.name: key for key in ring.keys}
+        self._by_name = {name: account for name, account in self._by_name.items() if name in kept}
+        for name, account in self._by_name.items():
+            account.renew(kept[name])
+
+
+def make_guards(config: FrontendConfig) -> tuple[Guard, Guard]:
+    """For HTTP and for gRPC, with the same keys and accounts. Says in the log who may come in. Raises ConfigError."""
+    path = config.access.keys_file
+    keys: Watched[KeyRing] | None = None
+    if path is not None:
+        keys = watch_keys(path)
+    accounts = Accounts()
+    http = Guard(keys, accounts, open_surfaces=config.access.open_surfaces, restrictions=config.access.http_restrictions())
+    grpc = Guard(keys, accounts, open_surfaces=config.access.open_surfaces, restrictions=config.access.grpc_restrictions())
+    _say_who_may_come(config, keys)
+    return http, grpc
+
+
+def watch_keys(path: Path) -> Watched[KeyRing]:
+    """Raises ConfigError."""
+    path = path.expanduser()
+    return Watched(f"the key file {path}", (path,), lambda: read_keys(path))
+
+
+def _say_who_may_come(config: FrontendConfig, keys: Watched[KeyRing] | None) -> None:
+    ports = [("HTTP", config.http.host, config.http.is_local, config.http.tls is not None)]
+    if config.grpc.wanted:
+        ports.append(("gRPC", config.grpc.host, config.grpc.is_local, config.grpc.tls is not None))
+    if keys is not None:
+        _log.info("API keys are asked for; the file holds %d", len(keys.current().keys))
+    for name, host, is_local, is_secure in ports:
+        if keys is None and is_local:
+            _log.info("%s listens on %s without API keys: only this machine can connect", name, host)
+        elif keys is None:
+            _log.warning("%s listens on %s without API keys: whoever can connect may use everything", name, host)
+        elif not is_local and not is_secure:
+            _log.warning("%s listens on %s without TLS: API keys can be read on the way, unless a proxy ends TLS", name, host)
+
+
+def record(action: str, who: Account | None, peer: str, request_id: str, outcome: str) -> None:
+    """The line about one action of an administrator."""
+    name = "anybody" if who is None else f"key '{who.key.name}'"
+    fields = {"action": action, "key": "" if who is None else who.key.name, "peer": peer, "outcome": outcome}
+    _audit.info("%s by %s from %s, request %s: %s", action, name, peer, request_id or "-", outcome, extra=fields)
+
+
+def record_refusal(action: str, peer: str, request_id: str, error: DynamoError) -> None:
+    _audit.warning(
+        "%s from %s, request %s: refused: %s",
+        action,
+        peer,
+        request_id or "-",
+        error,
+        extra={"action": action, "peer": peer, "outcome": error.code.value},
+    )
+
+
+def _credential(headers: Mapping[str, str], *, browsing: bool) -> str:
+    scheme, _, rest = headers.get("authorization", "").strip().partition(" ")
+    if scheme.lower() == "bearer":
+        return rest.strip()
+    if browsing and scheme.lower() == "basic":
+        try:
+            return base64.b64decode(rest, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return ""
+    return headers.get("x-api-key", "").strip()
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode("utf-8", "surrogateescape"))

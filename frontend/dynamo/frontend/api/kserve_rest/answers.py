@@ -1,0 +1,104 @@
+"""A ModelInferResponse as JSON, followed by the tensors that were asked for in binary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import orjson
+
+from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.tensor_request import parse_response
+from dynamo.common.tensors import Buffer, element_count, typed_to_raw
+from dynamo.frontend.api.exchange import JSON, Exchange, Header
+from dynamo.frontend.api.kserve_rest.bodies import accepted_encoding, compress
+from dynamo.frontend.api.kserve_rest.elements import number_word, to_json
+from dynamo.frontend.api.kserve_rest.requests import OutputForm
+from dynamo.protos.inference_pb2 import InferParameter, ModelInferResponse
+
+OutputTensor = ModelInferResponse.InferOutputTensor
+_OCTETS = (b"content-type", b"application/octet-stream")
+_JSON_LENGTH = b"inference-header-content-length"
+_VARIES = (b"vary", b"Accept-Encoding")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A model's answer, taken apart; its large tensors are views into what came."""
+
+    head: ModelInferResponse
+    raws: list[Buffer]
+    """One per output."""
+
+    @classmethod
+    def parse(cls, data: Buffer) -> Answer:
+        """Raises EngineError if the model's answer contradicts itself."""
+        head, raws = parse_response(data)
+        if len(raws) == len(head.outputs):
+            return cls(head, list(raws))
+        if raws:
+            raise EngineError(f"the model answered {len(head.outputs)} outputs with {len(raws)} buffers")
+        return cls(head, [_typed(output) for output in head.outputs])
+
+    def fields(self) -> dict[str, object]:
+        """What answers of all forms have at their top."""
+        head = self.head
+        named = {"id": head.id} if head.id else {}
+        return {**named, "model_name": head.model_name, "model_version": head.model_version}
+
+
+def _typed(output: OutputTensor) -> bytes:
+    try:
+        return typed_to_raw(output.contents, output.datatype, element_count(output.shape))
+    except InvalidRequest as error:
+        raise EngineError(f"the model answered a malformed output '{output.name}': {error}") from error
+
+
+def write_answer(answer: Answer, form: OutputForm) -> tuple[bytes, list[Buffer]]:
+    """The JSON, and the binary tensors that follow it. Raises InvalidRequest for BYTES that JSON cannot hold."""
+    binary: list[Buffer] = []
+    outputs: list[dict[str, object]] = []
+    for output, raw in zip(answer.head.outputs, answer.raws, strict=True):
+        described: dict[str, object] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
+        parameters = parameters_to_json(output.parameters)
+        if form.is_binary(output.name):
+            parameters["binary_data_size"] = len(raw)
+            binary.append(raw)
+        else:
+            described["data"] = orjson.Fragment(to_json(raw, output.datatype, output.shape, f"output '{output.name}'"))
+        if parameters:
+            described["parameters"] = parameters
+        outputs.append(described)
+    fields = answer.fields()
+    if answer.head.parameters:
+        fields["parameters"] = parameters_to_json(answer.head.parameters)
+    return orjson.dumps({**fields, "outputs": outputs}), binary
+
+
+async def send_answer(exchange: Exchange, text: bytes, binary: list[Buffer]) -> None:
+    """Answers with `text` and what follows it, compressed if the client takes that."""
+    pieces: list[Buffer] = [text, *binary]
+    headers: tuple[Header, ...] = (JSON,)
+    if binary:
+        headers = (_OCTETS, (_JSON_LENGTH, b"%d" % len(text)))
+    if encoding := accepted_encoding(exchange.headers.get("accept-encoding", "")):
+        headers = (*headers, _VARIES)
+        compressed = await compress(pieces, encoding)
+        if compressed is not None:
+            pieces, headers = compressed, (*headers, (b"content-encoding", encoding.encode()))
+    if len(pieces) == 1:
+        await exchange.answer(bytes(pieces[0]), 200, headers)
+    else:
+        await exchange.answer_in_pieces(pieces, headers)
+
+
+def parameters_to_json(parameters: Mapping[str, InferParameter]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, parameter in parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind is not None:
+            value = getattr(parameter, kind)
+            is_odd = kind == "double_param" and not math.isfinite(value)
+            found[key] = orjson.Fragment(number_word(value)) if is_odd else value
+    return found

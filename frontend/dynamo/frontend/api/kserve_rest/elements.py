@@ -1,0 +1,200 @@
+"""Elements of tensors as JSON writes them, and their raw form.
+
+`data` is flat, or nested as the shape says; a scalar may stand alone. Integers are whole numbers, a BOOL is true, false, 1 or 0,
+BYTES are text, sent as UTF-8. FP16 and BF16 are numbers as well, rounded to the nearest; Triton refuses them in JSON. A number
+beyond its datatype's range is refused, not made infinite. NaN, Infinity and -Infinity are written as these words, as Triton and
+Python do, although JSON does not know them, and are read so too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from itertools import chain
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import orjson
+
+from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.tensors import (
+    MAX_DIMS,
+    Array,
+    Buffer,
+    DataType,
+    bf16_to_float32,
+    datatype_named,
+    decode_bytes,
+    element_count,
+    encode_bytes,
+    float32_to_bf16,
+    from_numpy,
+    to_numpy,
+)
+from dynamo.frontend.api.json_body import invalid
+
+_BRACKETS = re.compile(rb"[ \t\r\n\[]*")
+_FLAG = bool | Annotated[int, msgspec.Meta(ge=0, le=1)]
+
+
+@cache
+def _form(datatype: str, depth: int) -> tuple[Any, msgspec.json.Decoder[Any]]:
+    """The type of `data` nested `depth` deep, and a decoder for it. There are 14 datatypes and 18 depths."""
+    form: Any = {"BOOL": _FLAG, "BYTES": str}.get(datatype, float if datatype in _FLOATS else int)
+    for _ in range(depth):
+        form = list[form]
+    return form, msgspec.json.Decoder(form)
+
+
+_FLOATS = frozenset(("FP16", "BF16", "FP32", "FP64"))
+
+
+# From JSON
+
+
+def to_raw(data: object, kind: DataType, shape: Sequence[int], what: str) -> Buffer:
+    """The raw form of a tensor's `data`, which is JSON that is not decoded yet (`msgspec.Raw`) or what it decodes to.
+
+    Raises InvalidRequest, naming the tensor, unless these are as many elements of the datatype as the shape needs.
+    """
+    count = element_count(shape, what)
+    values = _values(data, kind, shape, count, what)
+    if not kind.size:
+        return encode_bytes(values)
+    if kind.name == "BOOL":
+        return bytes(values)
+    array = _floats(values, kind, what) if kind.name in _FLOATS else _integers(values, kind, what)
+    return from_numpy(array, kind.name)[1]
+
+
+def _values(data: object, kind: DataType, shape: Sequence[int], count: int, what: str) -> list[Any]:
+    """The elements, flat."""
+    depth = _depth(data)
+    if depth > max(1, MAX_DIMS):
+        raise InvalidRequest(f"{what} has data nested {depth} deep; at most {MAX_DIMS} is allowed")
+    if depth == 0 and shape:
+        raise InvalidRequest(f"{what} has data that is not an array")
+    form, decoder = _form(kind.name, depth)
+    try:
+        nested = decoder.decode(data) if isinstance(data, msgspec.Raw) else msgspec.convert(data, form)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{what} has data that is not {kind.name}: {invalid(str(error))}") from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise InvalidRequest(f"{what} has data that is not JSON: {error}") from None
+    if depth == 0:
+        return [nested]
+    fits = depth == 1 or (depth == len(shape) and len(nested) == shape[0])
+    flat: list[Any] = nested
+    for level in range(1, depth):
+        fits = fits and all(len(row) == shape[level] for row in flat)
+        flat = list(chain.from_iterable(flat))
+    if len(flat) != count:
+        raise InvalidRequest(f"{what} has {len(flat)} elements in its contents where its shape needs {count}")
+    if not fits and count:
+        raise InvalidRequest(f"{what} has nested data whose form is not the shape {list(shape)}")
+    return flat
+
+
+def _depth(data: object) -> int:
+    if isinstance(data, msgspec.Raw):
+        text = memoryview(data)
+        found = _BRACKETS.match(text)
+        return bytes(text[: found.end()]).count(b"[") if found else 0
+    depth = 0
+    while isinstance(data, list):
+        depth += 1
+        data = data[0] if data else None
+    return depth
+
+
+def _integers(values: list[int], kind: DataType, what: str) -> Array:
+    limits = np.iinfo(kind.dtype)
+    try:
+        array = np.array(values, np.uint64 if kind.name == "UINT64" else np.int64)
+    except OverflowError:
+        at = next(at for at, value in enumerate(values) if not limits.min <= value <= limits.max)
+        raise _outside(what, str(values[at]), at, kind) from None
+    if kind.size < 8:
+        outside = (array < limits.min) | (array > limits.max)
+        if outside.any():
+            at = int(outside.argmax())
+            raise _outside(what, str(array[at]), at, kind)
+    return array.astype(kind.dtype, copy=False)
+
+
+def _floats(values: list[float], kind: DataType, what: str) -> Array:
+    array = np.array(values, np.float64)
+    if kind.name == "FP64":
+        return array
+    with np.errstate(over="ignore"):
+        narrow: Array = array.astype(np.float16 if kind.name == "FP16" else np.float32)
+    made: Array = narrow
+    if kind.name == "BF16":
+        made = float32_to_bf16(narrow)
+        narrow = bf16_to_float32(made)
+    outside = np.isinf(narrow) & np.isfinite(array)
+    if outside.any():
+        at = int(outside.argmax())
+        raise _outside(what, str(array[at]), at, kind)
+    return made
+
+
+def _outside(what: str, value: str, at: int, kind: DataType) -> InvalidRequest:
+    shown = value if len(value) <= 40 else value[:39] + "…"
+    return InvalidRequest(f"{what} has the value {shown} at {at}, outside the range of {kind.name}")
+
+
+# To JSON
+
+
+def to_json(raw: Buffer, datatype: str, shape: Sequence[int], what: str) -> bytes:
+    """A raw tensor as a flat JSON array.
+
+    Raises EngineError if it is not what its datatype and shape say, InvalidRequest for BYTES that are no text.
+    """
+    try:
+        count = element_count(shape, what)
+        if not datatype_named(datatype, what).size:
+            elements = decode_bytes(raw, count, what)
+        else:
+            array = to_numpy(raw, datatype, (count,), what)
+    except InvalidRequest as error:
+        raise EngineError(f"the model answered a malformed tensor: {error}") from error
+    if datatype == "BYTES":
+        return orjson.dumps(_texts(elements, what))
+    if datatype == "BF16":
+        array = bf16_to_float32(array)
+    text = orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
+    return _with_words(text, array) if datatype in _FLOATS else text
+
+
+def _texts(elements: Sequence[bytes], what: str) -> list[str]:
+    try:
+        return [element.decode() for element in elements]
+    except UnicodeDecodeError:
+        at = next(at for at, element in enumerate(elements) if not _is_text(element))
+        raise InvalidRequest(f"{what} is not UTF-8 at element {at}; ask for it with 'binary_data'") from None
+
+
+def _is_text(element: bytes) -> bool:
+    try:
+        element.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _with_words(text: bytes, array: Array) -> bytes:
+    """`text`, in which every number that is not finite is `null`, with the words for these."""
+    odd = array[~np.isfinite(array)]
+    if not odd.size:
+        return text
+    words = [number_word(value) for value in odd.tolist()]
+    return b"".join(chain.from_iterable(zip(text.split(b"null"), [*words, b""], strict=True)))
+
+
+def number_word(value: float) -> bytes:
+    """What stands for a number that is not finite."""
+    return b"NaN" if value != value else b"Infinity" if value > 0 else b"-Infinity"

@@ -1,0 +1,180 @@
+"""POST …/generate and …/generate_stream: one JSON object, or server-sent events of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.generation import FinishReason
+from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.telemetry import RequestType
+from dynamo.common.tensors import element_count
+from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.exchange import EventStream, Exchange
+from dynamo.frontend.api.kserve_infer import all_text, infer
+from dynamo.frontend.api.kserve_rest.answers import Answer, parameters_to_json, send_answer
+from dynamo.frontend.api.kserve_rest.bodies import read_body
+from dynamo.frontend.api.kserve_rest.elements import to_json
+from dynamo.frontend.api.kserve_rest.generate_requests import Asked, read_generate
+from dynamo.frontend.api.kserve_rest.infer import begin
+from dynamo.frontend.api.kserve_rest.paths import Target
+from dynamo.frontend.api.kserve_rest.requests import decode_object
+from dynamo.frontend.api.kserve_text import to_text_requests
+from dynamo.frontend.api.token_texts import TokenTexts
+from dynamo.frontend.data_plane import Call, DataPlane
+from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+
+
+async def answer_generate(plane: DataPlane, exchange: Exchange, target: Target) -> None:
+    asked, card, call = await _read(plane, exchange, target, RequestType.UNARY)
+    if asked.stream:
+        raise InvalidRequest("generate has one answer; generate_stream streams, so leave out 'stream' here", param="stream")
+    async with exchange.attended():
+        found = await _one_answer(plane, asked, card, call)
+    await send_answer(exchange, orjson.dumps(found), [])
+
+
+async def answer_generate_stream(plane: DataPlane, exchange: Exchange, target: Target) -> None:
+    asked, card, call = await _read(plane, exchange, target, RequestType.STREAM)
+    async with exchange.attended(), exchange.events() as stream:
+        if card.kind is ModelKind.LLM and asked.stream is not False:
+            await _stream_text(plane, asked, card, call, stream)
+        elif card.decoupled:
+            async with plane.infer_stream(asked.request, call) as answers:
+                while found := await answers.read():
+                    shown = [_shown(answer) for answer in map(Answer.parse, found) if answer.head.outputs]
+                    if shown:
+                        await stream.write(b"".join(map(_event, shown)))
+        else:
+            await stream.write(_event(await _one_answer(plane, asked, card, call)))
+        await stream.end(b"")
+
+
+async def _read(
+    plane: DataPlane, exchange: Exchange, target: Target, request_type: RequestType
+) -> tuple[Asked, ModelCard, Call]:
+    caller = Caller.read(exchange.headers.items())
+    exchange.request_id = caller.request_id
+    exchange.explanation = caller.explanation
+    body = await read_body(exchange)
+    card = plane.card(target.model, target.version)
+    fields = decode_object(body, exchange.settings.max_json_depth)
+    asked = read_generate(fields, card, target.model, target.version)
+    return asked, card, begin(exchange, caller, asked.request, card, request_type)
+
+
+def _event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(fields) + b"\n\n"
+
+
+async def _one_answer(plane: DataPlane, asked: Asked, card: ModelCard, call: Call) -> dict[str, Any]:
+    if card.kind is ModelKind.LLM:
+        return await _all_text(plane, asked, card, call)
+    if not card.decoupled:
+        return _shown(Answer.parse(await infer(plane, asked.request, card, call)))
+    found: list[Answer] = []
+    async with plane.infer_stream(asked.request, call) as answers:
+        while len(found) < 2 and (more := await answers.read()):
+            found += [answer for answer in map(Answer.parse, more) if answer.head.outputs]
+    if len(found) != 1:
+        times = "more than once" if found else "not at all"
+        raise InvalidRequest(
+            f"generate expects model '{card.name}' to produce exactly 1 response, but it answered {times}; use generate_stream"
+        )
+    return _shown(found[0])
+
+
+def _shown(answer: Answer) -> dict[str, Any]:
+    """Every output under its own name: one element as itself, others as a flat array."""
+    fields: dict[str, Any] = answer.fields()
+    for key, value in parameters_to_json(answer.head.parameters).items():
+        if key != "triton_final_response":
+            fields.setdefault(key, value)
+    for output, raw in zip(answer.head.outputs, answer.raws, strict=True):
+        text = to_json(raw, output.datatype, output.shape, f"output '{output.name}'")
+        fields[output.name] = orjson.Fragment(text[1:-1] if element_count(output.shape) == 1 else text)
+    return fields
+
+
+# Language models
+
+
+async def _all_text(plane: DataPlane, asked: Asked, card: ModelCard, call: Call) -> dict[str, Any]:
+    texts = to_text_requests(asked.request, card)
+    writer = await _writer(plane, asked, card, texts)
+    choices: list[list[TextDelta]] = []
+    for deltas in await all_text(plane, texts, call):
+        choices += [[delta for delta in deltas if delta.index == index] for index in range(texts[0].n)]
+    return writer.whole(choices)
+
+
+async def _stream_text(plane: DataPlane, asked: Asked, card: ModelCard, call: Call, stream: EventStream) -> None:
+    texts = to_text_requests(asked.request, card)
+    if len(texts) * texts[0].n != 1:
+        raise InvalidRequest("generate_stream streams one choice of one prompt; ask for more of them one by one, or by generate")
+    writer = await _writer(plane, asked, card, texts)
+    async with plane.generate(texts[0], call) as generation:
+        while deltas := await generation.read():
+            if events := b"".join(map(writer.event, deltas)):
+                await stream.write(events)
+
+
+async def _writer(plane: DataPlane, asked: Asked, card: ModelCard, texts: Sequence[TextRequest]) -> _TextWriter:
+    tokens = None
+    if texts[0].logprobs is not None:
+        tokens = TokenTexts((await plane.text_model(card.name)).tokenizer)
+    return _TextWriter(asked, card, tokens)
+
+
+class _TextWriter:
+    """Writes generated text; what is the same in all events is encoded once."""
+
+    def __init__(self, asked: Asked, card: ModelCard, tokens: TokenTexts | None) -> None:
+        head = asked.request.head
+        self._fields: dict[str, Any] = {"id": head.id} if head.id else {}
+        self._fields["model_name"] = head.model_name
+        self._fields["model_version"] = head.model_version or card.versions[-1]
+        self._details = asked.details
+        self._tokens = tokens
+        self._plain = b"data: " + orjson.dumps(self._fields)[:-1] + b',"text_output":'
+
+    def whole(self, choices: Sequence[Sequence[TextDelta]]) -> dict[str, Any]:
+        """Everything; `text_output` and `details` are arrays if there are several choices."""
+        texts = ["".join([delta.text for delta in deltas]) for deltas in choices]
+        fields = self._fields | {"text_output": texts[0] if len(texts) == 1 else texts}
+        if self._details:
+            details = [self._describe(deltas) for deltas in choices]
+            fields["details"] = details[0] if len(details) == 1 else details
+        return fields
+
+    def event(self, delta: TextDelta) -> bytes:
+        """One event; nothing if the delta adds nothing that is shown."""
+        if not delta.text and delta.finish_reason is None and not (self._tokens is not None and delta.logprobs):
+            return b""
+        if not self._details:
+            return self._plain + orjson.dumps(delta.text) + b"}\n\n"
+        return _event(self._fields | {"text_output": delta.text, "details": self._describe([delta])})
+
+    def _describe(self, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+        details: dict[str, Any] = {}
+        last = deltas[-1] if deltas else None
+        if last is not None and last.finish_reason is not None:
+            details["finish_reason"] = _reason(last)
+        tokens = self._tokens
+        if tokens is not None:
+            chosen = [position[0] for delta in deltas for position in delta.logprobs or () if position]
+            details["logprobs"] = [
+                {"id": token, "text": tokens[token], "logprob": logprob, "special": tokens.is_special(token)}
+                for token, logprob in chosen
+            ]
+        return details
+
+
+def _reason(last: TextDelta) -> str:
+    """Why a choice ended, in the words of the Open Inference Protocol where it has one."""
+    if last.finish_reason is FinishReason.STOP:
+        return "eos_token" if last.stop_reason is None else "stop_sequence"
+    return str(last.finish_reason)

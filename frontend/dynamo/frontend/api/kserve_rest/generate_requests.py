@@ -1,0 +1,132 @@
+"""The flat JSON of …/generate as a ModelInferRequest, by Triton's generate extension and the Open Inference Protocol's text API.
+
+    {"text_input": "…", "max_tokens": 5, "parameters": {"temperature": 0, "stop": ["."], "details": true}, "id": "…"}
+
+What names an input of the model is that input, all else is a parameter; the object `parameters` is read as if it were not there.
+A tensor takes the model's shape, of which the last variable dimension holds as many elements as were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors import Buffer, datatype_named
+from dynamo.frontend.api.kserve_rest.elements import to_raw
+from dynamo.frontend.api.kserve_rest.requests import set_parameter
+from dynamo.protos.inference_pb2 import ModelInferRequest
+
+_TEXTS = frozenset(("text_input", "messages", "stop"))
+"""What a language model takes as tensors; its settings go as parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    request: TensorRequest
+    stream: bool | None = None
+    """What a language model's request says about it."""
+    details: bool = False
+    """The answer says why it ended and, where asked for, the log probabilities of its tokens."""
+
+
+def read_generate(body: dict[str, Any], card: ModelCard, model: str, version: str) -> Asked:
+    """Raises InvalidRequest."""
+    try:
+        id_, fields = _flattened(body)
+        head = ModelInferRequest(model_name=model, model_version=version, id=id_)
+        if card.kind is ModelKind.LLM:
+            return _text_request(head, fields)
+        raws: list[Buffer] = []
+        specs = {spec.name: spec for spec in card.inputs}
+        for name, value in fields.items():
+            if name in specs:
+                raws.append(_tensor(head, specs[name], value))
+            else:
+                set_parameter(head.parameters[name], name, value)
+        return Asked(TensorRequest.build(head, raws))
+    except UnicodeEncodeError:
+        raise InvalidRequest("the body has text with half a surrogate pair, which is no character") from None
+
+
+def _flattened(body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The id, and inputs and parameters together."""
+    fields = dict(body)
+    id_ = fields.pop("id", None)
+    if not isinstance(id_, str | None):
+        raise InvalidRequest("'id' must be a string", param="id")
+    parameters = fields.pop("parameters", None)
+    if not isinstance(parameters, dict | None):
+        raise InvalidRequest("'parameters' must be an object", param="parameters")
+    for name, value in (parameters or {}).items():
+        if name in fields:
+            raise InvalidRequest(f"'{name[:80]}' is given twice, within 'parameters' and beside it", param=name[:80])
+        fields[name] = value
+    return id_ or "", fields
+
+
+def _tensor(head: ModelInferRequest, spec: TensorSpec, value: object) -> Buffer:
+    what = f"input '{spec.name}'"
+    elements = value if isinstance(value, list) else [value]
+    shape = _fitted(spec.shape, len(elements))
+    raw = to_raw(elements, datatype_named(spec.datatype, what), shape, what)
+    head.inputs.add(name=spec.name, datatype=spec.datatype, shape=shape)
+    return raw
+
+
+def _fitted(declared: Sequence[int], count: int) -> list[int]:
+    """The shape of `count` elements: the last variable dimension takes what the fixed ones leave, others are 1."""
+    shape = [1 if dim < 0 else dim for dim in declared]
+    variable = [at for at, dim in enumerate(declared) if dim < 0]
+    each = 1
+    for dim in shape:
+        each *= dim
+    if variable and each:
+        shape[variable[-1]] = count // each
+    return shape
+
+
+# Language models
+
+
+def _text_request(head: ModelInferRequest, fields: dict[str, Any]) -> Asked:
+    if "stream" in fields and "streaming" in fields:
+        raise InvalidRequest("'streaming' and 'stream' mean the same; send one of them", param="stream")
+    stream = _flag(fields, "stream") if "stream" in fields else _flag(fields, "streaming")
+    details = _flag(fields, "details") or False
+    if _flag(fields, "logprob"):
+        fields.setdefault("logprobs", 0)
+    raws: list[Buffer] = []
+    for name, value in fields.items():
+        if name in _TEXTS:
+            if texts := _texts(name, value):
+                head.inputs.add(name=name, datatype="BYTES", shape=[len(texts)])
+                raws.append(to_raw(texts, datatype_named("BYTES"), [len(texts)], f"input '{name}'"))
+        else:
+            set_parameter(head.parameters[name], name, value)
+    return Asked(TensorRequest.build(head, raws), stream, details or "logprobs" in fields)
+
+
+def _flag(fields: dict[str, Any], name: str) -> bool | None:
+    """Takes a flag out of `fields`; None if it is not there."""
+    value = fields.pop(name, None)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequest(f"'{name}' must be true or false", param=name)
+    return value
+
+
+def _texts(name: str, value: object) -> list[str]:
+    if name == "messages":  # one conversation, which travels as its JSON
+        try:
+            return [orjson.dumps(value).decode()]
+        except orjson.JSONEncodeError as error:
+            raise InvalidRequest(f"'messages' cannot be read: {error}", param=name) from None
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(f"'{name}' must be a string, or an array of strings", param=name)
+    return texts

@@ -1,0 +1,38 @@
+"""POST …/infer: tensors in, tensors out, by the same way as over gRPC."""
+
+from __future__ import annotations
+
+from dynamo.common.logs import request_id as logged_id
+from dynamo.common.model_card import ModelCard
+from dynamo.common.telemetry import RequestType
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.exchange import Exchange
+from dynamo.frontend.api.kserve_infer import call_for, infer
+from dynamo.frontend.api.kserve_rest.answers import Answer, send_answer, write_answer
+from dynamo.frontend.api.kserve_rest.bodies import JSON_LENGTH, read_body, split
+from dynamo.frontend.api.kserve_rest.paths import Target
+from dynamo.frontend.api.kserve_rest.requests import read_request
+from dynamo.frontend.data_plane import Call, DataPlane
+
+
+async def answer_infer(plane: DataPlane, exchange: Exchange, target: Target) -> None:
+    caller = Caller.read(exchange.headers.items())
+    exchange.request_id = caller.request_id
+    exchange.explanation = caller.explanation
+    body = await read_body(exchange)
+    card = plane.card(target.model, target.version)
+    parts = split(body, exchange.headers.get(JSON_LENGTH))
+    request, form = read_request(parts, card, target.model, target.version, exchange.settings.max_json_depth)
+    call = begin(exchange, caller, request, card, RequestType.UNARY)
+    async with exchange.attended():
+        answer = await infer(plane, request, card, call)
+    await send_answer(exchange, *write_answer(Answer.parse(answer), form))
+
+
+def begin(exchange: Exchange, caller: Caller, request: TensorRequest, card: ModelCard, request_type: RequestType) -> Call:
+    """The conditions of a request that was read. From here on it has an id, in the log and in the answer's headers."""
+    call = call_for(request, card, caller, request_type)
+    exchange.request_id = call.request_id
+    logged_id.set(call.request_id)
+    return call

@@ -1,0 +1,39 @@
+"""Messages of the protocol as JSON objects with the field names of their .proto, as Triton writes them.
+
+Unlike protobuf's own JSON form: 64-bit numbers are numbers, and fields at their default are there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+
+def to_json(message: Message) -> dict[str, Any]:
+    """Sub-messages and members of a oneof that are not set are left out."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if _is_map(field):
+            of_value = field.message_type.fields_by_name["value"]
+            found[field.name] = {str(key): _value(of_value, value[key]) for key in value}
+        elif field.is_repeated:
+            found[field.name] = [_value(field, element) for element in value]
+        elif not field.has_presence or message.HasField(field.name):
+            found[field.name] = _value(field, value)
+    return found
+
+
+def _value(field: FieldDescriptor, value: Any) -> Any:
+    if isinstance(value, Message):
+        return to_json(value)
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        return value if known is None else known.name
+    return value.decode("latin-1") if isinstance(value, bytes) else value
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry

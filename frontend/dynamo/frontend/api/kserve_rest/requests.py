@@ -1,0 +1,260 @@
+"""A KServe request in JSON, with or without binary tensors, as the ModelInferRequest that gRPC would carry.
+
+What gRPC has words for is left to the checks behind both; only what JSON adds is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.tensor_request import MAX_TENSORS, TensorRequest
+from dynamo.common.tensors import Buffer, datatype_named, element_count, encode_bytes, expected_bytes
+from dynamo.frontend.api.json_body import check_depth, invalid
+from dynamo.frontend.api.kserve_messages import TEXT_INPUTS
+from dynamo.frontend.api.kserve_rest.bodies import Parts
+from dynamo.frontend.api.kserve_rest.elements import to_raw
+from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest
+
+D = TypeVar("D")
+T = TypeVar("T")
+
+Parameters = Mapping[str, Any]
+"""By name; JSON of any kind until `set_parameter` has looked at it."""
+
+
+class _Input(msgspec.Struct, Generic[D]):
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: dict[str, Any] | None = None
+    data: D | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Output(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class _Message(msgspec.Struct, Generic[D]):
+    """The JSON of a request. Names that are not known mean nothing, as in protobuf. D: how `data` is kept."""
+
+    inputs: list[_Input[D]]
+    id: str | None = None
+    parameters: dict[str, Any] | None = None
+    outputs: list[_Output] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Message[msgspec.Raw])
+_anything = msgspec.json.Decoder()
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """Which outputs the client wants as binary tensors."""
+
+    usual: bool = False
+    """Those that say nothing themselves."""
+    own: Mapping[str, bool] = field(default_factory=dict)
+
+    def is_binary(self, output: str) -> bool:
+        return self.own.get(output, self.usual)
+
+
+def read_request(parts: Parts, card: ModelCard, model: str, version: str, max_depth: int) -> tuple[TensorRequest, OutputForm]:
+    """The request in a body, and how to answer it. Raises InvalidRequest."""
+    if parts.is_raw:
+        return _raw_request(parts.binary, card, model, version), OutputForm(usual=True)
+    try:
+        return _json_request(parts, model, version, max_depth)
+    except UnicodeEncodeError:
+        raise InvalidRequest("the body has text with half a surrogate pair, which is no character") from None
+
+
+def _json_request(parts: Parts, model: str, version: str, max_depth: int) -> tuple[TensorRequest, OutputForm]:
+    message = _decode(parts.json, max_depth)
+    head = ModelInferRequest(model_name=model, model_version=version, id=message.id or "")
+    usual = False
+    for key, value in (message.parameters or {}).items():
+        if key == "binary_data_output":
+            usual = _flag(key, value, "")
+        else:
+            set_parameter(head.parameters[key], key, value)
+    if len(message.inputs) > MAX_TENSORS:
+        raise InvalidRequest(f"the request has {len(message.inputs)} inputs; at most {MAX_TENSORS} are allowed")
+    raws: list[Buffer] = []
+    at = 0
+    for tensor in message.inputs:
+        raw = _input(head, tensor, parts.binary[at:])
+        at += len(raw) if _size(tensor) is not None else 0
+        raws.append(raw)
+    if at < len(parts.binary):
+        raise InvalidRequest(
+            f"unexpected additional input data for model '{model}': {len(parts.binary) - at} bytes follow the last tensor"
+        )
+    own: dict[str, bool] = {}
+    for output in message.outputs or ():
+        _output(head, output, own)
+    return TensorRequest.build(head, raws), OutputForm(usual, own)
+
+
+def _decode(body: bytes, max_depth: int) -> _Message[msgspec.Raw] | _Message[Any]:
+    try:
+        found: _Message[msgspec.Raw] | _Message[Any] = _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        loose = _decode_loosely(body, error, max_depth)
+        try:
+            return msgspec.convert(loose, _Message[Any])
+        except msgspec.ValidationError as wrong:
+            raise invalid(str(wrong)) from None
+    except RecursionError:
+        raise _too_deep(max_depth) from None
+    check_depth(body, max_depth)
+    return found
+
+
+def decode_object(body: bytes, max_depth: int) -> dict[str, Any]:
+    """A JSON object of any content. Raises InvalidRequest."""
+    try:
+        found = _anything.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        found = _decode_loosely(body, error, max_depth)
+    except RecursionError:
+        raise _too_deep(max_depth) from None
+    else:
+        check_depth(body, max_depth)
+    if not isinstance(found, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return found
+
+
+def _decode_loosely(body: bytes, problem: Exception, max_depth: int) -> object:
+    """JSON with the words NaN, Infinity and -Infinity for numbers. Raises InvalidRequest, for other JSON with `problem`."""
+    if b"NaN" in body or b"Infinity" in body:
+        try:
+            found = json.loads(body.decode())
+        except ValueError:
+            pass
+        except RecursionError:
+            raise _too_deep(max_depth) from None
+        else:
+            check_depth(body, max_depth)
+            return found
+    raise InvalidRequest(f"the body is not JSON: {problem}") from None
+
+
+def _too_deep(max_depth: int) -> InvalidRequest:
+    return InvalidRequest(f"the body nests arrays and objects deeper than {max_depth} levels")
+
+
+def _size(tensor: _Input[Any]) -> object:
+    return tensor.parameters.get("binary_data_size") if tensor.parameters else None
+
+
+def _input(head: ModelInferRequest, tensor: _Input[Any], left: memoryview) -> Buffer:
+    """Describes an input in `head`; its data in raw form, where binary the beginning of `left`."""
+    what = f"input '{tensor.name[:80]}'"
+    kind = datatype_named(tensor.datatype, what)
+    count = element_count(tensor.shape, what)
+    into = head.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+    for key, value in (tensor.parameters or {}).items():
+        if key != "binary_data_size":
+            set_parameter(into.parameters[key], key, value, what)
+    size = _size(tensor)
+    if size is None:
+        if tensor.data is not msgspec.UNSET:
+            return to_raw(tensor.data, kind, tensor.shape, what)
+        if count and "shared_memory_region" not in into.parameters:  # the check behind refuses that, by its own words
+            raise InvalidRequest(f"{what} has no data, neither in contents nor in raw_input_contents")
+        return b""
+    if tensor.data is not msgspec.UNSET:
+        raise InvalidRequest(f"{what} has both 'data' and 'binary_data_size'; send one of them")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise InvalidRequest(f"parameter 'binary_data_size' of {what} must be a whole number of bytes, 0 or more")
+    if size > len(left):
+        missing = str(size - len(left)) if size < 2**63 else "more"
+        raise InvalidRequest(
+            f"unexpected size for {what}, expecting {missing} additional bytes for model '{head.model_name}'"
+        )
+    return left[:size]
+
+
+def _output(head: ModelInferRequest, output: _Output, own: dict[str, bool]) -> None:
+    into = head.outputs.add(name=output.name)
+    what = f"output '{output.name[:80]}'"
+    for key, value in (output.parameters or {}).items():
+        if key == "binary_data":
+            own[output.name] = _flag(key, value, f" of {what}")
+        else:
+            set_parameter(into.parameters[key], key, value, what)
+
+
+def _flag(key: str, value: object, of: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"parameter '{key}'{of} must be true or false")
+    return value
+
+
+def set_parameter(into: InferParameter, key: str, value: object, what: str = "") -> None:
+    """A parameter of the request, or of the tensor `what`. Raises InvalidRequest for what protobuf has no kind for."""
+    match value:
+        case bool():
+            into.bool_param = value
+        case int() if -(2**63) <= value < 2**63:
+            into.int64_param = value
+        case int() if 0 <= value < 2**64:
+            into.uint64_param = value
+        case float():
+            into.double_param = value
+        case str():
+            into.string_param = value
+        case _:
+            of = f" of {what}" if what else ""
+            why = "a number of at most 64 bits" if isinstance(value, int) else "a string, a number, true or false"
+            raise InvalidRequest(f"parameter '{key[:80]}'{of} must be {why}")
+
+
+# A body that is the tensor
+
+
+def _raw_request(data: memoryview, card: ModelCard, model: str, version: str) -> TensorRequest:
+    """The request whose whole body is the model's one input. What the body does not say, the card must."""
+    spec = _only_input(card)
+    what = f"input '{spec.name}'"
+    kind = datatype_named(spec.datatype, what)
+    batch = (1,) if card.max_batch_size > 0 and spec.shape else ()
+    own = list(spec.shape[len(batch) :])
+    variable = [at for at, dim in enumerate(own) if dim < 0]
+    raw: Buffer = data
+    if not kind.size:
+        if own not in ([1], [-1]):
+            raise InvalidRequest(f"{what} is BYTES of shape {own}; a raw request can only be one element, of shape [1]")
+        own = [1]
+        raw = encode_bytes([bytes(data)])
+    elif len(variable) > 1:
+        raise InvalidRequest(f"{what} has the shape {own}; a raw request can tell the size of one dimension, not of more")
+    elif variable:
+        own[variable[0]] = 1
+        each = expected_bytes(kind, element_count(own, what), what)
+        if not each or len(data) % each:
+            raise InvalidRequest(f"{what} has {len(data)} bytes of raw data, which is no multiple of the {each} that it needs")
+        own[variable[0]] = len(data) // each
+    head = ModelInferRequest(model_name=model, model_version=version)
+    head.inputs.add(name=spec.name, datatype=spec.datatype, shape=(*batch, *own))
+    return TensorRequest.build(head, [raw])
+
+
+def _only_input(card: ModelCard) -> TensorSpec:
+    inputs = TEXT_INPUTS if card.kind is ModelKind.LLM and not card.inputs else card.inputs
+    needed = inputs if len(inputs) == 1 else tuple(spec for spec in inputs if not spec.optional)
+    if len(needed) != 1:
+        raise InvalidRequest(f"a raw request is one input, but model '{card.name}' has {len(inputs)}")
+    return needed[0]

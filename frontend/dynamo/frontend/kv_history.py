@@ -1,0 +1,170 @@
+"""The past of a component's KV caches, as recorded: a snapshot, and the events since.
+
+A frontend that starts reads both, and need not ask the instances. Once enough events have come, one frontend of all makes a new
+snapshot: the old one with the recorded events applied, so that it holds just what the record says up to one place. Then the
+record is cut there. Instances that are gone are left out. Where the record has a hole, the instance is asked.
+
+Nothing depends on any of it: what cannot be read is asked for, as without a history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Protocol
+
+import msgspec
+
+from dynamo.common.errors import DynamoError
+from dynamo.common.kv.archive import Archive, Archived, archive_decoder, archive_encoder, fold
+from dynamo.common.kv.events import KvMessage, KvSnapshot, KvUpdate, kv_message_decoder
+from dynamo.common.names import Endpoint, InstanceId
+
+log = logging.getLogger(__name__)
+
+Key = tuple[InstanceId, str]
+"""An instance and a model."""
+
+_READ_S = 5.0
+"""Longer, and asking the instances is quicker."""
+_SNAPSHOT_S = 40.0
+"""Below the life of the lock under which a snapshot is made."""
+_RETRY_S = 5.0
+
+
+class Record(Protocol):
+    """Where events and snapshots are kept; `messaging.kv_stream.KvStream` is one. Methods raise Unavailable."""
+
+    async def count(self, subject: str) -> int: ...
+
+    def since(self, subject: str, after: int) -> AsyncGenerator[list[tuple[int, str, bytes]], None]: ...
+
+    async def purge(self, subject: str, up_to: int | None = None) -> None: ...
+
+    async def load(self, name: str) -> bytes | None: ...
+
+    async def save(self, name: str, snapshot: bytes) -> None: ...
+
+    async def forget(self, name: str) -> None: ...
+
+    def lock(self, name: str) -> AbstractAsyncContextManager[bool]: ...
+
+
+class Reader(Protocol):
+    """Who wants to know the past; the `KvFeed`."""
+
+    def known(self, endpoint: Endpoint) -> set[Key]: ...
+
+    def remembered(self, instance: InstanceId, model: str, snapshot: KvSnapshot) -> None: ...
+
+    def told(self, instance: InstanceId, model: str, update: KvUpdate) -> None: ...
+
+    async def whole(self, instance: InstanceId, model: str) -> KvSnapshot | None: ...
+
+
+class KvHistory:
+    """`snapshot_threshold`: recorded events after which a snapshot is due. `reset`: begin by forgetting what is recorded."""
+
+    def __init__(self, record: Record, *, snapshot_threshold: int = 10_000, reset: bool = False) -> None:
+        self._record = record
+        self._threshold = snapshot_threshold
+        self._reset = reset
+        self._heard: dict[str, int] = {}
+        """Events since the last snapshot, as far as this frontend knows, by the subject without the instance."""
+        self._due: dict[str, asyncio.Event] = {}
+        self.snapshots = 0
+        """How many this frontend made."""
+
+    def heard(self, subject: str, events: int = 1) -> None:
+        """Events came in on a subject."""
+        name = _name_of(subject)
+        self._heard[name] = heard = self._heard.get(name, 0) + events
+        if heard >= self._threshold and (due := self._due.get(name)) is not None:
+            due.set()
+
+    async def read(self, endpoint: Endpoint, reader: Reader) -> None:
+        """Tells `reader` what is recorded of a component. Gives up, silently for it, when that cannot be had or takes long."""
+        try:
+            async with asyncio.timeout(_READ_S):
+                await self._read(endpoint, reader)
+        except (DynamoError, msgspec.MsgspecError, TimeoutError) as error:
+            log.warning("the recorded KV events of %s cannot be used: %s", endpoint, error or "they take too long")
+
+    async def _read(self, endpoint: Endpoint, reader: Reader) -> None:
+        subject = endpoint.kv_subject()
+        name = _name_of(subject)
+        if self._reset:
+            await self._record.purge(subject)
+            await self._record.forget(name)
+            return
+        archive = await self._archive(name)
+        for part in archive.parts:
+            reader.remembered(InstanceId(part.instance), part.model, part.snapshot)
+        async with aclosing(self._record.since(subject, archive.sequence)) as batches:
+            async for batch in batches:
+                for _, source, payload in batch:
+                    message: KvMessage = kv_message_decoder.decode(payload)
+                    reader.told(_instance_of(source), message.model, message.update)
+                self.heard(subject, len(batch))
+
+    async def keep_short(self, endpoint: Endpoint, reader: Reader) -> None:
+        """Makes a snapshot whenever one is due, forever."""
+        subject = endpoint.kv_subject()
+        name = _name_of(subject)
+        self._due[name] = due = asyncio.Event()
+        self.heard(subject, 0)
+        while True:
+            await due.wait()
+            due.clear()
+            self._heard[name] = 0
+            try:
+                async with asyncio.timeout(_SNAPSHOT_S):
+                    await self._shorten(subject, endpoint, reader)
+            except (DynamoError, msgspec.MsgspecError, TimeoutError) as error:
+                log.warning("no snapshot of the KV caches of %s: %s", endpoint, error or "it takes too long")
+                await asyncio.sleep(_RETRY_S)
+
+    async def _shorten(self, subject: str, endpoint: Endpoint, reader: Reader) -> None:
+        name = _name_of(subject)
+        async with self._record.lock(name) as ours:
+            if not ours or await self._record.count(subject) < self._threshold:
+                return  # a sibling makes one, or just did
+            old = await self._archive(name)
+            last = old.sequence
+            recorded: dict[Key, list[KvUpdate]] = {}
+            async with aclosing(self._record.since(subject, old.sequence)) as batches:
+                async for batch in batches:
+                    for last, source, payload in batch:
+                        message: KvMessage = kv_message_decoder.decode(payload)
+                        recorded.setdefault((_instance_of(source), message.model), []).append(message.update)
+            before = {(InstanceId(part.instance), part.model): part.snapshot for part in old.parts}
+            parts: list[Archived] = []
+            for key in sorted(reader.known(endpoint)):
+                snapshot = await self._now(key, before.get(key), recorded.get(key, []), reader)
+                if snapshot is not None:
+                    parts.append(Archived(*key, snapshot))
+            data = await asyncio.to_thread(archive_encoder.encode, Archive(last, parts))
+            await self._record.save(name, data)
+            await self._record.purge(subject, last)
+            self.snapshots += 1
+            log.info("a snapshot of %d KV caches of %s was made", len(parts), endpoint)
+
+    async def _now(self, key: Key, before: KvSnapshot | None, updates: list[KvUpdate], reader: Reader) -> KvSnapshot | None:
+        if before is not None and not updates:
+            return before
+        return await asyncio.to_thread(fold, before, updates) or await reader.whole(*key)
+
+    async def _archive(self, name: str) -> Archive:
+        data = await self._record.load(name)
+        return Archive() if data is None else await asyncio.to_thread(archive_decoder.decode, data)
+
+
+def _name_of(subject: str) -> str:
+    """The subject without the instance names a component's record, its snapshot and its lock."""
+    return subject.rpartition(".")[0]
+
+
+def _instance_of(subject: str) -> InstanceId:
+    return InstanceId(int(subject.rsplit(".", 1)[1], 16))

@@ -1,0 +1,60 @@
+"""Keeps a router that does not look at loads away from busy instances."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import DynamoError
+from dynamo.common.kv.hashes import TOKEN_BYTES
+from dynamo.common.names import InstanceId
+from dynamo.frontend.router.base import Choice, Router, RouteRequest
+from dynamo.frontend.router.hashing import PromptHashes
+from dynamo.frontend.router.load import LoadTable, all_busy
+from dynamo.frontend.router.rows import RowCache
+from dynamo.frontend.router.thresholds import Limits
+
+
+class SparingRouter:
+    """Another router, which sees only the instances that are not busy. A pinned request is let through."""
+
+    def __init__(
+        self, router: Router, thresholds: Limits, loads: LoadTable, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.inner = router
+        self.thresholds = thresholds
+        self.loads = loads
+        self._rows = RowCache(loads)
+        self._clock = clock
+
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+        now = self._clock()
+        if request.pinned is None:
+            candidates = self._free(request.model, candidates, now)
+        choice = self.inner.pick(request, candidates, explain=explain)
+        tokens = len(request.prompt) // TOKEN_BYTES
+        self.loads.book(request.request_id, choice.instance.id, now, prefill_tokens=tokens)
+        return choice
+
+    def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
+        return None
+
+    def first_token(self, request_id: str) -> None:
+        self.loads.first_token(request_id)
+
+    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
+        self.loads.finished(request_id)
+
+    def removed(self, instance: InstanceId) -> None:
+        self.loads.remove_instance(instance)
+        self.inner.removed(instance)
+
+    def _free(self, model: str, candidates: Sequence[Instance], now: float) -> Sequence[Instance]:
+        """Those that are not busy; the same sequence if all are free. Raises Overloaded if none is."""
+        busy = self.loads.read(self._rows.rows(candidates), now).busy(self.thresholds.of(model))
+        if busy is None or not busy.any():
+            return candidates
+        if busy.all():
+            raise all_busy(model)
+        return [instance for instance, is_busy in zip(candidates, busy.tolist(), strict=True) if not is_busy]

@@ -1,0 +1,46 @@
+"""Busy thresholds per model, which may change while requests run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from dynamo.frontend.router.load import Thresholds
+
+
+class Limits(Protocol):
+    """Says from which load on an instance of a model counts as busy."""
+
+    def of(self, model: str) -> Thresholds: ...
+
+
+class ThresholdTable:
+    """The configured thresholds, and those that were set for single models since.
+
+    Each change carries the time at which it was made; of two, the later one stays, in whatever order they are heard of.
+    """
+
+    def __init__(self, configured: Thresholds) -> None:
+        self.configured = configured
+        self._changed: dict[str, tuple[int, Thresholds]] = {}
+
+    def of(self, model: str) -> Thresholds:
+        changed = self._changed.get(model)
+        return self.configured if changed is None else changed[1]
+
+    def set(self, model: str, thresholds: Thresholds, changed_at_ms: int) -> bool:
+        """`changed_at_ms`: Unix time. Whether this is news."""
+        known = self._changed.get(model)
+        if known is not None and known[0] >= changed_at_ms:
+            return False
+        self._changed[model] = (changed_at_ms, thresholds)
+        return True
+
+    def changed_at_ms(self, model: str) -> int:
+        """When the model's thresholds were set last; 0: never."""
+        known = self._changed.get(model)
+        return 0 if known is None else known[0]
+
+    def changes(self) -> Mapping[str, tuple[int, Thresholds]]:
+        """What was set, by model: when, and to what."""
+        return self._changed

@@ -1,0 +1,124 @@
+"""etcd and NATS away, hung or killed under load: requests wait until they are back, and nothing runs too late or for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from dynamo.common.messaging.client import open_client
+from dynamo.common.messaging.connection import NatsConfig, connect_nats
+from dynamo.common.messaging.server import Incoming, serve_requests
+from dynamo.common.names import Endpoint, new_instance_id
+from tests.support.fleet import Fleet, Text, echo_request, text_request
+from tests.support.servers import EtcdServer, NatsServer, start_etcd, start_nats
+
+SIM = ("--model", "sim:blocks=4000,speedup=1,seed=3")
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed", "hung"])
+async def test_nats_away_for_two_seconds_fails_no_request_that_has_time_and_runs_none_that_has_not(
+    etcd_server: EtcdServer, tmp_path: Path, namespace: str, how: str
+) -> None:
+    async with start_nats(tmp_path) as nats, Fleet(etcd_server, nats, namespace, ("--model", "echo", *SIM)) as fleet:
+        await fleet.start(workers=2)
+        async with fleet.frontends[0].client() as client:
+            story = text_request("a long story", 150)
+            expected = (await client.text(story)).text
+            text = Text()
+            async with client.load(8) as load, asyncio.TaskGroup() as tasks:
+                tasks.create_task(client.text(story, text))
+                await text.at_least(3)
+                await load.answered(100)
+                if how == "stopped":
+                    await nats.stop()
+                elif how == "killed":
+                    os.kill(nats.pid, signal.SIGKILL)
+                else:
+                    os.kill(nats.pid, signal.SIGSTOP)
+                hasty = [tasks.create_task(fails(client.infer(echo_request(model="echo"), 0.3))) for _ in range(10)]
+                await asyncio.sleep(2.0)  # the outage itself
+                assert all(task.done() for task in hasty)
+                if how == "hung":
+                    os.kill(nats.pid, signal.SIGCONT)
+                else:
+                    await nats.restart()
+                await load.answered(100)
+            assert {task.result() for task in hasty} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+            assert load.failures == []
+            assert text.text == expected
+            assert text.reason == "length"
+            ran = [(await fleet.statistics(worker)).inference_count for worker in fleet.workers]
+        # What was being answered when the connection broke ran again elsewhere; what had waited for the connection ran once.
+        assert load.count <= sum(ran) <= load.count + (8 if how != "hung" else 0)
+
+
+async def fails(request: Awaitable[object]) -> grpc.StatusCode:
+    try:
+        await request
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    raise AssertionError("it was answered")
+
+
+async def test_what_is_sent_after_the_socket_broke_and_before_that_is_noticed_is_not_lost(
+    nats_server: NatsServer, namespace: str
+) -> None:
+    async def handle(incoming: Incoming) -> None:
+        await incoming.end(bytes(incoming.body))
+
+    endpoint, instance = Endpoint(namespace), new_instance_id()
+    config = NatsConfig(servers=(nats_server.url,))
+    async with (
+        connect_nats(config, "worker") as theirs,
+        connect_nats(config, "frontend") as ours,
+        serve_requests(theirs, endpoint, instance, {"echo": handle}),
+        open_client(ours, namespace) as client,
+        asyncio.timeout(20),
+    ):
+        socket = ours._transport._transport
+        assert socket is not None
+        socket.abort()
+        stream = client.open(instance, endpoint.rpc_subject(instance), "echo", b"hello")
+        assert bytes(await stream.result()) == b"hello"
+
+
+async def test_etcd_away_for_half_a_minute_while_workers_die_leave_and_join(
+    nats_server: NatsServer, tmp_path: Path, namespace: str
+) -> None:
+    async with start_etcd(tmp_path) as etcd, Fleet(etcd, nats_server, namespace) as fleet:
+        await fleet.start(workers=3)
+        [front] = fleet.frontends
+        dying, leaving, staying = fleet.workers
+        async with front.client() as client:
+            async with client.load(4) as load:
+                await etcd.stop()
+                end_of_outage = asyncio.create_task(asyncio.sleep(30))  # three times the life of a lease
+                await load.answered(100)
+                await dying.killed()
+                await load.answered(100)
+                leaving.process.terminate()
+                assert await leaving.process.ended() == 0
+                await load.answered(100)
+                joining = await fleet.add_worker()
+                late_front = await fleet.add_frontend()
+                await joining.serving()
+                await late_front.process.logged("waiting for etcd")
+                status, health = await front.process.health()
+                assert (status, health["etcd"]) == (200, "stale")
+                await end_of_outage
+                await load.answered(100)
+                await etcd.restart()
+                await asyncio.gather(front.sees(joining, staying), late_front.sees(joining, staying))
+                await load.answered(100)
+            assert load.failures == []
+            async with late_front.client() as other:
+                await asyncio.gather(*(other.infer(echo_request()) for _ in range(10)))
+                for worker in (joining, staying):
+                    assert (await other.infer(echo_request(), x_dynamo_instance=worker.instance)).id == "1"

@@ -1,0 +1,407 @@
+"""What single requests, sessions and operators may say about routing: real etcd and nats-server, simulated engines, real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx2
+import pytest
+
+from dynamo.common.names import Endpoint
+from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+from dynamo.frontend.app import Frontend, serve_frontend
+from dynamo.frontend.config import (
+    AffinityMode,
+    FrontendConfig,
+    GrpcOptions,
+    GrpcServerChoice,
+    HttpOptions,
+    RouterMode,
+    RouterOptions,
+)
+from dynamo.frontend.router.explain import ExplainingRouter
+from dynamo.frontend.router.kv import KvRouter
+from dynamo.protos import inference_pb2 as pb
+from dynamo.worker.app import Worker, open_worker
+from dynamo.worker.config import WorkerConfig
+from dynamo.worker.engine.select import sim_config
+from dynamo.worker.engine.sim.engine import SimEngine
+from tests.support.fleet import SERVICE, text_request
+from tests.support.processes import frontend as frontend_process
+from tests.support.processes import worker as worker_process
+from tests.support.servers import EtcdServer, NatsServer
+
+SIM = "blocks=4000,block_size=16,speedup=1"
+PROMPT = "the same words in each of them, many times over, to fill some blocks; " * 6
+KV = RouterOptions(mode=RouterMode.KV)
+
+
+class Door:
+    """One frontend, by HTTP and by gRPC."""
+
+    def __init__(self, frontend: Frontend, http: httpx2.AsyncClient, channel: grpc.aio.Channel) -> None:
+        self.frontend = frontend
+        self.http = http
+        self.channel = channel
+
+    async def complete(self, *, headers: dict[str, str] | None = None, prompt: str = PROMPT, **fields: Any) -> httpx2.Response:
+        body = {"model": "sim", "prompt": prompt, "max_tokens": 4, "ignore_eos": True, **fields}
+        return await self.http.post("/v1/completions", json=body, headers=headers or {})
+
+    async def instance(self, *, headers: dict[str, str] | None = None, nvext: dict[str, Any] | None = None, **fields: Any) -> str:
+        """Where a request goes, as `nvext` tells."""
+        answer = await self.complete(headers=headers, nvext={**(nvext or {}), "extra_fields": ["worker_id"]}, **fields)
+        assert answer.status_code == 200, answer.text
+        found: str = answer.json()["nvext"]["worker_id"]["decode_worker_id"]
+        return found
+
+    async def infer(self, *metadata: tuple[str, str], prompt: str = PROMPT) -> list[dict[str, Any]]:
+        """The explanation of a ModelInfer call."""
+        request = pb.ModelInferRequest.FromString(text_request(prompt, 4))
+        del request.inputs[1]  # `streaming`
+        call = self.channel.unary_unary(SERVICE + "ModelInfer")(request.SerializeToString(), metadata=metadata, timeout=20)
+        await call
+        return _explained(await call.trailing_metadata())
+
+    async def stream(self, *metadata: tuple[str, str]) -> list[dict[str, Any]]:
+        """The explanation of a ModelStreamInfer call."""
+        call = self.channel.stream_stream(SERVICE + "ModelStreamInfer")(metadata=metadata, timeout=20)
+        await call.write(text_request(PROMPT, 4))
+        await call.done_writing()
+        while isinstance(data := await call.read(), bytes):
+            assert not pb.ModelStreamInferResponse.FromString(data).error_message
+        return _explained(await call.trailing_metadata())
+
+    @asynccontextmanager
+    async def holding(self, instance: str) -> AsyncIterator[None]:
+        """A long answer is on its way from an instance while the body runs."""
+        body = {"model": "sim", "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        async with self.http.stream("POST", "/v1/completions", json=body, headers={"x-dynamo-instance": instance}) as answer:
+            assert answer.status_code == 200
+            await anext(answer.aiter_bytes())
+            yield
+
+    async def thresholds(self) -> dict[str, Any]:
+        answer = await self.http.get("/busy_threshold")
+        assert answer.status_code == 200
+        return {entry.pop("model"): entry for entry in answer.json()["thresholds"]}
+
+
+def _explained(metadata: Any) -> list[dict[str, Any]]:
+    found = dict(metadata or ()).get("x-dynamo-explain", "[]")
+    decisions: list[dict[str, Any]] = json.loads(found)
+    return decisions
+
+
+@dataclass
+class Deployment:
+    links: dict[str, Any]
+    namespace: str
+    stack: AsyncExitStack
+    workers: list[Worker] = field(default_factory=list)
+    doors: list[Door] = field(default_factory=list)
+
+    @property
+    def instances(self) -> list[str]:
+        return sorted(f"{worker.instance:x}" for worker in self.workers)
+
+    async def add_worker(self, stack: AsyncExitStack) -> Worker:
+        config = WorkerConfig(endpoint=Endpoint(namespace=self.namespace), drain_timeout_s=1, **self.links)
+        engine = SimEngine(sim_config(SIM, "sim", None, None))
+        self.workers.append(await stack.enter_async_context(open_worker(engine, config)))
+        return self.workers[-1]
+
+    async def add_door(self, router: RouterOptions, **options: Any) -> Door:
+        config = FrontendConfig(namespace=self.namespace, router=router, settle_s=0, drain_timeout_s=1, **self.links)
+        config = replace(config, http=HttpOptions(port=0), grpc=GrpcOptions(enabled=True, port=0), **options)
+        frontend = await self.stack.enter_async_context(serve_frontend(config))
+        http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{frontend.http_port}", timeout=20)
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{frontend.grpc_port}")
+        door = Door(frontend, await self.stack.enter_async_context(http), await self.stack.enter_async_context(channel))
+        await until(lambda: frontend.plane.model_ready("sim"))
+        await until(lambda: len(frontend.plane.models.instances("sim")) == len(self.workers))
+        self.doors.append(door)
+        return door
+
+
+@asynccontextmanager
+async def deployment(etcd: EtcdServer, nats: NatsServer, namespace: str, workers: int = 2) -> AsyncIterator[Deployment]:
+    links = {"etcd": EtcdOptions(endpoints=(etcd.endpoint,)), "nats": NatsOptions(servers=(nats.url,)), "log": LogOptions()}
+    async with AsyncExitStack() as stack:
+        found = Deployment(links, namespace, stack)
+        for _ in range(workers):
+            await found.add_worker(stack)
+        yield found
+
+
+async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def until_async(condition: Callable[[], Any], within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_a_request_may_name_its_instance_on_every_protocol(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with deployment(etcd_server, nats_server, namespace) as d:
+        door = await d.add_door(RouterOptions())
+        for wanted in d.instances * 2:
+            assert await door.instance(headers={"x-dynamo-instance": wanted}) == wanted
+            assert await door.instance(headers={"x-worker-instance-id": wanted}) == wanted
+            assert await door.instance(nvext={"backend_instance_id": wanted}) == wanted
+            (decision,) = await door.infer(("x-dynamo-instance", wanted), ("x-dynamo-explain", "true"))
+            assert (decision["instance"], decision["reason"]) == (wanted, "pinned")
+        one, other = d.instances
+        assert await door.instance(headers={"x-dynamo-instance": one}, nvext={"backend_instance_id": other}) == one
+        absent = await door.complete(headers={"x-dynamo-instance": "123"})
+        assert absent.status_code == 503
+        assert "instance 123 does not serve model 'sim' now" in absent.text
+
+
+async def test_router_settings_of_one_request_change_its_costs_and_no_others(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with deployment(etcd_server, nats_server, namespace) as d:
+        door = await d.add_door(replace(KV, speculative_ttl_s=0))
+        cached = await door.instance()
+        router = door.frontend.plane._dispatcher._router
+        assert isinstance(router, ExplainingRouter)
+        kv = router.inner
+        assert isinstance(kv, KvRouter)
+        await until(lambda: kv.index("sim").held(next(w.instance for w in d.workers if f"{w.instance:x}" == cached)))
+
+        async def costs(*metadata: tuple[str, str]) -> dict[str, float]:
+            (decision,) = await door.infer(("x-dynamo-explain", "true"), *metadata)
+            return {each["instance"]: each["cost"] for each in decision["candidates"]}
+
+        def gap(found: dict[str, float]) -> float:
+            return next(cost for name, cost in found.items() if name != cached) - found[cached]
+
+        async with door.holding(cached):  # so that it costs more where the prompt is cached, if that counts for nothing
+            usual = await costs()
+            assert gap(usual) > 0
+            assert gap(await costs(("x-dynamo-overlap-score-weight", "0"))) < 0
+            assert gap(await costs(("x-dynamo-overlap-score-credit", "100"))) > 10 * gap(usual)
+            assert gap(await costs(("x-dynamo-prefill-load-scale", "0"))) < 0
+            assert await door.instance(nvext={"router": {"overlap_score_weight": 0}}) != cached
+            kv.removed(next(w.instance for w in d.workers if f"{w.instance:x}" != cached))  # forget what that one cached by now
+            assert (
+                await door.instance(headers={"x-dynamo-overlap-score-weight": "4"}, nvext={"router": {"overlap_score_weight": 0}})
+                == cached
+            )
+        spread = {await door.instance(headers={"x-dynamo-router-temperature": "100"}) for _ in range(20)}
+        assert spread == set(d.instances)
+
+
+@pytest.mark.parametrize("mode", [RouterMode.KV, RouterMode.ROUND_ROBIN])
+async def test_settings_out_of_range_are_refused_in_every_mode_and_protocol(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, mode: RouterMode
+) -> None:
+    async with deployment(etcd_server, nats_server, namespace, workers=1) as d:
+        door = await d.add_door(RouterOptions(mode=mode))
+        for headers, nvext, sentence in (
+            ({"x-dynamo-router-temperature": "-1"}, None, "'router_temperature' is -1; it must be at least 0 and at most 100"),
+            ({"x-dynamo-overlap-score-weight": "lots"}, None, "x-dynamo-overlap-score-weight is no number"),
+            ({"x-dynamo-explain": "why"}, None, "x-dynamo-explain must be true or false"),
+            ({}, {"router": {"router_temperature": 101}}, "'nvext.router.router_temperature' must be at most 100"),
+            ({}, {"router": {"overlap_score_weight": 1, "overlap_score_credit": 2}}, "are one setting; send one of them"),
+            ({}, {"router": {"heat": 1}}, "the field 'nvext.router.heat' is not known"),
+            ({}, {"backend_instance_id": "zz"}, "'zz' is not an instance id"),
+        ):
+            answer = await door.complete(headers=headers, **({} if nvext is None else {"nvext": nvext}))
+            assert answer.status_code == 400
+            assert sentence in answer.json()["error"]["message"]
+        rest = await door.http.post(
+            "/v2/models/sim/generate", json={"text_input": "x"}, headers={"x-dynamo-router-temperature": "x"}
+        )
+        assert (rest.status_code, rest.json()["error"]) == (400, "x-dynamo-router-temperature is no number")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await door.infer(("x-dynamo-overlap-score-weight", "-0.5"))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "'overlap_score_weight' is -0.5" in (refused.value.details() or "")
+
+
+@pytest.mark.parametrize("server", [GrpcServerChoice.GRPCIO, GrpcServerChoice.NATIVE])
+async def test_who_asks_is_told_why_on_every_protocol(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: GrpcServerChoice
+) -> None:
+    async with deployment(etcd_server, nats_server, namespace) as d:
+        door = await d.add_door(KV, grpc=GrpcOptions(enabled=True, port=0, server=server))
+        why = {"x-dynamo-explain": "true", "x-request-id": "mine"}
+        unary = await door.complete(headers=why)
+        streamed = await door.complete(headers=why, stream=True)
+        rest = await door.http.post("/v2/models/sim/generate", json={"text_input": PROMPT, "max_tokens": 4}, headers=why)
+        events = await door.http.post("/v2/models/sim/generate_stream", json={"text_input": PROMPT, "max_tokens": 4}, headers=why)
+        told = [json.loads(answer.headers["x-dynamo-explain"]) for answer in (unary, streamed, rest, events)]
+        metadata = (("x-dynamo-explain", "true"), ("x-request-id", "mine"))
+        told += [await door.infer(*metadata), await door.stream(*metadata)]
+        for (decision,) in told:
+            assert (decision["request_id"], decision["model"], decision["instances"]) == ("mine", "sim", 2)
+            assert sorted(each["instance"] for each in decision["candidates"]) == d.instances
+            assert {"cost", "overlap_blocks", "prefill_tokens", "decode_blocks", "kv_usage"} <= decision["candidates"][0].keys()
+        assert told[0][0]["reason"] == "kv: nothing cached"
+        assert {decision["instance"] for (decision,) in told} == {told[0][0]["instance"]}
+        assert told[-1][0]["overlap_blocks"] > 10
+        # Who did not ask is told nothing; a call that failed is told what is known.
+        assert "x-dynamo-explain" not in (await door.complete()).headers
+        assert await door.infer() == []
+        decisions = (await door.http.get("/v1/routing/decisions", params={"limit": 6, "model": "sim"})).json()["decisions"]
+        assert [decision["request_id"] for decision in decisions] == ["mine"] * 6
+        await door.complete(headers={"x-request-id": "watched"})  # from the first reading on, all are shown
+        decisions = (await door.http.get("/v1/routing/decisions", params={"limit": 1})).json()["decisions"]
+        assert [decision["request_id"] for decision in decisions] == ["watched"]
+        wrong = await door.http.get("/v1/routing/decisions", params={"limit": "0"})
+        assert wrong.status_code == 400
+
+
+async def test_a_session_stays_with_its_instance_on_every_protocol_until_that_is_gone(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with deployment(etcd_server, nats_server, namespace) as d, AsyncExitStack() as leaving:
+        third = await d.add_worker(leaving)
+        door = await d.add_door(RouterOptions(session_affinity_ttl_s=60))
+        assert len({await door.instance(headers={"x-dynamo-session": f"s{number}"}) for number in range(3)}) == 3
+        home = next(
+            f"s{n}" for n in range(3) if await door.instance(headers={"x-dynamo-session": f"s{n}"}) == f"{third.instance:x}"
+        )
+        for _ in range(3):
+            assert await door.instance(headers={"x-dynamo-session-id": home}) == f"{third.instance:x}"
+            assert await door.instance(nvext={"session_id": home}) == f"{third.instance:x}"
+            (decision,) = await door.infer(("x-dynamo-session", home), ("x-dynamo-explain", "1"))
+            assert (decision["instance"], decision["reason"]) == (f"{third.instance:x}", "session")
+        await leaving.aclose()
+        await until(lambda: len(door.frontend.plane.models.instances("sim")) == 2)
+        moved = await door.instance(headers={"x-dynamo-session": home})
+        assert moved != f"{third.instance:x}"
+        assert {await door.instance(headers={"x-dynamo-session": home}) for _ in range(4)} == {moved}
+
+
+async def test_frontends_that_share_bookings_share_sessions(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with deployment(etcd_server, nats_server, namespace) as d:
+        options = replace(KV, session_affinity_ttl_s=60, session_affinity_mode=AffinityMode.SOFT, replica_sync=True)
+        doors = [await d.add_door(options) for _ in range(2)]
+        for number in range(6):
+            asked, other = doors[number % 2], doors[1 - number % 2]
+            placed = await asked.instance(headers={"x-dynamo-session": f"s{number}"}, prompt=f"{number} {PROMPT}")
+
+            async def follows(other: Door = other, number: int = number, placed: str = placed) -> bool:
+                why = {"x-dynamo-session": f"s{number}", "x-dynamo-explain": "true"}
+                (decision,) = json.loads((await other.complete(headers=why, prompt="new")).headers["x-dynamo-explain"])
+                return bool(decision["reason"] == "session" and decision["instance"] == placed)
+
+            await asyncio.sleep(0)
+            assert await follows()  # the word of it is quicker than the answer
+
+
+async def test_busy_thresholds_change_while_it_runs_in_every_frontend(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with deployment(etcd_server, nats_server, namespace) as d:
+        one, two = await d.add_door(KV), await d.add_door(replace(KV, active_prefill_tokens_threshold=9000))
+        unset = {"active_decode_blocks_threshold": None, "active_prefill_tokens_threshold": None}
+        assert await one.thresholds() == {"sim": unset}
+        assert await two.thresholds() == {"sim": {**unset, "active_prefill_tokens_threshold": 9000}}
+
+        async def post(door: Door, **body: Any) -> httpx2.Response:
+            return await door.http.post("/busy_threshold", json=body)
+
+        for body, status, sentence in (
+            ({"model": "other", "active_decode_blocks_threshold": 0.5}, 404, "model 'other' is not found"),
+            ({"model": "sim", "active_decode_blocks_threshold": 1.5}, 400, "'active_decode_blocks_threshold' must be at most 1"),
+            (
+                {"model": "sim", "active_prefill_tokens_threshold": -1},
+                400,
+                "'active_prefill_tokens_threshold' must be at least 0",
+            ),
+            ({"model": "sim", "threshold": 1}, 400, "the field 'threshold' is not known"),
+            ({}, 400, "the field 'model' is missing"),
+        ):
+            refused = await post(one, **body)
+            assert (refused.status_code, sentence in refused.json()["error"]) == (status, True), refused.text
+        first, second = d.instances
+        async with one.holding(first), one.holding(second):
+            assert (await two.complete()).status_code == 200
+            changed = await post(one, model="sim", active_decode_blocks_threshold=0.0)
+            assert changed.json() == {"model": "sim", **unset, "active_decode_blocks_threshold": 0.0}
+
+            async def heard() -> bool:
+                return bool((await two.thresholds())["sim"] == {**unset, "active_decode_blocks_threshold": 0.0})
+
+            await until_async(heard)
+            for door in (one, two):
+
+                async def refuses(door: Door = door) -> bool:
+                    answer = await door.complete()
+                    assert answer.status_code == 200 or int(answer.headers["retry-after"]) >= 1
+                    return answer.status_code == 503
+
+                await until_async(refuses)  # as soon as both have reported their load
+                assert (await door.complete(headers={"x-dynamo-instance": first})).status_code == 200
+            # Who starts later asks those who know.
+            three = await d.add_door(KV)
+            await until_async(lambda: _equals(three.thresholds(), {"sim": {**unset, "active_decode_blocks_threshold": 0.0}}))
+            lifted = await post(two, model="sim", active_decode_blocks_threshold=None)
+            assert lifted.json() == {"model": "sim", **unset}
+            for door in d.doors:
+                await until_async(lambda door=door: _equals(door.thresholds(), {"sim": unset}))  # type: ignore[misc]
+                assert (await door.complete()).status_code == 200
+        assert (await post(one, model="sim")).json() == {"model": "sim", **unset}
+
+
+async def _equals(found: Any, wanted: object) -> bool:
+    return bool(await found == wanted)
+
+
+async def test_thresholds_need_a_router_that_follows_loads_and_the_admin_paths_can_be_closed(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with deployment(etcd_server, nats_server, namespace, workers=1) as d:
+        door = await d.add_door(RouterOptions())
+        refused = await door.http.post("/busy_threshold", json={"model": "sim", "active_decode_blocks_threshold": 0.5})
+        assert (refused.status_code, "does not follow the loads" in refused.json()["error"]) == (400, True)
+        closed = await d.add_door(RouterOptions(), http=HttpOptions(port=0, admin_api=False))
+        for path in ("/busy_threshold", "/v1/routing/decisions"):
+            assert (await door.http.get(path)).status_code == 200
+            assert (await closed.http.get(path)).status_code == 404
+
+
+async def test_thresholds_hold_in_all_processes_behind_one_port(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with (
+        worker_process(etcd_server, nats_server, namespace, "--engine", "sim", "--sim", SIM, "--model-name", "sim"),
+        frontend_process(
+            etcd_server.endpoint, nats_server.url, namespace, "--processes", "2", "--router-mode", "least-loaded"
+        ) as front,
+    ):
+        await front.serves("sim")
+        url = f"http://127.0.0.1:{front.http_port}/busy_threshold"
+
+        async def seen() -> set[int | None]:
+            """By connections of their own, which the kernel spreads over the processes."""
+            found: set[int | None] = set()
+            for _ in range(24):
+                async with httpx2.AsyncClient() as client:
+                    answer = (await client.get(url)).json()
+                    found |= {entry["active_prefill_tokens_threshold"] for entry in answer.get("thresholds", ())}
+            return found
+
+        async with httpx2.AsyncClient() as client:
+            answer = await client.post(url, json={"model": "sim", "active_prefill_tokens_threshold": 77})
+        assert answer.status_code == 200, answer.text
+        await until_async(lambda: _equals(seen(), {77}))

@@ -1,0 +1,137 @@
+"""`dynamo_component_*`: what one instance did, and how busy its engines are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from dynamo.common.errors import Code
+from dynamo.common.generation import Summary
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.telemetry import SECONDS, adder, error_type, observer
+from dynamo.worker.engine.base import Engine, Load, TensorEngine
+
+_NAMES = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
+_BY_MODEL = (*_NAMES, "model")
+
+
+class WorkerMetrics:
+    """One per process. `for_model` gives the bound children of one model."""
+
+    def __init__(self, registry: CollectorRegistry, endpoint: Endpoint, instance: InstanceId) -> None:
+        self._registry = registry
+        self._labels = (endpoint.namespace, endpoint.component, endpoint.name, f"{instance:x}")
+        self.requests = self._counter("requests", "Requests taken.")
+        self.inflight = self._gauge("inflight_requests", "Requests being worked on.")
+        self.request_bytes = self._counter("request_bytes", "Bytes of requests.")
+        self.response_bytes = self._counter("response_bytes", "Bytes of answers.")
+        self.duration = self._histogram("request_duration_seconds", "From arrival to the end.")
+        self.queue_time = self._histogram("queue_seconds", "Of generations: waiting for the engine.")
+        self.prefill_time = self._histogram("prefill_seconds", "Of generations: computing the prompt.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of generations.")
+        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in the prefix cache.")
+        self.output_tokens = self._counter("output_tokens", "Generated tokens.")
+        self.cancellations = self._counter("cancellation", "Requests cancelled.")
+        self.errors = self._counter("errors", "Requests that failed.", (*_BY_MODEL, "error_type"))
+        self.waiting = self._gauge("waiting_requests", "Requests waiting for the engine.")
+        self.running = self._gauge("running_requests", "Requests the engine works on.")
+        self.total_blocks = self._gauge("total_blocks", "Blocks of the KV cache.")
+        self.active_blocks = self._gauge("active_blocks", "Blocks of the KV cache in use by running requests.")
+        self.cache_usage = self._gauge("gpu_cache_usage_percent", "Used share of the KV cache, 0 to 1.")
+        self.hit_rate = self._gauge("kv_cache_hit_rate", "Share of all prompt tokens found in the prefix cache, 0 to 1.")
+        uptime = Gauge("dynamo_component_uptime_seconds", "Since the start of the process.", _NAMES, registry=registry)
+        started = time.monotonic()
+        uptime.labels(*self._labels).set_function(lambda: time.monotonic() - started)
+        self._models: dict[str, WorkerModelMetrics] = {}
+
+    def for_model(self, name: str) -> WorkerModelMetrics:
+        """Of a model that this instance serves."""
+        if name not in self._models:
+            self._models[name] = WorkerModelMetrics(self, (*self._labels, name))
+        return self._models[name]
+
+    def _counter(self, name: str, help: str, labels: tuple[str, ...] = _BY_MODEL) -> Counter:
+        return Counter(f"dynamo_component_{name}", help, labels, registry=self._registry)
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        return Gauge(f"dynamo_component_{name}", help, _BY_MODEL, registry=self._registry)
+
+    def _histogram(self, name: str, help: str) -> Histogram:
+        return Histogram(f"dynamo_component_{name}", help, _BY_MODEL, registry=self._registry, buckets=SECONDS)
+
+
+class WorkerModelMetrics:
+    """The children of one model of an instance, bound once."""
+
+    def __init__(self, worker: WorkerMetrics, labels: tuple[str, ...]) -> None:
+        self._worker = worker
+        self._labels = labels
+        self._add_request = adder(worker.requests.labels(*labels))
+        self._add_inflight = adder(worker.inflight.labels(*labels))
+        self._add_request_bytes = adder(worker.request_bytes.labels(*labels))
+        self._add_response_bytes = adder(worker.response_bytes.labels(*labels))
+        self._observe_duration = observer(worker.duration.labels(*labels))
+        self._add_cancellation = adder(worker.cancellations.labels(*labels))
+        self._generations: _Generations | None = None
+
+    def started(self, request_bytes: int) -> None:
+        self._add_request(1)
+        self._add_inflight(1)
+        self._add_request_bytes(request_bytes)
+
+    def finished(self, duration_s: float, response_bytes: int, error: Code | None = None) -> None:
+        """Exactly once for each `started`."""
+        self._add_inflight(-1)
+        self._observe_duration(duration_s)
+        self._add_response_bytes(response_bytes)
+        if error is Code.CANCELLED:
+            self._add_cancellation(1)
+        elif error is not None:
+            self._worker.errors.labels(*self._labels, error_type(error)).inc()
+
+    def follow(self, engine: Engine | TensorEngine) -> None:
+        """Shows how busy an engine is that says so, and what it has cached. It is asked when somebody scrapes."""
+        if isinstance(engine, Engine):
+            self._show_load(engine.load)
+            self._generations = _Generations(self._worker, self._labels)
+
+    def _show_load(self, load: Callable[[], Load]) -> None:
+        worker, labels = self._worker, self._labels
+        worker.waiting.labels(*labels).set_function(lambda: load().waiting)
+        worker.running.labels(*labels).set_function(lambda: load().running)
+        worker.total_blocks.labels(*labels).set_function(lambda: load().total_blocks)
+        worker.active_blocks.labels(*labels).set_function(lambda: load().active_blocks)
+        worker.cache_usage.labels(*labels).set_function(lambda: _share(load().active_blocks, load().total_blocks))
+
+    def generated(self, summary: Summary) -> None:
+        """A generation was complete."""
+        if self._generations is not None:
+            self._generations.add(summary)
+
+
+class _Generations:
+    """The children that only language models have."""
+
+    def __init__(self, worker: WorkerMetrics, labels: tuple[str, ...]) -> None:
+        self._observe_queue = observer(worker.queue_time.labels(*labels))
+        self._observe_prefill = observer(worker.prefill_time.labels(*labels))
+        self._add_output = adder(worker.output_tokens.labels(*labels))
+        self._add_prompt = adder(worker.prompt_tokens.labels(*labels))
+        self._add_cached = adder(worker.cached_tokens.labels(*labels))
+        self._prompt = self._cached = 0
+        worker.hit_rate.labels(*labels).set_function(lambda: _share(self._cached, self._prompt))
+
+    def add(self, summary: Summary) -> None:
+        self._observe_queue(summary.queue_ms / 1000)
+        self._observe_prefill(summary.prefill_ms / 1000)
+        self._add_output(summary.output_tokens)
+        self._add_prompt(summary.prompt_tokens)
+        self._add_cached(summary.cached_tokens)
+        self._prompt += summary.prompt_tokens
+        self._cached += summary.cached_tokens
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
