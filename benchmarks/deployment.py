@@ -19,6 +19,7 @@ from dynamo.protos.inference_pb2 import ModelReadyRequest, ModelReadyResponse
 
 HERE = Path(__file__).parent
 START_TIMEOUT_S = 120
+PACED_TOKENS_PER_S = 40
 
 
 @dataclass(slots=True)
@@ -75,8 +76,9 @@ async def ours(
     worker_flags: Sequence[str] = (),
     wait_for: Sequence[str] = ("echo",),
     name: str = "",
+    worker_command: Sequence[str] = (),
 ) -> AsyncIterator[System]:
-    """This project's frontend and workers."""
+    """This project's frontend and workers; the latter run `worker_command` where one is given."""
     async with AsyncExitStack() as stack:
         folder, etcd, nats = await stack.enter_async_context(bus("ours"))
         env = {
@@ -89,7 +91,7 @@ async def ours(
         system = System(name or f"ours ({grpc_server})", grpc_port, http_port, {"nats": nats.pid})
         flags = [flag for model in models for flag in ("--model", model)]
         for index in range(workers):
-            command = [sys.executable, "-m", "dynamo.worker", *flags, *worker_flags]
+            command = [sys.executable, *(worker_command or ("-m", "dynamo.worker", *flags, *worker_flags))]
             child = await stack.enter_async_context(process(command, env, folder / f"worker{index}.log"))
             system.pids[f"worker{index or ''}"] = child.pid
         command = [
@@ -110,7 +112,10 @@ async def ours(
 
 @asynccontextmanager
 async def peer(python: str, kind: str, plane: str = "nats") -> AsyncIterator[System]:
-    """NVIDIA Dynamo out of the environment of interpreter `python`. `kind`: `echo`, `tokens` (both KServe gRPC) or `mocker`."""
+    """NVIDIA Dynamo out of the environment of interpreter `python`.
+
+    `kind`: `echo` and `tokens` for KServe gRPC, `mocker` and `paced` for HTTP.
+    """
     async with AsyncExitStack() as stack:
         folder, etcd, nats = await stack.enter_async_context(bus("peer"))
         env = {
@@ -127,7 +132,7 @@ async def peer(python: str, kind: str, plane: str = "nats") -> AsyncIterator[Sys
         port, metrics_port = free_ports(2)
         system = System(f"peer ({plane})", port, port, {"nats": nats.pid})
         flags = ["--http-host", "127.0.0.1", "--http-port", str(port)]
-        if kind == "mocker":
+        if kind in ("mocker", "paced"):
             flags += ["--event-plane", "nats"]
         else:
             flags += ["--kserve-grpc-server", "--grpc-metrics-port", str(metrics_port), "--request-plane", plane]
@@ -139,6 +144,7 @@ async def peer(python: str, kind: str, plane: str = "nats") -> AsyncIterator[Sys
         command = {
             "echo": [python, str(HERE / "peer" / "echo_worker.py")],
             "tokens": [python, str(HERE / "peer" / "token_worker.py")],
+            "paced": [python, str(HERE / "peer" / "token_worker.py"), str(PACED_TOKENS_PER_S)],
             "mocker": [
                 python,
                 "-m",
@@ -153,7 +159,7 @@ async def peer(python: str, kind: str, plane: str = "nats") -> AsyncIterator[Sys
         child = await stack.enter_async_context(process(command, env, folder / "worker.log", folder))
         system.pids["worker"] = child.pid
         try:
-            if kind == "mocker":
+            if kind in ("mocker", "paced"):
                 await http_ready(port)
             else:
                 await ready(port, {"echo": "echo", "tokens": "m"}[kind])

@@ -4,7 +4,8 @@
     python -m benchmarks.kserve --peer /path/to/python       and the peer installed for that interpreter
 
 Each round runs every case on every system, one after the other, so that a machine whose speed drifts treats all alike; the
-table gives medians over rounds and ratios to the peer. Both language models have the same tokenizer. Tokens per second are finished requests times their 128 tokens.
+table gives medians over rounds and ratios to the peer. Both language models have the same tokenizer; tokens per second are
+finished requests times their 128 tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
-"""A worker for NVIDIA Dynamo that makes tokens as fast as it can. Run by the interpreter that has the peer installed."""
+"""A worker for NVIDIA Dynamo that makes tokens as fast as it can, or so many a second if a number is given.
+
+Run by the interpreter that has the peer installed.
+"""
 
 import asyncio
+import sys
 
 import uvloop
 
@@ -8,6 +12,7 @@ from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.runtime import DistributedRuntime, dynamo_worker
 
 TOKENS = 128
+PAUSE_S = 1 / float(sys.argv[1]) if len(sys.argv) > 1 else 0
 
 
 @dynamo_worker()
@@ -22,7 +27,7 @@ async def generate(request, context):
     # The peer passes no sampling parameters on from KServe requests, so the number is fixed for both systems.
     for index in range(TOKENS):
         yield {"token_ids": [300 + index % 200], "finish_reason": "length" if index == TOKENS - 1 else None}
-        await asyncio.sleep(0)
+        await asyncio.sleep(PAUSE_S)
 
 
 uvloop.run(main())

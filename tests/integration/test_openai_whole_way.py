@@ -11,12 +11,13 @@ import httpx2
 import numpy as np
 import pytest
 from anthropic import AsyncAnthropic
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
 USER: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -63,6 +64,31 @@ async def test_what_the_model_says_comes_back_on_every_path(
         cat, cats, money = (np.array(item.embedding) for item in vectors.data)
         assert cat @ cats > 0.5 > cat @ money
         assert vectors.usage.prompt_tokens == 11 + 12 + 17
+
+
+@pytest.mark.timeout(120)
+async def test_a_real_embedding_model_tells_likeness_whatever_form_the_vectors_come_in(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    model = ("--model", f"{EXAMPLES}/embeddings.py:MiniLm")
+    async with (
+        worker(etcd_server, nats_server, namespace, *model),
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        client(front) as ours,
+    ):
+        await front.serves("minilm")
+        texts = ["A man is eating food.", "Someone has a meal, which takes a while.", "The stock market fell sharply."]
+        answer = await ours.embeddings.create(model="minilm", input=texts, encoding_format="float")
+        eating, meal, market = (np.array(item.embedding) for item in answer.data)
+        assert [len(eating), round(float(eating @ eating), 5)] == [384, 1]
+        assert eating[:2] == pytest.approx([0.0332, 0.0044], abs=1e-3)  # as the model's authors' library has it
+        assert eating @ meal > 0.5 > 0.2 > eating @ market
+        packed = await ours.embeddings.create(model="minilm", input=texts[2], dimensions=64)  # base64 on the wire
+        short = np.array(packed.data[0].embedding)
+        assert short == pytest.approx(market[:64] / np.linalg.norm(market[:64]), abs=1e-5)
+        assert packed.usage.prompt_tokens == 8
+        with pytest.raises(BadRequestError, match="dimensions"):
+            await ours.embeddings.create(model="minilm", input="a", dimensions=1000)
 
 
 @pytest.mark.timeout(120)

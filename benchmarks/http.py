@@ -1,0 +1,170 @@
+"""OpenAI's HTTP API: this project and NVIDIA Dynamo on the same machine in the same run.
+
+    python -m benchmarks.http                              ours alone
+    python -m benchmarks.http --peer /path/to/python       and the peer installed for that interpreter
+
+Both sides have the same tokenizer, prompts of words that are one token each, and answers of 128 tokens, one SSE event per
+token (none for the first half of a character). In the fast cases the engines are each side's own simulator without any pace,
+so the servers are what is measured. In the paced case both workers make the first token at once and 40 a second from then on.
+Each round runs every case on every system in turn; the table gives medians over rounds and ratios to the peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.deployment import PACED_TOKENS_PER_S, System, http_ready, make_model, ours, peer
+from benchmarks.http_client import connect
+from benchmarks.measuring import Meter, Result, median, percentile, table
+
+TOKENS = 128
+_WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "group")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    concurrency: int
+    prompt_tokens: int = 128
+    chat: bool = False
+    paced: bool = False
+
+
+CASES = (
+    Case("completions c=1", 1),
+    Case("completions c=16", 16),
+    Case("completions c=64", 64),
+    Case("completions, 1024 in, c=64", 64, prompt_tokens=1024),
+    Case("chat c=64", 64, chat=True),
+    Case("chat, paced, c=128", 128, chat=True, paced=True),
+)
+
+
+def http_request(case: Case, model: str, rng: random.Random) -> bytes:
+    text = " ".join(rng.choices(_WORDS, k=case.prompt_tokens))
+    prompt = {"messages": [{"role": "user", "content": text}]} if case.chat else {"prompt": text}
+    settings = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    body = json.dumps({"model": model, **settings, **prompt}).encode()
+    path = "/v1/chat/completions" if case.chat else "/v1/completions"
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def run(case: Case, system: System, seconds: float) -> Result:
+    """One case on one system, in a closed loop."""
+    rng = random.Random(7)
+    model = "m" if system.name.startswith("peer") else "paced" if case.paced else "sim"
+    requests = [http_request(case, model, rng) for _ in range(64)]
+    connections = [await connect(system.http_port, TOKENS) for _ in range(case.concurrency)]
+    result = Result(case.name, system.name, 0, 0.0)
+    loop = asyncio.get_running_loop()
+
+    async def client(number: int, until: float, record: bool) -> None:
+        connection = connections[number]
+        for request in itertools.islice(itertools.cycle(requests), number * 7, None):
+            if loop.time() >= until or connection.broken:
+                return
+            answer = connection.ask(request)
+            await answer.done
+            if not record:
+                continue
+            if answer.error:
+                result.errors[answer.error] = result.errors.get(answer.error, 0) + 1
+                continue
+            result.done += 1
+            result.latencies_s.append(answer.ended_at - answer.sent_at)
+            result.first_s.append(answer.first_at - answer.sent_at)
+
+    async def load(duration: float, record: bool) -> None:
+        until = loop.time() + duration
+        await asyncio.gather(*(client(index, until, record) for index in range(case.concurrency)))
+
+    await load(min(0.5, seconds / 3), record=False)
+    with Meter(system.pids) as meter:
+        await load(max(seconds, 4.0) if case.paced else seconds, record=True)
+    result.wall_s, result.cpu_s = meter.wall_s, meter.cpu_s
+    for connection in connections:
+        connection.close()
+    return result
+
+
+def report(results: Sequence[Result], cases: Sequence[Case]) -> str:
+    rows = []
+    for case in cases:
+        found = [result for result in results if result.case == case.name]
+        base: dict[str, float] = {}
+        for system in sorted({result.system for result in found}, key=lambda name: not name.startswith("peer")):
+            runs = [result for result in found if result.system == system]
+            figures = {
+                "rate": median([run.rate for run in runs]) * TOKENS,
+                "cpu": median([1e6 * run.cpu_s["frontend"] / max(1, run.done * TOKENS) for run in runs]),
+                "first": median([percentile(run.first_s, 0.5) for run in runs]) * 1e3,
+            }
+            if system.startswith("peer"):
+                base = figures
+            ratio = {name: f"{figures[name] / base[name]:.2f}" if base.get(name) else "-" for name in figures}
+            errors = sum(sum(run.errors.values()) for run in runs)
+            latency = median([percentile(run.latencies_s, 0.5) for run in runs]) * 1e3
+            cells = [f"{figures['rate']:,.0f}", ratio["rate"], f"{figures['first']:.1f}", ratio["first"]]
+            rows.append([case.name, system, *cells, f"{figures['cpu']:.1f}", ratio["cpu"], f"{latency:.1f}", str(errors)])
+    head = ["case", "system", "tok/s", "× peer", "first p50 ms", "× peer", "frontend CPU µs/token", "× peer", "p50 ms", "errors"]
+    return table(head, rows)
+
+
+async def systems_under_test(
+    stack: AsyncExitStack, arguments: argparse.Namespace, cases: Sequence[Case]
+) -> list[tuple[System, bool]]:
+    """Each with whether it has the paced model."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-model-")))
+    await make_model(sys.executable, folder)
+    tokenizer = folder / "model" / "tokenizer.json"
+    found: list[tuple[System, bool]] = []
+    for paced in sorted({case.paced for case in cases}):
+        if paced:
+            worker = ("-m", "benchmarks.paced_worker", str(tokenizer), str(PACED_TOKENS_PER_S))
+        else:
+            worker = ("-m", "dynamo.worker", "--model", f"sim:speedup=0,tokenizer={tokenizer}")
+        system = await stack.enter_async_context(ours(worker_command=worker, wait_for=(), name="ours"))
+        await http_ready(system.http_port)
+        found.append((system, paced))
+        if arguments.peer:
+            found.append((await stack.enter_async_context(peer(arguments.peer, "paced" if paced else "mocker")), paced))
+    return found
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    cases = [case for case in CASES if not arguments.case or any(part in case.name for part in arguments.case)]
+    results: list[Result] = []
+    async with AsyncExitStack() as stack:
+        systems = await systems_under_test(stack, arguments, cases)
+        for number in range(arguments.rounds):
+            for case in cases:
+                for system, paced in systems:
+                    if paced == case.paced:
+                        results.append(await run(case, system, arguments.seconds))
+            print(f"round {number + 1} of {arguments.rounds} done", file=sys.stderr)
+    print(report(results, cases))
+    for result in results:
+        if result.errors:
+            print(f"{result.case}, {result.system}: {result.errors}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", metavar="PYTHON", help="interpreter that has NVIDIA Dynamo installed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=2.0, help="per case, system and round")
+    parser.add_argument("--case", action="append", help="only cases whose name contains this")
+    uvloop.run(main(parser.parse_args()))

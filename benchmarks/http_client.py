@@ -1,0 +1,92 @@
+"""A lean HTTP/1.1 client for streamed answers, so that a benchmark measures servers and not its client."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import dataclass
+from typing import cast
+
+_LENGTH = re.compile(rb"content-length: *(\d+)")
+_EVENT = b"data: {"
+_TAIL_BYTES = 1000
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one request."""
+
+    sent_at: float
+    done: asyncio.Future[None]
+    status: int = 0
+    events: int = 0
+    first_at: float = 0.0
+    ended_at: float = 0.0
+    error: str = ""
+
+
+class HttpConnection(asyncio.Protocol):
+    """One kept-alive connection; one request at a time."""
+
+    def __init__(self, tokens: int) -> None:
+        self.broken = ""
+        self._expected = b'"completion_tokens":%d' % tokens
+        self._transport: asyncio.Transport
+        self._answer: Answer | None = None
+        self._head = b""
+        self._tail = b""
+        self._left: int | None = None
+        """Bytes that the body still has; None: it is chunked."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.broken = str(error or "closed by the server")
+        self._end(self.broken)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def ask(self, request: bytes) -> Answer:
+        """Sends a whole request; `Answer.done` is set at the end of what comes back."""
+        answer = self._answer = Answer(time.perf_counter(), asyncio.get_running_loop().create_future())
+        self._head = self._tail = b""
+        self._transport.write(request)
+        return answer
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        if answer is None:
+            return
+        if not answer.status:
+            self._head += data
+            head, found, data = self._head.partition(b"\r\n\r\n")
+            if not found:
+                return
+            answer.status = int(head[9:12])
+            length = _LENGTH.search(head.lower())
+            self._left = int(length[1]) if length else None
+        if events := data.count(_EVENT):
+            answer.first_at = answer.first_at or time.perf_counter()
+            answer.events += events
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        if self._left is not None:
+            self._left -= len(data)
+        if self._left == 0 or (self._left is None and self._tail.endswith(b"\r\n0\r\n\r\n")):
+            whole = answer.status == 200 and b"[DONE]" in self._tail and self._expected in self._tail
+            self._end("" if whole else f"{answer.status} {self._tail[-160:].decode(errors='replace')}")
+
+    def _end(self, error: str) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.ended_at, answer.error = time.perf_counter(), error
+            answer.done.set_result(None)
+
+
+async def connect(port: int, tokens: int) -> HttpConnection:
+    """A connection on which every answer must be a stream of so many tokens."""
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(lambda: HttpConnection(tokens), "127.0.0.1", port)
+    return connection
