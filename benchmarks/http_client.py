@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import time
 from dataclasses import dataclass
 from typing import cast
@@ -24,13 +25,16 @@ class Answer:
     first_at: float = 0.0
     ended_at: float = 0.0
     error: str = ""
+    tail: bytes = b""
+    """The last bytes of the body, with the usage."""
 
 
 class HttpConnection(asyncio.Protocol):
     """One kept-alive connection; one request at a time."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, acknowledge_at_once: bool = False) -> None:
         self.broken = ""
+        self._acknowledge_at_once = acknowledge_at_once
         self._expected = b'"completion_tokens":%d' % tokens
         self._transport: asyncio.Transport
         self._answer: Answer | None = None
@@ -57,6 +61,8 @@ class HttpConnection(asyncio.Protocol):
         return answer
 
     def data_received(self, data: bytes) -> None:
+        if self._acknowledge_at_once:  # the kernel forgets it by itself
+            self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         answer = self._answer
         if answer is None:
             return
@@ -81,12 +87,15 @@ class HttpConnection(asyncio.Protocol):
     def _end(self, error: str) -> None:
         answer, self._answer = self._answer, None
         if answer is not None:
-            answer.ended_at, answer.error = time.perf_counter(), error
+            answer.ended_at, answer.error, answer.tail = time.perf_counter(), error, self._tail
             answer.done.set_result(None)
 
 
-async def connect(port: int, tokens: int) -> HttpConnection:
-    """A connection on which every answer must be a stream of so many tokens."""
+async def connect(port: int, tokens: int, *, acknowledge_at_once: bool = False) -> HttpConnection:
+    """A connection on which every answer must be a stream of so many tokens.
+
+    `acknowledge_at_once` keeps a server from waiting that sets no TCP_NODELAY.
+    """
     loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(lambda: HttpConnection(tokens), "127.0.0.1", port)
+    _, connection = await loop.create_connection(lambda: HttpConnection(tokens, acknowledge_at_once), "127.0.0.1", port)
     return connection

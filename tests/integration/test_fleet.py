@@ -138,7 +138,11 @@ async def test_odd_names_ids_and_metadata_get_an_answer_or_a_clear_error(
             await refused(grpc.StatusCode.INVALID_ARGUMENT, "no whole number", x_dynamo_request_priority="high")
             for value in ("", "a b", ">", "*", "a.b/c", "x" * 10_000):
                 answer = await client.infer(
-                    echo_request(model="a.b/c"), x_request_id=value, traceparent=value, tracestate=value, x_dynamo_session=value[:128]
+                    echo_request(model="a.b/c"),
+                    x_request_id=value,
+                    traceparent=value,
+                    tracestate=value,
+                    x_dynamo_session=value[:128],
                 )
                 assert answer.id == "1"
             await refused(grpc.StatusCode.INVALID_ARGUMENT, "at most 128 are taken", x_dynamo_session="x" * 129)

@@ -418,3 +418,10 @@ async def test_many_streams_under_a_restart_all_end(tmp_path: Path) -> None:
                 assert isinstance(result, Unavailable)
             else:
                 assert result == [b"%d" % number for number in range(200)]
+
+
+async def test_a_connection_that_was_closed_refuses_subscriptions(nats_server: NatsServer) -> None:
+    async with connect_nats(NatsConfig(servers=(nats_server.url,)), "test") as connection:
+        pass
+    with pytest.raises(Unavailable, match="cannot be subscribed to"):
+        await connection.subscribe("x", lambda subject, reply, payload, no_responders: None)

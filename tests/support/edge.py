@@ -12,8 +12,9 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.model_card import ModelCard
-from dynamo.common.telemetry import FrontendMetrics
+from dynamo.common.telemetry import FrontendMetrics, GrpcServerMetrics
 from dynamo.frontend.api.grpc_health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
+from dynamo.frontend.api.grpc_metered import metered
 from dynamo.frontend.api.grpc_server import GrpcServer, serve_grpc
 from dynamo.frontend.api.grpc_streams import StreamDrain
 from dynamo.frontend.api.health import Readiness
@@ -37,6 +38,7 @@ class Edge:
     drain: StreamDrain
     server: GrpcServer
     channel: grpc.aio.Channel
+    registry: CollectorRegistry
 
     async def call(self, method: str, request: object, **options: object) -> bytes:
         """One unary call with a message or raw bytes, answered with raw bytes."""
@@ -92,7 +94,8 @@ async def open_edge(
     async def load_text(card: ModelCard) -> FakeText:
         return FakeText()
 
-    metrics = FrontendMetrics(CollectorRegistry())
+    registry = CollectorRegistry()
+    metrics = FrontendMetrics(registry)
     settings = DataPlaneSettings(declared=declared)
     async with open_data_plane(directory, client, FakeLink(), RoundRobin(), load_text, metrics, settings) as plane:
         readiness = Readiness()
@@ -107,14 +110,14 @@ async def open_edge(
             ),
         }
         async with (
-            serve_grpc(options, services) as running,
+            serve_grpc(options, metered(services, GrpcServerMetrics(registry))) as running,
             grpc.aio.insecure_channel(
                 f"127.0.0.1:{running.port}",
                 options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
             ) as channel,
         ):
             await asyncio.sleep(0)  # tokenizers load in the next turn
-            yield Edge(plane, directory, client, readiness, drain, running, channel)
+            yield Edge(plane, directory, client, readiness, drain, running, channel, registry)
 
 
 async def over(*streams: FakeStream) -> None:

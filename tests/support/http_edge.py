@@ -26,9 +26,11 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.telemetry import FrontendMetrics
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http import make_app, model_routes, serve_http
+from dynamo.frontend.api.kserve_rest.routes import kserve_rest_routes
+from dynamo.frontend.api.refusals import CountRefusals
 from dynamo.frontend.api.text_routes import text_routes
 from dynamo.frontend.config import HttpOptions, OverloadStatus, TextOptions
-from dynamo.frontend.data_plane import DataPlane, open_data_plane
+from dynamo.frontend.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.pipeline import TextModel, load_text_model
 from dynamo.frontend.preprocess.tokenizer import Tokenizer
@@ -137,6 +139,8 @@ class HttpEdge:
     client: FakeClient
     http: httpx2.AsyncClient
     port: int
+    registry: CollectorRegistry
+    readiness: Readiness
 
     @property
     def url(self) -> str:
@@ -161,8 +165,9 @@ async def open_http_edge(
     text: TextOptions | None = None,
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
     parsers: OutputParsers | None = None,
+    declared: tuple[ModelCard, ...] = (),
 ) -> AsyncIterator[HttpEdge]:
-    """An edge whose instances 1, 2, … serve one card each; without cards, one of `chat_card()`."""
+    """An edge whose instances 1, 2, … serve one card each; without cards, one of `chat_card()`. Nobody serves `declared`."""
     known = cards or (chat_card(),)
     directory = FakeDirectory(*(instance(number, card) for number, card in enumerate(known, 1)))
     client = FakeClient() if respond is None else FakeClient(respond)
@@ -174,19 +179,25 @@ async def open_http_edge(
         return model
 
     options = replace(http or HttpOptions(), port=0)
-    metrics = FrontendMetrics(CollectorRegistry())
-    async with open_data_plane(directory, client, FakeLink(), RoundRobin(), load_text, metrics) as plane:
+    registry = CollectorRegistry()
+    metrics = FrontendMetrics(registry)
+    settings = DataPlaneSettings(declared=declared)
+    async with open_data_plane(directory, client, FakeLink(), RoundRobin(), load_text, metrics, settings) as plane:
         readiness = Readiness()
         readiness.attach(plane)
         own = OutputParsers({}, {}) if parsers is None else parsers
-        routes = [*model_routes(readiness, 1.0), *text_routes(readiness, options, text or TextOptions(), overload, own)]
+        routes = [
+            *model_routes(readiness, 1.0),
+            *text_routes(readiness, options, text or TextOptions(), overload, own),
+            *kserve_rest_routes(readiness, options, overload),
+        ]
         async with (
-            serve_http(options, make_app(routes, overload)) as server,
+            serve_http(options, CountRefusals(make_app(routes, overload), metrics.refused)) as server,
             httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20, verify=False) as session,
         ):
             if any(card.llm is not None for card in known):
                 await loaded.wait()
-            yield HttpEdge(plane, directory, client, session, server.port)
+            yield HttpEdge(plane, directory, client, session, server.port, registry, readiness)
 
 
 def events_of(text: str) -> list[tuple[str, str]]:

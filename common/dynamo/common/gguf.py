@@ -144,6 +144,20 @@ class GgufModel:
         return self._get(f"{self._get('general.architecture', str, '')}.context_length", int, 0)
 
     @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that the KV cache holds for one token, all layers together; 0 if the file does not say it in one number each."""
+        arch = self._get("general.architecture", str, "")
+
+        def number(key: str, default: int = 0) -> int:
+            value = self.metadata.get(f"{arch}.{key}", default)
+            return value if isinstance(value, int) else 0  # some models have a list with one for each layer
+
+        heads = number("attention.head_count")
+        width = number("embedding_length") // heads if heads else 0
+        pair = number("attention.key_length", width) + number("attention.value_length", width)
+        return number("block_count") * number("attention.head_count_kv", heads) * pair
+
+    @property
     def tokens(self) -> Sequence[str]:
         """The text of each token in the vocabulary's own spelling (`Ġ` or `▁` for a space)."""
         tokens = self.metadata.get("tokenizer.ggml.tokens")

@@ -16,6 +16,7 @@ from dynamo.common.errors import InvalidRequest
 InstanceId = NewType("InstanceId", int)
 
 ROOT = "/dynamo/v1"
+REPOSITORY_ROOT = "/dynamo/repositories/v1"
 MAX_NAME_CHARS = 256
 _ALLOWED = re.compile(r"[A-Za-z0-9._/\-]")
 _TOKEN = re.compile(r"[A-Za-z0-9_\-%]+")
@@ -93,6 +94,11 @@ class Endpoint:
         namespace, component, name = self._tokens
         return f"{ROOT}/{namespace}/{component}/{name}/{encode(model)}/{instance:x}"
 
+    def repository_key(self, instance: InstanceId) -> str:
+        """The etcd key under which an instance of this endpoint registers its model repository."""
+        namespace, component, name = self._tokens
+        return f"{REPOSITORY_ROOT}/{namespace}/{component}/{name}/{instance:x}"
+
     def rpc_subject(self, instance: InstanceId) -> str:
         """NATS subject on which an instance takes requests."""
         return f"{component_subject(self.namespace, self.component)}.{instance:x}.rpc"
@@ -110,8 +116,18 @@ class Endpoint:
         return f"{component_subject(self.namespace, self.component)}.bookings"
 
 
+def instance_of(subject: str) -> InstanceId:
+    """The instance that publishes on a KV or load subject; ValueError if none can."""
+    return InstanceId(int(subject.rpartition(".")[2], 16))
+
+
 def component_subject(namespace: str, component: str) -> str:
     return f"dynamo.{encode(namespace, 'namespace')}.{encode(component, 'component name')}"
+
+
+def loads_subject(namespace: str) -> str:
+    """The wildcard for the load reports of all instances in a namespace."""
+    return f"dynamo.{encode(namespace, 'namespace')}.*.load.*"
 
 
 def frontends_subject(namespace: str) -> str:
@@ -122,6 +138,11 @@ def frontends_subject(namespace: str) -> str:
 def namespace_prefix(namespace: str | None) -> str:
     """The etcd prefix holding all registrations of a namespace, or of all namespaces."""
     return f"{ROOT}/" if namespace is None else f"{ROOT}/{encode(namespace, 'namespace')}/"
+
+
+def repository_prefix(namespace: str | None) -> str:
+    """The etcd prefix holding all registrations of model repositories of a namespace, or of all namespaces."""
+    return f"{REPOSITORY_ROOT}/" if namespace is None else f"{REPOSITORY_ROOT}/{encode(namespace, 'namespace')}/"
 
 
 def answers_prefix(namespace: str, client: str) -> str:

@@ -173,10 +173,10 @@ class TraceOptions:
         env=("DYN_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
         parse=_otlp_endpoint,
         metavar="URL",
-        help="Collector that gets traces, by OTLP over gRPC, such as http://localhost:4317. Needs the extra `otel`. Default: none.",
+        help="Collector that gets traces, by OTLP over gRPC, as in http://localhost:4317; needs the extra `otel`. Default: none.",
     )
     sample_ratio: float = option(
-        0.05,
+        0.1,
         minimum=0,
         maximum=1,
         help="Share traced of the requests that come without a trace context; with one, the caller has decided.",

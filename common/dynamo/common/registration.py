@@ -6,12 +6,17 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeAlias
 
 from dynamo.common.discovery import Instance, encode_registration
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.etcd import Etcd, Session
 from dynamo.common.etcd.background import running
 from dynamo.common.etcd.transport import backoff
+from dynamo.common.repository import RepositoryInstance
+
+Registered: TypeAlias = Instance | RepositoryInstance
+"""What may be put under a worker's lease."""
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +28,7 @@ _DEREGISTER_TIMEOUT_S = 2.0
 class Registration:
     """What this process wants registered, and whether it is. The instance ids stay the same whatever happens to the lease."""
 
-    def __init__(self, etcd: Etcd, instances: Sequence[Instance], check_s: float) -> None:
+    def __init__(self, etcd: Etcd, instances: Sequence[Registered], check_s: float) -> None:
         self.registered = asyncio.Event()
         """Set while etcd holds exactly what is wanted, as far as is known."""
         self._etcd = etcd
@@ -36,7 +41,7 @@ class Registration:
         """Keys that may be in etcd, those of failed attempts included."""
         self._changed = asyncio.Event()
 
-    async def update(self, instances: Sequence[Instance], timeout_s: float = 5.0) -> bool:
+    async def update(self, instances: Sequence[Registered], timeout_s: float = 5.0) -> bool:
         """Registers these from now on, instead of those before. True when etcd has it.
 
         False when etcd was away for `timeout_s`: it will have it when it is back. Raises InvalidRequest, changing nothing.
@@ -133,7 +138,7 @@ class Registration:
 
 @asynccontextmanager
 async def registered(
-    etcd: Etcd, instances: Sequence[Instance], *, ttl_s: float = LEASE_TTL_S, check_s: float = CHECK_S
+    etcd: Etcd, instances: Sequence[Registered], *, ttl_s: float = LEASE_TTL_S, check_s: float = CHECK_S
 ) -> AsyncIterator[Registration]:
     """Makes the instances visible to frontends while the body runs, all under one lease.
 
@@ -149,8 +154,10 @@ async def registered(
             await registration.withdraw()
 
 
-def _to_registrations(instances: Sequence[Instance]) -> dict[str, bytes]:
-    wanted = {instance.key: encode_registration(instance) for instance in instances}
+def _to_registrations(instances: Sequence[Registered]) -> dict[str, bytes]:
+    wanted = {
+        entry.key: entry.encode() if isinstance(entry, RepositoryInstance) else encode_registration(entry) for entry in instances
+    }
     if len(wanted) != len(instances):
         raise InvalidRequest("two registrations of one instance name the same model")
     return wanted

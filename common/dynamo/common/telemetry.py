@@ -1,7 +1,7 @@
 """Metrics under the names that dashboards of the field know.
 
 Every object here is made by a process's `app` and handed down. Label children are looked up once per model or method and
-kept, so that a request costs a handful of increments, and a token no more than a bisection in a local list.
+kept, so that a request costs a handful of additions, and a token no more than a bisection in a local list.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -27,6 +28,10 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from dynamo.common.errors import Code, DynamoError
 from dynamo.common.model_card import ModelCard
+from dynamo.common.tally import Amount, Tally
+
+if TYPE_CHECKING:
+    from dynamo.common.tracing import Span
 
 SECONDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
@@ -141,6 +146,7 @@ class FrontendMetrics:
         self._max_models = max_models
         self._models: dict[str, ModelMetrics] = {}
         self._registry = registry
+        self.tally = Tally(registry)
         by_model = ("model",)
         by_request = ("model", "endpoint", "request_type")
         self.requests = self._counter("requests", "Requests answered.", (*by_request, "status", "error_type"))
@@ -241,22 +247,23 @@ class ModelMetrics:
     def __init__(self, all_models: FrontendMetrics, label: str) -> None:
         self.label = label
         self._all = all_models
-        self.add_inflight = adder(all_models.inflight.labels(label))
-        self.add_queued = adder(all_models.queued.labels(label))
+        tally = all_models.tally
+        self.inflight = tally.amount(all_models.inflight.labels(label))
+        self.queued = tally.amount(all_models.queued.labels(label))
         self.ready = all_models.ready.labels(label)
-        self.observe_duration = observer(all_models.duration.labels(label))
-        self.observe_first_token = observer(all_models.first_token.labels(label))
-        self.inter_token = all_models.inter_token.labels(label)
-        self.observe_input_tokens = observer(all_models.input_tokens.labels(label))
-        self.observe_output_tokens = observer(all_models.output_tokens.labels(label))
-        self.add_output_tokens = adder(all_models.output_tokens_total.labels(label))
-        self.observe_cached_tokens = observer(all_models.cached_tokens.labels(label))
+        self.duration = tally.spread(all_models.duration.labels(label))
+        self.first_token = tally.spread(all_models.first_token.labels(label))
+        self.inter_token = tally.spread(all_models.inter_token.labels(label))
+        self.input_tokens = tally.spread(all_models.input_tokens.labels(label))
+        self.output_tokens = tally.spread(all_models.output_tokens.labels(label))
+        self.output_tokens_total = tally.amount(all_models.output_tokens_total.labels(label))
+        self.cached_tokens = tally.spread(all_models.cached_tokens.labels(label))
         self.retries = all_models.retries.labels(label)
-        self._outcomes: dict[tuple[str, RequestType, Code | None], tuple[Callable[[float], None], ...]] = {}
-        self._decisions: dict[str, Callable[[float], None]] = {}
-        self._observe_decision = observer(all_models.decision_time.labels(label))
-        self._observe_overlap = observer(all_models.overlap.labels(label))
-        self._observe_hit_rate = observer(all_models.hit_rate.labels(label))
+        self._outcomes: dict[tuple[str, RequestType, Code | None], tuple[Amount, ...]] = {}
+        self._decisions: dict[str, Amount] = {}
+        self.decision_time = tally.spread(all_models.decision_time.labels(label))
+        self.overlap = tally.spread(all_models.overlap.labels(label))
+        self.hit_rate = tally.spread(all_models.hit_rate.labels(label))
 
     def start(self, endpoint: str, request_type: RequestType, clock: Callable[[], float] = time.monotonic) -> Request:
         """A request has arrived. `endpoint` is one of the API's own names (`tensor`, `completions`, …), never a client's."""
@@ -269,34 +276,32 @@ class ModelMetrics:
     def add_outcome(self, endpoint: str, request_type: RequestType, error: Code | None) -> None:
         """A request ended; `error` is None for success."""
         key = (endpoint, request_type, error)
-        adders = self._outcomes.get(key)
-        if adders is None:
-            adders = self._outcomes[key] = self._outcome_adders(endpoint, request_type, error)
-        for add in adders:
-            add(1)
+        amounts = self._outcomes.get(key)
+        if amounts is None:
+            amounts = self._outcomes[key] = tuple(map(self._all.tally.amount, self._outcome(endpoint, request_type, error)))
+        for amount in amounts:
+            amount.value += 1
 
-    def _outcome_adders(
-        self, endpoint: str, request_type: RequestType, error: Code | None
-    ) -> tuple[Callable[[float], None], ...]:
+    def _outcome(self, endpoint: str, request_type: RequestType, error: Code | None) -> list[Counter]:
         requests = self._all.requests
         if error is None:
-            return (adder(requests.labels(self.label, endpoint, request_type.value, "success", "")),)
-        failed = adder(requests.labels(self.label, endpoint, request_type.value, "error", _ERROR_TYPES[error]))
+            return [requests.labels(self.label, endpoint, request_type.value, "success", "")]
+        failed = requests.labels(self.label, endpoint, request_type.value, "error", _ERROR_TYPES[error])
         reason = _REASONS.get(error)
-        return (failed,) if reason is None else (failed, adder(self._all.rejected.labels(self.label, reason)))
+        return [failed] if reason is None else [failed, self._all.rejected.labels(self.label, reason)]
 
     def decided(self, reason: str, seconds: float) -> None:
         """An instance was chosen in so much time; `reason` is one of the router's own words."""
-        add = self._decisions.get(reason)
-        if add is None:
-            add = self._decisions[reason] = adder(self._all.decisions.labels(self.label, reason))
-        add(1)
-        self._observe_decision(seconds)
+        amount = self._decisions.get(reason)
+        if amount is None:
+            amount = self._decisions[reason] = self._all.tally.amount(self._all.decisions.labels(self.label, reason))
+        amount.value += 1
+        self.decision_time.observe(seconds)
 
     def overlapped(self, blocks: int, hit_rate: float) -> None:
         """So many leading blocks of a prompt were held by the instance that was chosen for it."""
-        self._observe_overlap(blocks)
-        self._observe_hit_rate(hit_rate)
+        self.overlap.observe(blocks)
+        self.hit_rate.observe(hit_rate)
 
     def canary(self, outcome: str) -> None:
         """A canary came back: `passed` or `failed`."""
@@ -316,7 +321,7 @@ class Request:
 
     __slots__ = (
         *("_clock", "_endpoint", "_gap_sum", "_gaps", "_last", "_metrics", "_output", "_pending", "_queued", "_started"),
-        "_type",
+        *("_type", "span"),
     )
 
     def __init__(self, metrics: ModelMetrics, endpoint: str, request_type: RequestType, clock: Callable[[], float]) -> None:
@@ -331,21 +336,25 @@ class Request:
         self._gap_sum = 0.0
         self._pending = 0
         self._queued = True
-        metrics.add_inflight(1)
-        metrics.add_queued(1)
+        self.span: Span | None = None
+        """Of the same request, for `finish` to end; None if it is not traced."""
+        metrics.inflight.value += 1
+        metrics.queued.value += 1
 
     def answered(self) -> None:
         """The first part of the answer is there; `tokens` says so too."""
         if self._queued:
             self._queued = False
-            self._metrics.add_queued(-1)
+            self._metrics.queued.value -= 1
 
     def tokens(self, count: int) -> None:
         """`count` tokens (at least 1) have arrived together; the time since the last ones is shared among them."""
         now = self._clock()
         if self._output == 0:
             self.answered()
-            self._metrics.observe_first_token(now - self._started)
+            self._metrics.first_token.observe(now - self._started)
+            if self.span is not None:
+                self.span.event("first token")
             count_gaps, gap = count - 1, 0.0
         else:
             count_gaps, gap = count, (now - self._last) / count
@@ -355,29 +364,37 @@ class Request:
             self._add_gaps(gap, count_gaps)
 
     def finish(
-        self, error: Code | None = None, *, input_tokens: int = 0, output_tokens: int | None = None, cached_tokens: int = 0
+        self,
+        error: BaseException | None = None,
+        *,
+        input_tokens: int = 0,
+        output_tokens: int | None = None,
+        cached_tokens: int = 0,
     ) -> None:
         """The last byte went out, or the request failed. `output_tokens` counts where `tokens` was not called."""
         metrics = self._metrics
+        code = None
+        if error is not None:
+            code = code_of(error)
+            vars(error)[_COUNTED] = True
         self.answered()
         self._flush_gaps()
-        metrics.add_inflight(-1)
-        metrics.observe_duration(self._clock() - self._started)
-        metrics.add_outcome(self._endpoint, self._type, error)
-        if error is Code.CANCELLED:
+        metrics.inflight.value -= 1
+        metrics.duration.observe(self._clock() - self._started)
+        metrics.add_outcome(self._endpoint, self._type, code)
+        if code is Code.CANCELLED:
             metrics.cancelled(self._endpoint, self._type)
         output = self._output if output_tokens is None else output_tokens
         if input_tokens:
-            metrics.observe_input_tokens(input_tokens)
-            metrics.observe_cached_tokens(cached_tokens)
+            metrics.input_tokens.observe(input_tokens)
+            metrics.cached_tokens.observe(cached_tokens)
         if output:
-            metrics.observe_output_tokens(output)
-            metrics.add_output_tokens(output)
-
-    def fail(self, error: BaseException, *, input_tokens: int = 0, cached_tokens: int = 0) -> None:
-        """`finish`, by a failure that the edge will see as well."""
-        vars(error)[_COUNTED] = True
-        self.finish(code_of(error), input_tokens=input_tokens, cached_tokens=cached_tokens)
+            metrics.output_tokens.observe(output)
+            metrics.output_tokens_total.value += output
+        if self.span is not None:
+            if input_tokens or output:
+                self.span.set({"dynamo.prompt_tokens": input_tokens, "dynamo.output_tokens": output})
+            self.span.end(code)
 
     def _add_gaps(self, gap: float, count: int) -> None:
         """Collected here and added in bulk: an `observe` per token would cost more than forwarding the token."""
@@ -391,37 +408,10 @@ class Request:
 
     def _flush_gaps(self) -> None:
         if self._gaps is not None:
-            observe_many(self._metrics.inter_token, self._gaps, self._gap_sum)
+            self._metrics.inter_token.add(self._gaps, self._gap_sum)
             self._gaps = None
             self._gap_sum = 0.0
             self._pending = 0
-
-
-def adder(metric: Counter | Gauge) -> Callable[[float], None]:
-    """`inc` of a bound child without the checks before it, which cost several times the sum itself."""
-    add: Callable[[float], None] = metric._value.inc
-    return add
-
-
-def observer(histogram: Histogram) -> Callable[[float], None]:
-    """`observe` of a bound child without the checks and the walk over all buckets."""
-    bounds = histogram._upper_bounds[:-1]  # what is above all of them belongs to the bucket +Inf, the last
-    add_to_bucket = [bucket.inc for bucket in histogram._buckets]
-    add_to_sum = histogram._sum.inc
-
-    def observe(value: float) -> None:
-        add_to_sum(value)
-        add_to_bucket[bisect_left(bounds, value)](1)
-
-    return observe
-
-
-def observe_many(histogram: Histogram, counts: Sequence[int], total: float) -> None:
-    """Adds observations that were sorted into `histogram`'s buckets already; `total` is their sum."""
-    for bucket, count in zip(histogram._buckets, counts, strict=True):
-        if count:
-            bucket.inc(count)
-    histogram._sum.inc(total)
 
 
 class GrpcServerMetrics:
@@ -429,6 +419,7 @@ class GrpcServerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ("grpc_type", "grpc_service", "grpc_method")
+        self.tally = Tally(registry)
         self.started = Counter("grpc_server_started", "RPCs started.", labels, registry=registry)
         self.handled = Counter("grpc_server_handled", "RPCs ended.", (*labels, "grpc_code"), registry=registry)
         self.received = Counter("grpc_server_msg_received", "Messages received.", labels, registry=registry)
@@ -441,21 +432,22 @@ class GrpcServerMetrics:
 
 
 class GrpcMethodMetrics:
-    """The children of one RPC method, bound once: `started(1)`, `received(messages)`, `sent(messages)`, `handled`."""
+    """The children of one RPC method, bound once. Calls: add to `started`, `received` and `sent`, and `handled`."""
 
     def __init__(self, server: GrpcServerMetrics, labels: tuple[str, str, str]) -> None:
-        self._handled = server.handled
+        self._server = server
         self._labels = labels
-        self._codes: dict[str, Callable[[float], None]] = {}
-        self._observe_duration = observer(server.handling.labels(*labels))
-        self.started = adder(server.started.labels(*labels))
-        self.received = adder(server.received.labels(*labels))
-        self.sent = adder(server.sent.labels(*labels))
+        self._codes: dict[str, Amount] = {}
+        tally = server.tally
+        self.started = tally.amount(server.started.labels(*labels))
+        self.received = tally.amount(server.received.labels(*labels))
+        self.sent = tally.amount(server.sent.labels(*labels))
+        self.duration = tally.spread(server.handling.labels(*labels))
 
     def handled(self, code: str, duration_s: float) -> None:
         """`code` is the name of the status, written `OK`, `InvalidArgument`, …"""
-        add = self._codes.get(code)
-        if add is None:
-            add = self._codes[code] = adder(self._handled.labels(*self._labels, code))
-        add(1)
-        self._observe_duration(duration_s)
+        amount = self._codes.get(code)
+        if amount is None:
+            amount = self._codes[code] = self._server.tally.amount(self._server.handled.labels(*self._labels, code))
+        amount.value += 1
+        self.duration.observe(duration_s)

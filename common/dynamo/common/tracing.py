@@ -114,8 +114,7 @@ class Span:
 
     def child(self, name: str, started_ns: int, ended_ns: int, attributes: Attributes | None = None) -> None:
         """A part of this span that is over already; Unix times."""
-        span = self._tracing.start(name, self.context, started_ns, attributes)
-        span.end(ended_ns)
+        self._tracing.start(name, self.context, started_ns, attributes, inside=True).end(ended_ns)
 
     def end(self, error: Code | None = None) -> None:
         """`error`: why it failed."""
@@ -147,15 +146,28 @@ class Tracing:
         logs.trace_id.set(context.trace_id)
         return Span(self, span, context, started_ns)
 
-    def start(self, name: str, parent: TraceContext | None, started_ns: int, attributes: Attributes | None) -> OtelSpan:
+    def start(
+        self,
+        name: str,
+        parent: TraceContext | None,
+        started_ns: int,
+        attributes: Attributes | None,
+        *,
+        inside: bool = False,
+    ) -> OtelSpan:
+        """A span of OpenTelemetry. `inside` this process; else it stands for a request from outside."""
         api = self._api
         context = None
         if parent is not None:
             outer = api.SpanContext(
-                int(parent.trace_id, 16), int(parent.span_id, 16), is_remote=True, trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED)
+                int(parent.trace_id, 16),
+                int(parent.span_id, 16),
+                is_remote=not inside,
+                trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED),
             )
             context = api.set_span_in_context(api.NonRecordingSpan(outer))
-        return self._tracer.start_span(name, context, api.SpanKind.SERVER, attributes, start_time=started_ns)
+        kind = api.SpanKind.INTERNAL if inside else api.SpanKind.SERVER
+        return self._tracer.start_span(name, context, kind, attributes, start_time=started_ns)
 
     def mark_failed(self, span: OtelSpan, error: Code) -> None:
         span.set_attribute("error.type", error.value)
@@ -164,7 +176,9 @@ class Tracing:
 
 
 @asynccontextmanager
-async def open_tracing(options: TraceOptions, service: str, attributes: Attributes | None = None) -> AsyncIterator[Tracing | None]:
+async def open_tracing(
+    options: TraceOptions, service: str, attributes: Attributes | None = None
+) -> AsyncIterator[Tracing | None]:
     """Exports spans until the context is left, what is left over within some seconds. None if no endpoint is configured.
 
     `attributes` describe the process. Raises ConfigError if the extra `otel` is not installed.
@@ -184,7 +198,9 @@ async def open_tracing(options: TraceOptions, service: str, attributes: Attribut
     processor = BatchSpanProcessor(exporter, max_queue_size=8192, schedule_delay_millis=1000)
     provider.add_span_processor(processor)
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # it retries by itself, with a warning each time
-    _log.info("traces go to %s, %g%% of the requests that come without a context", options.otlp_endpoint, options.sample_ratio * 100)
+    _log.info(
+        "traces go to %s, %g%% of the requests that come without a context", options.otlp_endpoint, options.sample_ratio * 100
+    )
     try:
         yield Tracing(provider.get_tracer("dynamo"), options.sample_ratio)
     finally:

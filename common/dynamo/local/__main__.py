@@ -1,7 +1,8 @@
-"""`dynamo-local`, also `python -m dynamo.local`."""
+"""`dynamo-local`, also `python -m dynamo.local`; its first word may name a tool: `dynamo-local top`."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 from dynamo.common.config import load_or_exit
@@ -11,9 +12,13 @@ from dynamo.local.app import serve
 from dynamo.local.config import LocalConfig
 
 PROGRAM = "dynamo-local"
+TOOLS = {"top": "dynamo.local.top"}
+"""Each a module whose `main` takes the words after its name."""
 
 
 def main() -> None:
+    if sys.argv[1:] and (tool := TOOLS.get(sys.argv[1])):
+        importlib.import_module(tool).main(sys.argv[2:])
     config = load_or_exit(LocalConfig, program=PROGRAM)
     setup_logging(config.log)
     sys.exit(run(serve(config), program=PROGRAM))

@@ -19,9 +19,10 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from dynamo.common.config import ConfigError, project_version
 from dynamo.common.directory import Directory, open_directory
@@ -33,13 +34,19 @@ from dynamo.common.lifecycle import freeze_garbage, stop_on_signal
 from dynamo.common.messaging.client import RequestClient, open_client
 from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.messaging.kv_stream import KvStream
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint
-from dynamo.common.telemetry import FrontendMetrics, RuntimeMetrics, make_registry, render
+from dynamo.common.tally import Tally
+from dynamo.common.telemetry import FrontendMetrics, GrpcServerMetrics, RuntimeMetrics, make_registry, render
+from dynamo.common.tracing import open_tracing
+from dynamo.frontend.api.console.fleet import LoadWatch
+from dynamo.frontend.api.console.routes import Console, console_routes
 from dynamo.frontend.api.exchange import HttpSettings
 from dynamo.frontend.api.grpc_guard import guarded
 from dynamo.frontend.api.grpc_health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
+from dynamo.frontend.api.grpc_metered import metered
 from dynamo.frontend.api.grpc_server import GrpcServer, Handlers, check_grpc, serve_grpc
 from dynamo.frontend.api.grpc_streams import StreamDrain
 from dynamo.frontend.api.guard import make_guards
@@ -54,27 +61,33 @@ from dynamo.frontend.api.http import (
 )
 from dynamo.frontend.api.http_guard import HttpGuard
 from dynamo.frontend.api.kserve_grpc import SERVICE, KserveService
+from dynamo.frontend.api.kserve_infer import TENSOR_ENDPOINT
 from dynamo.frontend.api.kserve_rest.routes import kserve_rest_routes
 from dynamo.frontend.api.kserve_stream import StreamLimits
+from dynamo.frontend.api.refusals import CountRefusals
 from dynamo.frontend.api.routing_routes import RoutingControl, routing_routes
 from dynamo.frontend.api.text_routes import text_routes
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.frontend.dispatch import DispatchSettings
 from dynamo.frontend.kv_feed import Bookings, open_kv_feed
+from dynamo.frontend.kv_history import KvHistory
+from dynamo.frontend.repository import open_repositories
 from dynamo.frontend.router.affinity import SessionRouter
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.explain import DecisionLog, ExplainingRouter
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import LoadTable
-from dynamo.frontend.router.select import follows_loads, make_router, thresholds_of
+from dynamo.frontend.router.measured import MeasuredRouter
+from dynamo.frontend.router.select import effective_mode, follows_loads, make_router, thresholds_of
 from dynamo.frontend.router.thresholds import ThresholdTable
+from dynamo.frontend.router_metrics import RouterMetrics
 from dynamo.frontend.siblings import open_siblings
 from dynamo.frontend.text_models import TextModel
 
 log = logging.getLogger(__name__)
 
-_LINKS_S = 1.0
+_WATCH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +154,10 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
     Entering waits until NATS and etcd have been reached, however long that takes; the HTTP side is up before, and not ready.
     Raises ConfigError for a port or certificate that cannot be used, Unavailable or InvalidRequest if NATS or etcd refuse us.
     """
+    config.nats.to_config().check()
+    config.etcd.to_config().check()
     registry = make_registry()
-    metrics = FrontendMetrics(registry)
+    metrics, grpc_metrics = FrontendMetrics(registry), GrpcServerMetrics(registry)
     runtime = RuntimeMetrics(registry, role="frontend", version=project_version())
     readiness, links = Readiness(), _Links()
     control = RoutingControl(
@@ -158,6 +173,9 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
         *text_routes(readiness, config.http, config.text, config.overload_status),
         *kserve_rest_routes(readiness, config.http, config.overload_status),
     ]
+    console = Console(readiness, config.namespace, effective_mode(config.router).value, explains=config.http.admin_api)
+    if config.http.console:
+        routes += console_routes(console)
     if config.http.admin_api:
         routes += routing_routes(readiness, control, HttpSettings.of(config.http, config.overload_status))
     with _plain_errors():
@@ -167,13 +185,17 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
                 check_grpc(config.grpc, share_port=share_port)
             http_settings = HttpSettings.of(config.http, config.overload_status)
             app = HttpGuard(make_app(routes, config.overload_status), http_guard, http_settings)
-            http = await stack.enter_async_context(serve_http(config.http, app, share_port=share_port))
-            await stack.enter_async_context(_watching(runtime, links))
+            counted = CountRefusals(app, metrics.refused)
+            http = await stack.enter_async_context(serve_http(config.http, counted, share_port=share_port))
+            await stack.enter_async_context(_watching(runtime, links, (metrics.tally, grpc_metrics.tally)))
+            tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-frontend"))
             etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
             directory = links.directory = await stack.enter_async_context(open_directory(etcd, config.namespace))
             name = f"dynamo-frontend {os.getpid()}"
             nats = links.connection = await stack.enter_async_context(connect_nats(config.nats.to_config(), name))
             client = await stack.enter_async_context(open_client(nats, config.namespace))
+            console.loads = LoadWatch(nats, config.namespace, asyncio.get_running_loop().time)
+            stack.push_async_callback(console.loads.close)
             store = FileStore(nats, config.cache_dir.expanduser())
 
             async def load_text(card: ModelCard) -> TextModel:
@@ -187,11 +209,17 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
                 return await pipeline.load_text_model(card, store, limits)
 
             settings = DataPlaneSettings(
-                declared=config.models, dispatch=DispatchSettings(request_timeout_s=config.request_timeout_s)
+                declared=config.models,
+                repository_timeout_s=config.repository_timeout_s,
+                dispatch=DispatchSettings(request_timeout_s=config.request_timeout_s),
+                canary_wait_s=config.canary.wait_s,
+                canary_timeout_s=config.canary.timeout_s,
             )
             router = await stack.enter_async_context(_router(config, control, directory, nats, client))
+            router = MeasuredRouter(router, RouterMetrics(metrics))
+            repositories = await stack.enter_async_context(open_repositories(etcd, config.namespace))
             plane = await stack.enter_async_context(
-                open_data_plane(directory, client, nats, router, load_text, metrics, settings)
+                open_data_plane(directory, client, nats, router, load_text, metrics, settings, tracing, repositories)
             )
             if not directory.ready.is_set():
                 log.info("waiting for etcd")
@@ -199,7 +227,9 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             drain = StreamDrain()
             grpc: GrpcServer | None = None
             if config.grpc.wanted:
-                services = guarded(grpc_services(config, plane, readiness, drain), grpc_guard)
+                services = grpc_services(config, plane, readiness, drain)
+                services = guarded(services, grpc_guard, partial(metrics.refused, TENSOR_ENDPOINT))
+                services = metered(services, grpc_metrics)
                 grpc = await stack.enter_async_context(serve_grpc(config.grpc, services, share_port=share_port))
             readiness.attach(plane)
             stack.push_async_callback(_drain, config, readiness, drain, http, grpc)
@@ -247,7 +277,11 @@ async def _choosing_router(
         async def ask(instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
             return await client.open(instance.id, instance.subject, verb, body, deadline=deadline).result()
 
-        await stack.enter_async_context(open_kv_feed(nats, directory, ask, follower, loads))
+        history: KvHistory | None = None
+        if follower is not None and config.router.durable_kv_events:
+            threshold, reset = config.router.snapshot_threshold, config.router.reset_states
+            history = KvHistory(KvStream(nats), snapshot_threshold=threshold, reset=reset)
+        await stack.enter_async_context(open_kv_feed(nats, directory, ask, follower, loads, history))
         if bookings is not None:
             await stack.enter_async_context(bookings.exchanged(loads))
         yield router
@@ -298,14 +332,16 @@ async def _expire(start: asyncio.Timeout, stop: asyncio.Event) -> None:
 
 
 @asynccontextmanager
-async def _watching(runtime: RuntimeMetrics, links: _Links) -> AsyncIterator[None]:
-    """Keeps the metrics of the links current. Not done by the scrape: that may be another process's."""
+async def _watching(runtime: RuntimeMetrics, links: _Links, tallies: Sequence[Tally]) -> AsyncIterator[None]:
+    """Keeps the metrics current. Not left to the scrape: that may be another process's."""
 
     async def watch() -> None:
         while True:
             runtime.etcd_stale.set(links.etcd is not LinkState.CONNECTED)
             runtime.nats_connected.set(links.nats is LinkState.CONNECTED)
-            await asyncio.sleep(_LINKS_S)
+            for tally in tallies:
+                tally.flush()
+            await asyncio.sleep(_WATCH_S)
 
     task = asyncio.create_task(watch(), name="links")
     try:
@@ -313,3 +349,5 @@ async def _watching(runtime: RuntimeMetrics, links: _Links) -> AsyncIterator[Non
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        for tally in tallies:
+            tally.flush()

@@ -196,6 +196,7 @@ class HttpOptions:
     keepalive_s: float = option(
         15.0, minimum=0.1, help="A stream that is silent for so long gets a comment, lest a proxy cuts it."
     )
+    console: bool = option(True, help="Serve `/console`, a page about the fleet.")
     admin_api: bool = option(
         True, help="Serve `/busy_threshold` and `/v1/routing/decisions`, which change and show how requests are routed."
     )
@@ -488,6 +489,22 @@ class RouterOptions:
     speculative_ttl_s: float = option(
         2.0, minimum=0, help="With KV events: seconds for which a decision counts as cached before events confirm it."
     )
+    durable_kv_events: bool = option(
+        False,
+        flags=("--durable-kv-events", "--router-durable-kv-events"),
+        env=("DYN_DURABLE_KV_EVENTS", "DYN_ROUTER_DURABLE_KV_EVENTS"),
+        file_key="durable_kv_events",
+        help="Begin with the KV events that workers with the same option have recorded in JetStream, and ask only those "
+        "instances about which the record does not tell everything.",
+    )
+    snapshot_threshold: int = option(
+        10_000,
+        minimum=1,
+        help="With durable KV events: events on record after which a snapshot takes their place, in the NATS object store.",
+    )
+    reset_states: bool = option(
+        False, help="With durable KV events: forget, at the start, what is on record, snapshots included."
+    )
     replica_sync: bool = option(
         False, help="Share bookings and sessions with the other frontends of the namespace, so that they decide like one."
     )
@@ -534,6 +551,24 @@ P = TypeVar("P", HttpOptions, GrpcOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryOptions:
+    """Whether instances are asked how they are."""
+
+    wait_s: float | None = option(
+        None,
+        flags=("--canary-wait",),
+        env=("DYN_CANARY_WAIT",),
+        minimum=0.1,
+        maximum=86_400,
+        metavar="SECONDS",
+        help="An idle instance of a language model makes one token this often, or is left out until it can. Default: never.",
+    )
+    timeout_s: float = option(
+        3.0, flags=("--canary-timeout",), env=("DYN_CANARY_TIMEOUT",), minimum=0.1, help="How long it may take for that token."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
     """A stateless front door: KServe v2 and HTTP in front, workers found in etcd and reached over NATS behind."""
 
@@ -547,6 +582,9 @@ class FrontendConfig:
     )
     request_timeout_s: float | None = option(
         None, minimum=0.001, help="Longest life of a request whose caller gave no deadline; unset: none."
+    )
+    repository_timeout_s: float = option(
+        600.0, flags=("--repository-timeout",), minimum=1, help="Seconds within which workers must load or unload a model."
     )
     overload_status: OverloadStatus = option(
         OverloadStatus.UNAVAILABLE,
@@ -577,6 +615,7 @@ class FrontendConfig:
     access: AccessOptions = group("Access", prefix="access", default=AccessOptions)
     text: TextOptions = group("Text", prefix="text", default=TextOptions)
     router: RouterOptions = group("Routing", prefix="router", default=RouterOptions)
+    canary: CanaryOptions = group("Canaries", prefix="canary", default=CanaryOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
     etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)
     log: LogOptions = group("Logging", prefix="log", default=LogOptions)

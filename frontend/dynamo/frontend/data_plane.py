@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from dynamo.common.discovery import Instance, other_names
 from dynamo.common.errors import (
-    Code,
+    Cancelled,
     DynamoError,
     EngineError,
     InvalidRequest,
@@ -32,12 +32,16 @@ from dynamo.common.errors import (
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import InstanceId
+from dynamo.common.repository import IndexEntry, LoadRequest, UnloadRequest
 from dynamo.common.security.accounts import Ticket, admit, permit, permits
 from dynamo.common.telemetry import FrontendMetrics, ModelMetrics, Request, RequestType
 from dynamo.common.tensor_request import RequestChecker, TensorRequest
+from dynamo.common.tracing import Tracing
+from dynamo.frontend.canary import Canaries, watching_instances
 from dynamo.frontend.dispatch import Call, Client, DispatchedStream, Dispatcher, DispatchSettings, Instances, Link, Work
 from dynamo.frontend.generation import Generation
 from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.repository import Repository, RepositoryView
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.statistics import add_up
 from dynamo.frontend.text_models import LoadText, TextModel, TextModels
@@ -74,9 +78,14 @@ class DataPlaneSettings:
     """A model that lost its last instance is known for so long: asking for it is unavailable, not unknown."""
     statistics_timeout_s: float = 5.0
     """How long instances are waited for when they are asked for statistics."""
+    repository_timeout_s: float = 600.0
+    """How long loading or unloading a model may take."""
     declared: tuple[ModelCard, ...] = ()
     """Models known before a worker serves them."""
     dispatch: DispatchSettings = field(default_factory=DispatchSettings)
+    canary_wait_s: float | None = None
+    """How often instances are asked whether their engine works; None: never."""
+    canary_timeout_s: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +107,17 @@ class DataPlane:
         texts: TextModels,
         metrics: FrontendMetrics,
         settings: DataPlaneSettings,
+        repository: Repository | None = None,
     ) -> None:
         self.models = directory
         """The live view of registrations."""
         self._dispatcher = dispatcher
+        self._repository = repository
         self._texts = texts
         self._metrics = metrics
         self._settings = settings
         self._loop = asyncio.get_running_loop()
+        self.reuse = dispatcher.reuse
         self._draining = False
         self._cards: dict[str, list[ModelCard]] = {}
         """By model, of every instance, the newest first."""
@@ -160,9 +172,10 @@ class DataPlane:
         """The serialized ModelInferResponse. Raises DynamoError."""
         model = self._find(request.head.model_name, request.head.model_version)
         measured = model.metrics.start(call.endpoint, call.request_type)
+        call = self._dispatcher.traced(call, measured, model.card.name)
         ticket: Ticket | None = None
         try:
-            ticket = admit(request.head.model_name)
+            ticket = admit(request.head.model_name, call)
             if model.card.decoupled:
                 raise Unsupported(
                     f"model '{model.card.name}' is decoupled: a request may have any number of answers, so ask by a stream"
@@ -170,7 +183,7 @@ class DataPlane:
             model.checker.check(request)
             answer = await self._dispatcher.call(_infer(request, model), call)
         except BaseException as error:
-            measured.finish(_code(error))
+            measured.finish(error)
             raise
         finally:
             if ticket is not None:
@@ -189,6 +202,10 @@ class DataPlane:
         if model.card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{model.card.name}' takes tensors; it does not generate text")
         return Generation(self._dispatcher, self._texts, model.metrics, self._settings.migration_limit, model.card, request, call)
+
+    def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
+        """A protocol's edge answers a request with this failure; it counts, unless it did so before."""
+        self._metrics.refused(endpoint, error, request_type)
 
     async def text_model(self, model: str) -> TextModel:
         """Tokenizer and template of a language model. Raises ModelNotFound, InvalidRequest for other models, Unavailable."""
@@ -237,17 +254,32 @@ class DataPlane:
                 raise Unavailable(f"no instance gave statistics: {failures[0]}") from failures[0]
         return add_up(parts)
 
+    # Model repositories
+
+    def repository_index(self) -> list[IndexEntry]:
+        """What the workers' repositories hold, as far as the caller may use it."""
+        return [] if self._repository is None else self._repository.index()
+
+    async def load_model(self, request: LoadRequest) -> None:
+        """Has the workers that can load a model do so. Raises DynamoError."""
+        await self._repositories().load(request)
+
+    async def unload_model(self, request: UnloadRequest) -> None:
+        """Has every worker unload a model, and returns when its accepted requests are over. Raises DynamoError."""
+        await self._repositories().unload(request)
+
+    def _repositories(self) -> Repository:
+        if self._repository is None:
+            raise Unsupported("this server follows no model repositories")
+        return self._repository
+
     # Following the directory
 
     def _find(self, model: str, version: str) -> _Model:
         known = self._known.get((model, version))
         if known is not None:
             return known
-        try:
-            card = self._lookup(model, version)
-        except ModelNotFound:
-            self._metrics.for_unknown_model().start("", RequestType.UNARY).finish(Code.NOT_FOUND)
-            raise
+        card = self._lookup(model, version)
         found = _Model(card, self._metrics.for_model(card.name), RequestChecker(card))
         if card.name in self._cards:  # what is gone is forgotten some day, without any change to tell us
             self._known[model, version] = found
@@ -303,8 +335,9 @@ class DataPlane:
         self._show_readiness()
 
     def _show_readiness(self) -> None:
-        for name in self._cards:
+        for name, cards in self._cards.items():
             self._metrics.for_model(name).ready.set(self.model_ready(name))
+            self._metrics.describe(cards[0], instances=len(cards), migration_limit=self._settings.migration_limit)
 
 
 class Answers:
@@ -321,12 +354,13 @@ class Answers:
 
     async def __aenter__(self) -> Self:
         self._measured = self._model.metrics.start(self._call.endpoint, self._call.request_type)
+        self._call = self._dispatcher.traced(self._call, self._measured, self._model.card.name)
         try:
-            self._ticket = admit(self._request.head.model_name)
+            self._ticket = admit(self._request.head.model_name, self._call)
             self._model.checker.check(self._request)
             self._stream = self._dispatcher.stream(_infer(self._request, self._model), self._call)
         except BaseException as error:
-            self._over(_code(error))
+            self._over(error)
             raise
         return self
 
@@ -335,7 +369,7 @@ class Answers:
     ) -> None:
         if self._stream is not None:
             self._stream.close()
-        self._over(Code.CANCELLED)
+        self._over(Cancelled())
 
     async def read(self) -> list[Buffer]:
         """All serialized ModelInferResponses that came since the last call, at least one; [] at the end. Raises DynamoError."""
@@ -349,7 +383,7 @@ class Answers:
                 return answers
             answers = await stream.read()
         except DynamoError as error:
-            self._over(error.code)
+            self._over(error)
             raise
         if answers:
             measured.answered()
@@ -357,10 +391,10 @@ class Answers:
             self._over(None)
         return answers
 
-    def _over(self, code: Code | None) -> None:
+    def _over(self, error: BaseException | None) -> None:
         measured, self._measured = self._measured, None
         if measured is not None:
-            measured.finish(code)
+            measured.finish(error)
         if self._ticket is not None:
             self._ticket.close()
 
@@ -374,14 +408,25 @@ async def open_data_plane(
     load_text: LoadText,
     metrics: FrontendMetrics,
     settings: DataPlaneSettings | None = None,
+    tracing: Tracing | None = None,
+    repositories: RepositoryView | None = None,
 ) -> AsyncIterator[DataPlane]:
     """A data plane that follows `directory`. `load_text` reads the tokenizer of a card; `link` is the client's connection."""
     settings = settings or DataPlaneSettings()
-    dispatcher = Dispatcher(directory, client, link, router, settings.dispatch)
+    dispatcher = Dispatcher(directory, client, link, router, settings.dispatch, tracing)
     async with TextModels(load_text) as texts:
-        plane = DataPlane(directory, dispatcher, texts, metrics, settings)
+        repository = None
+        if repositories is not None:
+            repository = Repository(repositories, dispatcher.ask_at, directory, settings.repository_timeout_s)
+        plane = DataPlane(directory, dispatcher, texts, metrics, settings, repository)
         try:
-            yield plane
+            if settings.canary_wait_s is None:
+                yield plane
+                return
+            wait_s, timeout_s = settings.canary_wait_s, settings.canary_timeout_s
+            canaries = Canaries(directory, dispatcher, metrics, wait_s=wait_s, timeout_s=timeout_s)
+            async with watching_instances(canaries):
+                yield plane
         finally:
             plane.stop_following()
 
@@ -395,12 +440,6 @@ def _infer(request: TensorRequest, model: _Model) -> Work:
         name=request.head.model_name,
         version=request.head.model_version,
     )
-
-
-def _code(error: BaseException) -> Code:
-    if isinstance(error, DynamoError):
-        return error.code
-    return Code.CANCELLED if isinstance(error, asyncio.CancelledError) else Code.INTERNAL
 
 
 def _started_at(instance: Instance) -> float:

@@ -16,8 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import random
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -37,7 +39,9 @@ from dynamo.common.errors import (
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
-from dynamo.common.telemetry import ModelMetrics, RequestType
+from dynamo.common.telemetry import ModelMetrics, Request, RequestType
+from dynamo.common.tracing import Attributes, Span, Tracing
+from dynamo.frontend.prefix_reuse import PrefixReuse
 from dynamo.frontend.router.base import Choice, Router, RouteRequest
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES, PromptHashes
@@ -153,6 +157,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = "tensor"
     """Which API asked, for metrics: one of a fixed set of names."""
     request_type: RequestType = RequestType.UNARY
+    span: Span | None = None
+    """What the request's trace says about this process; None if it is not traced."""
 
 
 class Work(msgspec.Struct, kw_only=True):
@@ -220,8 +226,15 @@ class Dispatcher:
     """Opens requests at instances. Made once per process, inside its event loop."""
 
     def __init__(
-        self, directory: Instances, client: Client, link: Link, router: Router, settings: DispatchSettings | None = None
+        self,
+        directory: Instances,
+        client: Client,
+        link: Link,
+        router: Router,
+        settings: DispatchSettings | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self._directory = directory
         self._client = client
         self._link = link
@@ -229,6 +242,8 @@ class Dispatcher:
         self._settings = settings or DispatchSettings()
         self._loop = asyncio.get_running_loop()
         self._budget = RetryBudget(self._settings, self._loop.time())
+        self.reuse = PrefixReuse(self._loop.time)
+        """What prompts found in the caches of instances."""
         # Clients choose request ids and may use one twice; bookings have ids of their own, unique among frontends too.
         self._origin = secrets.token_hex(6)
         self._bookings = itertools.count()
@@ -246,11 +261,23 @@ class Dispatcher:
 
     async def ask(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
         """What one instance answers to a question about itself: not routed, not booked, not repeated. Raises DynamoError."""
-        stream = self._client.open(instance.id, instance.subject, verb, body, deadline=deadline)
+        return await self.ask_at(instance.id, instance.subject, verb, body, deadline)
+
+    async def ask_at(self, instance: InstanceId, subject: str, verb: str, body: Body, deadline: float) -> Buffer:
+        """The same of an instance that need not serve a model."""
+        stream = self._client.open(instance, subject, verb, body, deadline=deadline)
         try:
             return await stream.result()
         finally:
             stream.cancel()
+
+    def traced(self, call: Call, measured: Request, model: str) -> Call:
+        """`call` with a span, which `measured` ends, if this process traces and the request is sampled."""
+        if self._tracing is None:
+            return call
+        about = {"dynamo.model": model, "dynamo.request_id": call.request_id, "dynamo.request_type": call.request_type.value}
+        measured.span = span = self._tracing.begin(call.endpoint, call.headers, about)
+        return call if span is None else msgspec.structs.replace(call, span=span, headers=span.headers(call.headers))
 
     def deadline(self, call: Call) -> float | None:
         """The call's deadline, or else the default one, counted from now."""
@@ -258,9 +285,18 @@ class Dispatcher:
             return call.deadline
         return self._loop.time() + self._settings.request_timeout_s
 
+    def leave_out(self, instance: InstanceId) -> None:
+        """The instance gets no requests, unless there is no other, until `take_back`."""
+        self._refusing[instance] = math.inf
+
+    def take_back(self, instance: InstanceId) -> None:
+        """Ends `leave_out`."""
+        self._refusing.pop(instance, None)
+
     def removed(self, instance: InstanceId) -> None:
         """An instance deregistered."""
         self._refusing.pop(instance, None)
+        self.reuse.forget(instance)
         self._router.removed(instance)
 
     def able_to_serve(self, name: str, version: str = "", tokenizer: str = "") -> tuple[Instance, ...]:
@@ -302,7 +338,8 @@ class Dispatcher:
             if not error.is_alive:
                 self._directory.mark_down(instance)
         else:
-            self._refusing[instance] = self._loop.time() + self._settings.refusal_pause_s
+            until = self._loop.time() + self._settings.refusal_pause_s
+            self._refusing[instance] = max(until, self._refusing.get(instance, 0.0))
 
 
 class DispatchedStream:
@@ -456,6 +493,7 @@ class DispatchedStream:
         """Picks, books and opens in one step."""
         dispatcher, work, call = self._dispatcher, self._work, self._call
         booking = f"{dispatcher._origin}-{next(dispatcher._bookings):x}"
+        began_ns = 0 if call.span is None else time.time_ns()
         choice = dispatcher._router.pick(
             RouteRequest(
                 model=work.model,
@@ -474,6 +512,8 @@ class DispatchedStream:
             ),
             candidates,
         )
+        if call.span is not None:
+            _trace_choice(call.span, began_ns, choice, len(candidates), self._attempts)
         self.choice = choice
         self._booking = booking
         instance = choice.instance
@@ -542,6 +582,18 @@ class DispatchedStream:
         pause_s = self._pause_s * (0.5 + random.random() / 2)
         self._pause_s = min(self._pause_s * 2, _LONGEST_PAUSE_S)
         await asyncio.sleep(min(pause_s, max(until - dispatcher._loop.time(), 0.0)))
+
+
+def _trace_choice(span: Span, began_ns: int, choice: Choice, candidates: int, failed: int) -> None:
+    about: Attributes = {
+        "dynamo.instance": f"{choice.instance.id:x}",
+        "dynamo.route.reason": choice.reason,
+        "dynamo.route.candidates": candidates,
+        "dynamo.route.overlap_blocks": choice.overlap_blocks,
+        "dynamo.route.cost": choice.cost,
+        "dynamo.route.failed_attempts": failed,
+    }
+    span.child("route", began_ns, time.time_ns(), about)
 
 
 def _read(stream: Stream) -> Awaitable[list[Buffer]]:

@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 
 from dynamo.common.errors import (
-    Code,
+    Cancelled,
     DeadlineExceeded,
     DynamoError,
     EngineError,
@@ -34,6 +34,7 @@ from dynamo.common.generation import (
     pack_tokens,
     request_encoder,
     summary_decoder,
+    unpack_tokens,
 )
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard
@@ -42,7 +43,10 @@ from dynamo.common.telemetry import ModelMetrics, Request
 from dynamo.frontend.dispatch import Call, DispatchedStream, Dispatcher, Work
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import Choice
-from dynamo.frontend.text_models import Detokenizer, TextModels
+from dynamo.frontend.text_models import Detokenizer, TextModels, Vocabulary
+
+_END_TOKENS = 16
+"""Enough for the tags that a chat template ends with."""
 
 
 class Generation:
@@ -70,6 +74,7 @@ class Generation:
         self._ticket: Ticket | None = None
         self._stream: DispatchedStream
         self._detokenizer: Detokenizer
+        self._vocabulary: Vocabulary
         self._prompt: GenerateRequest
         self._input_tokens = 0
         self._migrated = False
@@ -92,14 +97,21 @@ class Generation:
         return self._prompt.tokens
 
     @property
+    def prompt_end(self) -> str:
+        """The end of the prompt as text, with special tokens; known once entered."""
+        tail = self._prompt.prompt[-4 * _END_TOKENS :]
+        return self._vocabulary.decode(list(unpack_tokens(tail)), skip_special_tokens=False)
+
+    @property
     def choice(self) -> Choice | None:
         """Where the request is and why; None before the first `read`."""
         return self._stream.choice
 
     async def __aenter__(self) -> Self:
         self._measured = self._metrics.start(self._call.endpoint, self._call.request_type)
+        self._call = self._dispatcher.traced(self._call, self._measured, self._card.name)
         try:
-            self._ticket = admit(self._request.model)
+            self._ticket = admit(self._request.model, self._call)
             deadline = self._dispatcher.deadline(self._call)
             if deadline != self._call.deadline:
                 self._call = msgspec.structs.replace(self._call, deadline=deadline)
@@ -114,13 +126,11 @@ class Generation:
             if self._ticket is not None:
                 self._ticket.charge(self._input_tokens)
             self._unfinished = set(range(self._prompt.n))
+            self._vocabulary = text.tokenizer
             self._detokenizer = text.detokenizer(self._request, self._prompt)
             self._stream = self._dispatcher.stream(self._work(self._prompt), self._call)
-        except DynamoError as error:
-            self._over(error.code)
-            raise
         except BaseException as error:
-            self._over(Code.CANCELLED if isinstance(error, asyncio.CancelledError) else Code.INTERNAL)
+            self._over(error)
             raise
         return self
 
@@ -128,7 +138,7 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stream.close()
-        self._over(Code.CANCELLED)
+        self._over(Cancelled())
 
     async def read(self) -> list[TextDelta]:
         """All text that became certain since the last call, at least one delta; [] at the end. Raises DynamoError."""
@@ -146,7 +156,7 @@ class Generation:
                     return texts
             return []
         except DynamoError as error:
-            self._over(error.code)
+            self._over(error)
             raise
 
     def _addressed(self, prompt: GenerateRequest) -> GenerateRequest:
@@ -252,13 +262,18 @@ class Generation:
                 prompt_logprobs=summary.prompt_logprobs and summary.prompt_logprobs[:prompt_tokens],
             )
         self.summary = summary
+        if (choice := self._stream.choice) is not None:
+            self._dispatcher.reuse.add(choice.instance.id, summary.prompt_tokens, summary.cached_tokens)
         self._over(None)
 
-    def _over(self, code: Code | None) -> None:
+    def _over(self, error: BaseException | None) -> None:
         measured, self._measured = self._measured, None
         if measured is not None:
             measured.finish(
-                code, input_tokens=self._input_tokens, output_tokens=self._output_tokens, cached_tokens=self.summary.cached_tokens
+                error,
+                input_tokens=self._input_tokens,
+                output_tokens=self._output_tokens,
+                cached_tokens=self.summary.cached_tokens,
             )
         if self._ticket is not None:
             self._ticket.close()

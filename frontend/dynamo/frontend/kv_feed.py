@@ -1,9 +1,9 @@
 """Keeps a KV router in step with what instances tell about their caches and loads.
 
 Each instance numbers its updates without holes, and a `common.kv.follow.Follower` per model and instance says what may be applied
-and when something is missing: a hole, a new instance, a load report that speaks of updates never seen, an own reconnect. Then
-the feed asks the instance: for the updates it missed, or for a snapshot of everything. So an index is exact again a round trip
-after whatever was lost. An instance that is gone is cleared.
+and when something is missing: a hole, a new instance, a load report that speaks of updates never seen. Then the feed asks the
+instance: for the updates it missed, or for a snapshot of everything. So an index is exact again a round trip after the next
+update or report, whatever was lost, and be it while we were cut off. An instance that is gone is cleared.
 
 With a history (durable events, `kv_history`), a component's past is read from the store first, and only the instances that it
 does not tell everything about are asked.
@@ -25,21 +25,20 @@ import msgspec
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.kv.events import (
-    KvMessage,
     KvQuestion,
     KvSnapshot,
     KvUpdate,
     LoadReport,
-    kv_message_decoder,
     load_message_decoder,
     message_encoder,
+    read_message,
     snapshot_decoder,
 )
 from dynamo.common.kv.follow import Follower
 from dynamo.common.messaging.connection import Connection, OnMessage
 from dynamo.common.messaging.frames import Buffer
-from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.kv_history import KvHistory
+from dynamo.common.names import Endpoint, InstanceId, instance_of
+from dynamo.frontend.kv_history import Key, KvHistory
 from dynamo.frontend.router.load import BookingEvent, LoadTable, Step
 
 log = logging.getLogger(__name__)
@@ -47,7 +46,8 @@ log = logging.getLogger(__name__)
 Ask = Callable[[Instance, str, bytes, float], Awaitable[Buffer]]
 """One instance's answer to a question about itself: instance, verb, body, deadline."""
 
-_ANSWER_S = 5.0
+_ANSWER_S = 2.0
+"""A question without an answer is asked again."""
 _ASKED_AT_ONCE = 64
 """Instances. Their snapshots take memory, and the loop's time, while they come in."""
 _FIRST_PAUSE_S = 0.05
@@ -85,8 +85,6 @@ class Bus(Protocol):
     async def connected(self) -> None: ...
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> Subscription: ...
-
-    def on_reconnect(self, callback: Callable[[], None]) -> None: ...
 
 
 class _Source:
@@ -127,7 +125,7 @@ class KvFeed:
         self._loads = loads
         self._history = history
         self._loop = asyncio.get_running_loop()
-        self._sources: dict[tuple[InstanceId, str], _Source] = {}
+        self._sources: dict[Key, _Source] = {}
         self._components: dict[tuple[str, str], _Component] = {}
         self._following: set[asyncio.Task[None]] = set()
         self._turns = asyncio.Semaphore(_ASKED_AT_ONCE)
@@ -143,7 +141,7 @@ class KvFeed:
 
     def refresh(self) -> None:
         """Takes up new instances and clears those that are gone."""
-        present: dict[tuple[InstanceId, str], Instance] = {}
+        present: dict[Key, Instance] = {}
         for instance in self._directory.registered():
             if instance.card.llm is not None:
                 self._take_up(instance.endpoint)
@@ -178,7 +176,8 @@ class KvFeed:
         if self._history is not None and self._caches is not None:
             await self._history.read(endpoint, self)
         component.in_the_past = False
-        self._catch_up_all(component)
+        for key in self.known(endpoint):
+            self._catch_up(self._sources[key])
         if self._history is not None and self._caches is not None:
             await self._history.keep_short(endpoint, self)
 
@@ -193,7 +192,7 @@ class KvFeed:
 
     # The past, told by the history
 
-    def known(self, endpoint: Endpoint) -> set[tuple[InstanceId, str]]:
+    def known(self, endpoint: Endpoint) -> set[Key]:
         """The instances of a component that are followed, with their models."""
         name = _component_of(endpoint)
         return {key for key, source in self._sources.items() if _component_of(source.instance.endpoint) == name}
@@ -218,7 +217,7 @@ class KvFeed:
             return None
         try:
             return await self._ask_snapshot(source)
-        except (DynamoError, msgspec.MsgspecError) as error:
+        except (DynamoError, ValueError) as error:
             log.debug("instance %x did not tell its KV cache: %s", instance, error)
             return None
 
@@ -227,9 +226,9 @@ class KvFeed:
     def on_kv(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
         """An update."""
         try:
-            message: KvMessage = kv_message_decoder.decode(payload)
+            message = read_message(payload)
             instance = instance_of(subject)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except ValueError as error:
             log.warning("a KV update on %s cannot be read: %s", subject, error)
             return
         self.told(instance, message.model, message.update)
@@ -241,7 +240,7 @@ class KvFeed:
         try:
             message = load_message_decoder.decode(payload)
             instance = instance_of(subject)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except ValueError as error:
             log.warning("a load report on %s cannot be read: %s", subject, error)
             return
         report: LoadReport = message.report
@@ -252,11 +251,6 @@ class KvFeed:
             # Updates and reports travel on different subjects but one connection: what a report speaks of came before it.
             source.follower.announced(report.kv_number)
             self._catch_up(source)
-
-    def reconnected(self) -> None:
-        """Whatever was published while we were away is lost."""
-        for source in self._sources.values():
-            self._start_asking(source)
 
     def _apply(self, source: _Source, updates: Iterable[KvUpdate]) -> None:
         assert self._caches is not None
@@ -273,15 +267,9 @@ class KvFeed:
     # Asking
 
     def _catch_up(self, source: _Source) -> None:
-        if source.follower.behind and not self._components[_component_of(source.instance.endpoint)].in_the_past:
-            self._start_asking(source)
-
-    def _catch_up_all(self, component: _Component) -> None:
-        for key in self.known(component.endpoint):
-            self._catch_up(self._sources[key])
-
-    def _start_asking(self, source: _Source) -> None:
-        if source.asking is None and self._caches is not None:
+        if self._caches is None or source.asking is not None or not source.follower.behind:
+            return
+        if not self._components[_component_of(source.instance.endpoint)].in_the_past:
             source.asking = asyncio.create_task(self._ask_until_exact(source), name="kv resync")
 
     async def _ask_until_exact(self, source: _Source) -> None:
@@ -293,7 +281,7 @@ class KvFeed:
                         await self._ask_once(source)
                     if not source.follower.behind:
                         return
-                except (DynamoError, msgspec.MsgspecError) as error:
+                except (DynamoError, ValueError) as error:
                     log.debug("instance %x did not tell its KV cache: %s", source.instance.id, error)
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -328,11 +316,6 @@ class KvFeed:
         for component in self._components.values():
             for subscription in component.subscriptions:
                 await subscription.close()
-
-
-def instance_of(subject: str) -> InstanceId:
-    """The instance that publishes on a KV or load subject; ValueError if none can."""
-    return InstanceId(int(subject.rsplit(".", 1)[1], 16))
 
 
 class Bookings:
@@ -392,7 +375,6 @@ async def open_kv_feed(
     """Keeps `caches` and `loads` current while the body runs. Without caches, only the loads."""
     feed = KvFeed(bus, directory, ask, caches, loads, history)
     directory.on_change(feed.refresh)
-    bus.on_reconnect(feed.reconnected)
     feed.refresh()
     try:
         yield feed

@@ -15,23 +15,20 @@ from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Protocol
 
-import msgspec
-
 from dynamo.common.errors import DynamoError
 from dynamo.common.kv.archive import Archive, Archived, archive_decoder, archive_encoder, fold
-from dynamo.common.kv.events import KvMessage, KvSnapshot, KvUpdate, kv_message_decoder
-from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.kv.events import KvSnapshot, KvUpdate, read_message
+from dynamo.common.names import Endpoint, InstanceId, instance_of
 
 log = logging.getLogger(__name__)
 
 Key = tuple[InstanceId, str]
 """An instance and a model."""
 
-_READ_S = 5.0
-"""Longer, and asking the instances is quicker."""
+_READ_S = 1.0
+"""Longer, and asking the instances is quicker. They are asked only for what was not read by then."""
 _SNAPSHOT_S = 40.0
 """Below the life of the lock under which a snapshot is made."""
-_RETRY_S = 5.0
 
 
 class Record(Protocol):
@@ -89,8 +86,10 @@ class KvHistory:
         try:
             async with asyncio.timeout(_READ_S):
                 await self._read(endpoint, reader)
-        except (DynamoError, msgspec.MsgspecError, TimeoutError) as error:
-            log.warning("the recorded KV events of %s cannot be used: %s", endpoint, error or "they take too long")
+        except TimeoutError:
+            log.warning("the recorded KV events of %s take too long to read: instances are asked for the rest", endpoint)
+        except (DynamoError, ValueError) as error:
+            log.warning("the recorded KV events of %s cannot be used, so instances are asked: %s", endpoint, error)
 
     async def _read(self, endpoint: Endpoint, reader: Reader) -> None:
         subject = endpoint.kv_subject()
@@ -102,12 +101,12 @@ class KvHistory:
         archive = await self._archive(name)
         for part in archive.parts:
             reader.remembered(InstanceId(part.instance), part.model, part.snapshot)
-        async with aclosing(self._record.since(subject, archive.sequence)) as batches:
-            async for batch in batches:
-                for _, source, payload in batch:
-                    message: KvMessage = kv_message_decoder.decode(payload)
-                    reader.told(_instance_of(source), message.model, message.update)
-                self.heard(subject, len(batch))
+            await asyncio.sleep(0)  # a large one takes a millisecond
+        async with aclosing(self._since(subject, archive.sequence)) as batches:
+            async for _, events in batches:
+                for (instance, model), update in events:
+                    reader.told(instance, model, update)
+                self.heard(subject, len(events))
 
     async def keep_short(self, endpoint: Endpoint, reader: Reader) -> None:
         """Makes a snapshot whenever one is due, forever."""
@@ -122,9 +121,8 @@ class KvHistory:
             try:
                 async with asyncio.timeout(_SNAPSHOT_S):
                     await self._shorten(subject, endpoint, reader)
-            except (DynamoError, msgspec.MsgspecError, TimeoutError) as error:
-                log.warning("no snapshot of the KV caches of %s: %s", endpoint, error or "it takes too long")
-                await asyncio.sleep(_RETRY_S)
+            except (DynamoError, ValueError, TimeoutError) as error:
+                log.warning("no snapshot of the KV caches of %s: %s", endpoint, str(error) or "it takes too long")
 
     async def _shorten(self, subject: str, endpoint: Endpoint, reader: Reader) -> None:
         name = _name_of(subject)
@@ -134,11 +132,11 @@ class KvHistory:
             old = await self._archive(name)
             last = old.sequence
             recorded: dict[Key, list[KvUpdate]] = {}
-            async with aclosing(self._record.since(subject, old.sequence)) as batches:
-                async for batch in batches:
-                    for last, source, payload in batch:
-                        message: KvMessage = kv_message_decoder.decode(payload)
-                        recorded.setdefault((_instance_of(source), message.model), []).append(message.update)
+            async with aclosing(self._since(subject, old.sequence)) as batches:
+                async for sequence, events in batches:
+                    last = sequence
+                    for key, update in events:
+                        recorded.setdefault(key, []).append(update)
             before = {(InstanceId(part.instance), part.model): part.snapshot for part in old.parts}
             parts: list[Archived] = []
             for key in sorted(reader.known(endpoint)):
@@ -156,6 +154,19 @@ class KvHistory:
             return before
         return await asyncio.to_thread(fold, before, updates) or await reader.whole(*key)
 
+    async def _since(self, subject: str, after: int) -> AsyncGenerator[tuple[int, list[tuple[Key, KvUpdate]]], None]:
+        """Recorded events past a number, in batches, each with its last number. One that cannot be read is as if it were lost."""
+        async with aclosing(self._record.since(subject, after)) as batches:
+            async for batch in batches:
+                events: list[tuple[Key, KvUpdate]] = []
+                for _, source, payload in batch:
+                    try:
+                        message = read_message(payload)
+                        events.append(((instance_of(source), message.model), message.update))
+                    except ValueError as error:
+                        log.debug("a recorded KV event on %s cannot be read: %s", source, error)
+                yield batch[-1][0], events
+
     async def _archive(self, name: str) -> Archive:
         data = await self._record.load(name)
         return Archive() if data is None else await asyncio.to_thread(archive_decoder.decode, data)
@@ -164,7 +175,3 @@ class KvHistory:
 def _name_of(subject: str) -> str:
     """The subject without the instance names a component's record, its snapshot and its lock."""
     return subject.rpartition(".")[0]
-
-
-def _instance_of(subject: str) -> InstanceId:
-    return InstanceId(int(subject.rsplit(".", 1)[1], 16))

@@ -21,7 +21,8 @@ from types import FrameType
 
 from prometheus_client.multiprocess import mark_process_dead
 
-from dynamo.common.config import EXIT_CONFIG
+from dynamo.common.config import EXIT_CONFIG, ConfigError
+from dynamo.common.errors import InvalidRequest
 from dynamo.common.lifecycle import EXIT_FAILURE, EXIT_OK, open_listener, run
 from dynamo.common.logs import setup_logging
 from dynamo.common.security.tls import read_contents
@@ -44,6 +45,11 @@ def supervise(config: FrontendConfig, program: str) -> int:
 
     A second signal ends all of them at once.
     """
+    try:
+        config.nats.to_config().check()
+        config.etcd.to_config().check()
+    except InvalidRequest as error:
+        raise ConfigError(str(error)) from error
     if config.access.keys_file is not None:
         watch_keys(config.access.keys_file)
     # The children share the ports, which hides that somebody else is there already.

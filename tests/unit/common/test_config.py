@@ -123,14 +123,14 @@ def test_enumerations_list_their_choices() -> None:
 def test_a_secret_comes_from_a_variable_or_a_file_but_never_from_a_flag(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s3cret\n")
-    assert read(DYN_NATS_PASSWORD="s3cret").nats.password == "s3cret"
-    assert read(DYN_NATS_PASSWORD_FILE=str(secret)).nats.password == "s3cret"
-    assert read("--nats-password-file", str(secret)).nats.password == "s3cret"
-    assert read(file=f"nats: {{password_file: {secret}}}", folder=tmp_path).nats.password == "s3cret"
-    assert refusal("--nats-password", "x") == (
-        "--nats-password would be readable in the process list; use --nats-password-file or DYN_NATS_PASSWORD"
+    assert read(DYN_NATS_TOKEN="s3cret").nats.token == "s3cret"
+    assert read(DYN_NATS_TOKEN_FILE=str(secret)).nats.token == "s3cret"
+    assert read("--nats-token-file", str(secret)).nats.token == "s3cret"
+    assert read(file=f"nats: {{token_file: {secret}}}", folder=tmp_path).nats.token == "s3cret"
+    assert refusal("--nats-token", "x") == (
+        "--nats-token would be readable in the process list; use --nats-token-file or DYN_NATS_TOKEN"
     )
-    assert "s3cret" not in repr(read(DYN_NATS_PASSWORD="s3cret"))
+    assert "s3cret" not in repr(read(DYN_NATS_TOKEN="s3cret"))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import trustme
 
 from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, Unauthenticated
 from dynamo.common.etcd import Compacted, EtcdConfig, EtcdUnavailable, LeaseLost
@@ -35,7 +36,7 @@ def test_other_endpoints_are_refused(endpoint: str) -> None:
 
 def test_certificates_turn_tls_on_for_endpoints_without_a_scheme(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
-    ca.touch()
+    trustme.CA().cert_pem.write_to_path(ca)
     config = EtcdConfig(endpoints=("host:1",), ca_file=str(ca)).check()
     assert parse_endpoint(config.endpoints[0], config.uses_tls) == ("host:1", True)
 
@@ -47,7 +48,7 @@ def test_certificates_turn_tls_on_for_endpoints_without_a_scheme(tmp_path: Path)
         (EtcdConfig(endpoints=("http://a", "https://b")), "mix"),
         (EtcdConfig(ca_file="x"), "endpoints say http"),
         (EtcdConfig(endpoints=("a",), cert_file="x"), "belong together"),
-        (EtcdConfig(endpoints=("a",), ca_file="/nowhere/ca.pem"), "does not exist"),
+        (EtcdConfig(endpoints=("a",), ca_file="/nowhere/ca.pem"), "cannot be read"),
         (EtcdConfig(user="u"), "belong together"),
         (EtcdConfig(timeout_s=0), "timeout_s"),
     ],

@@ -298,6 +298,7 @@ def test_a_real_file_tokenizes_as_llama_cpp_does() -> None:
 def test_a_real_file_says_what_a_server_needs_to_know() -> None:
     model = GgufModel.read(smollm2())
     assert model.context_length == 8192
+    assert model.kv_values_per_token == 30 * 3 * 2 * 64
     assert len(model.tokens) == 49152
     assert model.token_text(model.eos_token_id) == "<|im_end|>"
     assert set(model.end_token_ids) == {0, 2}

@@ -8,6 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo.common.kv.archive import fold
 from dynamo.common.kv.events import (
     KvSnapshot,
     KvState,
@@ -153,9 +154,9 @@ class Reader:
     def repair(self, state: KvState) -> None:
         """Asks as often as the follower wants, over a bus that works again."""
         self.follower.announced(state.number)
-        while self.follower.wants_snapshot or self.follower.missing_from is not None:
-            missing = None if self.follower.wants_snapshot else self.follower.missing_from
-            updates = None if missing is None else state.since(missing)
+        while self.follower.behind:
+            since = self.follower.ask_from()
+            updates = None if since is None else state.since(since)
             if updates is not None:
                 self.take(self.follower.recovered(updates))
                 continue
@@ -194,11 +195,13 @@ def test_a_reader_is_exact_again_after_losses_repeats_and_reordering(
 
 def test_a_lost_end_of_the_stream_shows_by_the_announced_number() -> None:
     follower = Follower()
-    assert follower.wants_snapshot
+    assert follower.behind
+    assert follower.ask_from() is None  # only a snapshot helps
     assert follower.snapshot(KvSnapshot(number=4)) == []
-    assert follower.missing_from is None
+    assert not follower.behind
     follower.announced(6)
-    assert follower.missing_from == 5
+    assert follower.behind
+    assert follower.ask_from() == 5
 
 
 def test_an_old_snapshot_does_not_undo_newer_updates() -> None:
@@ -212,7 +215,40 @@ def test_updates_that_came_early_wait_for_the_missing_one() -> None:
     follower = Follower()
     follower.snapshot(KvSnapshot())
     assert follower.update(KvUpdate(1)) == []
-    assert follower.missing_from == 0
+    assert follower.behind
     assert [update.number for update in follower.update(KvUpdate(0))] == [0, 1]
-    assert follower.missing_from is None
+    assert not follower.behind
     assert follower.update(KvUpdate(1)) == []
+
+
+def test_an_update_that_clears_needs_nothing_from_before() -> None:
+    follower = Follower()
+    assert follower.update(KvUpdate(3)) == []
+    assert [update.number for update in follower.update(KvUpdate(2, cleared=True))] == [2, 3]
+    assert not follower.behind
+
+
+def test_a_number_that_was_never_made_causes_one_question() -> None:
+    follower = Follower()
+    follower.snapshot(KvSnapshot(number=4))
+    assert follower.update(KvUpdate(7)) == []
+    assert follower.behind
+    assert follower.ask_from() == 5
+    assert [update.number for update in follower.recovered([KvUpdate(5)])] == [5]
+    assert not follower.behind
+    assert [update.number for update in follower.update(KvUpdate(6))] == [6]  # and not 7, too
+
+
+def test_a_fold_of_recorded_updates_is_what_was_held() -> None:
+    state = KvState()
+    updates = []
+    for blocks in ([1, 2], [3], [4, 5]):
+        state.store(blocks)
+        state.remove([2])
+        updates.append(state.take_update() or KvUpdate(-1))
+    assert fold(None, updates) == state.snapshot()
+    assert fold(None, updates[::-1]) == state.snapshot()
+    before = fold(None, updates[:1])
+    assert fold(before, updates[1:]) == fold(before, updates) == state.snapshot()
+    assert fold(before, updates[2:]) is None  # one is missing
+    assert fold(None, updates[1:]) is None

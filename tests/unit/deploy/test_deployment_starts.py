@@ -25,6 +25,8 @@ import pytest
 import trustme
 from prometheus_client.parser import text_string_to_metric_families
 
+from dynamo.common.messaging.connection import NatsConfig, connect_nats
+from dynamo.common.messaging.kv_stream import KvStream
 from dynamo.local.servers import etcd_binary, nats_binary
 from tests.support.manifests import (
     DEPLOY,
@@ -223,12 +225,15 @@ async def ask(pod: Pod, question: str = "Say one word.") -> str:
 def shown_metrics(*dashboards: str) -> set[str]:
     """Families of ours that dashboards ask for, as a scrape names them."""
     text = "".join((DEPLOY / "grafana" / f"{name}.json").read_text() for name in dashboards)
-    return {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in re.findall(r"dynamo_(?:frontend|runtime)_\w+", text)}
+    return {
+        re.sub(r"_(bucket|sum|count|total)$", "", name)
+        for name in re.findall(r"(?:dynamo_(?:frontend|runtime|component)|grpc_server)_\w+", text)
+    }
 
 
-async def scraped(pod: Pod) -> set[str]:
+async def scraped(pod: Pod, port: str) -> set[str]:
     """Families of metrics that a Prometheus would see."""
-    async with httpx2.AsyncClient(base_url=f"http://{pod.address}:{pod.placed.container.port('http')}") as client:
+    async with httpx2.AsyncClient(base_url=f"http://{pod.address}:{pod.placed.container.port(port)}") as client:
         text = (await client.get("/metrics")).text
     return {family.name for family in text_string_to_metric_families(text)}
 
@@ -246,7 +251,8 @@ async def test_the_dev_overlay_serves_and_stops_in_order(folder: Path) -> None:
         [worker] = found.named("worker")
         assert await ask(frontend)
         assert_nobody_was_refused(found)
-        assert not shown_metrics("fleet", "model", "router") - await scraped(frontend)
+        assert not shown_metrics("fleet", "model", "router") - await scraped(frontend, "http")
+        assert not shown_metrics("worker") - await scraped(worker, "status")
 
         frontend.process.send_signal(signal.SIGTERM)
         await frontend.until(lambda: frontend.probe("readinessProbe"), lambda status: status == 503, 5)
@@ -301,6 +307,8 @@ async def lame(pod: Pod) -> int:
         ("worker", "worker-password", "dynamo.dynamo.answers.c1.1.1", "dynamo.dynamo.backend.1f.rpc"),
         ("worker", "worker-password", "dynamo.dynamo.backend.kv.1f", "$JS.API.STREAM.DELETE.OBJ_dynamo-models"),
         ("worker", "worker-password", "dynamo.dynamo.backend.load.1f", "dynamo.dynamo.backend.bookings"),
+        ("worker", "worker-password", "$JS.API.STREAM.INFO.dynamo-kv", "$O.dynamo-kv-snapshots.M.x"),
+        ("frontend", "frontend-password", "$JS.API.STREAM.PURGE.dynamo-kv", "$JS.API.STREAM.DELETE.dynamo-kv"),
         ("frontend", "frontend-password", "dynamo.dynamo.backend.1f.rpc", "dynamo.dynamo.answers.c1.1.1"),
         ("frontend", "frontend-password", "dynamo.dynamo.backend.bookings", "dynamo.dynamo.backend.kv.1f"),
         ("frontend", "frontend-password", "dynamo.dynamo.backend.bookings", "$O.dynamo-models.M.x"),
@@ -325,6 +333,43 @@ async def test_each_role_may_publish_what_it_needs_and_no_more(
         assert refused.lower() in violation.lower()
         assert violations.empty()
         await client.close()
+
+
+async def test_durable_kv_events_need_no_more_than_each_role_may(folder: Path) -> None:
+    async with AsyncExitStack() as stack:
+        pod = await stack.enter_async_context(nats_alone(folder))
+        streams: dict[str, KvStream] = {}
+        violations: list[str] = []
+
+        async def failed(error: Exception) -> None:
+            violations.append(str(error))
+
+        for role in ("worker", "frontend"):
+            config = NatsConfig(servers=(f"nats://{pod.address}:4222",), user=role, password=PASSWORDS[f"{role}-password"])
+            connection = await stack.enter_async_context(connect_nats(config, role))
+            connection.client._error_cb = failed
+            streams[role] = KvStream(connection)
+        worker, frontend = streams["worker"], streams["frontend"]
+        recorded: asyncio.Queue[str] = asyncio.Queue()
+        async with asyncio.timeout(20), worker.receipts(recorded.put_nowait) as receipts:
+            assert await worker.ensure() == await worker.ensure()
+            for number in range(3):
+                worker._connection.publish_nowait("dynamo.dynamo.backend.kv.1f", b"x", f"{receipts}.{number}")
+                assert await recorded.get() == str(number)
+            assert await frontend.count("dynamo.dynamo.backend.kv.*") == 3
+            assert [len(batch) async for batch in frontend.since("dynamo.dynamo.backend.kv.*", 1)] == [2]
+            async with frontend.lock("dynamo.dynamo.backend.kv") as ours, frontend.lock("dynamo.dynamo.backend.kv") as again:
+                assert (ours, again) == (True, False)
+            async with frontend.lock("dynamo.dynamo.backend.kv") as ours:
+                assert ours
+            for snapshot in (b"a", b"b" * 300_000):
+                await frontend.save("dynamo.dynamo.backend.kv", snapshot)
+                assert await frontend.load("dynamo.dynamo.backend.kv") == snapshot
+            await frontend.forget("dynamo.dynamo.backend.kv")
+            assert await frontend.load("dynamo.dynamo.backend.kv") is None
+            await frontend.purge("dynamo.dynamo.backend.kv.*", 2)
+            assert await frontend.count("dynamo.dynamo.backend.kv.*") == 1
+        assert violations == []
 
 
 @asynccontextmanager

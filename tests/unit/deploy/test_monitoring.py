@@ -4,43 +4,45 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import promql_parser
 import pytest
-import yaml
 from prometheus_client import CollectorRegistry
 
-from dynamo.common.errors import Code
+from dynamo.common.errors import Cancelled, Code, Overloaded
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, new_instance_id
 from dynamo.common.telemetry import (
     FrontendMetrics,
     GrpcServerMetrics,
     RequestType,
     RuntimeMetrics,
-    WorkerMetrics,
     make_registry,
 )
-from tests.support.manifests import DEPLOY, parse
-
-DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
-ADDED_BY_PROMETHEUS = {"namespace", "pod", "container", "job", "instance", "le"}
+from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
+from dynamo.worker.metrics import WorkerMetrics
+from tests.support.promql import ADDED_BY_PROMETHEUS, DASHBOARDS, all_expressions, dashboard_expressions, parsed, rules, selectors
 
 
 def filled_registry() -> CollectorRegistry:
     """Every metric of every process, with a child of each, so that its labels show."""
     registry = make_registry()
     RuntimeMetrics(registry, role="frontend", version="1")
-    model = FrontendMetrics(registry).for_model("m")
+    frontend = FrontendMetrics(registry)
+    llm = LlmInfo(context_length=1, tokenizer="")
+    frontend.describe(ModelCard(name="m", kind=ModelKind.LLM, llm=llm), instances=1, migration_limit=1)
+    model = frontend.for_model("m")
+    model.decided("kv", 0.1)
+    model.canary("passed")
+    model.set_left_out(0)
     request = model.start("tensor", RequestType.UNARY)
     request.tokens(2)
-    request.finish(Code.CANCELLED, input_tokens=1)
-    model.rejected("busy")
+    request.finish(Cancelled(), input_tokens=1)
+    model.start("tensor", RequestType.UNARY).finish(Overloaded("busy"))
     model.migrated(ongoing=True)
     GrpcServerMetrics(registry).for_method("s", "m", "unary").handled("OK", 1)
     worker = WorkerMetrics(registry, Endpoint(), new_instance_id()).for_model("m")
+    worker.follow(SimEngine(SimConfig()))
     worker.started(1)
     worker.finished(1, 1, Code.INTERNAL)
     return registry
@@ -58,53 +60,7 @@ def labels_of_metrics() -> dict[str, set[str]]:
 KNOWN = labels_of_metrics()
 
 
-def dashboard_expressions(path: Path) -> Iterator[tuple[str, str]]:
-    for panel in json.loads(path.read_text())["panels"]:
-        for target in panel.get("targets", ()):
-            yield panel["title"], target["expr"]
-
-
-def rules() -> list[dict[str, Any]]:
-    groups = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]
-    return [rule for group in groups for rule in group["rules"]]
-
-
-def scalers() -> Iterator[tuple[str, str]]:
-    for path in (DEPLOY / "keda").glob("*.yaml"):
-        for manifest in parse(path.read_text()):
-            for trigger in manifest["spec"].get("triggers", ()):
-                yield path.name, trigger["metadata"]["query"]
-            for metric in manifest["spec"].get("metrics", ()):
-                if metric["type"] == "Pods":
-                    yield path.name, metric["pods"]["metric"]["name"]
-
-
-EXPRESSIONS = [
-    *(pytest.param(expr, id=f"{path.stem}: {title}") for path in DASHBOARDS for title, expr in dashboard_expressions(path)),
-    *(pytest.param(rule["expr"], id=rule["alert"]) for rule in rules()),
-    *(pytest.param(query, id=name) for name, query in scalers()),
-]
-
-
-def parsed(expression: str) -> promql_parser.Expr:
-    """With Grafana's variables replaced as Grafana would."""
-    return promql_parser.parse(expression.replace("$__rate_interval", "5m").replace("$__range", "1h"))
-
-
-def selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
-    match node:
-        case promql_parser.VectorSelector():
-            yield node
-        case promql_parser.MatrixSelector():
-            yield from selectors(node.vector_selector)
-        case promql_parser.Call():
-            for argument in node.args:
-                yield from selectors(argument)
-        case promql_parser.BinaryExpr():
-            yield from selectors(node.lhs)
-            yield from selectors(node.rhs)
-        case promql_parser.AggregateExpr() | promql_parser.ParenExpr() | promql_parser.UnaryExpr() | promql_parser.SubqueryExpr():
-            yield from selectors(node.expr)
+EXPRESSIONS = [pytest.param(expression, id=where) for where, expression in all_expressions()]
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)

@@ -211,9 +211,10 @@ async def test_a_declared_model_is_known_before_it_is_served() -> None:
 async def test_unknown_models_share_one_label() -> None:
     async with front(FakeDirectory()) as f:
         for name in ("a", "b"):
-            with pytest.raises(ModelNotFound):
+            with pytest.raises(ModelNotFound) as failed:
                 await f.plane.infer(request(name), CALL)
-        labels = {"endpoint": "", "request_type": "unary", "status": "error", "error_type": "not_found"}
+            f.plane.refused("tensor", failed.value)
+        labels = {"endpoint": "tensor", "request_type": "unary", "status": "error", "error_type": "not_found"}
         assert f.count("requests_total", model="unknown_model", **labels) == 2
 
 

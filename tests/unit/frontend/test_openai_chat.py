@@ -12,6 +12,7 @@ from dynamo.common.errors import EngineError, Overloaded
 from dynamo.common.generation import FinishReason, request_decoder
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import HttpOptions, OverloadStatus
+from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.edge import over
 from tests.support.fakes import FakeStream
@@ -366,6 +367,33 @@ async def test_calls_and_reasoning_are_told_apart_from_the_answer() -> None:
     assert calls == {0: 'call_ {"city":"Rome"}', 1: 'call_ {"city":"Oslo"}'}
     assert deltas[-1]["finish_reason"] == "tool_calls"
     assert [delta["delta"]["reasoning_content"] for delta in deltas if "reasoning_content" in delta["delta"]] == ["hmm"]
+
+
+async def test_reasoning_that_the_prompt_began_goes_on_and_is_counted() -> None:
+    card = chat_card(reasoning_parser="qwen3")
+    asked = HELLO | {"nvext": {"use_raw_prompt": True}, "stream_options": {"include_usage": True}}
+    speaker = Speaker(("one", " two", "</think>", "three"))
+    async with open_http_edge(card, respond=speaker, parsers=KNOWN_PARSERS) as edge:
+        for prompt, reasoning, content in (("Hi <think>\n", "one two", "three"), ("Hi", None, "one twothree")):
+            messages = [{"role": "user", "content": prompt}]
+            answer = (await edge.post(CHAT, asked | {"messages": messages, "stream_options": None})).json()
+            message = answer["choices"][0]["message"]
+            assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+            thought = len("one two</think>") if reasoning else 0
+            assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought}
+            streamed = await edge.post(CHAT, asked | {"messages": messages, "stream": True})
+            chunks = [json.loads(data) for _, data in events_of(streamed.text)[:-1]]
+            deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+            assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (reasoning or "")
+            assert chunks[-1]["usage"] == answer["usage"]
+
+
+async def test_a_prompt_beyond_the_context_has_the_code_that_clients_look_for() -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        for stream in (False, True):
+            messages = [{"role": "user", "content": "x" * 4096}]
+            error = await edge.error(CHAT, HELLO | {"messages": messages, "stream": stream})
+            assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
 
 
 async def test_a_named_tool_is_demanded_of_the_engine() -> None:

@@ -1,8 +1,8 @@
-from msgspec.structs import replace
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers
 

@@ -51,6 +51,26 @@ def test_random_cuts_change_nothing(name: str, pieces: list[str], data: st.DataO
     assert read(parser(name), cut) == read(parser(name), [text]) == read(parser(name), text)
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "text", "expected"),
+    [
+        ("qwen3", "<|im_start|>assistant\n<think>\n", "a\n</think>\n\nb", [reasoning("a"), content("b")]),
+        ("qwen3", "<|im_start|>assistant\n", "b", [content("b")]),
+        ("deepseek_r1", "<｜Assistant｜><think>\n", "a</think>b", [reasoning("a"), content("b")]),
+        ("deepseek_r1", "<｜Assistant｜>", "a</think>b", [reasoning("a"), content("b")]),
+        ("qwen3_thinking", "<think>\n\n</think>\n\n", "b", [content("b")]),
+        ("gpt_oss", "<think>", "b", [content("b")]),
+    ],
+)
+def test_reasoning_goes_on_where_the_prompt_ends(name: str, before: str, text: str, expected: list[Said]) -> None:
+    def make() -> OutputParser:
+        made = make_parser((KNOWN_PARSERS.reasoning[name],), (), before)
+        assert made is not None
+        return made
+
+    assert read_however_cut(make, text) == expected
+
+
 def test_reasoning_is_given_as_it_comes() -> None:
     reader = parser("deepseek_r1")
     assert reader.feed("first </th") == [Reasoning("first ")]

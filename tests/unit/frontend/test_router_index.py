@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.common.kv.events import KvSnapshot, KvState, KvUpdate
-from dynamo.common.kv.follow import Follower
+from dynamo.common.kv.events import KvSnapshot, KvUpdate
 from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router import holders
@@ -194,38 +192,6 @@ def test_the_index_equals_a_plain_model(changes: list[tuple[str, InstanceId, lis
     while index.sweep():
         pass
     assert len(index) == len(set().union(*model.values()))
-
-
-@settings(max_examples=100)
-@given(st.integers(0, 2**32), st.integers(1, 40))
-def test_the_index_equals_the_workers_own_copies_after_a_bad_bus(seed: int, steps: int) -> None:
-    rng = Random(seed)
-    states = {instance: KvState(log_bytes=rng.choice([300, 1 << 20])) for instance in (A, B, C)}
-    followers = {instance: Follower() for instance in states}
-    index = PrefixIndex()
-    for _ in range(steps):
-        instance = rng.choice(list(states))
-        state, follower = states[instance], followers[instance]
-        state.store(h(rng.randrange(20)) for _ in range(rng.randrange(6)))
-        state.remove(h(rng.randrange(20)) for _ in range(rng.randrange(6)))
-        if rng.random() < 0.05:
-            state.clear()
-        update = state.take_update()
-        if update is None or rng.random() < 0.3:  # lost
-            continue
-        for ready in follower.update(update):
-            index.apply(instance, ready)
-    for instance, state in states.items():
-        follower = followers[instance]
-        follower.announced(state.number)
-        if follower.wants_snapshot or follower.missing_from is not None:
-            snapshot = state.snapshot()
-            ready_updates = follower.snapshot(snapshot)
-            assert ready_updates is not None
-            index.replace(instance, snapshot)
-            for ready in ready_updates:
-                index.apply(instance, ready)
-        assert index.held(instance) == set(state.snapshot().hashes)
 
 
 def test_guesses_expire_unless_they_are_used_again() -> None:

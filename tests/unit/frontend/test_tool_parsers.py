@@ -57,6 +57,16 @@ OUTPUTS: list[tuple[str, str, list[Said]]] = [
     ("hermes", "<tool_call>{'name': 1}</tool_call>b", [content("{'name': 1}b")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": \'x\'}}</tool_call>', [call("f", '{"a": '), content("'x'}}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', [call("f", '{"a": "b')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b}}</tool_call>', [call("f", '{"a": "b}}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b}</tool_call> c', [call("f", '{"a": "b}'), content(" c")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b\n</tool_c', [call("f", '{"a": "b\n</tool_c')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, 2}}</tool_call>c', [call("f", '{"a": [1, 2}'), content("c")]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "b}}</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {"c": 1}}</tool_call>',
+        [call("f", '{"a": "b}}'), call("g", '{"c": 1}')],
+    ),
     ("hermes", '<tool_call>{"name": "get_w', [content('{"name": "get_w')]),
     ("hermes", "see <tool_", [content("see <tool_")]),
     ("hermes", " \n", [content(" \n")]),
@@ -91,6 +101,11 @@ OUTPUTS: list[tuple[str, str, list[Said]]] = [
     ("mistral", "see [1] and [TOOL", [content("see [1] and [TOOL")]),
     ("mistral", "[TOOL_CALLS]get_wea", [content("get_wea")]),
     ("mistral", '[TOOL_CALLS]now[ARGS]{"a": [', [call("now", '{"a": [')]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": [1, 2}[TOOL_CALLS]g[ARGS]{}</s>', [call("f", '{"a": [1, 2}'), call("g", "{}")]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": [1, 2[TOOL_CALLS]g[ARGS]{}</s>', [call("f", '{"a": [1, 2'), call("g", "{}")]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "b}[TOOL_CALLS]g[ARGS]{}</s>', [call("f", '{"a": "b}'), call("g", "{}")]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "[ARGS]", "b": [["x"]]}</s>', [call("f", '{"a": "[ARGS]", "b": [["x"]]}')]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": [1, {"b": 2}}]</s>', [call("f", '{"a": [1, {"b": 2}}')]),
     # pythonic
     ("pythonic", '[get_weather(city="Paris")]', [call("get_weather", '{"city":"Paris"}')]),
     (

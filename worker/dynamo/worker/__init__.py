@@ -6,7 +6,9 @@
 | `config` | `WorkerConfig` |
 | `serve` | what is done with each request, written once for all engines |
 | `batching` | dynamic batching for tensor models |
-| `statistics` | counts and durations per model version |
+| `statistics` | counts and durations per model version, for Triton's `ModelStatistics` |
+| `metrics`, `spans`, `status` | the same for Prometheus, for traces, and the port that shows it |
+| `canary` | whether an engine still makes progress |
 | `engine.base` | what an engine is |
 | `engine.select` | which engine a `--model` means |
 | `engine.python` | models written as Python classes; `engine.declaration` and `engine.user_class` are parts of it |

@@ -27,20 +27,25 @@ from dynamo.common.config import ConfigError, project_version
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest, Unavailable, Unsupported
 from dynamo.common.etcd import connect_etcd
+from dynamo.common.etcd.background import running
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal, within
 from dynamo.common.messaging.connection import Connection, connect_nats
+from dynamo.common.messaging.kv_stream import KvStream
 from dynamo.common.messaging.server import RequestServer, serve_requests
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
-from dynamo.common.registration import Registration, registered
+from dynamo.common.registration import Registered, Registration, registered
+from dynamo.common.repository import RepositoryInstance
 from dynamo.common.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.tracing import open_tracing
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, TracksKv
-from dynamo.worker.engine.select import AnyEngine, make_engine
+from dynamo.worker.engine.select import AnyEngine, make_engine, make_repository, split_repositories
 from dynamo.worker.metrics import WorkerMetrics
 from dynamo.worker.publisher import publishing
+from dynamo.worker.repository.control import RepositoryControl
+from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.serve import ServedModel, Service
 from dynamo.worker.status import Status, serve_status
 
@@ -64,11 +69,14 @@ class Worker:
 
 async def run(config: WorkerConfig) -> None:
     """Serves the models of `config` until SIGINT or SIGTERM. Raises ConfigError for a model that cannot be served."""
-    if not config.models:
-        raise ConfigError("--model is required: name what to serve, or set DYN_MODEL")
+    if not config.models and not config.repository.folders:
+        raise ConfigError("--model is required: name what to serve, or set DYN_MODEL; or name a --model-repository")
     names = config.model_names or ("",) * len(config.models)
     try:
-        engines = [
+        config.nats.to_config().check()  # before models are loaded, which may take minutes
+        config.etcd.to_config().check()
+        models, folders = split_repositories(zip(config.models, names, strict=True), config.engine)
+        engines: list[AnyEngine] = [
             make_engine(
                 model,
                 config.engine,
@@ -77,8 +85,10 @@ async def run(config: WorkerConfig) -> None:
                 max_num_seqs=config.max_num_seqs,
                 context_length=config.context_length,
             )
-            for model, name in zip(config.models, names, strict=True)
+            for model, name in models
         ]
+        if folders := (*config.repository.folders, *folders):
+            engines.append(make_repository(config.repository, folders, config.drain_timeout_s))
         await serve_worker(engines, config, on_started=lambda worker: freeze_garbage())
     except (InvalidRequest, Unsupported, Unavailable) as error:
         raise ConfigError(str(error)) from error
@@ -139,29 +149,29 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
             models += await _start(engine, stack)
         status.models = [model.card.name for model in models]
         service = Service(models, metrics, tracing)
+        stack.push_async_callback(service.close)
         nats = await stack.enter_async_context(connect_nats(config.nats.to_config(), f"dynamo-worker {instance:x}"))
         status.is_connected = lambda: nats.is_connected
         runtime.nats_connected.set_function(lambda: nats.is_connected)
         etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
         await _store_files(models, nats)
         tracked = [(model.card.name, model.engine) for model in models if isinstance(model.engine, TracksKv)]
-        publishers = await stack.enter_async_context(publishing(nats, endpoint, instance, tracked))
+        record = KvStream(nats) if config.durable_kv_events else None
+        publishers = await stack.enter_async_context(publishing(nats, endpoint, instance, tracked, record))
         service.on_accepted = publishers.accepted
+        offer = _Offer(instance, endpoint, service, status)
         handlers = {**service.handlers, **publishers.handlers}
+        for engine in engines if isinstance(engines, Sequence) else [engines]:
+            if isinstance(engine, RepositoryEngine):
+                offer.repository = engine
+                control = RepositoryControl(engine, service, offer.renew)
+                handlers.update(control.handlers)
+                stack.push_async_callback(_finish, control, config.drain_timeout_s)
+                await stack.enter_async_context(running(control.watch(config.repository.poll_s), "repository"))
         requests = await stack.enter_async_context(serve_requests(nats, endpoint, instance, handlers, config.limits))
         stack.push_async_callback(_drain, requests, config.drain_timeout_s)
-        started_at = time.time()
-        registrations = [
-            Instance(
-                id=instance,
-                endpoint=endpoint,
-                subject=endpoint.rpc_subject(instance),
-                card=model.card,
-                started_at=started_at,
-            )
-            for model in models
-        ]
-        registration = await stack.enter_async_context(registered(etcd, registrations, ttl_s=config.lease_ttl_s))
+        registration = await stack.enter_async_context(registered(etcd, offer.registrations(), ttl_s=config.lease_ttl_s))
+        offer.registration = registration
         status.is_registered = registration.registered.is_set
         runtime.etcd_stale.set_function(lambda: not registration.registered.is_set())
         stack.callback(status.start_draining)
@@ -169,6 +179,37 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
         log.info("serving %s at %s as instance %x", names, endpoint, instance)
         yield Worker(instance, endpoint, tuple(model.card for model in models), requests, registration, status_port)
         log.info("leaving: deregistering instance %x", instance)
+
+
+class _Offer:
+    """What the process offers to the fleet, which a model repository may change while it runs."""
+
+    def __init__(self, instance: InstanceId, endpoint: Endpoint, service: Service, status: Status) -> None:
+        self.repository: RepositoryEngine | None = None
+        self.registration: Registration | None = None
+        """None until it is made known for the first time."""
+        self._instance = instance
+        self._endpoint = endpoint
+        self._service = service
+        self._status = status
+        self._started_at = time.time()
+
+    def registrations(self) -> list[Registered]:
+        endpoint, subject = self._endpoint, self._endpoint.rpc_subject(self._instance)
+        found: list[Registered] = [
+            Instance(id=self._instance, endpoint=endpoint, subject=subject, card=model.card, started_at=self._started_at)
+            for model in self._service.models
+        ]
+        if (repository := self.repository) is not None:
+            index, mode = repository.models.index(), repository.mode
+            found.append(RepositoryInstance(id=self._instance, endpoint=endpoint, subject=subject, mode=mode, entries=index))
+        return found
+
+    async def renew(self) -> None:
+        """Makes it known. Without etcd that happens when it is back."""
+        self._status.models = [model.card.name for model in self._service.models]
+        if self.registration is not None:
+            await self.registration.update(self.registrations())
 
 
 async def _start(engine: AnyEngine, stack: AsyncExitStack) -> list[ServedModel]:
@@ -195,6 +236,10 @@ async def _store_files(models: Sequence[ServedModel], nats: Connection) -> None:
                     log.warning("model %s waits for its files to be stored: %s", model.card.name, error)
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def _finish(control: RepositoryControl, timeout_s: float) -> None:
+    await within(timeout_s, control.finish(), "loading models")
 
 
 async def _drain(requests: RequestServer, timeout_s: float) -> None:

@@ -59,16 +59,17 @@ class BatchPolicy:
 class _Job:
     """A request in the queue or in execution."""
 
-    __slots__ = ("answer", "context", "due", "enqueued_ns", "group", "inputs", "rows")
+    __slots__ = ("answer", "context", "due", "enqueued_ns", "group", "inputs", "request", "rows")
 
-    def __init__(self, inputs: Tensors, rows: int, context: Context, group: _Group, delay_s: float) -> None:
+    def __init__(self, inputs: Tensors, rows: int, context: Context, group: _Group, delay_s: float, request: Any) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
         self.inputs = inputs
         self.rows = rows
         self.context = context
         self.group = group
-        self.answer: asyncio.Future[Tensors] = loop.create_future()
+        self.request = request
+        self.answer: asyncio.Future[Any] = loop.create_future()
         self.enqueued_ns = time.perf_counter_ns()
         self.due = now + (delay_s if context.deadline is None else min(delay_s, (context.deadline - now) / 2))
 
@@ -100,6 +101,11 @@ class Batch:
         """Of the first request."""
         return self._jobs[0].context
 
+    @property
+    def requests(self) -> list[Any]:
+        """What was submitted with each, for a model that takes requests rather than joined tensors."""
+        return [job.request for job in self._jobs]
+
     def inputs(self) -> Tensors:
         """All requests' tensors, joined along the first dimension. Copies, if there are several: call it off the event loop."""
         start = time.perf_counter_ns()
@@ -111,7 +117,8 @@ class Batch:
         return joined
 
 
-Execute: TypeAlias = Callable[[Batch], Awaitable[Tensors]]
+Execute: TypeAlias = Callable[[Batch], Awaitable[Tensors | list[Any]]]
+"""Gives the joined outputs; or, as a list, the answer to each request, an exception among them failing that one."""
 
 
 class Batcher:
@@ -144,11 +151,11 @@ class Batcher:
             for job in group.jobs:
                 job.answer.cancel()
 
-    async def submit(self, inputs: Tensors, rows: int, context: Context, version: str = "") -> Tensors:
+    async def submit(self, inputs: Tensors, rows: int, context: Context, version: str = "", request: Any = None) -> Any:
         """The model's outputs for `inputs`, whose arrays all have `rows` as their first dimension.
 
-        The outputs are views into those of the whole batch. Raises InvalidRequest for more rows than a batch may have,
-        Overloaded, DeadlineExceeded, and whatever the execution raised.
+        The outputs are views into those of the whole batch, or what `execute` gave for this `request`. Raises InvalidRequest for
+        more rows than a batch may have, Overloaded, DeadlineExceeded, and whatever the execution raised.
         """
         if rows > self._policy.max_batch_size:
             raise InvalidRequest(f"the request has a batch size of {rows}; the model takes at most {self._policy.max_batch_size}")
@@ -158,7 +165,7 @@ class Batcher:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(key)
-        job = _Job(inputs, rows, context, group, self._policy.max_queue_delay_s)
+        job = _Job(inputs, rows, context, group, self._policy.max_queue_delay_s, request)
         group.jobs[job] = None
         self._waiting += 1
         self._changed.set()
@@ -245,7 +252,7 @@ class Batcher:
         try:
             outputs = await self._execute(batch)
             split_start = time.perf_counter_ns()
-            parts = _split(outputs, jobs, batch.rows)
+            parts = outputs if isinstance(outputs, list) else _split(outputs, jobs, batch.rows)
         except InvalidRequest as error:
             if len(jobs) > 1:
                 for job in jobs:
@@ -264,7 +271,9 @@ class Batcher:
         else:
             self._account(jobs, batch, time.perf_counter_ns() - split_start)
             for job, part in zip(jobs, parts, strict=True):
-                if not job.answer.done():
+                if isinstance(part, Exception):
+                    _fail([job], part)
+                elif not job.answer.done():
                     job.answer.set_result(part)
 
     @staticmethod
@@ -287,7 +296,7 @@ def _fail(jobs: Sequence[_Job], error: Exception) -> None:
             job.answer.set_exception(error)
 
 
-def _split(outputs: Tensors, jobs: Sequence[_Job], rows: int) -> list[Tensors]:
+def _split(outputs: Tensors, jobs: Sequence[_Job], rows: int) -> list[Any]:
     for name, array in outputs.items():
         if not array.ndim or array.shape[0] != rows:
             raise EngineError(f"output '{name}' has shape {list(array.shape)}; its first dimension must be {rows}")

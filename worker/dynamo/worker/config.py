@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
-from dynamo.common.config import group, option, parse_port
+from dynamo.common.config import group, option, parse_bytes, parse_port
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.messaging.limits import MIB, PlaneLimits
 from dynamo.common.names import Endpoint, check_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, TraceOptions
+from dynamo.common.repository import ControlMode
 
 
 class EngineKind(StrEnum):
@@ -19,6 +21,7 @@ class EngineKind(StrEnum):
     PYTHON = "python"
     LLAMA = "llama"
     SIM = "sim"
+    REPOSITORY = "repository"
 
 
 def parse_endpoint(text: str) -> Endpoint:
@@ -50,6 +53,88 @@ class StatusOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepositoryOptions:
+    """Model repositories in Triton's layout."""
+
+    folders: tuple[Path, ...] = option(
+        (),
+        flags=("--model-repository", "--model-store"),
+        env=("DYN_MODEL_REPOSITORY",),
+        repeatable=True,
+        separator="",
+        metavar="FOLDER",
+        help="A model repository, may be given several times: a folder with one folder per model.",
+    )
+    control_mode: ControlMode = option(
+        ControlMode.NONE,
+        flags=("--model-control-mode",),
+        env=("DYN_MODEL_CONTROL_MODE",),
+        parse=ControlMode,
+        choices=tuple(ControlMode),
+        help="Which models are loaded. none: all, at the start; explicit: those of --load-model and what is asked for later; "
+        "poll: whatever lies in the folders, which are looked at again and again.",
+    )
+    load: tuple[str, ...] = option(
+        (),
+        flags=("--load-model",),
+        env=("DYN_LOAD_MODEL",),
+        repeatable=True,
+        metavar="NAME",
+        help="With --model-control-mode explicit: a model to load at the start, may be given several times; * is all of them.",
+    )
+    poll_s: float = option(
+        15.0,
+        flags=("--repository-poll-secs",),
+        env=("DYN_REPOSITORY_POLL_SECS",),
+        minimum=0.05,
+        maximum=86_400,
+        help="Seconds between two looks at the folders.",
+    )
+    auto_complete: bool = option(
+        True,
+        flags=("--auto-complete-config",),
+        env=("DYN_AUTO_COMPLETE_CONFIG",),
+        help="Take what config.pbtxt leaves open from the model itself. Off, each model needs a complete config.pbtxt.",
+    )
+    default_max_batch_size: int = option(
+        4,
+        flags=("--default-max-batch-size",),
+        env=("DYN_DEFAULT_MAX_BATCH_SIZE",),
+        minimum=0,
+        maximum=1 << 20,
+        help="Batch size of ONNX models that can batch and whose configuration says nothing of it; 0: none.",
+    )
+    exit_on_error: bool = option(
+        True,
+        flags=("--exit-on-error",),
+        env=("DYN_EXIT_ON_ERROR",),
+        help="Do not start if a model does not load. Off, such a model is shown as unavailable, with the reason.",
+    )
+    path_roots: tuple[str, ...] = option(
+        (),
+        flags=("--model-path-root",),
+        env=("DYN_MODEL_PATH_ROOT",),
+        repeatable=True,
+        separator="",
+        metavar="FOLDER|URL",
+        help="A folder, or an object-store prefix such as s3://bucket/models, below which the load parameter model_path may name "
+        "models; may be given several times. None: model_path is refused.",
+    )
+    path_max_bytes: int = option(
+        16 * 1024 * MIB,
+        flags=("--model-path-max-bytes",),
+        env=("DYN_MODEL_PATH_MAX_BYTES",),
+        parse=parse_bytes,
+        minimum=1,
+        help="Largest model that is copied from an object store.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.load and self.control_mode is not ControlMode.EXPLICIT:
+            raise ValueError("--load-model needs --model-control-mode explicit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """A worker: loads models and serves them to all frontends of its namespace."""
 
@@ -61,7 +146,8 @@ class WorkerConfig:
         repeatable=True,
         separator="",
         metavar="MODEL",
-        help="What to serve, may be given several times: a .gguf file or smollm2, file.py:Class or module:Class, echo, sim.",
+        help="What to serve, may be given several times: a .gguf file or smollm2, file.py:Class or module:Class, a model "
+        "repository, echo, sim.",
     )
     model_names: tuple[str, ...] = option(
         (),
@@ -109,6 +195,11 @@ class WorkerConfig:
     lease_ttl_s: float = option(
         10.0, minimum=1, maximum=600, help="How long the registration outlives a worker that died without a word."
     )
+    durable_kv_events: bool = option(
+        False,
+        help="Have KV events recorded in JetStream, so that frontends with the same option need not ask when they start.",
+    )
+    repository: RepositoryOptions = group("Model repository", prefix="repository", default=RepositoryOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
     etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)
     status: StatusOptions = group("Status", prefix="status", default=StatusOptions)

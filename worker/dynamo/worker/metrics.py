@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from dynamo.common.errors import Code
 from dynamo.common.generation import Summary
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.common.telemetry import SECONDS, adder, error_type, observer
+from dynamo.common.tally import Tally
+from dynamo.common.telemetry import SECONDS, error_type
 from dynamo.worker.engine.base import Engine, Load, TensorEngine
 
 _NAMES = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
@@ -22,6 +23,7 @@ class WorkerMetrics:
 
     def __init__(self, registry: CollectorRegistry, endpoint: Endpoint, instance: InstanceId) -> None:
         self._registry = registry
+        self.tally = Tally(registry)
         self._labels = (endpoint.namespace, endpoint.component, endpoint.name, f"{instance:x}")
         self.requests = self._counter("requests", "Requests taken.")
         self.inflight = self._gauge("inflight_requests", "Requests being worked on.")
@@ -68,26 +70,27 @@ class WorkerModelMetrics:
     def __init__(self, worker: WorkerMetrics, labels: tuple[str, ...]) -> None:
         self._worker = worker
         self._labels = labels
-        self._add_request = adder(worker.requests.labels(*labels))
-        self._add_inflight = adder(worker.inflight.labels(*labels))
-        self._add_request_bytes = adder(worker.request_bytes.labels(*labels))
-        self._add_response_bytes = adder(worker.response_bytes.labels(*labels))
-        self._observe_duration = observer(worker.duration.labels(*labels))
-        self._add_cancellation = adder(worker.cancellations.labels(*labels))
+        tally = worker.tally
+        self._requests = tally.amount(worker.requests.labels(*labels))
+        self._inflight = tally.amount(worker.inflight.labels(*labels))
+        self._request_bytes = tally.amount(worker.request_bytes.labels(*labels))
+        self._response_bytes = tally.amount(worker.response_bytes.labels(*labels))
+        self._duration = tally.spread(worker.duration.labels(*labels))
+        self._cancellations = tally.amount(worker.cancellations.labels(*labels))
         self._generations: _Generations | None = None
 
     def started(self, request_bytes: int) -> None:
-        self._add_request(1)
-        self._add_inflight(1)
-        self._add_request_bytes(request_bytes)
+        self._requests.value += 1
+        self._inflight.value += 1
+        self._request_bytes.value += request_bytes
 
     def finished(self, duration_s: float, response_bytes: int, error: Code | None = None) -> None:
         """Exactly once for each `started`."""
-        self._add_inflight(-1)
-        self._observe_duration(duration_s)
-        self._add_response_bytes(response_bytes)
+        self._inflight.value -= 1
+        self._duration.observe(duration_s)
+        self._response_bytes.value += response_bytes
         if error is Code.CANCELLED:
-            self._add_cancellation(1)
+            self._cancellations.value += 1
         elif error is not None:
             self._worker.errors.labels(*self._labels, error_type(error)).inc()
 
@@ -115,22 +118,23 @@ class _Generations:
     """The children that only language models have."""
 
     def __init__(self, worker: WorkerMetrics, labels: tuple[str, ...]) -> None:
-        self._observe_queue = observer(worker.queue_time.labels(*labels))
-        self._observe_prefill = observer(worker.prefill_time.labels(*labels))
-        self._add_output = adder(worker.output_tokens.labels(*labels))
-        self._add_prompt = adder(worker.prompt_tokens.labels(*labels))
-        self._add_cached = adder(worker.cached_tokens.labels(*labels))
-        self._prompt = self._cached = 0
-        worker.hit_rate.labels(*labels).set_function(lambda: _share(self._cached, self._prompt))
+        tally = worker.tally
+        self._queue_time = tally.spread(worker.queue_time.labels(*labels))
+        self._prefill_time = tally.spread(worker.prefill_time.labels(*labels))
+        self._output = tally.amount(worker.output_tokens.labels(*labels))
+        self._prompt = tally.amount(worker.prompt_tokens.labels(*labels))
+        self._cached = tally.amount(worker.cached_tokens.labels(*labels))
+        self._prompt_ever = self._cached_ever = 0
+        worker.hit_rate.labels(*labels).set_function(lambda: _share(self._cached_ever, self._prompt_ever))
 
     def add(self, summary: Summary) -> None:
-        self._observe_queue(summary.queue_ms / 1000)
-        self._observe_prefill(summary.prefill_ms / 1000)
-        self._add_output(summary.output_tokens)
-        self._add_prompt(summary.prompt_tokens)
-        self._add_cached(summary.cached_tokens)
-        self._prompt += summary.prompt_tokens
-        self._cached += summary.cached_tokens
+        self._queue_time.observe(summary.queue_ms / 1000)
+        self._prefill_time.observe(summary.prefill_ms / 1000)
+        self._output.value += summary.output_tokens
+        self._prompt.value += summary.prompt_tokens
+        self._cached.value += summary.cached_tokens
+        self._prompt_ever += summary.prompt_tokens
+        self._cached_ever += summary.cached_tokens
 
 
 def _share(part: float, whole: float) -> float:

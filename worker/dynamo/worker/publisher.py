@@ -14,12 +14,13 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 import msgspec
 
 from dynamo.common.errors import InvalidRequest, ModelNotFound, Unavailable
+from dynamo.common.etcd.background import running
 from dynamo.common.kv.events import (
     KvMessage,
     KvQuestion,
@@ -43,9 +44,8 @@ IDLE_REPORT_S = 0.75
 """Below a second, so that a reader which missed the end of a stream is exact again within one."""
 _ACK_S = 2.0
 _MAX_UNRECORDED = 4096
-_REPEATED_AT_ONCE = 64
-_FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 10.0
+_REPEATED_AT_ONCE = 256
+_RETRY_S = 2.0
 
 
 class Bus(Protocol):
@@ -63,8 +63,8 @@ class Bus(Protocol):
 class Record(Protocol):
     """What keeps durable events; `messaging.kv_stream.KvStream` is one."""
 
-    async def ensure(self) -> None:
-        """It is there. Raises Unavailable."""
+    async def ensure(self) -> str:
+        """It is there; something that changes when it was lost and made anew. Raises Unavailable."""
         ...
 
     def receipts(self, on_recorded: Callable[[str], None]) -> AbstractAsyncContextManager[str]:
@@ -124,13 +124,15 @@ class KvPublisher:
         return self._bus.publish_nowait(self._kv_subject, payload, reply)
 
     def record(self, receipts: str) -> None:
-        """From now on updates are recorded; `receipts.N` is where the record acknowledges update N.
+        """From now on updates are recorded; `receipts.N` is where the record acknowledges update N. Empty: they are not.
 
         Begins with an update that tells everything, so that the record needs nothing from before.
         """
         self._receipts = receipts
-        self.engine.kv.tell_again()
-        self.stepped()
+        self._unrecorded.clear()
+        if receipts:
+            self.engine.kv.tell_again()
+            self.stepped()
 
     def recorded(self, number: int) -> None:
         """The record has acknowledged an update."""
@@ -140,14 +142,13 @@ class KvPublisher:
     def overdue(self) -> bool:
         """The record should have acknowledged something by now."""
         published_at = next(iter(self._unrecorded.values()), math.inf)
-        return published_at <= self._loop.time() - _ACK_S
+        return self._bus.is_connected and published_at <= self._loop.time() - _ACK_S
 
     def repeat_unrecorded(self) -> None:
-        """Publishes again what is overdue."""
-        if not self.overdue or not self._bus.is_connected:
+        """Publishes again what is not acknowledged, in parts; everything, if that is too much or too old."""
+        if not self._unrecorded:
             return
-        oldest = min(self._unrecorded)
-        updates = self.engine.kv.since(oldest)
+        updates = self.engine.kv.since(min(self._unrecorded))
         if updates is None or len(self._unrecorded) > _MAX_UNRECORDED:
             self._unrecorded.clear()
             self.engine.kv.tell_again()
@@ -243,7 +244,6 @@ class KvPublishers:
         while True:
             for publisher in self._by_model.values():
                 publisher.report_idle()
-                publisher.repeat_unrecorded()
             await asyncio.sleep(IDLE_REPORT_S)
 
     async def record(self, record: Record) -> None:
@@ -254,30 +254,40 @@ class KvPublishers:
             position, _, number = receipt.partition(".")
             publishers[int(position)].recorded(int(number))
 
-        await _ensured(record)
-        async with record.receipts(recorded) as receipts:
-            for position, publisher in enumerate(publishers):
-                publisher.record(f"{receipts}.{position}")
-            while True:
-                await asyncio.sleep(_LONGEST_PAUSE_S)
-                if any(publisher.overdue for publisher in publishers):
-                    await _ensured(record)  # the server may have lost it
+        is_missed = False
+        while True:
+            try:
+                async with record.receipts(recorded) as receipts:
+                    made = await record.ensure()
+                    is_missed = False
+                    await _record_into(record, made, publishers, receipts)
+                    log.warning("the record of KV events was lost, and begins anew")
+            except Unavailable as error:
+                if not is_missed:
+                    log.warning("KV events are not recorded until JetStream is there: %s", error)
+                is_missed = True
+                await asyncio.sleep(_RETRY_S)
 
     def close(self) -> None:
         for publisher in self._by_model.values():
             publisher.close()
 
 
-async def _ensured(record: Record) -> None:
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        try:
-            await record.ensure()
-            return
-        except Unavailable as error:
-            log.warning("KV events are not recorded yet: %s", error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+async def _record_into(record: Record, made: str, publishers: Sequence[KvPublisher], receipts: str) -> None:
+    """Has updates recorded until the record is another one. Raises Unavailable when it is gone and cannot be made again."""
+    try:
+        for position, publisher in enumerate(publishers):
+            publisher.record(f"{receipts}.{position}")
+        while True:
+            await asyncio.sleep(_ACK_S / 2)
+            overdue = [publisher for publisher in publishers if publisher.overdue]
+            if overdue and await record.ensure() != made:
+                return
+            for publisher in overdue:
+                publisher.repeat_unrecorded()
+    finally:
+        for publisher in publishers:
+            publisher.record("")
 
 
 @asynccontextmanager
@@ -290,13 +300,9 @@ async def publishing(
 ) -> AsyncIterator[KvPublishers]:
     """Publishes for the engines of these models until the context is left; with `record`, durably."""
     publishers = KvPublishers([KvPublisher(bus, endpoint, instance, model, engine) for model, engine in engines])
-    tasks = [asyncio.create_task(publishers.report_idle(), name="load reports")]
-    if record is not None and engines:
-        tasks.append(asyncio.create_task(publishers.record(record), name="durable KV events"))
-    try:
+    async with AsyncExitStack() as stack:
+        stack.callback(publishers.close)
+        await stack.enter_async_context(running(publishers.report_idle(), "load reports"))
+        if record is not None and engines:
+            await stack.enter_async_context(running(publishers.record(record), "durable KV events"))
         yield publishers
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        publishers.close()

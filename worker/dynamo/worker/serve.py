@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from dynamo.common import logs
-from dynamo.common.errors import Code, DeadlineExceeded, EngineError, InvalidRequest, ModelNotFound
+from dynamo.common.errors import Code, DeadlineExceeded, DynamoError, EngineError, InvalidRequest, ModelNotFound, NoInstances
 from dynamo.common.generation import Summary, delta_encoder, request_decoder, summary_encoder
 from dynamo.common.messaging.frames import Body, Buffer, size_of
 from dynamo.common.messaging.server import Handler
@@ -27,6 +27,7 @@ from dynamo.common.tensor_answer import AnswerForm
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tracing import Span, Tracing, context_of
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
+from dynamo.worker.canary import Canary, CanaryQuestion
 from dynamo.worker.engine.base import Context, Engine, TensorAnswer, TensorEngine, Timings
 from dynamo.worker.metrics import WorkerMetrics, WorkerModelMetrics
 from dynamo.worker.spans import end_generation, end_inference
@@ -94,28 +95,69 @@ class Service:
         self, models: Sequence[ServedModel], metrics: WorkerMetrics | None = None, tracing: Tracing | None = None
     ) -> None:
         """Without `metrics`, what is counted is shown to nobody."""
-        self.models = tuple(models)
+        self.models: tuple[ServedModel, ...] = ()
         self._metrics = metrics or WorkerMetrics(CollectorRegistry(), Endpoint(), InstanceId(0))
         self._tracing = tracing
         self._measured: dict[str, WorkerModelMetrics] = {}
         """By the model's own name."""
+        self._canaries: dict[str, Canary] = {}
+        """The same, of language models."""
         self._tensor: dict[str, tuple[ServedModel, TensorEngine]] = {}
         self._llm: dict[str, tuple[ServedModel, Engine]] = {}
+        self._left: set[str] = set()
+        """Names of models that were served: requests for them may still be on their way."""
+        seen: set[str] = set()
         for model in models:
-            self._measured[model.card.name] = self._metrics.for_model(model.card.name)
-            self._measured[model.card.name].follow(model.engine)
-            for name in model.names:
-                if name in self._tensor or name in self._llm:
-                    raise InvalidRequest(f"two models of this worker are called '{name}'")
-                if model.card.kind is ModelKind.TENSOR and isinstance(model.engine, TensorEngine):
-                    self._tensor[name] = (model, model.engine)
-                elif model.card.kind is ModelKind.LLM and isinstance(model.engine, Engine):
-                    self._llm[name] = (model, model.engine)
-                else:
-                    raise InvalidRequest(f"the engine of model '{name}' cannot serve a model of kind '{model.card.kind}'")
+            if model.card.name in seen:
+                raise InvalidRequest(f"two models of this worker are called '{model.card.name}'")
+            seen.add(model.card.name)
+            self.put(model)
         self.on_accepted: Callable[[str, str], None] = _nobody_listens
         """Told the model and the booking of each request for text that goes to an engine."""
         self._loop = asyncio.get_running_loop()
+
+    def put(self, model: ServedModel) -> None:
+        """Serves a model from now on, instead of its former self if the same engine has one.
+
+        Raises InvalidRequest, changing nothing, for a name that another model has, or a kind that the engine does not serve.
+        """
+        card, engine = model.card, model.engine
+        former = next((known for known in self.models if known.card.name == card.name and known.engine is engine), None)
+        others = {name for known in self.models if known is not former for name in known.names}
+        for name in model.names:
+            if name in others:
+                raise InvalidRequest(f"two models of this worker are called '{name}'")
+        tensor = engine if card.kind is ModelKind.TENSOR and isinstance(engine, TensorEngine) else None
+        llm = engine if card.kind is ModelKind.LLM and isinstance(engine, Engine) else None
+        if tensor is None and llm is None:
+            raise InvalidRequest(f"the engine of model '{card.name}' cannot serve a model of kind '{card.kind}'")
+        if former is not None:
+            self.remove(card.name)
+        self.models = (*self.models, model)
+        if card.name not in self._measured:
+            self._measured[card.name] = self._metrics.for_model(card.name)
+            self._measured[card.name].follow(engine)
+        if llm is not None and former is None:
+            self._canaries[card.name] = Canary(card.name, llm)
+        for name in model.names:
+            self._left.discard(name)
+            if tensor is not None:
+                self._tensor[name] = (model, tensor)
+            elif llm is not None:
+                self._llm[name] = (model, llm)
+
+    def remove(self, model: str) -> None:
+        """Takes no requests for it any more. Those that come nevertheless may be answered by another instance."""
+        for served in self.models:
+            if served.card.name == model:
+                self.models = tuple(known for known in self.models if known is not served)
+                for name in served.names:
+                    self._tensor.pop(name, None)
+                    self._llm.pop(name, None)
+                    self._left.add(name)
+
+    def _unknown(self, model: str) -> DynamoError:
+        return NoInstances(model) if model in self._left else ModelNotFound(model)
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -125,6 +167,7 @@ class Service:
             "generate": self.generate,
             "statistics": self.statistics,
             "ping": self.ping,
+            "canary": self.canary,
         }
 
     async def infer(self, incoming: Incoming) -> None:
@@ -133,7 +176,7 @@ class Service:
         request = TensorRequest.parse(incoming.body)
         served = self._tensor.get(request.head.model_name)
         if served is None:
-            raise ModelNotFound(request.head.model_name)
+            raise self._unknown(request.head.model_name)
         model, engine = served
         statistics = model.version(request.head.model_version)
         context = self._context(incoming, statistics.version)
@@ -182,13 +225,14 @@ class Service:
             raise InvalidRequest(f"not a request for text generation: {error}") from error
         served = self._llm.get(request.model)
         if served is None:
-            raise ModelNotFound(request.model)
+            raise self._unknown(request.model)
         model, engine = served
         statistics = model.version("")
         context = self._context(incoming, statistics.version)
         encode, send = delta_encoder.encode, incoming.send_nowait
         summary: Summary | None = None
         sent_bytes = 0
+        canary = self._canaries[model.card.name]
         measured = self._measured[model.card.name]
         measured.started(len(incoming.body))
         span = None if self._tracing is None else self._span(self._tracing, incoming, model.card.name)
@@ -203,6 +247,7 @@ class Service:
                         continue
                     delta = encode(step)
                     sent_bytes += len(delta)
+                    canary.progress += 1
                     if not send(delta):
                         await incoming.ready()
             finally:
@@ -250,6 +295,22 @@ class Service:
     async def ping(self, incoming: Incoming) -> None:
         """Answered with nothing, when the event loop gets to it."""
         await incoming.end()
+
+    async def canary(self, incoming: Incoming) -> None:
+        """A `CanaryQuestion`, answered with nothing once the engine is seen to work. Engines of tensors are not asked."""
+        try:
+            question = _canary_decoder.decode(incoming.body)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"not a canary's question: {error}") from error
+        canary = self._canaries.get(question.model)
+        if canary is not None:
+            await canary.sing(question.idle_s)
+        await incoming.end()
+
+    async def close(self) -> None:
+        """Ends what runs by itself. The engines belong to somebody else."""
+        for canary in self._canaries.values():
+            await canary.close()
 
     def _context(self, incoming: Incoming, version: str) -> Context:
         logs.request_id.set(incoming.request_id)
@@ -325,4 +386,5 @@ def _nobody_listens(model: str, booking: str) -> None:
     """Without routers that look at loads, acceptance is nobody's business."""
 
 
+_canary_decoder = msgspec.msgpack.Decoder(CanaryQuestion)
 _query_decoder = msgspec.msgpack.Decoder(StatisticsQuery)

@@ -16,7 +16,10 @@ def end_generation(span: Span, summary: Summary) -> None:
     prefilled = min(queued + int(summary.prefill_ms * 1e6), ended)
     span.child("queue", span.started_ns, queued)
     span.child(
-        "prefill", queued, prefilled, {"dynamo.prompt_tokens": summary.prompt_tokens, "dynamo.cached_tokens": summary.cached_tokens}
+        "prefill",
+        queued,
+        prefilled,
+        {"dynamo.prompt_tokens": summary.prompt_tokens, "dynamo.cached_tokens": summary.cached_tokens},
     )
     span.child("decode", prefilled, ended, {"dynamo.output_tokens": summary.output_tokens})
     span.end()

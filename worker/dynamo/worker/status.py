@@ -1,7 +1,7 @@
 """A worker's status port: whether it lives, whether it can serve, and its metrics. Off unless `--status-port` is given.
 
-`/live` answers while the event loop turns. `/health` is 200 from the moment the worker is registered until it begins to drain, and
-503 before, after, and while NATS is away; etcd going away is no reason: frontends know the instance and go on using it.
+`/live` answers while the event loop turns. `/health` is 200 from the moment the worker is registered until it begins to drain,
+and 503 before, after, and while NATS is away; etcd going away is no reason: frontends know the instance and go on using it.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from dynamo.common.config import ConfigError
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.security.tls import client_context
 
 DEFAULT_PORT = 2379
 _ENDPOINT = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\s/:\[\]]+)(?::(?P<port>\d{1,5}))?/?")
@@ -36,7 +37,7 @@ class EtcdConfig:
     """Longest pause between two attempts while etcd is away."""
 
     def check(self) -> EtcdConfig:
-        """Returns itself; raises InvalidRequest if it contradicts itself or names a file that is not there."""
+        """Returns itself; raises InvalidRequest if it contradicts itself or names a file that cannot be used."""
         if not self.endpoints:
             raise InvalidRequest("no etcd endpoint is configured")
         if (self.cert_file is None) != (self.key_file is None):
@@ -48,9 +49,11 @@ class EtcdConfig:
             raise InvalidRequest("etcd endpoints mix http and https")
         if self.uses_tls and not all(secure):
             raise InvalidRequest("certificates are configured, but etcd's endpoints say http")
-        for file in (self.ca_file, self.cert_file, self.key_file):
-            if file is not None and not Path(file).is_file():
-                raise InvalidRequest(f"etcd's certificate file {file} does not exist")
+        if self.uses_tls:
+            try:
+                client_context(self.ca_file, self.cert_file, self.key_file)
+            except ConfigError as error:
+                raise InvalidRequest(f"etcd: {error}") from error
         for name in ("timeout_s", "connect_timeout_s", "keepalive_s", "max_backoff_s"):
             if getattr(self, name) <= 0:
                 raise InvalidRequest(f"etcd's {name} must be above 0")

@@ -16,7 +16,6 @@ from xxhash import xxh3_64_intdigest
 
 from dynamo.common.kv.hashes import HASH_BYTES, pack_hashes, unpack_hashes
 
-
 MAX_UPDATE_BLOCKS = 1 << 16
 """More blocks at once travel as several updates: nats-server cuts a connection that sends longer messages than it takes."""
 
@@ -280,7 +279,15 @@ class KvQuestion(msgspec.Struct, frozen=True, array_like=True):
     since: int = 0
 
 
+def read_message(payload: bytes | memoryview) -> KvMessage:
+    """A KvMessage off the bus or out of a record. Raises ValueError, which a half hash is, too."""
+    message: KvMessage = _kv_message_decoder.decode(payload)
+    if (len(message.update.stored) | len(message.update.removed)) % HASH_BYTES:
+        raise ValueError("its blocks are no whole number of hashes")
+    return message
+
+
 message_encoder = msgspec.msgpack.Encoder()
-kv_message_decoder = msgspec.msgpack.Decoder(KvMessage)
+_kv_message_decoder = msgspec.msgpack.Decoder(KvMessage)
 load_message_decoder = msgspec.msgpack.Decoder(LoadMessage)
 question_decoder = msgspec.msgpack.Decoder(KvQuestion)

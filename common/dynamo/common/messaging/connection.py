@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
-from urllib.parse import ParseResult
+from urllib.parse import ParseResult, urlsplit
 
 import msgspec
+import nkeys  # type: ignore[import-untyped]
 import numpy as np
 from nats.aio.client import Client
 from nats.aio.transport import Transport
@@ -36,6 +38,10 @@ OnMessage: TypeAlias = Callable[[str, str, memoryview, bool], None]
 """Called with subject, reply subject, payload, and whether nats-server says that nobody subscribes to what we published."""
 
 _RECEIVE_BYTES = 128 * 1024
+_CREDENTIALS = re.compile(
+    rb"-+BEGIN NATS USER JWT-+\s+\S+\s+-+END NATS USER JWT-+.*?-+BEGIN USER NKEY SEED-+\s+(?P<seed>\S+)\s+-+END USER NKEY SEED-+",
+    re.DOTALL,
+)
 _NO_RESPONDERS = b"NATS/1.0 503"
 
 
@@ -71,15 +77,44 @@ class NatsConfig:
             raise InvalidRequest(f"NATS: {error}") from error
 
     def check(self) -> NatsConfig:
-        """Returns itself; raises InvalidRequest if a file that proves who we are cannot be read."""
-        for what, path in (("nkey seed", self.nkey_seed_file), ("credentials", self.credentials_file)):
-            if path is None:
-                continue
-            try:
-                Path(path).read_bytes()
-            except OSError as error:
-                raise InvalidRequest(f"NATS: the {what} file {path} cannot be read: {error.strerror}") from error
+        """Returns itself; raises InvalidRequest for an address or a file that proves who we are that cannot be used."""
+        for server in self.servers:
+            _check_address(server)
+        if self.nkey_seed_file is not None:
+            _check_seed(self.nkey_seed_file, _read(self.nkey_seed_file, "nkey seed").strip())
+        if self.credentials_file is not None:
+            found = _CREDENTIALS.search(_read(self.credentials_file, "credentials"))
+            if found is None:
+                raise InvalidRequest(f"NATS: the credentials file {self.credentials_file} does not hold a user's JWT and seed")
+            _check_seed(self.credentials_file, found["seed"])
+        self.tls_context()
         return self
+
+
+def _check_address(server: str) -> None:
+    url = urlsplit(server if "://" in server else f"nats://{server}")
+    try:
+        usable = (
+            url.scheme in ("nats", "tls") and bool(url.hostname) and (url.port is None or url.port > 0) and url.path in ("", "/")
+        )
+    except ValueError:  # the port
+        usable = False
+    if not usable:
+        raise InvalidRequest(f"NATS: {server!r} is not an address of the form nats://host:port")
+
+
+def _read(path: str, what: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"NATS: the {what} file {path} cannot be read: {error.strerror}") from error
+
+
+def _check_seed(path: str, seed: bytes) -> None:
+    try:
+        nkeys.from_seed(bytearray(seed)).wipe()
+    except Exception:  # of several libraries, and none may be shown: it could quote the seed
+        raise InvalidRequest(f"NATS: the file {path} holds no seed of an nkey") from None
 
 
 def _offers_tls(info: bytes) -> bool:
@@ -178,8 +213,8 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
                     # nats-py would go on in plain text, with our password: whoever is on the way could make it do so.
                     raise NatsError("nats-server does not offer TLS, without which we do not log in")
                 return line
-            if self._eof:
-                return b""
+            if self._eof:  # nats-py would take an empty answer to its greeting for consent
+                raise ConnectionResetError(f"nats-server closed the connection before it let us in ({self._failure or 'no reason'})")
             await self._more()
 
     async def read(self, buffer_size: int) -> bytes:
@@ -393,12 +428,20 @@ class Connection:
         return True
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> Subscription:
-        """`on_message` is called, synchronously, for each message on `subject`. The subscription survives reconnects."""
+        """`on_message` is called, synchronously, for each message on `subject`. The subscription survives reconnects.
+
+        Raises Unavailable if the connection was closed.
+        """
         key = str(self.client._sid + 1).encode()  # known before the server knows it, so that no message comes too early
         self._transport.fast[key] = on_message
-        subscription = await self.client.subscribe(subject, cb=_unused)
+        try:
+            subscription = await self.client.subscribe(subject, cb=_unused)
+        except NatsError as error:
+            self._forget(key)
+            raise Unavailable(f"{subject} cannot be subscribed to: {error}") from error
         assert str(subscription._id).encode() == key
-        await self.client.flush()
+        with suppress(NatsError):  # the connection was lost: it is subscribed to with the next one
+            await self.client.flush()
         return Subscription(self, subscription, key)
 
     def _down(self) -> None:

@@ -16,7 +16,15 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import msgspec
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, StorageType, StreamConfig
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    ObjectStoreConfig,
+    StorageType,
+    StreamConfig,
+)
 from nats.js.errors import (
     BadRequestError,
     BucketNotFoundError,
@@ -38,6 +46,8 @@ LOCK_S = 60.0
 """A lock whose holder died is free again after so long."""
 _SUBJECTS = "dynamo.*.*.kv.*"
 _MAX_BYTES = 256 << 20
+_KEPT_S = 86_400
+"""What is older tells nothing about caches; and so what nobody takes care of any more goes by itself."""
 _BATCH = 256
 _FETCH_S = 2.0
 _NAME_IN_USE = 10058
@@ -66,21 +76,24 @@ class KvStream:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def ensure(self) -> None:
-        """The stream is there. One with other bounds is left as it is."""
+    async def ensure(self) -> str:
+        """The stream is there, and was made at this time. One with other bounds is left as it is."""
         config = StreamConfig(
             name=STREAM,
             subjects=[_SUBJECTS],
             storage=StorageType.FILE,
             max_bytes=_MAX_BYTES,
+            max_age=_KEPT_S,
             discard=DiscardPolicy.OLD,
         )
         with _plain_errors("made"):
             try:
-                await self._context().add_stream(config)
+                info = await self._context().add_stream(config)
             except BadRequestError as error:
                 if error.err_code != _NAME_IN_USE:
                     raise
+                info = await self._context().stream_info(STREAM)
+        return str(info.created)
 
     @asynccontextmanager
     async def receipts(self, on_recorded: Callable[[str], None]) -> AsyncIterator[str]:
@@ -190,7 +203,7 @@ class KvStream:
         try:
             return await context.object_store(SNAPSHOTS)
         except BucketNotFoundError:
-            return await context.create_object_store(SNAPSHOTS)
+            return await context.create_object_store(SNAPSHOTS, ObjectStoreConfig(ttl=_KEPT_S))
 
     async def _locks(self) -> KeyValue:
         context = self._context()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 
-from dynamo.common.errors import Forbidden, RateLimited
+from dynamo.common.errors import Forbidden, RateLimited, Unauthenticated
 from dynamo.common.security.keys import ApiKey
 
 Clock = Callable[[], float]
@@ -51,14 +51,23 @@ class Bucket:
 class Account:
     """One key's. Lives on when the key file is read anew, so that this does not give anybody a fresh budget."""
 
-    def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
+    def __init__(self, key: ApiKey, clock: Clock = time.monotonic, follow: Callable[[], None] = lambda: None) -> None:
+        """`follow` looks whether the key file has changed and tells the accounts."""
         self.key = key
-        self.running = 0
+        self.withdrawn = False
+        """The key is no longer in the file; streams that it opened may still be there."""
         self._clock = clock
+        self._follow = follow
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
         self._permitted: dict[str, bool] = {}
+        self._running: dict[int, _Running] = {}
         self.renew(key)
+
+    @property
+    def running(self) -> int:
+        """Requests that have been admitted and not closed."""
+        return len(self._running)
 
     def renew(self, key: ApiKey) -> None:
         self.key = key
@@ -75,6 +84,13 @@ class Account:
             return Bucket(rate, size, self._clock())
         bucket.resize(rate, size, self._clock())
         return bucket
+
+    def check_valid(self) -> None:
+        """Raises Unauthenticated."""
+        if self.withdrawn:
+            raise Unauthenticated(f"the API key '{self.key.name}' is not valid any more")
+        if self.key.expires_at is not None and time.time() >= self.key.expires_at:
+            raise Unauthenticated(f"the API key '{self.key.name}' has expired")
 
     def permits(self, model: str) -> bool:
         if self.key.models == ("*",):
@@ -95,10 +111,23 @@ class Account:
         """One call that asks no model. Raises RateLimited."""
         self._check_rate(self._clock())
 
-    def admit(self, model: str) -> Ticket:
-        """One request to a model, to be closed at its end. Raises Forbidden, RateLimited."""
+    def admit(self, model: str, request: object) -> Ticket:
+        """Part of a request to a model, to be closed at its end.
+
+        Parts that are open at the same time with the same object as `request`, such as the prompts of a batch, count as one.
+        Raises Unauthenticated, Forbidden, RateLimited.
+        """
+        self._follow()  # a stream may have been opened long ago
+        self.check_valid()
         self.permit(model)
-        now = self._clock()
+        running = self._running.get(id(request))
+        if running is None:
+            self._check_limits(self._clock())
+            running = self._running[id(request)] = _Running(request)
+        running.parts += 1
+        return Ticket(self, running)
+
+    def _check_limits(self, now: float) -> None:
         most = self.key.limits.concurrent_requests
         if most is not None and self.running >= most:
             message = f"the API key '{self.key.name}' may have {most} requests at once"
@@ -107,8 +136,11 @@ class Account:
             limit = self.key.limits.tokens_per_minute
             raise RateLimited(f"the API key '{self.key.name}' has used its {limit} tokens per minute", retry_after_s=wait_s)
         self._check_rate(now)
-        self.running += 1
-        return Ticket(self)
+
+    def part_over(self, running: _Running) -> None:
+        running.parts -= 1
+        if running.parts == 0:
+            del self._running[id(running.request)]
 
     def charge(self, tokens: int) -> None:
         if self._tokens is not None:
@@ -123,14 +155,22 @@ class Account:
         self._requests.take(1.0, now)
 
 
+class _Running:
+    __slots__ = ("parts", "request")
+
+    def __init__(self, request: object) -> None:
+        self.request = request  # kept, so that no other object gets its id
+        self.parts = 0
+
+
 class Ticket:
-    """A request that counts against an account while it runs."""
+    """A request, or a part of one, that counts against an account while it runs."""
 
-    __slots__ = ("_account", "_open")
+    __slots__ = ("_account", "_running")
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Account, running: _Running) -> None:
         self._account = account
-        self._open = True
+        self._running: _Running | None = running
 
     def charge(self, tokens: int) -> None:
         """Tokens read or made, as soon as they are known."""
@@ -138,9 +178,9 @@ class Ticket:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._open:
-            self._open = False
-            self._account.running -= 1
+        if self._running is not None:
+            self._account.part_over(self._running)
+            self._running = None
 
 
 account: ContextVar[Account | None] = ContextVar("account", default=None)
@@ -158,6 +198,12 @@ def permits(model: str) -> bool:
     return holder is None or holder.permits(model)
 
 
-def admit(model: str) -> Ticket | None:
-    """Counts the current request against its account; None if there is none. Raises Forbidden, RateLimited."""
-    return None if (holder := account.get()) is None else holder.admit(model)
+def admit(model: str, request: object) -> Ticket | None:
+    """Counts the current request against its account, as `Account.admit` does; None if there is none."""
+    return None if (holder := account.get()) is None else holder.admit(model, request)
+
+
+def charge(tokens: int) -> None:
+    """Tokens of the current request that no ticket stands for any more."""
+    if (holder := account.get()) is not None:
+        holder.charge(tokens)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ MIN_FOREIGN_CHARS = 32
 """Of a key made elsewhere: a hash this fast protects long random keys only."""
 _MAX_CHARS = 512
 _PREFIX = "dyn"
+_HEX = re.compile(r"(?:[0-9a-f]{2})+")
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -107,7 +109,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         """Raises ValueError."""
         method, _, rest = self.hash.partition(":")
         salt, _, digest = rest.partition(":")
-        if method != "sha256" or len(digest) != 64 or len(salt) < 16:
+        if method != "sha256" or not _HEX.fullmatch(salt) or len(salt) < 16 or not _HEX.fullmatch(digest) or len(digest) != 64:
             raise ValueError("'hash' is not of the form sha256:<salt>:<digest>")
         limits = Limits(
             requests_per_s=self.requests_per_s,

@@ -83,6 +83,8 @@ def _parse_restriction(line: str, prefix: str) -> Restriction:
         raise ValueError("is not of the form surface,…:header=value")
     surfaces = set()
     for name in (name.strip() for name in names.split(",")):
+        if not all(c.isalnum() or c == "-" for c in name):  # perhaps a part of the value, which must not be shown
+            raise ValueError("is not of the form surface,…:header=value")
         if name not in Surface._value2member_map_:
             raise ValueError(f"names the surface {name!r}; there are {', '.join(Surface)}")
         surfaces.add(Surface(name))

@@ -11,6 +11,7 @@ import msgspec
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.names import InstanceId, parse_instance
 from dynamo.common.telemetry import RequestType
+from dynamo.common.tracing import context_of
 from dynamo.frontend.data_plane import Call
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.overrides import LIMITS, read_overrides
@@ -58,6 +59,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             if name in _PASSED_ON:
                 passed_on[name] = value
+                if name == "traceparent":
+                    context_of(passed_on)
             elif name == "x-request-id":
                 request_id = usable_id(value)
             elif name == "triton_grpc_error":

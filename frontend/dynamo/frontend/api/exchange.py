@@ -21,8 +21,10 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge
+from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller
+from dynamo.frontend.api.refusals import REFUSED
 from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.router.explanation import Explanation
@@ -86,11 +88,13 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._answered = False
+        self._refused: Callable[[BaseException], None] | None = scope.get(REFUSED)
 
     def caller(self) -> Caller:
         """Who asks, under an id that the answer repeats. Raises InvalidRequest."""
         caller = Caller.read(self.headers.items())
         self.request_id = caller.request_id or secrets.token_hex(12)
+        logged_id.set(self.request_id)
         self.explanation = caller.explanation
         return msgspec.structs.replace(caller, request_id=self.request_id)
 
@@ -178,11 +182,17 @@ class Exchange:
         finally:
             stream.stop_keepalive()
 
+    def refused(self, error: BaseException) -> None:
+        """The request fails; it is counted, unless the data plane has done so."""
+        if self._refused is not None:
+            self._refused(error)
+
     async def fail(self, error: BaseException, form: ErrorForm) -> None:
         """Answers with a failure, in whichever way is still open."""
         if self.client_left:
             log.info("the client of %s left before its answer was complete (499), request %s", self.path, self.request_id)
             return
+        self.refused(error)
         log_failure(error, self.request_id, self.path)
         status = http_status(error, self.settings.overload)
         if self.stream is not None and self.stream.begun:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from dynamo.common.errors import DynamoError
+from dynamo.common.logs import request_id as logged_id
 from dynamo.common.security.accounts import Account, account
 from dynamo.common.security.surfaces import Surface
 from dynamo.frontend.api.calls import usable_id
@@ -15,6 +18,7 @@ from dynamo.frontend.api.grpc_health import HEALTH_SERVICE, REFLECTION_SERVICES
 from dynamo.frontend.api.grpc_server import Context, Handlers
 from dynamo.frontend.api.guard import Guard, record, record_refusal
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
+from dynamo.protos import inference_pb2 as pb
 
 _SURFACES = {
     "ServerLive": Surface.HEALTH,
@@ -31,6 +35,10 @@ _SURFACES = {
     "LogSettings": Surface.LOGGING,
 }
 _ACTIONS = frozenset({"RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings"})
+_WITH_MODEL: dict[str, type[pb.RepositoryModelLoadRequest] | type[pb.RepositoryModelUnloadRequest]] = {
+    "RepositoryModelLoad": pb.RepositoryModelLoadRequest,
+    "RepositoryModelUnload": pb.RepositoryModelUnloadRequest,
+}
 
 
 def surface_of(service: str, method: str) -> Surface:
@@ -43,16 +51,22 @@ def surface_of(service: str, method: str) -> Surface:
     return _SURFACES.get(method, Surface.INFERENCE)
 
 
-def guarded(services: Mapping[str, Handlers], guard: Guard) -> dict[str, Handlers]:
-    """The same services, behind `guard`."""
+def guarded(
+    services: Mapping[str, Handlers], guard: Guard, refused: Callable[[BaseException], None] = lambda error: None
+) -> dict[str, Handlers]:
+    """The same services, behind `guard`. `refused` is told why a request of a model did not come in."""
     return {
-        service: {name: _guarded(service, name, handler, guard) for name, handler in handlers.items()}
+        service: {name: _guarded(service, name, handler, guard, refused) for name, handler in handlers.items()}
         for service, handlers in services.items()
     }
 
 
 def _guarded(
-    service: str, name: str, handler: grpc.RpcMethodHandler[bytes, bytes], guard: Guard
+    service: str,
+    name: str,
+    handler: grpc.RpcMethodHandler[bytes, bytes],
+    guard: Guard,
+    refused: Callable[[BaseException], None],
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     surface = surface_of(service, name)
     is_action = name in _ACTIONS
@@ -65,26 +79,46 @@ def _guarded(
     async def enter(request: object, context: Context) -> object:
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         request_id = usable_id(headers.get("x-request-id", ""))
+        action = _action(name, request) if is_action else ""
         holder: Account | None = None
         try:
             holder = guard.enter(surface, headers)
         except DynamoError as error:
+            request_id = request_id or secrets.token_hex(12)
             if is_action:
-                record_refusal(name, context.peer(), request_id, error)
+                record_refusal(action, context.peer(), request_id, error)
+            if surface is Surface.INFERENCE:
+                refused(error)
             await _refuse(context, error, request_id)
         account.set(holder)
         if not is_action:
             return await inner(request, context)
+        if not request_id:  # the record and the answer shall name the same one
+            request_id = secrets.token_hex(12)
+            logged_id.set(request_id)
+            context.set_trailing_metadata((("x-request-id", request_id),))
         outcome = "failed"
         try:
             answer = await inner(request, context)
             outcome = "done"
             return answer
         finally:
-            record(name, holder, context.peer(), request_id, outcome)
+            record(action, holder, context.peer(), request_id, outcome)
 
     replaced: grpc.RpcMethodHandler[bytes, bytes] = handler._replace(**{kind: enter})  # type: ignore[attr-defined]
     return replaced
+
+
+def _action(name: str, request: object) -> str:
+    """What is to be done, and to which model."""
+    kind = _WITH_MODEL.get(name)
+    if kind is None or not isinstance(request, bytes):
+        return name
+    try:
+        model = kind.FromString(request).model_name
+    except DecodeError:
+        return name
+    return f"{name} {model[:200]!r}"  # quoted: no line breaks that could forge a record
 
 
 def _kind(handler: grpc.RpcMethodHandler[bytes, bytes]) -> str:
@@ -94,9 +128,7 @@ def _kind(handler: grpc.RpcMethodHandler[bytes, bytes]) -> str:
 
 
 async def _refuse(context: Context, error: DynamoError, request_id: str) -> None:
-    metadata: list[tuple[str, str | bytes]] = []
-    if request_id:
-        metadata.append(("x-request-id", request_id))
+    metadata: list[tuple[str, str | bytes]] = [("x-request-id", request_id)]
     if (pause_s := retry_after_s(error)) is not None:
         metadata.append(("retry-after", f"{pause_s:g}"))
     await context.abort(grpc_status(error), public_message(error), tuple(metadata))

@@ -11,7 +11,6 @@ import base64
 import binascii
 import hmac
 import logging
-import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -37,25 +36,24 @@ class Guard:
 
     def __init__(
         self,
-        keys: Watched[KeyRing] | None,
-        accounts: Accounts | None = None,
+        accounts: Accounts | None,
         *,
         open_surfaces: Collection[Surface] = (),
         restrictions: Iterable[Restriction] = (),
     ) -> None:
-        self._keys = keys
-        self._accounts = accounts or Accounts()
+        """`accounts` None: nobody needs a key."""
+        self._accounts = accounts
         self._open = frozenset({Surface.HEALTH, *open_surfaces})
         self._restrictions = tuple(restrictions)
 
     @property
     def is_on(self) -> bool:
-        return self._keys is not None or bool(self._restrictions)
+        return self._accounts is not None or bool(self._restrictions)
 
     def guards(self, surface: Surface) -> bool:
         """Whether `enter` may refuse, or count, calls to this surface."""
         restricted = any(surface in restriction.surfaces for restriction in self._restrictions)
-        return restricted or (self._keys is not None and surface is not Surface.HEALTH)
+        return restricted or (self._accounts is not None and surface is not Surface.HEALTH)
 
     def enter(self, surface: Surface, headers: Mapping[str, str], *, browsing: bool = False) -> Account | None:
         """Whose call this is, None if nobody is asked. `headers` have lower-case names.
@@ -65,14 +63,14 @@ class Guard:
         for restriction in self._restrictions:
             if surface in restriction.surfaces and not _same(headers.get(restriction.header, ""), restriction.value):
                 raise Forbidden(f"this is restricted: the header '{restriction.header}' is missing or wrong")
-        if self._keys is None or surface is Surface.HEALTH:
+        if self._accounts is None or surface is Surface.HEALTH:
             return None
         presented = _credential(headers, browsing=browsing)
         if not presented:
             if surface in self._open:
                 return None
             raise Unauthenticated("an API key is needed, as 'authorization: Bearer KEY' or 'x-api-key: KEY'")
-        account = self._accounts.of(presented, self._keys.current())
+        account = self._accounts.of(presented)
         if surface not in self._open and not account.key.may_use(SCOPES[surface]):
             raise Forbidden(f"the API key '{account.key.name}' lacks the scope '{SCOPES[surface]}'")
         if surface not in _COUNTED_BY_MODEL:
@@ -83,41 +81,44 @@ class Guard:
 class Accounts:
     """What each key has used, whichever protocol it came by."""
 
-    def __init__(self) -> None:
-        self._ring: KeyRing | None = None
+    def __init__(self, keys: Watched[KeyRing]) -> None:
+        self._keys = keys
+        self._ring = keys.current()
         self._by_name: dict[str, Account] = {}
 
-    def of(self, presented: str, ring: KeyRing) -> Account:
+    def of(self, presented: str) -> Account:
         """The account of a key. Raises Unauthenticated."""
-        if ring is not self._ring:
-            self._renew(ring)
-        key = ring.find(presented)
+        self._follow()
+        key = self._ring.find(presented)
         if key is None:
             raise Unauthenticated("the API key is not valid")
-        if key.expires_at is not None and time.time() >= key.expires_at:
-            raise Unauthenticated(f"the API key '{key.name}' has expired")
         account = self._by_name.get(key.name)
         if account is None:
-            account = self._by_name[key.name] = Account(key)
+            account = self._by_name[key.name] = Account(key, follow=self._follow)
+        account.check_valid()
         return account
 
-    def _renew(self, ring: KeyRing) -> None:
+    def _follow(self) -> None:
+        ring = self._keys.current()
+        if ring is self._ring:
+            return
         self._ring = ring
         kept = {key.name: key for key in ring.keys}
-        self._by_name = {name: account for name, account in self._by_name.items() if name in kept}
-        for name, account in self._by_name.items():
-            account.renew(kept[name])
+        for name, account in list(self._by_name.items()):
+            if name in kept:
+                account.renew(kept[name])
+            else:
+                account.withdrawn = True
+                del self._by_name[name]
 
 
 def make_guards(config: FrontendConfig) -> tuple[Guard, Guard]:
     """For HTTP and for gRPC, with the same keys and accounts. Says in the log who may come in. Raises ConfigError."""
     path = config.access.keys_file
-    keys: Watched[KeyRing] | None = None
-    if path is not None:
-        keys = watch_keys(path)
-    accounts = Accounts()
-    http = Guard(keys, accounts, open_surfaces=config.access.open_surfaces, restrictions=config.access.http_restrictions())
-    grpc = Guard(keys, accounts, open_surfaces=config.access.open_surfaces, restrictions=config.access.grpc_restrictions())
+    keys = None if path is None else watch_keys(path)
+    accounts = None if keys is None else Accounts(keys)
+    http = Guard(accounts, open_surfaces=config.access.open_surfaces, restrictions=config.access.http_restrictions())
+    grpc = Guard(accounts, open_surfaces=config.access.open_surfaces, restrictions=config.access.grpc_restrictions())
     _say_who_may_come(config, keys)
     return http, grpc
 
@@ -134,6 +135,8 @@ def _say_who_may_come(config: FrontendConfig, keys: Watched[KeyRing] | None) -> 
         ports.append(("gRPC", config.grpc.host, config.grpc.is_local, config.grpc.tls is not None))
     if keys is not None:
         _log.info("API keys are asked for; the file holds %d", len(keys.current().keys))
+        if config.processes > 1:
+            _log.info("limits of API keys hold for each of the %d processes by itself", config.processes)
     for name, host, is_local, is_secure in ports:
         if keys is None and is_local:
             _log.info("%s listens on %s without API keys: only this machine can connect", name, host)
@@ -147,18 +150,12 @@ def record(action: str, who: Account | None, peer: str, request_id: str, outcome
     """The line about one action of an administrator."""
     name = "anybody" if who is None else f"key '{who.key.name}'"
     fields = {"action": action, "key": "" if who is None else who.key.name, "peer": peer, "outcome": outcome}
-    _audit.info("%s by %s from %s, request %s: %s", action, name, peer, request_id or "-", outcome, extra=fields)
+    _audit.info("%s by %s from %s, request %s: %s", action, name, peer, request_id, outcome, extra=fields)
 
 
 def record_refusal(action: str, peer: str, request_id: str, error: DynamoError) -> None:
-    _audit.warning(
-        "%s from %s, request %s: refused: %s",
-        action,
-        peer,
-        request_id or "-",
-        error,
-        extra={"action": action, "peer": peer, "outcome": error.code.value},
-    )
+    fields = {"action": action, "key": "", "peer": peer, "outcome": error.code.value}
+    _audit.warning("%s from %s, request %s: refused: %s", action, peer, request_id, error, extra=fields)
 
 
 def _credential(headers: Mapping[str, str], *, browsing: bool) -> str:

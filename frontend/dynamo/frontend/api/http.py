@@ -1,13 +1,13 @@
 """The HTTP side, which is always up: health, metrics, the list of models. Protocols add routes of their own.
 
-    routes = [*health_routes(readiness, links), *metrics_routes(render), *model_routes(readiness)]
-    async with serve_http(options, make_app(routes)) as server:
-        ...
+routes = [*health_routes(readiness, links), *metrics_routes(render), *model_routes(readiness)]
+async with serve_http(options, make_app(routes)) as server: ...
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
@@ -105,13 +105,12 @@ class _AnswerFailures:
 
 
 def _repeat_id(scope: Scope, message: Message) -> None:
-    """Puts the request's id into the answer's headers; endpoints that have one of their own have done so."""
+    """Puts the request's id into the answer's headers, one made up if it has none; endpoints of their own have done so."""
     headers = message.setdefault("headers", [])
     if any(name == b"x-request-id" for name, _ in headers):
         return
     asked = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
-    if asked and usable_id(asked):
-        headers.append((b"x-request-id", asked.encode()))
+    headers.append((b"x-request-id", (usable_id(asked) or secrets.token_hex(12)).encode()))
 
 
 def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

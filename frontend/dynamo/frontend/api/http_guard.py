@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -117,7 +118,8 @@ class HttpGuard:
 
     async def _refuse(self, error: DynamoError, surface: Surface, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._settings)
-        exchange.request_id = usable_id(exchange.headers.get("x-request-id", ""))
+        exchange.request_id = usable_id(exchange.headers.get("x-request-id", "")) or secrets.token_hex(12)
+        exchange.refused(error)
         if surface in _ADMIN:
             record_refusal(_action(scope), _peer(scope), exchange.request_id, error)
         status = http_status(error, self._settings.overload)
@@ -133,6 +135,11 @@ class HttpGuard:
         path: str = scope["path"]
         if scope["method"] in _READING or path.endswith("/index"):
             return await self._app(scope, receive, send)
+        request_id = usable_id(next((v.decode("latin-1") for n, v in scope["headers"] if n == b"x-request-id"), ""))
+        if not request_id:  # the record and the answer shall name the same one
+            request_id = secrets.token_hex(12)
+            others = [header for header in scope["headers"] if header[0] != b"x-request-id"]
+            scope = {**scope, "headers": [*others, (b"x-request-id", request_id.encode())]}
         outcome = "no answer"
 
         async def noticing(message: Message) -> None:
@@ -144,8 +151,7 @@ class HttpGuard:
         try:
             await self._app(scope, receive, noticing)
         finally:
-            asked = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
-            record(_action(scope), holder, _peer(scope), usable_id(asked), outcome)
+            record(_action(scope), holder, _peer(scope), request_id, outcome)
 
 
 def _action(scope: Scope) -> str:

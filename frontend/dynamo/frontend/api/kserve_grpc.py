@@ -7,6 +7,7 @@ here from what the data plane knows.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeVar
 
@@ -23,8 +24,9 @@ from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.grpc_server import Context, Handlers
 from dynamo.frontend.api.grpc_streams import StreamDrain
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.kserve_infer import call_for, check_size, infer
+from dynamo.frontend.api.kserve_infer import TENSOR_ENDPOINT, call_for, check_size, infer
 from dynamo.frontend.api.kserve_stream import KserveStream, StreamLimits
+from dynamo.frontend.api.repository_requests import check_repository, load_request, unload_request
 from dynamo.frontend.api.statuses import grpc_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import OverloadStatus
 from dynamo.frontend.data_plane import DataPlane
@@ -66,6 +68,8 @@ class KserveService:
             "ModelConfig": self._model_config,
             "ModelStatistics": self._model_statistics,
             "RepositoryIndex": self._repository_index,
+            "RepositoryModelLoad": self._repository_model_load,
+            "RepositoryModelUnload": self._repository_model_unload,
         }
         return {
             "ModelInfer": grpc.unary_unary_rpc_method_handler(self._model_infer),
@@ -93,7 +97,7 @@ class KserveService:
         explanation: Explanation | None = None
         try:
             caller = _caller(context)
-            explanation = caller.explanation
+            request_id, explanation = caller.request_id, caller.explanation
             request = TensorRequest.parse(data)
             card = self._plane.card(request.head.model_name, request.head.model_version)
             call = call_for(request, card, caller, RequestType.UNARY)
@@ -104,6 +108,7 @@ class KserveService:
                 context.set_trailing_metadata(_said_besides(caller))
             return answer
         except Exception as error:
+            self._plane.refused(TENSOR_ENDPOINT, error)
             await self._abort(context, error, request_id, "ModelInfer", explanation)
 
     async def _model_stream_infer(self, unused: object, context: Context) -> None:
@@ -151,13 +156,25 @@ class KserveService:
 
     async def _repository_index(self, data: bytes) -> bytes:
         request = _parse(pb.RepositoryIndexRequest, data)
-        if request.repository_name:
-            raise InvalidRequest("there is one repository, without a name: leave 'repository_name' empty")
-        index = kserve_messages.repository_index(self._plane.cards(), self._readiness.is_model_ready)
+        check_repository(request.repository_name)
+        entries = self._plane.repository_index()
+        index = kserve_messages.repository_index(self._plane.cards(), self._readiness.is_model_ready, entries)
         if request.ready:
             ready = [entry for entry in index.models if entry.state == "READY"]
             index = pb.RepositoryIndexResponse(models=ready)
         return index.SerializeToString()
+
+    async def _repository_model_load(self, data: bytes) -> bytes:
+        request = _parse(pb.RepositoryModelLoadRequest, data)
+        check_repository(request.repository_name)
+        await self._plane.load_model(load_request(request.model_name, request.parameters))
+        return pb.RepositoryModelLoadResponse(model_name=request.model_name, isLoaded=True).SerializeToString()
+
+    async def _repository_model_unload(self, data: bytes) -> bytes:
+        request = _parse(pb.RepositoryModelUnloadRequest, data)
+        check_repository(request.repository_name)
+        await self._plane.unload_model(unload_request(request.model_name, request.parameters))
+        return pb.RepositoryModelUnloadResponse(model_name=request.model_name, isUnloaded=True).SerializeToString()
 
     # Failures
 
@@ -174,11 +191,10 @@ class KserveService:
         """Ends the call with the failure's status, which the caller may read; logs what is ours."""
         if isinstance(error, grpc.aio.AbortError):
             raise error
+        request_id = request_id or logged_id.get() or secrets.token_hex(12)
         if log:
             log_failure(error, request_id, what)
-        metadata: list[tuple[str, str | bytes]] = []
-        if request_id:
-            metadata.append(("x-request-id", request_id))
+        metadata: list[tuple[str, str | bytes]] = [("x-request-id", request_id)]
         if (pause_s := retry_after_s(error)) is not None:
             metadata.append(("retry-after", f"{pause_s:g}"))
         if explanation is not None:

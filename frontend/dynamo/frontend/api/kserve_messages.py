@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 
 from dynamo.common.errors import EngineError
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.repository import IndexEntry, ModelState
 from dynamo.common.tensors import DATATYPES, datatype_of_config
 from dynamo.protos.inference_pb2 import (
     ModelConfigResponse,
@@ -19,12 +20,18 @@ from dynamo.protos.inference_pb2 import (
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
 
 SERVER_NAME = "dynamo"
-EXTENSIONS = ("classification", "model_configuration", "binary_tensor_data", "parameters", "statistics")
+EXTENSIONS = (
+    "classification",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "model_configuration",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+)
 """Protocol extensions that work here, by their published names."""
 
 REFUSED: Mapping[str, str] = {
-    "RepositoryModelLoad": "models are loaded by starting a worker that serves them, not through this server",
-    "RepositoryModelUnload": "models are unloaded by stopping the workers that serve them, not through this server",
     **dict.fromkeys(
         (f"SystemSharedMemory{what}" for what in ("Status", "Register", "Unregister")),
         "this server shares no memory with its clients: tensors travel in the messages",
@@ -37,6 +44,8 @@ REFUSED: Mapping[str, str] = {
     "LogSettings": "log settings cannot be read or changed through this server",
 }
 """Calls that are refused, and why."""
+
+_NOBODY = "no instance is attached"
 
 TEXT_INPUTS = (
     TensorSpec(name="text_input", datatype="BYTES", shape=(1,)),
@@ -86,15 +95,28 @@ def model_config(card: ModelCard) -> ModelConfigResponse:
     return ModelConfigResponse(config=_own_config(card) or _made_config(card))
 
 
-def repository_index(cards: Iterable[ModelCard], is_ready: Callable[[str, str], bool]) -> RepositoryIndexResponse:
-    """One entry per model and version. `is_ready` takes these two."""
-    index = RepositoryIndexResponse()
+def repository_index(
+    cards: Iterable[ModelCard], is_ready: Callable[[str, str], bool], entries: Iterable[IndexEntry] = ()
+) -> RepositoryIndexResponse:
+    """One entry per model and version. `is_ready` takes these two; `entries` are those of the workers' repositories.
+
+    A model counts as ready if this server can serve it; the repositories say why one is not, or is not everywhere.
+    """
+    found: dict[tuple[str, str], IndexEntry] = {}
+    for entry in entries:
+        if entry.state is ModelState.READY:
+            entry = IndexEntry(name=entry.name, version=entry.version, reason=_NOBODY)
+        found[entry.name, entry.version] = entry
     for card in cards:
         for number in card.versions:
+            known = found.get((card.name, number)) or IndexEntry(name=card.name, version=number, reason=_NOBODY)
             if is_ready(card.name, number):
-                index.models.add(name=card.name, version=number, state="READY")
-            else:
-                index.models.add(name=card.name, version=number, state="UNAVAILABLE", reason="no instance is attached")
+                reason = "" if known.reason == _NOBODY else known.reason
+                known = IndexEntry(name=card.name, version=number, state=ModelState.READY, reason=reason)
+            found[card.name, number] = known
+    index = RepositoryIndexResponse()
+    for entry in found.values():
+        index.models.add(name=entry.name, version=entry.version, state=entry.state.value, reason=entry.reason)
     return index
 
 

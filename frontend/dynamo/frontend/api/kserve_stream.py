@@ -27,7 +27,7 @@ from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.grpc_server import Context
 from dynamo.frontend.api.grpc_streams import StreamDrain
-from dynamo.frontend.api.kserve_infer import all_text, call_for, check_size, first_of
+from dynamo.frontend.api.kserve_infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of
 from dynamo.frontend.api.kserve_text import TextAnswer, to_text_requests, wants_stream
 from dynamo.frontend.api.statuses import log_failure, public_message
 from dynamo.frontend.data_plane import Call, DataPlane
@@ -142,6 +142,7 @@ class KserveStream:
         except _ClientGone:
             raise
         except Exception as error:
+            self._plane.refused(TENSOR_ENDPOINT, error, RequestType.STREAM)
             log_failure(error, request_id, "ModelStreamInfer")
             if self._caller.grpc_errors:
                 raise

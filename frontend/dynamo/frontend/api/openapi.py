@@ -40,6 +40,8 @@ class Operation:
     error: Any = None
     streams: bool = False
     """The answer may be server-sent events, if the request says `stream`."""
+    binary: bool = False
+    """JSON may be followed by binary data, in requests and answers."""
 
 
 def describe(operations: Sequence[Operation]) -> dict[str, Any]:
@@ -62,6 +64,8 @@ def _operation(operation: Operation, schema_of: dict[int, Any]) -> dict[str, Any
     content: dict[str, Any] = {"application/json": {"schema": schema_of.get(id(operation.answer), {})}}
     if operation.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
+    octets = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}} if operation.binary else {}
+    content |= octets
     found: dict[str, Any] = {
         "summary": operation.summary,
         "tags": [operation.group],
@@ -74,7 +78,8 @@ def _operation(operation: Operation, schema_of: dict[int, Any]) -> dict[str, Any
     if parameters:
         found["parameters"] = parameters
     if operation.request is not None:
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[id(operation.request)]}}}
+        body = {"application/json": {"schema": schema_of[id(operation.request)]}, **octets}
+        found["requestBody"] = {"required": True, "content": body}
     if operation.error is not None:
         failure = {"application/json": {"schema": schema_of[id(operation.error)]}}
         found["responses"] |= {status: {"description": text, "content": failure} for status, text in _FAILURES.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
-from dynamo.frontend.preprocess.reasoning.think import Think
+from dynamo.frontend.preprocess.reasoning.think import think
 from dynamo.frontend.preprocess.tools.deepseek import DeepSeek
 from dynamo.frontend.preprocess.tools.harmony import Harmony
 from dynamo.frontend.preprocess.tools.hermes import Hermes
@@ -18,7 +18,8 @@ _HERMES = ParserKind(Hermes)
 _DEEPSEEK = ParserKind(DeepSeek, needs_special_tokens=True)
 _HARMONY = ParserKind(Harmony, needs_special_tokens=True)
 _QWEN3_CODER = ParserKind(Qwen3Coder)
-_ALWAYS_THINKS = ParserKind(partial(Think, is_open=True))
+_ALWAYS_THINKS = ParserKind(partial(think, is_open=True), make_behind=partial(think, is_open=True))
+_MAY_THINK = ParserKind(partial(think, is_open=False), make_behind=partial(think, is_open=False))
 
 KNOWN_PARSERS = OutputParsers(
     tools={
@@ -35,7 +36,7 @@ KNOWN_PARSERS = OutputParsers(
     },
     reasoning={
         "deepseek_r1": _ALWAYS_THINKS,
-        "qwen3": ParserKind(partial(Think, is_open=False)),
+        "qwen3": _MAY_THINK,
         "qwen3_thinking": _ALWAYS_THINKS,
         "gpt_oss": _HARMONY,
     },

@@ -63,6 +63,8 @@ class ParserKind:
     make: Callable[[Tools], OutputParser]
     needs_special_tokens: bool = False
     """Its markers are special tokens, which must not be left out of the text."""
+    make_behind: Callable[[Tools, str], OutputParser] | None = None
+    """Instead of `make`, for one that goes by how the prompt ends, which is the text it is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,9 @@ def _named(kinds: Mapping[str, ParserKind], name: str, what: str) -> ParserKind:
     return kind
 
 
-def make_parser(kinds: Sequence[ParserKind], tools: Tools) -> OutputParser | None:
-    """A parser for one choice; None if all its text is the answer."""
-    parsers = [kind.make(tools) for kind in kinds]
+def make_parser(kinds: Sequence[ParserKind], tools: Tools, prompt_end: str = "") -> OutputParser | None:
+    """A parser for one choice; None if all its text is the answer. `prompt_end`: some characters before it."""
+    parsers = [kind.make(tools) if kind.make_behind is None else kind.make_behind(tools, prompt_end) for kind in kinds]
     if not parsers:
         return None
     return parsers[0] if len(parsers) == 1 else Chain(parsers)

@@ -23,7 +23,7 @@ from dynamo.common.generation_rules import check_request
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.frontend.preprocess.detokenize import CONTEXT_TOKENS, Detokenizer
 from dynamo.frontend.preprocess.template import ChatTemplate
-from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
 from dynamo.frontend.preprocess.tokenizer import Tokenizer
 
 _MANY_MESSAGES = 32
@@ -158,7 +158,7 @@ class TextModel:
 
     async def _encode(self, text: str, *, special_tokens: bool) -> list[int]:
         if len(text) > self._max_chars:
-            raise InvalidRequest(
+            raise ContextExceeded(
                 f"the prompt has {len(text)} characters, more than fit into the model's context of "
                 f"{self._info.context_length} tokens or the limit of {self._limits.max_prompt_chars} characters",
                 param="prompt",
@@ -186,7 +186,7 @@ class TextModel:
         """Tokens left for the answer."""
         room = self._info.context_length - prompt_tokens
         if room < 1:
-            raise InvalidRequest(
+            raise ContextExceeded(
                 f"the prompt has {prompt_tokens} tokens, which leaves no room for an answer in the model's context of "
                 f"{self._info.context_length} tokens",
                 param="prompt",

@@ -7,7 +7,12 @@ from typing import Any
 
 import msgspec
 
+from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import FinishReason, Sampling, Stop
+
+
+class ContextExceeded(InvalidRequest):
+    """The prompt does not fit into the model's context."""
 
 
 class TextRequest(msgspec.Struct, frozen=True, kw_only=True):

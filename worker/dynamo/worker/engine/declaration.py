@@ -218,7 +218,7 @@ def from_model_config(config: ModelConfig, folder: Path | None = None) -> Declar
         max_batch_size=config.max_batch_size,
         decoupled=config.model_transaction_policy.decoupled,
         versions=tuple(str(version) for version in sorted(config.version_policy.specific.versions)) or ("1",),
-        batching=_config_batching(config.dynamic_batching) if choice == "dynamic_batching" else None,
+        batching=from_dynamic_batching(config.dynamic_batching) if choice == "dynamic_batching" else None,
         concurrency=sum(counts) or None,
         platform=config.platform or "dynamo",
         backend=config.backend or "dynamo",
@@ -248,7 +248,7 @@ def _labels(item: ModelOutput, folder: Path | None) -> tuple[str, ...]:
         raise InvalidRequest(f"the label file of output '{item.name}' cannot be read: {error}") from error
 
 
-def _config_batching(settings: ModelDynamicBatching) -> Batching:
+def from_dynamic_batching(settings: ModelDynamicBatching) -> Batching:
     return Batching(
         preferred_batch_size=tuple(settings.preferred_batch_size),
         max_queue_delay_us=settings.max_queue_delay_microseconds,

@@ -34,8 +34,10 @@ import xllamacpp
 from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, Overloaded, Unavailable
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.gguf import CONTROL, GgufModel
+from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.worker.engine.base import Context, Load
+from dynamo.worker.engine.llama_cache import KeptAnswers
 from dynamo.worker.engine.llama_request import Options, check_request, pass_options, sampling_options
 from dynamo.worker.engine.llama_stream import Chunk, Step, TokenReader, Vocabulary, decode_chunk
 
@@ -49,6 +51,9 @@ PREFILL_TOKENS = 128
 """Prompt tokens in one step: running choices wait that long for their next token, and so does a cancel."""
 PREFIX_CACHE_MIB = 256
 """Memory for prompts that had to leave their slot."""
+BLOCK_TOKENS = 16
+"""llama.cpp finds prompts token by token; routers are told of so many at a time."""
+_KV_VALUE_BYTES = 2
 
 
 def find_model(model: str) -> Path:
@@ -81,16 +86,16 @@ class _Choice:
     created: float = field(default_factory=time.monotonic)
     is_cancelled: bool = False
     is_finished: bool = False
-    made: int = 0
-    """Tokens so far."""
+    tokens: list[int] = field(default_factory=list)
+    """What was made so far."""
     error: BaseException | None = None
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     cached_tokens: int = 0
 
     def add(self, steps: Sequence[Step], reason: FinishReason | None = None, stop_token: int | None = None) -> None:
-        self.made += len(steps)
         tokens = tuple(step[0][0] for step in steps)
+        self.tokens += tokens
         logprobs = [*steps] if self.request.logprobs is not None else None
         self.post(Delta(tokens, self.index, reason, logprobs, stop_token))
 
@@ -125,7 +130,7 @@ class _Completion:
         if (error := chunk.to_error()) is not None:
             raise error
         choice = self._choice
-        if not choice.made:
+        if not choice.tokens:
             choice.cached_tokens, choice.prefill_ms = chunk.timings.cache_n, chunk.timings.prompt_ms
         steps = self._reader.feed(chunk)
         match chunk.finish_reason:
@@ -212,6 +217,9 @@ class LlamaEngine:
         self._waiting: dict[_Choice, None] = {}
         """In the order in which they came."""
         self._running: set[_Choice] = set()
+        self._callbacks: list[Callable[[], None]] = []
+        self.kv = KvState()
+        self._kept = KeptAnswers(self.kv, BLOCK_TOKENS, slots=self._slots, aside_tokens=0)
 
     async def start(self) -> ModelCard:
         """Raises InvalidRequest or Unsupported for a file that is no usable GGUF model, or not with the asked context."""
@@ -233,6 +241,9 @@ class LlamaEngine:
         except Exception as error:
             raise InvalidRequest(f"llama.cpp cannot load {self.path}: {error}") from error
         self._pool = ThreadPoolExecutor(self._slots, thread_name_prefix="llama")
+        token_bytes = model.kv_values_per_token * _KV_VALUE_BYTES
+        aside_tokens = (PREFIX_CACHE_MIB << 20) // token_bytes if token_bytes else 0
+        self._kept = KeptAnswers(self.kv, BLOCK_TOKENS, slots=self._slots, aside_tokens=aside_tokens)
         return ModelCard(
             name=self._name,
             kind=ModelKind.LLM,
@@ -245,6 +256,8 @@ class LlamaEngine:
                 eos_token=model.token_text(model.eos_token_id),
                 eos_token_ids=model.end_token_ids,
                 add_bos=model.add_bos,
+                block_size=BLOCK_TOKENS,
+                total_blocks=self._total_blocks,
                 max_num_seqs=self._slots,
                 max_batched_tokens=max(PREFILL_TOKENS, self._slots),
             ),
@@ -295,7 +308,7 @@ class LlamaEngine:
             first = choices[0]
             yield Summary(
                 prompt_tokens=request.prompt_tokens,
-                output_tokens=sum(choice.made for choice in choices),
+                output_tokens=sum(len(choice.tokens) for choice in choices),
                 cached_tokens=first.cached_tokens,
                 queue_ms=first.queue_ms,
                 prefill_ms=first.prefill_ms,
@@ -332,14 +345,34 @@ class LlamaEngine:
             del self._waiting[choice]
             self._running.add(choice)
             self._pool.submit(self._serve, choice, loop)
+        for callback in self._callbacks:
+            callback()
 
     def _ended(self, choice: _Choice, loop: asyncio.AbstractEventLoop) -> None:
         self._running.discard(choice)
+        if choice.tokens:
+            self._kept.add(choice.request.prompt, choice.tokens, choice.cached_tokens)
         choice.post(choice.error)
         self._fill_slots(loop)
 
     def load(self) -> Load:
-        return Load(waiting=len(self._waiting), running=len(self._running))
+        running = [len(choice.tokens) + choice.request.prompt_tokens for choice in self._running]
+        unprefilled = [choice for choice in (*self._waiting, *self._running) if not choice.tokens]
+        return Load(
+            waiting=len(self._waiting),
+            running=len(self._running),
+            active_blocks=sum(-(-tokens // BLOCK_TOKENS) for tokens in running),
+            total_blocks=self._total_blocks,
+            queued_prefill_tokens=sum(choice.request.prompt_tokens for choice in unprefilled),
+        )
+
+    @property
+    def _total_blocks(self) -> int:
+        return self._slots * (self._context_length // BLOCK_TOKENS)
+
+    def on_step(self, callback: Callable[[], None]) -> None:
+        """`callback` is called when answers begin and end: what is cached changes only then."""
+        self._callbacks.append(callback)
 
     async def close(self) -> None:
         pool, self._pool = self._pool, None

@@ -8,11 +8,13 @@
 | `echo:llm`, `echo:llm:tokenizer.json` | echo as a language model, of bytes or of that tokenizer's tokens |
 | `module:Class`, `path/to/file.py:Class` | python |
 | a `.gguf` file, `smollm2` | llama |
+| a folder of folders with `config.pbtxt` | repository: see `dynamo.worker.repository` |
 | `sim`, `sim:blocks=512,block_size=16,speedup=0,…` | sim: a simulated engine; see `sim_config` for what can be set |
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,7 +22,7 @@ from tokenizers import Tokenizer
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import Role
-from dynamo.worker.config import EngineKind
+from dynamo.worker.config import EngineKind, RepositoryOptions
 from dynamo.worker.engine.base import Engine, TensorEngine
 from dynamo.worker.engine.declaration import PBTXT_SUFFIX, YAML_SUFFIXES, Declaration, read_declaration
 from dynamo.worker.engine.echo import CHAT_TEMPLATE, EchoTensors, EchoTokens, byte_tokenizer, echo_declaration, parse_tensors
@@ -28,6 +30,9 @@ from dynamo.worker.engine.python import PythonEngine
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.engine.sim.scheduler import SchedulerConfig
 from dynamo.worker.engine.sim.timing import TimingModel
+from dynamo.worker.repository.engine import RepositoryEngine
+from dynamo.worker.repository.layout import is_repository
+from dynamo.worker.repository.models import RepositorySettings
 
 AnyEngine: TypeAlias = Engine | TensorEngine
 
@@ -50,7 +55,11 @@ def choose_engine(model: str) -> EngineKind:
     if colon and where and name.isidentifier():
         return EngineKind.PYTHON
     if model and Path(model).is_dir():
-        raise InvalidRequest(f"no engine of this version serves the folder {model}; it serves .gguf files and Python classes")
+        if is_repository(Path(model)):
+            return EngineKind.REPOSITORY
+        raise InvalidRequest(
+            f"no engine of this version serves the folder {model}; it serves model repositories, .gguf files and Python classes"
+        )
     raise InvalidRequest(
         f"model {model!r} is nothing that can be served: give a .gguf file, {', '.join(BUILT_IN_MODELS)}, "
         "module:Class, path/to/file.py:Class, echo or sim"
@@ -77,8 +86,40 @@ def make_engine(
             return PythonEngine.load(model, name=name)
         case EngineKind.LLAMA:
             return _make_llama(model, name, threads, max_num_seqs, context_length)
+        case EngineKind.REPOSITORY:
+            raise InvalidRequest(f"a model repository has names of its own: give {model} as --model-repository, without a name")
         case EngineKind.SIM:
             return SimEngine(sim_config(model.removeprefix("sim").removeprefix(":"), name, max_num_seqs, context_length))
+
+
+def split_repositories(
+    models: Iterable[tuple[str, str]], kind: EngineKind | None
+) -> tuple[list[tuple[str, str]], tuple[Path, ...]]:
+    """Of models and their names those that are one, and the folders of those that are whole repositories of them.
+
+    Raises InvalidRequest for what is neither.
+    """
+    single: list[tuple[str, str]] = []
+    folders: list[Path] = []
+    for model, name in models:
+        if name or (kind or choose_engine(model)) is not EngineKind.REPOSITORY:
+            single.append((model, name))
+        else:
+            folders.append(Path(model))
+    return single, tuple(folders)
+
+
+def make_repository(options: RepositoryOptions, folders: tuple[Path, ...], drain_s: float) -> RepositoryEngine:
+    """An engine for model repositories, not started. Raises InvalidRequest for a folder that is not there."""
+    settings = RepositorySettings(
+        folders=tuple(folder.expanduser().resolve() for folder in folders),
+        auto_complete=options.auto_complete,
+        default_max_batch_size=options.default_max_batch_size,
+        drain_s=drain_s,
+        path_roots=options.path_roots,
+        path_max_bytes=options.path_max_bytes,
+    )
+    return RepositoryEngine(settings, options.control_mode, options.load, exit_on_error=options.exit_on_error)
 
 
 def sim_config(settings: str, name: str, max_num_seqs: int | None, context_length: int | None) -> SimConfig:

@@ -101,7 +101,7 @@ class Messages:
         request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
         asked = to_text(request, edge.plane.card(request.model), edge.parsers, edge.limits)
         kind = RequestType.STREAM if request.stream else RequestType.UNARY
-        generation = edge.plane.generate(asked.text, caller.call(endpoint="messages", request_type=kind))
+        generation = edge.plane.generate(asked.text, caller.call(endpoint="anthropic_messages", request_type=kind))
         async with exchange.attended(), generation:
             if request.stream:
                 await _stream(exchange, generation, asked)
@@ -124,7 +124,7 @@ async def _stream(exchange: Exchange, generation: Generation, asked: Asked) -> N
 
 
 async def _read_all(generation: Generation, asked: Asked, writer: MessageWriter, write: Any) -> None:
-    parser = make_parser(asked.parsers, asked.tools)
+    parser = make_parser(asked.parsers, asked.tools, generation.prompt_end)
     while deltas := await generation.read():
         for delta in deltas:
             writer.add(delta, parser)

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dynamo.common.errors import InvalidRequest, PayloadTooLarge, Unsupported
+from dynamo.common.errors import InvalidRequest, PayloadTooLarge
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.exchange import Exchange
 
@@ -17,11 +17,12 @@ _WINDOW_BITS: Mapping[str, int] = {"gzip": 31, "deflate": 15}
 _BRIEF_BYTES = 16 * 1024
 """More than this is (de)compressed in a thread."""
 _WORTHWHILE_BYTES = 1024
+_MAX_DIGITS = 19
 _LEVEL = 1
 """Answers are mostly numbers, which higher levels do not make smaller."""
 
 
-class UnknownEncoding(Unsupported):
+class UnknownEncoding(InvalidRequest):
     """The request is compressed in a way that is not understood here."""
 
 
@@ -79,11 +80,11 @@ def split(body: bytes, json_length: str | None) -> Parts:
     if json_length is None:
         return Parts(body, whole[len(body) :], is_raw=False)
     text = json_length.strip()
-    if not (text.isascii() and text.isdecimal() and int(text[:20]) <= len(body)):
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS and int(text) <= len(body)):
         raise InvalidRequest(
             f"the header Inference-Header-Content-Length is {text[:40]!r}; it must be between 0 and the body's {len(body)} bytes"
         )
-    length = int(text[:20])
+    length = int(text)
     json = body if length == len(body) else body[:length]
     return Parts(json, whole[length:], is_raw=length == 0)
 

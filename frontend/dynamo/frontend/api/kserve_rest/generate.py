@@ -53,9 +53,7 @@ async def answer_generate_stream(plane: DataPlane, exchange: Exchange, target: T
         await stream.end(b"")
 
 
-async def _read(
-    plane: DataPlane, exchange: Exchange, target: Target, request_type: RequestType
-) -> tuple[Asked, ModelCard, Call]:
+async def _read(plane: DataPlane, exchange: Exchange, target: Target, request_type: RequestType) -> tuple[Asked, ModelCard, Call]:
     caller = Caller.read(exchange.headers.items())
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation

@@ -126,7 +126,7 @@ def _texts(name: str, value: object) -> list[str]:
             return [orjson.dumps(value).decode()]
         except orjson.JSONEncodeError as error:
             raise InvalidRequest(f"'messages' cannot be read: {error}", param=name) from None
-    texts = value if isinstance(value, list) else [value]
+    texts: list[Any] = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in texts):
         raise InvalidRequest(f"'{name}' must be a string, or an array of strings", param=name)
     return texts

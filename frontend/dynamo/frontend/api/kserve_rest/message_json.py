@@ -5,15 +5,18 @@ Unlike protobuf's own JSON form: 64-bit numbers are numbers, and fields at their
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+
+Field: TypeAlias = Any
+"""A FieldDescriptor of whichever implementation protobuf runs on; the stubs do not agree on one."""
 
 
 def to_json(message: Message) -> dict[str, Any]:
     """Sub-messages and members of a oneof that are not set are left out."""
     found: dict[str, Any] = {}
+    field: Field
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if _is_map(field):
@@ -26,7 +29,7 @@ def to_json(message: Message) -> dict[str, Any]:
     return found
 
 
-def _value(field: FieldDescriptor, value: Any) -> Any:
+def _value(field: Field, value: Any) -> Any:
     if isinstance(value, Message):
         return to_json(value)
     if field.enum_type is not None:
@@ -35,5 +38,6 @@ def _value(field: FieldDescriptor, value: Any) -> Any:
     return value.decode("latin-1") if isinstance(value, bytes) else value
 
 
-def _is_map(field: FieldDescriptor) -> bool:
-    return field.message_type is not None and field.message_type.GetOptions().map_entry
+def _is_map(field: Field) -> bool:
+    of = field.message_type
+    return of is not None and bool(of.GetOptions().map_entry)

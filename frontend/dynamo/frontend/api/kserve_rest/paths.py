@@ -17,6 +17,8 @@ class Resource(StrEnum):
     LIVE = "live"
     READY = "ready"
     INDEX = "index"
+    LOAD = "load"
+    UNLOAD = "unload"
     ALL_STATISTICS = "all statistics"
     MODEL = "model"
     MODEL_READY = "model ready"
@@ -70,8 +72,10 @@ def find(raw_path: bytes) -> Target | None:
             return Target(Resource.REFUSED, "TraceSetting")
         case ["logging"]:
             return Target(Resource.REFUSED, "LogSettings")
-        case ["repository", *_, "load" | "unload" as word]:
-            return Target(Resource.REFUSED, f"RepositoryModel{word.capitalize()}")
+        case ["repository", "models", _, *_, "load" | "unload" as word]:
+            return Target(Resource(word), "/".join(words[2:-1]))
+        case ["repository", repository, "models", _, *_, "load" | "unload" as word]:
+            return Target(Resource(word), "/".join(words[3:-1]), repository=repository)
         case ["systemsharedmemory" | "cudasharedmemory" as memory, *_, "status" | "register" | "unregister" as word]:
             return Target(Resource.REFUSED, f"{_MEMORIES[memory]}{word.capitalize()}")
         case ["models", _, *_]:

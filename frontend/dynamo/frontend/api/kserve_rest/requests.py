@@ -23,13 +23,16 @@ from dynamo.frontend.api.kserve_rest.elements import to_raw
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest
 
 D = TypeVar("D")
+"""How `data` is kept."""
 T = TypeVar("T")
 
 Parameters = Mapping[str, Any]
 """By name; JSON of any kind until `set_parameter` has looked at it."""
 
 
-class _Input(msgspec.Struct, Generic[D]):
+class InputTensor(msgspec.Struct, Generic[D]):
+    """Has either `data` or, for a tensor that follows the JSON in binary, the parameter `binary_data_size`."""
+
     name: str
     shape: list[int]
     datatype: str
@@ -37,21 +40,23 @@ class _Input(msgspec.Struct, Generic[D]):
     data: D | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Output(msgspec.Struct):
+class RequestedOutput(msgspec.Struct):
+    """The parameter `binary_data` asks for it in binary."""
+
     name: str
     parameters: dict[str, Any] | None = None
 
 
-class _Message(msgspec.Struct, Generic[D]):
-    """The JSON of a request. Names that are not known mean nothing, as in protobuf. D: how `data` is kept."""
+class InferRequest(msgspec.Struct, Generic[D]):
+    """The JSON of a request. Names that are not known mean nothing, as in protobuf."""
 
-    inputs: list[_Input[D]]
+    inputs: list[InputTensor[D]]
     id: str | None = None
     parameters: dict[str, Any] | None = None
-    outputs: list[_Output] | None = None
+    outputs: list[RequestedOutput] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Message[msgspec.Raw])
+_decoder = msgspec.json.Decoder(InferRequest[msgspec.Raw])
 _anything = msgspec.json.Decoder()
 
 
@@ -104,15 +109,15 @@ def _json_request(parts: Parts, model: str, version: str, max_depth: int) -> tup
     return TensorRequest.build(head, raws), OutputForm(usual, own)
 
 
-def _decode(body: bytes, max_depth: int) -> _Message[msgspec.Raw] | _Message[Any]:
+def _decode(body: bytes, max_depth: int) -> InferRequest[msgspec.Raw] | InferRequest[Any]:
     try:
-        found: _Message[msgspec.Raw] | _Message[Any] = _decoder.decode(body)
+        found: InferRequest[msgspec.Raw] | InferRequest[Any] = _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         loose = _decode_loosely(body, error, max_depth)
         try:
-            return msgspec.convert(loose, _Message[Any])
+            return msgspec.convert(loose, InferRequest[Any])
         except msgspec.ValidationError as wrong:
             raise invalid(str(wrong)) from None
     except RecursionError:
@@ -155,11 +160,11 @@ def _too_deep(max_depth: int) -> InvalidRequest:
     return InvalidRequest(f"the body nests arrays and objects deeper than {max_depth} levels")
 
 
-def _size(tensor: _Input[Any]) -> object:
+def _size(tensor: InputTensor[Any]) -> object:
     return tensor.parameters.get("binary_data_size") if tensor.parameters else None
 
 
-def _input(head: ModelInferRequest, tensor: _Input[Any], left: memoryview) -> Buffer:
+def _input(head: ModelInferRequest, tensor: InputTensor[Any], left: memoryview) -> Buffer:
     """Describes an input in `head`; its data in raw form, where binary the beginning of `left`."""
     what = f"input '{tensor.name[:80]}'"
     kind = datatype_named(tensor.datatype, what)
@@ -181,13 +186,11 @@ def _input(head: ModelInferRequest, tensor: _Input[Any], left: memoryview) -> Bu
         raise InvalidRequest(f"parameter 'binary_data_size' of {what} must be a whole number of bytes, 0 or more")
     if size > len(left):
         missing = str(size - len(left)) if size < 2**63 else "more"
-        raise InvalidRequest(
-            f"unexpected size for {what}, expecting {missing} additional bytes for model '{head.model_name}'"
-        )
+        raise InvalidRequest(f"unexpected size for {what}, expecting {missing} additional bytes for model '{head.model_name}'")
     return left[:size]
 
 
-def _output(head: ModelInferRequest, output: _Output, own: dict[str, bool]) -> None:
+def _output(head: ModelInferRequest, output: RequestedOutput, own: dict[str, bool]) -> None:
     into = head.outputs.add(name=output.name)
     what = f"output '{output.name[:80]}'"
     for key, value in (output.parameters or {}).items():

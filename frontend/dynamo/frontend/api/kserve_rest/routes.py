@@ -1,6 +1,6 @@
 """KServe v2 over HTTP: every path below /v2.
 
-    app = make_app([*kserve_rest_routes(readiness, options), …])
+app = make_app([*kserve_rest_routes(readiness, options), …])
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import orjson
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from dynamo.common.errors import InvalidRequest, ModelNotFound, Unsupported
+from dynamo.common.errors import ModelNotFound, Unsupported
 from dynamo.frontend.api import kserve_messages
 from dynamo.frontend.api.exchange import JSON, Endpoint, ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.kserve_rest.bodies import UnknownEncoding, read_body
+from dynamo.frontend.api.kserve_rest.bodies import UnknownEncoding
 from dynamo.frontend.api.kserve_rest.generate import answer_generate, answer_generate_stream
 from dynamo.frontend.api.kserve_rest.infer import answer_infer
 from dynamo.frontend.api.kserve_rest.message_json import to_json
 from dynamo.frontend.api.kserve_rest.paths import Resource, Target, find
-from dynamo.frontend.api.kserve_rest.requests import decode_object
+from dynamo.frontend.api.kserve_rest.repository import answer_index, answer_load, answer_unload
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 
@@ -64,6 +64,8 @@ class KserveRest:
             Resource.LIVE: _Resource(get, self._live),
             Resource.READY: _Resource(get, self._ready),
             Resource.INDEX: _Resource(both, self._index),
+            Resource.LOAD: _Resource(post, self._load),
+            Resource.UNLOAD: _Resource(post, self._unload),
             Resource.ALL_STATISTICS: _Resource(get, self._statistics),
             Resource.MODEL: _Resource(get, self._model),
             Resource.MODEL_READY: _Resource(get, self._model_ready),
@@ -89,7 +91,7 @@ class KserveRest:
             try:
                 await resource.answer(exchange, target, method)
             except UnknownEncoding as error:
-                await _error(exchange, 501, str(error), (b"accept-encoding", b"gzip, deflate"))
+                await _error(exchange, 415, str(error), (b"accept-encoding", b"gzip, deflate"))
 
         await Endpoint(handle, ERRORS, self._settings)(scope, receive, send)
 
@@ -125,14 +127,13 @@ class KserveRest:
         await _send(exchange, to_json(statistics))
 
     async def _index(self, exchange: Exchange, target: Target, method: str) -> None:
-        body = await read_body(exchange) if method == "POST" else b""
-        only_ready = decode_object(body, exchange.settings.max_json_depth).get("ready", False) if body else False
-        if not isinstance(only_ready, bool):
-            raise InvalidRequest("'ready' must be true or false")
-        if target.repository:
-            raise InvalidRequest("there is one repository, without a name: leave 'repository_name' empty")
-        index = kserve_messages.repository_index(self._readiness.plane.cards(), self._readiness.is_model_ready)
-        await _send(exchange, [to_json(entry) for entry in index.models if entry.state == "READY" or not only_ready])
+        await answer_index(self._readiness, exchange, target, method)
+
+    async def _load(self, exchange: Exchange, target: Target, method: str) -> None:
+        await answer_load(self._readiness, exchange, target)
+
+    async def _unload(self, exchange: Exchange, target: Target, method: str) -> None:
+        await answer_unload(self._readiness, exchange, target)
 
     async def _refuse(self, exchange: Exchange, target: Target, method: str) -> None:
         why = kserve_messages.REFUSED.get(target.model)

@@ -13,19 +13,26 @@ class CachedTokens(Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class CompletionTokens(Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens = CachedTokens()
+    completion_tokens_details: CompletionTokens | UnsetType = UNSET
+    """Of models whose reasoning is told apart."""
 
     @classmethod
-    def of(cls, summary: Summary) -> Usage:
+    def of(cls, summary: Summary, reasoning_tokens: int | None = None) -> Usage:
         return cls(
             prompt_tokens=summary.prompt_tokens,
             completion_tokens=summary.output_tokens,
             total_tokens=summary.prompt_tokens + summary.output_tokens,
             prompt_tokens_details=CachedTokens(summary.cached_tokens),
+            completion_tokens_details=UNSET if reasoning_tokens is None else CompletionTokens(reasoning_tokens),
         )
 
 

@@ -27,6 +27,7 @@ from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_usag
 from dynamo.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.to_text import Asked, call_of, chat_to_text
+from dynamo.frontend.api.reasoning_tokens import ReasoningTokens
 from dynamo.frontend.api.text_rules import new_tool_call_id, parsed
 from dynamo.frontend.api.token_texts import TokenTexts
 from dynamo.frontend.data_plane import Generation
@@ -66,19 +67,20 @@ class ChatCompletions:
         self, exchange: Exchange, generation: Generation, head: Head, asked: Asked, texts: TokenTexts | None, extras: Extras
     ) -> None:
         text = asked.texts[0]
-        chunks = ChatChunks(head, asked.n, _parsers(asked), texts, text.logprobs or 0)
+        chunks = ChatChunks(head, asked.n, _parsers(asked, generation), texts, text.logprobs or 0)
         async with exchange.events() as stream:
             if extras.annotations:
                 model = await self._edge.plane.text_model(text.model)
                 if annotations := await extras.before(generation, model, text, exchange.request_id):
                     await stream.write(b"".join(annotations))
             await write_stream(stream, generation, extras.watched(chunks))
-            await stream.end(b"".join(extras.after(generation)) + last_chunk(head, generation.summary, extras.fields(generation)))
+            last = last_chunk(head, generation.summary, extras.fields(generation), chunks.reasoning_tokens)
+            await stream.end(b"".join(extras.after(generation)) + last)
 
     async def _answer(
         self, exchange: Exchange, generation: Generation, head: Head, asked: Asked, texts: TokenTexts | None, extras: Extras
     ) -> None:
-        parsers: Sequence[OutputParser | None] = _parsers(asked) or [None] * asked.n
+        parsers: Sequence[OutputParser | None] = _parsers(asked, generation) or [None] * asked.n
         folds = [ChatFold(parser, texts, asked.texts[0].logprobs or 0) for parser in parsers]
         while deltas := await generation.read():
             for delta in deltas:
@@ -94,7 +96,7 @@ class ChatCompletions:
             created=head.created,
             model=head.model,
             choices=choices,
-            usage=Usage.of(generation.summary),
+            usage=Usage.of(generation.summary, sum(fold.reasoning.count for fold in folds) if parsers[0] is not None else None),
             nvext=extras.fields(generation) or UNSET,
         )
         await exchange.answer(encode(answer))
@@ -105,9 +107,12 @@ class ChatCompletions:
         return TokenTexts((await self._edge.plane.text_model(request.model)).tokenizer)
 
 
-def _parsers(asked: Asked) -> list[OutputParser]:
+def _parsers(asked: Asked, generation: Generation) -> list[OutputParser]:
     """One for each choice; none if the model's text is the answer as it is."""
-    found = [make_parser(asked.parsers, asked.tools) for _ in range(asked.n)] if asked.parsers else []
+    if not asked.parsers:
+        return []
+    before = generation.prompt_end
+    found = [make_parser(asked.parsers, asked.tools, before) for _ in range(asked.n)]
     return [parser for parser in found if parser is not None]
 
 
@@ -121,6 +126,7 @@ class ChatFold:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []
+        self.reasoning = ReasoningTokens()
         self._logprobs: list[TokenLogprob] | None = None
         self._reason: FinishReason | None = None
 
@@ -128,7 +134,9 @@ class ChatFold:
         if self._parser is None:
             self._content.append(delta.text)
         else:
-            self._take(parsed(self._parser, delta))
+            parts = parsed(self._parser, delta)
+            self.reasoning.add(parts, len(delta.tokens))
+            self._take(parts)
         if self._texts is not None and delta.logprobs is not None:
             self._logprobs = (self._logprobs or []) + chat_logprobs(delta.logprobs, self._texts, self._top)
         self._reason = delta.finish_reason or self._reason

@@ -11,6 +11,7 @@ import msgspec
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.openai.answers import Usage
 from dynamo.frontend.api.openai.logprobs import CompletionLogprobWriter, chat_logprobs
+from dynamo.frontend.api.reasoning_tokens import ReasoningTokens
 from dynamo.frontend.api.text_rules import new_tool_call_id, parsed
 from dynamo.frontend.api.token_texts import TokenTexts
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, ToolCall
@@ -79,7 +80,13 @@ class ChatChunks:
         self._texts = logprobs
         self._top = top_logprobs
         self._called: set[int] = set()
+        self._reasoning = [ReasoningTokens() for _ in parsers]
         self._is_plain = not parsers and logprobs is None
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """None if reasoning is not told apart."""
+        return sum(reasoning.count for reasoning in self._reasoning) if self._reasoning else None
 
     def add(self, delta: TextDelta, events: list[bytes]) -> None:
         index = delta.index
@@ -99,6 +106,8 @@ class ChatChunks:
     def _add_parsed(self, delta: TextDelta, events: list[bytes]) -> None:
         index = delta.index
         parts = parsed(self._parsers[index], delta) if self._parsers else [Content(delta.text)] if delta.text else []
+        if self._reasoning:
+            self._reasoning[index].add(parts, len(delta.tokens))
         logprobs = b"null"
         if self._texts is not None and delta.logprobs:
             logprobs = b'{"content":' + encode(chat_logprobs(delta.logprobs, self._texts, self._top)) + b',"refusal":null}'

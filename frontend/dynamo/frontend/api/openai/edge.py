@@ -80,8 +80,8 @@ def wants_usage(request: Sampled) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
 
 
-def last_chunk(head: Head, summary: Summary, nvext: dict[str, Any] | None) -> bytes:
-    return head.last(Usage.of(summary) if head.usage else None, nvext)
+def last_chunk(head: Head, summary: Summary, nvext: dict[str, Any] | None, reasoning_tokens: int | None = None) -> bytes:
+    return head.last(Usage.of(summary, reasoning_tokens) if head.usage else None, nvext)
 
 
 # NVIDIA's extension

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.security.accounts import charge
 from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import bf16_to_float32, element_count, encode_bytes, to_numpy, typed_to_raw
@@ -53,6 +54,7 @@ class EmbeddingsEndpoint:
         async with exchange.attended():
             answer = await plane.infer(tensors, call)
         vectors, tokens = from_tensors(bytes(answer), len(texts))
+        charge(tokens)
         if request.dimensions is not None:
             vectors = shortened(vectors, request.dimensions)
         data = [

@@ -8,6 +8,7 @@ from dynamo.common.errors import Code, DynamoError, InvalidRequest
 from dynamo.frontend.api.exchange import ErrorForm
 from dynamo.frontend.api.openai.answers import ErrorAnswer, ErrorInfo
 from dynamo.frontend.api.statuses import public_message
+from dynamo.frontend.preprocess.text import ContextExceeded
 
 _TYPES = {
     401: "authentication_error",
@@ -34,7 +35,7 @@ def error_info(error: BaseException, status: int) -> ErrorInfo:
         message=public_message(error),
         type=_TYPES.get(status, "invalid_request_error" if status < 500 else "internal_error"),
         param=error.param if isinstance(error, InvalidRequest) else "model" if code is Code.NOT_FOUND else None,
-        code=_CODES.get(code, code.value),
+        code="context_length_exceeded" if isinstance(error, ContextExceeded) else _CODES.get(code, code.value),
     )
 
 

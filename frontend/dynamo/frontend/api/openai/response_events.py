@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.common.generation import FinishReason, Summary
+from dynamo.frontend.api.reasoning_tokens import ReasoningTokens
 from dynamo.frontend.api.text_rules import new_tool_call_id
 from dynamo.frontend.preprocess.parsers import Content, Part, Reasoning, ToolCall
 
@@ -49,12 +50,12 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] = {}
 
 
-def usage_of(summary: Summary) -> dict[str, Any]:
+def usage_of(summary: Summary, reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": summary.prompt_tokens,
         "input_tokens_details": {"cached_tokens": summary.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": summary.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": summary.prompt_tokens + summary.output_tokens,
     }
 
@@ -63,6 +64,7 @@ class ResponseWriter:
     """Turns parts into items and, for streams, into events, which `take` gives."""
 
     def __init__(self, response: ResponseObject, *, stream: bool) -> None:
+        self.reasoning = ReasoningTokens()
         self._response = response
         self._stream = stream
         self._sequence = 0
@@ -112,7 +114,7 @@ class ResponseWriter:
             completed_at=None if is_cut else int(now),
             incomplete_details={"reason": why} if is_cut else None,
             output=self._output,
-            usage=usage_of(summary),
+            usage=usage_of(summary, self.reasoning.count),
         )
         self._emit("response.incomplete" if is_cut else "response.completed", response=response)
         return response

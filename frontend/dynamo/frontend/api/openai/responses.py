@@ -47,7 +47,7 @@ class Responses:
 
     async def _answer(self, exchange: Exchange, generation: Generation, asked: Asked, response: ResponseObject) -> None:
         writer = ResponseWriter(response, stream=False)
-        parser = make_parser(asked.parsers, asked.tools)
+        parser = make_parser(asked.parsers, asked.tools, generation.prompt_end)
         reason = None
         while deltas := await generation.read():
             reason = _add(deltas, writer, parser) or reason
@@ -55,7 +55,7 @@ class Responses:
 
     async def _stream(self, exchange: Exchange, generation: Generation, asked: Asked, response: ResponseObject) -> None:
         writer = ResponseWriter(response, stream=True)
-        parser = make_parser(asked.parsers, asked.tools)
+        parser = make_parser(asked.parsers, asked.tools, generation.prompt_end)
         reason = None
         async with exchange.events() as stream:
             try:
@@ -76,6 +76,7 @@ def _add(deltas: list[TextDelta], writer: ResponseWriter, parser: OutputParser |
     reason = None
     for delta in deltas:
         parts: list[Part] = parsed(parser, delta) if parser is not None else [Content(delta.text)] if delta.text else []
+        writer.reasoning.add(parts, len(delta.tokens))
         for part in parts:
             writer.add(part)
         reason = delta.finish_reason or reason

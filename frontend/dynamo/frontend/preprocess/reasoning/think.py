@@ -15,6 +15,12 @@ _MAX_LAYOUT_CHARS = 64
 """White space there may be before the opening tag."""
 
 
+def think(tools: Tools, prompt_end: str = "", *, is_open: bool) -> Think:
+    """For an answer behind `prompt_end`, in which the chat template may have opened the thoughts, or closed them at once."""
+    before = prompt_end.rstrip()
+    return Think(tools, is_open=before.endswith(_OPEN) or (is_open and not before.endswith(_CLOSE)))
+
+
 class Think(Reader):
     """The text up to the closing tag is reasoning: to the end, if there is none. Later tags are text of the answer."""
 

@@ -14,12 +14,12 @@ _MARKERS = Markers(_OPEN, "</tool_call>")
 class Hermes(Reader):
     def __init__(self, tools: Tools) -> None:
         super().__init__(self._content)
-        self._call = JsonCallReader(self._parts)
+        self._call = JsonCallReader(self._parts, _MARKERS)
 
     def _content(self) -> bool:
         marker = self._until(_MARKERS, self._parts.content)
         if marker == _OPEN:
-            self._call = JsonCallReader(self._parts)
+            self._call = JsonCallReader(self._parts, _MARKERS)
             self._step = self._in_call
         return bool(marker)
 

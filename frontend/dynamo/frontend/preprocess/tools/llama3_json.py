@@ -27,7 +27,7 @@ class Llama3Json(Reader):
         """What came behind a call, while it is not known whether another follows."""
 
     def _reader(self) -> JsonCallReader:
-        return JsonCallReader(self._parts, self._names.__contains__)
+        return JsonCallReader(self._parts, _MARKERS, self._names.__contains__)
 
     def _start(self) -> bool:
         """Where a call may begin."""

@@ -10,7 +10,9 @@ class Markers:
 
     def __init__(self, *markers: str) -> None:
         self._markers = sorted(markers, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, self._markers)))
+        self.pattern = "|".join(map(re.escape, self._markers))
+        """A regular expression that matches them."""
+        self._pattern = re.compile(self.pattern)
         self._beginnings = frozenset(marker[:length] for marker in markers for length in range(1, len(marker)))
         self._longest = len(self._markers[0]) - 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from dynamo.frontend.preprocess.parsers import Tools
-from dynamo.frontend.preprocess.tools.json_call import JsonCallReader, JsonEnd, Read
+from dynamo.frontend.preprocess.tools.json_call import Arguments, JsonCallReader, Read
 from dynamo.frontend.preprocess.tools.markers import Markers
 from dynamo.frontend.preprocess.tools.reader import MAX_NAME_CHARS, Reader
 
@@ -18,8 +18,8 @@ _NAME_BEGINS = re.compile(r"\s*[\w.\-]*\s*(?:\[[\w\[\]\s]*)?")
 class Mistral(Reader):
     def __init__(self, tools: Tools) -> None:
         super().__init__(self._content)
-        self._call = JsonCallReader(self._parts)
-        self._arguments = JsonEnd()
+        self._call = JsonCallReader(self._parts, _MARKERS)
+        self._arguments = Arguments(self._parts, _MARKERS)
 
     def _content(self) -> bool:
         marker = self._until(_MARKERS, self._parts.content)
@@ -41,7 +41,7 @@ class Mistral(Reader):
         return True
 
     def _begin_object(self) -> None:
-        self._call = JsonCallReader(self._parts)
+        self._call = JsonCallReader(self._parts, _MARKERS)
         self._step = self._object
 
     def _first_object(self) -> bool:
@@ -84,7 +84,7 @@ class Mistral(Reader):
         if named is not None:
             self._parts.call(named.group(1))
             self._text = self._text[named.end() :]
-            self._arguments = JsonEnd()
+            self._arguments = Arguments(self._parts, _MARKERS)
             self._step = self._in_arguments
             return True
         if not self._ended and len(self._text) <= MAX_NAME_CHARS and _NAME_BEGINS.fullmatch(text):
@@ -93,12 +93,10 @@ class Mistral(Reader):
         return True
 
     def _in_arguments(self) -> bool:
-        end = self._arguments.find(self._text)
-        if end < 0:
-            text, self._text = self._text, ""
-            self._parts.arguments(text)
+        text, self._text = self._text, ""
+        over = self._arguments.read(text, ended=self._ended)
+        if over is None:
             return False
-        self._parts.arguments(self._text[:end])
-        self._text = self._text[end:]
+        self._text = over.rest
         self._step = self._content
         return True

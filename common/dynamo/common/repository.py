@@ -1,0 +1,153 @@
+"""What a worker with a model repository says of it, and what it can be asked to do.
+
+Such a worker registers a `RepositoryInstance` beside its models, under the same lease. Frontends add these up to answer
+RepositoryIndex, and send `repository_load` and `repository_unload` to all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
+
+import msgspec
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.names import Endpoint, InstanceId
+
+LOAD = "repository_load"
+UNLOAD = "repository_unload"
+MAX_REASON_CHARS = 500
+MAX_INDEX_BYTES = 1024 * 1024
+_SUBJECT = re.compile(r"[^\s*>]+")
+
+
+class ControlMode(StrEnum):
+    """Who decides which models of a repository are loaded."""
+
+    NONE = "none"
+    """All of them, at the start."""
+    EXPLICIT = "explicit"
+    """Those named at the start, and then whoever asks for RepositoryModelLoad and RepositoryModelUnload."""
+    POLL = "poll"
+    """Whatever lies in the folder: it is looked at again and again."""
+
+
+class ModelState(StrEnum):
+    READY = "READY"
+    LOADING = "LOADING"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+class IndexEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One version of one model of a repository."""
+
+    name: str
+    version: str = ""
+    """Empty for a model that was never loaded: its versions are not known."""
+    state: ModelState = ModelState.UNAVAILABLE
+    reason: str = ""
+    """Why the model is not ready."""
+
+
+class RepositoryInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker with a repository. This is the value of its registration."""
+
+    id: InstanceId
+    endpoint: Endpoint
+    subject: str
+    """NATS subject that takes its requests."""
+    mode: ControlMode
+    entries: tuple[IndexEntry, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The etcd key of the registration."""
+        return self.endpoint.repository_key(self.id)
+
+    def encode(self) -> bytes:
+        """The JSON under `key`. Reasons are left out if the index would be too long with them. Raises InvalidRequest."""
+        value = msgspec.json.encode(self)
+        if len(value) > MAX_INDEX_BYTES:
+            bare = tuple(msgspec.structs.replace(entry, reason="") for entry in self.entries)
+            value = msgspec.json.encode(msgspec.structs.replace(self, entries=bare))
+        if len(value) > MAX_INDEX_BYTES:
+            raise InvalidRequest(f"the index of {len(self.entries)} models has {len(value)} bytes; at most {MAX_INDEX_BYTES} fit")
+        return value
+
+
+_DECODER = msgspec.json.Decoder(RepositoryInstance)
+
+
+def decode_repository(key: str, value: bytes) -> RepositoryInstance:
+    """What is registered under `key`. Raises InvalidRequest if that is no repository, or one of somebody else."""
+    try:
+        found = _DECODER.decode(value)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"it cannot be read: {error}") from None
+    if found.key != key:
+        raise InvalidRequest(f"its content belongs under {found.key}")
+    if not _SUBJECT.fullmatch(found.subject):
+        raise InvalidRequest(f"{found.subject!r} is not a subject to send requests to")
+    return found
+
+
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of `repository_load`."""
+
+    model: str
+    config: str = ""
+    """A ModelConfig as JSON, instead of the model's `config.pbtxt`."""
+    files: Mapping[str, bytes] = {}
+    """The model's files by their paths in its folder, instead of those in the repository."""
+    path: str = ""
+    """A folder or an object-store URL that holds the model, instead of the one in the repository."""
+
+
+class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of `repository_unload`."""
+
+    model: str
+    dependents: bool = False
+    """Also the models that an ensemble is made of."""
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to `repository_load`, with what the worker serves of the model now."""
+
+    versions: tuple[str, ...]
+
+
+def merge_indexes(instances: Iterable[RepositoryInstance]) -> Iterator[IndexEntry]:
+    """The repositories of several workers as one, in order of name and version.
+
+    An entry is READY if it is at one worker; its reason then names those where it is not. The version of a model that one worker
+    does not know is left out if another one does.
+    """
+    found: dict[tuple[str, str], list[tuple[InstanceId, IndexEntry]]] = {}
+    for instance in instances:
+        for entry in instance.entries:
+            found.setdefault((entry.name, entry.version), []).append((instance.id, entry))
+    known = {name for name, version in found if version}
+    for name, version in sorted(found, key=_order):
+        if version or name not in known:
+            yield _merge(found[name, version])
+
+
+def _order(key: tuple[str, str]) -> tuple[str, int, str]:
+    name, version = key
+    return name, int(version) if version.isdecimal() else 0, version
+
+
+def _merge(entries: list[tuple[InstanceId, IndexEntry]]) -> IndexEntry:
+    order = list(ModelState)
+    best = min((entry for _, entry in entries), key=lambda entry: order.index(entry.state))
+    lacking = [(where, entry) for where, entry in entries if entry.state is not ModelState.READY]
+    if len(entries) == 1 or not lacking:
+        return best
+    reasons = {entry.reason or entry.state.value for _, entry in lacking}
+    if len(lacking) == len(entries) and len(reasons) == 1:
+        return best
+    text = "; ".join(f"worker {where:x}: {entry.reason or entry.state.value}" for where, entry in sorted(lacking))
+    return msgspec.structs.replace(best, reason=text[: 4 * MAX_REASON_CHARS])

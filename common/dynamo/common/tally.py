@@ -1,0 +1,94 @@
+"""Counting that costs a hot path one addition: what was counted waits here until somebody looks at the registry.
+
+    tally = Tally(registry)                      # before the metrics it counts for
+    requests = tally.amount(counter.labels("m"))
+    requests.value += 1                          # on the event loop only
+
+A child of the metrics library takes a lock, and in a frontend of several processes a write to a mapped file, for each increment.
+Those processes `flush` every second, since another one of them may be asked.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
+
+
+class Amount:
+    """What is to be added to a bound counter or gauge."""
+
+    __slots__ = ("_metric", "value")
+
+    def __init__(self, metric: Counter | Gauge) -> None:
+        self._metric = metric
+        self.value: float = 0
+
+    def flush(self) -> None:
+        if self.value:
+            self._metric.inc(self.value)
+            self.value = 0
+
+
+class Spread:
+    """Observations for a bound histogram."""
+
+    __slots__ = ("_bounds", "_counts", "_histogram", "_is_empty", "_total")
+
+    def __init__(self, histogram: Histogram) -> None:
+        self._histogram = histogram
+        self._bounds = histogram._upper_bounds[:-1]  # what is above all of them belongs to the bucket +Inf, the last
+        self._counts = [0] * len(histogram._upper_bounds)
+        self._total = 0.0
+        self._is_empty = True
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+        self._is_empty = False
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Observations that were sorted into the same buckets already; `total` is their sum."""
+        for at, count in enumerate(counts):
+            self._counts[at] += count
+        self._total += total
+        self._is_empty = False
+
+    def flush(self) -> None:
+        if self._is_empty:
+            return
+        for bucket, count in zip(self._histogram._buckets, self._counts, strict=True):
+            if count:
+                bucket.inc(count)
+        self._histogram._sum.inc(self._total)
+        self._counts = [0] * len(self._counts)
+        self._total = 0.0
+        self._is_empty = True
+
+
+class Tally(Collector):
+    """All that waits for one registry. It shows nothing itself."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._waiting: list[Amount | Spread] = []
+        registry.register(self)  # collectors are asked in the order of their registration
+
+    def amount(self, metric: Counter | Gauge) -> Amount:
+        made = Amount(metric)
+        self._waiting.append(made)
+        return made
+
+    def spread(self, histogram: Histogram) -> Spread:
+        made = Spread(histogram)
+        self._waiting.append(made)
+        return made
+
+    def flush(self) -> None:
+        for waiting in self._waiting:
+            waiting.flush()
+
+    def collect(self) -> Iterable[Metric]:
+        self.flush()
+        return ()

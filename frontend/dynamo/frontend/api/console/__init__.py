@@ -1,0 +1,1 @@
+"""The console: one page about the fleet, and the data it and `dynamo-local top` show."""

@@ -1,0 +1,169 @@
+"""What the fleet is doing now: models, their instances, and how loaded each is.
+
+Loads are followed only while somebody looks, so that a console which nobody watches costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import Unavailable
+from dynamo.common.kv.events import LoadMessage, LoadReport
+from dynamo.common.messaging.connection import OnMessage, Subscription
+from dynamo.common.model_card import ModelCard
+from dynamo.common.names import InstanceId, instance_of, loads_subject
+from dynamo.frontend.data_plane import DataPlane
+
+log = logging.getLogger(__name__)
+
+WATCHED_S = 15.0
+"""Loads are followed for so long after each look."""
+
+
+class Bus(Protocol):
+    async def subscribe(self, subject: str, on_message: OnMessage) -> Subscription: ...
+
+
+class InstanceState(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One instance; what a load report says is None until one came, and for engines that report none."""
+
+    id: str
+    """Hexadecimal, as the header `x-dynamo-instance` takes it."""
+    component: str
+    role: str
+    backend: str
+    age_s: float
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    """Share of the KV blocks that running requests hold, 0 to 1."""
+    queued_prefill_tokens: int | None = None
+    step_ms: float | None = None
+    hit_rate: float | None = None
+    """Share of the prompt tokens this process sent there of late that were in its cache, 0 to 1."""
+
+
+class TensorState(Struct, frozen=True):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+class ModelState(Struct, frozen=True, kw_only=True):
+    name: str
+    kind: str
+    ready: bool
+    other_names: tuple[str, ...]
+    has_chat: bool
+    """It takes conversations, and not only prompts."""
+    decoupled: bool
+    inputs: tuple[TensorState, ...]
+    instances: tuple[InstanceState, ...]
+
+
+class FleetState(Struct, frozen=True, kw_only=True):
+    version: str
+    namespace: str
+    router_mode: str
+    state: str
+    explains: bool
+    """`/v1/routing/decisions` is there."""
+    models: tuple[ModelState, ...]
+
+
+class LoadWatch:
+    """The last load report of each instance, while somebody looks."""
+
+    def __init__(self, bus: Bus, namespace: str, clock: Callable[[], float]) -> None:
+        self._bus = bus
+        self._subject = loads_subject(namespace)
+        self._clock = clock
+        self._until = 0.0
+        self._reports: dict[tuple[InstanceId, str], LoadReport] = {}
+        self._following: asyncio.Task[None] | None = None
+
+    def read(self) -> Mapping[tuple[InstanceId, str], LoadReport]:
+        """By instance and model. The first look finds nothing, since reports come once a second."""
+        self._until = self._clock() + WATCHED_S
+        if self._following is None or self._following.done():
+            self._following = asyncio.create_task(self._follow(), name="console loads")
+        return self._reports
+
+    async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._following
+
+    async def _follow(self) -> None:
+        try:
+            subscription = await self._bus.subscribe(self._subject, self._on_load)
+        except Unavailable as error:
+            log.warning("loads cannot be followed for the console: %s", error)
+            return
+        try:
+            while (left := self._until - self._clock()) > 0:  # noqa: ASYNC110  # each look moves the end
+                await asyncio.sleep(left)
+        finally:
+            await subscription.close()
+            self._reports.clear()
+
+    def _on_load(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
+        try:
+            message = _decoder.decode(payload)
+            self._reports[instance_of(subject), message.model] = message.report
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.warning("a load report on %s cannot be read: %s", subject, error)
+
+
+_decoder = msgspec.msgpack.Decoder(LoadMessage)
+
+
+def model_state(
+    plane: DataPlane, card: ModelCard, reports: Mapping[tuple[InstanceId, str], LoadReport], unix_time: float
+) -> ModelState:
+    """One model and its instances as they are now."""
+    llm = card.llm
+    names = (*card.aliases, *(llm.adapters if llm is not None else ()))
+    return ModelState(
+        name=card.name,
+        kind=card.kind.value,
+        ready=plane.model_ready(card.name),
+        other_names=names,
+        has_chat=llm is not None and bool(llm.chat_template),
+        decoupled=card.decoupled,
+        inputs=tuple(TensorState(spec.name, spec.datatype, tuple(spec.shape)) for spec in card.inputs),
+        instances=tuple(
+            _instance_state(plane, instance, reports.get((instance.id, card.name)), unix_time)
+            for instance in plane.models.instances(card.name)
+        ),
+    )
+
+
+def _instance_state(plane: DataPlane, instance: Instance, report: LoadReport | None, unix_time: float) -> InstanceState:
+    state = InstanceState(
+        id=f"{instance.id:x}",
+        component=instance.endpoint.component,
+        role=instance.card.role.value,
+        backend=instance.card.backend,
+        age_s=round(max(0.0, unix_time - instance.started_at), 1),
+        hit_rate=plane.reuse.hit_rate(instance.id) if instance.card.llm is not None else None,
+    )
+    if report is None:
+        return state
+    return msgspec.structs.replace(
+        state,
+        running=report.running,
+        waiting=report.waiting,
+        kv_usage=round(report.kv_usage, 4) if report.total_blocks else None,
+        queued_prefill_tokens=report.queued_prefill_tokens,
+        step_ms=round(report.step_ms, 2),
+    )

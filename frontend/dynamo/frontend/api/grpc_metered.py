@@ -1,0 +1,118 @@
+"""`grpc_server_*` around all gRPC handlers, outermost, so that refusals count as well. The same for both servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from time import perf_counter
+
+import grpc
+import grpc.aio
+
+from dynamo.common.telemetry import GrpcMethodMetrics, GrpcServerMetrics
+from dynamo.frontend.api.grpc_server import Context, Handlers
+
+_OK = "OK"
+
+
+def metered(services: Mapping[str, Handlers], metrics: GrpcServerMetrics) -> dict[str, Handlers]:
+    """The same services, measured. Streams must be read and written by their context's `read` and `write`, as ours are."""
+    return {
+        service: {name: _metered(handler, metrics, service, name) for name, handler in handlers.items()}
+        for service, handlers in services.items()
+    }
+
+
+def _metered(
+    handler: grpc.RpcMethodHandler[bytes, bytes], metrics: GrpcServerMetrics, service: str, name: str
+) -> grpc.RpcMethodHandler[bytes, bytes]:
+    # All our handlers are coroutines of (request or request iterator, context), whichever kind of call they serve.
+    if not handler.response_streaming:
+        kind, method = "unary_unary", metrics.for_method(service, name, "unary")
+        return _replaced(handler, kind, _unary(getattr(handler, kind), method))
+    kind, grpc_type = ("stream_stream", "bidi_stream") if handler.request_streaming else ("unary_stream", "server_stream")
+    method = metrics.for_method(service, name, grpc_type)
+    return _replaced(handler, kind, _streaming(getattr(handler, kind), method, reads=handler.request_streaming))
+
+
+def _unary(
+    inner: Callable[[bytes, Context], Awaitable[bytes]], method: GrpcMethodMetrics
+) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    started, received, sent, handled = method.started, method.received, method.sent, method.handled
+
+    async def handle(request: bytes, context: Context) -> bytes:
+        begun = perf_counter()
+        started.value += 1
+        received.value += 1
+        try:
+            answer = await inner(request, context)
+        except BaseException as error:
+            handled(_code(error, context), perf_counter() - begun)
+            raise
+        sent.value += 1
+        handled(_OK, perf_counter() - begun)
+        return answer
+
+    return handle
+
+
+def _streaming(
+    inner: Callable[[object, Context], Awaitable[object]], method: GrpcMethodMetrics, *, reads: bool
+) -> Callable[[object, Context], Awaitable[object]]:
+    async def handle(request: object, context: Context) -> object:
+        begun = perf_counter()
+        method.started.value += 1
+        if not reads:
+            method.received.value += 1
+        code = _OK
+        try:
+            return await inner(request, _Counting(context, method))  # type: ignore[arg-type]  # it passes on all else
+        except BaseException as error:
+            code = _code(error, context)
+            raise
+        finally:
+            method.handled(code, perf_counter() - begun)
+
+    return handle
+
+
+class _Counting:
+    """A context that counts the messages of its call."""
+
+    def __init__(self, context: Context, method: GrpcMethodMetrics) -> None:
+        self._context = context
+        self._received = method.received
+        self._sent = method.sent
+        self._read: Callable[[], Awaitable[object]] = context.read
+        self._write = context.write
+
+    async def read(self) -> object:
+        message = await self._read()
+        if isinstance(message, bytes):
+            self._received.value += 1
+        return message
+
+    def write(self, message: bytes) -> Awaitable[None]:
+        self._sent.value += 1
+        return self._write(message)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._context, name)
+
+
+def _code(error: BaseException, context: Context) -> str:
+    """As other languages write statuses: `InvalidArgument`."""
+    if isinstance(error, grpc.aio.AbortError):
+        status: object = context.code()
+        if isinstance(status, int):  # what grpcio's own server has
+            status = next((code for code in grpc.StatusCode if code.value[0] == status), grpc.StatusCode.UNKNOWN)
+        if isinstance(status, grpc.StatusCode):
+            return "".join(word.capitalize() for word in status.name.split("_"))
+    return "Canceled" if isinstance(error, asyncio.CancelledError) else "Unknown"
+
+
+def _replaced(
+    handler: grpc.RpcMethodHandler[bytes, bytes], kind: str, enter: Callable[..., Awaitable[object]]
+) -> grpc.RpcMethodHandler[bytes, bytes]:
+    replaced: grpc.RpcMethodHandler[bytes, bytes] = handler._replace(**{kind: enter})  # type: ignore[attr-defined]
+    return replaced

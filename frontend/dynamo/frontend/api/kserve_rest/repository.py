@@ -1,0 +1,51 @@
+"""Triton's model repository extension over HTTP: index, load and unload."""
+
+from __future__ import annotations
+
+import orjson
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.api import kserve_messages
+from dynamo.frontend.api.exchange import Exchange
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.kserve_rest.bodies import read_body
+from dynamo.frontend.api.kserve_rest.message_json import to_json
+from dynamo.frontend.api.kserve_rest.paths import Target
+from dynamo.frontend.api.kserve_rest.requests import decode_object
+from dynamo.frontend.api.repository_requests import check_repository, load_request_from_json, unload_request_from_json
+
+
+async def answer_index(readiness: Readiness, exchange: Exchange, target: Target, method: str) -> None:
+    asked = await _object(exchange) if method == "POST" else {}
+    only_ready = asked.get("ready", False)
+    if not isinstance(only_ready, bool):
+        raise InvalidRequest("'ready' must be true or false")
+    check_repository(target.repository)
+    index = kserve_messages.repository_index(
+        readiness.plane.cards(), readiness.is_model_ready, readiness.plane.repository_index()
+    )
+    entries = [to_json(entry) for entry in index.models if entry.state == "READY" or not only_ready]
+    await exchange.answer(orjson.dumps(entries))
+
+
+async def answer_load(readiness: Readiness, exchange: Exchange, target: Target) -> None:
+    """Empty when the model is loaded."""
+    check_repository(target.repository)
+    request = load_request_from_json(target.model, await _object(exchange))
+    async with exchange.attended():
+        await readiness.plane.load_model(request)
+    await exchange.answer(b"")
+
+
+async def answer_unload(readiness: Readiness, exchange: Exchange, target: Target) -> None:
+    """Empty when the model is unloaded."""
+    check_repository(target.repository)
+    request = unload_request_from_json(target.model, await _object(exchange))
+    async with exchange.attended():
+        await readiness.plane.unload_model(request)
+    await exchange.answer(b"")
+
+
+async def _object(exchange: Exchange) -> dict[str, object]:
+    body = await read_body(exchange)
+    return decode_object(body, exchange.settings.max_json_depth) if body else {}

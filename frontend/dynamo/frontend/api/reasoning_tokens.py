@@ -1,0 +1,41 @@
+"""How many of an answer's tokens are reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynamo.frontend.preprocess.parsers import Content, Part, Reasoning
+
+
+class ReasoningTokens:
+    """Counts for one choice; the tags around its reasoning are part of that."""
+
+    __slots__ = ("_certain", "_is_reasoning", "_pending")
+
+    def __init__(self) -> None:
+        self._certain = 0
+        self._pending = 0
+        """Tokens that no part has come of yet: the parser holds their text back, or they are a tag."""
+        self._is_reasoning = False
+
+    @property
+    def count(self) -> int:
+        return self._certain + (self._pending if self._is_reasoning else 0)
+
+    def add(self, parts: Sequence[Part], tokens: int) -> None:
+        """`parts` came of so many tokens more. If they are reasoning and others, the tokens are shared out by characters."""
+        if not parts:
+            self._pending += tokens
+            return
+        reasoning = sum(len(part.text) for part in parts if isinstance(part, Reasoning))
+        if reasoning:
+            others = sum(map(_size, parts)) - reasoning
+            self._certain += self._pending + round(tokens * reasoning / (reasoning + others))
+        elif self._is_reasoning:
+            self._certain += self._pending
+        self._pending = 0
+        self._is_reasoning = isinstance(parts[-1], Reasoning)
+
+
+def _size(part: Part) -> int:
+    return len(part.text) if isinstance(part, Content | Reasoning) else len(part.arguments)

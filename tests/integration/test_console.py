@@ -1,0 +1,197 @@
+"""The console and `dynamo-local top`, before a real fleet; the page in a real browser where there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+
+from tests.support.processes import FrontendProcess, frontend, worker
+from tests.support.servers import EtcdServer, NatsServer
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+LOOK_S = 30
+
+
+@asynccontextmanager
+async def fleet(etcd: EtcdServer, nats: NatsServer, namespace: str, *flags: str) -> AsyncIterator[FrontendProcess]:
+    """Two workers with a simulated language model, one of them with a classifier too, and a frontend that routes by KV caches."""
+    sim = ("--model", "sim:blocks=256,speedup=10")
+    async with (
+        worker(etcd, nats, namespace, *sim, "--model", f"{EXAMPLES}/classifier.py:Classifier"),
+        worker(etcd, nats, namespace, *sim),
+        frontend(etcd.endpoint, nats.url, namespace, "--router-mode", "kv", *flags) as front,
+    ):
+        await front.serves("sim", "classifier")
+        yield front
+
+
+async def asking(front: FrontendProcess, stop: asyncio.Event) -> None:
+    """Keeps the fleet busy with prompts that share a beginning."""
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30) as client:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            prompt = "the same beginning, over and over, " * 4 + str(number)
+            answer = await client.post("/v1/completions", json={"model": "sim", "prompt": prompt, "max_tokens": 40})
+            assert answer.status_code == 200, answer.text
+
+
+@asynccontextmanager
+async def load(front: FrontendProcess) -> AsyncIterator[None]:
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(4):
+            tasks.create_task(asking(front, stop))
+        try:
+            yield
+        finally:
+            stop.set()
+
+
+async def until(seen: Callable[[], Any]) -> Any:
+    """What `seen` returns once that is true."""
+    async with asyncio.timeout(LOOK_S):
+        while not (found := await asyncio.to_thread(seen)):
+            await asyncio.sleep(0.1)
+        return found
+
+
+async def test_the_fleet_is_described_with_live_loads_and_hit_rates(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with fleet(etcd_server, nats_server, namespace) as front, load(front):
+        async with (
+            asyncio.timeout(LOOK_S),
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client,
+        ):
+            while True:
+                state = (await client.get("/console/fleet")).json()
+                classifier, sim = state["models"]
+                busy, used = ([instance.get(what) for instance in sim["instances"]] for what in ("running", "hit_rate"))
+                if len(busy) == 2 and any(busy) and any(used):
+                    break
+                await asyncio.sleep(0.1)
+        assert (state["state"], state["router_mode"], state["namespace"]) == ("healthy", "kv", namespace)
+        assert (classifier["name"], classifier["kind"], len(classifier["instances"])) == ("classifier", "tensor", 1)
+        assert classifier["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 8, 8]}]
+        assert {"running", "kv_usage", "hit_rate"}.isdisjoint(classifier["instances"][0])  # it has none
+        assert all(0 <= instance["kv_usage"] <= 1 for instance in sim["instances"] if "kv_usage" in instance)
+
+
+async def test_the_console_can_be_left_out(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
+    async with (
+        worker(etcd_server, nats_server, namespace, "--model", "echo"),
+        frontend(etcd_server.endpoint, nats_server.url, namespace, "--no-http-console") as front,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client,
+    ):
+        await front.serves("echo")
+        assert [(await client.get(path)).status_code for path in ("/console", "/console/fleet")] == [404, 404]
+
+
+async def test_top_prints_the_same_in_a_terminal(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
+    async with fleet(etcd_server, nats_server, namespace) as front, load(front):
+        url = f"http://127.0.0.1:{front.http_port}"
+
+        async def top(*flags: str) -> tuple[int | None, str, str]:
+            command = (sys.executable, "-m", "dynamo.local", "top", *flags)
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env={"COLUMNS": "140"})
+            output, errors = await process.communicate()
+            return process.returncode, output.decode(), errors.decode()
+
+        async with asyncio.timeout(LOOK_S):
+            while True:  # the first look only makes the frontend follow loads
+                status, screen, errors = await top(url, "--once")
+                assert status == 0, errors
+                if "%" in screen.partition("KV usage")[2]:
+                    break
+        assert f"dynamo {namespace}" in screen
+        assert "healthy, kv routing" in screen
+        assert "classifier" in screen
+        assert "tokens/s 0 " not in screen
+        status, screen, errors = await top("http://127.0.0.1:1", "--once")
+        assert (status, screen) == (1, "")
+        assert errors.startswith("dynamo-local top: http://127.0.0.1:1/metrics cannot be read")
+
+
+@contextlib.contextmanager
+def browser(*, width: int = 1200, dark: bool = False) -> Any:
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        yield driver
+    finally:
+        driver.quit()
+
+
+def _text(driver: Chrome, selector: str) -> str:
+    text: str = driver.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
+    return text
+
+
+def _ask(driver: Chrome, model: str) -> None:
+    script = """
+        const select = document.getElementById("try-model");
+        select.value = arguments[0];
+        select.dispatchEvent(new Event("change"));
+        document.getElementById("try-send").click();
+    """
+    driver.execute_script(script, model)
+
+
+@pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="chromium and chromedriver are not installed")
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (380, True)], ids=["desktop", "phone-dark"])
+async def test_the_page_shows_the_fleet_and_tries_models(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, width: int, dark: bool
+) -> None:
+    async with fleet(etcd_server, nats_server, namespace) as front, load(front):
+
+        async def look(driver: Chrome) -> None:
+            await asyncio.to_thread(driver.get, f"http://127.0.0.1:{front.http_port}/console")
+            await until(lambda: "healthy" in _text(driver, "#state") and "%" in _text(driver, "#models"))
+            await until(lambda: "TOKENS" in _text(driver, "#tiles").upper() and "TTFT" in _text(driver, "#tiles"))
+            await until(lambda: "blocks cached" in _text(driver, "#decisions"))
+            await asyncio.to_thread(_ask, driver, "sim")
+            assert "tokens, the first after" in await until(lambda: _answered(driver))
+            await asyncio.to_thread(_ask, driver, "classifier")
+            await until(lambda: "answered after" in _text(driver, "#try-figures"))
+            assert '"probability"' in _text(driver, "#try-answer")
+            assert _text(driver, "#problem") == ""
+            shape = driver.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+            assert shape[0] <= shape[1], "the page scrolls sideways"
+            ground = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(","))) < 3 * 128) == dark
+            assert [entry["message"] for entry in driver.get_log("browser")] == []
+
+        def opened() -> Any:
+            return stack.enter_context(browser(width=width, dark=dark))
+
+        with contextlib.ExitStack() as stack:
+            await look(await asyncio.to_thread(opened))
+
+
+def _answered(driver: Chrome) -> str:
+    figures = _text(driver, "#try-figures")
+    return "" if figures == "Asking…" else figures

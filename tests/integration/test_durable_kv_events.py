@@ -1,0 +1,184 @@
+"""KV events on record in a real nats-server: workers that record them, and frontends that begin with what is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from dynamo.common.kv.events import read_message
+from dynamo.common.messaging.connection import NatsConfig, connect_nats
+from dynamo.common.messaging.kv_stream import STREAM, KvStream
+from dynamo.common.names import Endpoint, InstanceId, instance_of
+from tests.support.servers import EtcdServer, NatsServer, start_nats
+from tests.support.sim_fleet import SimFleet, prompt, until
+
+
+@asynccontextmanager
+async def recording(etcd: EtcdServer, nats: NatsServer, namespace: str, workers: int = 2) -> AsyncIterator[SimFleet]:
+    """Workers that record their KV events."""
+    found = SimFleet(etcd, nats, namespace, durable=True)
+    async with AsyncExitStack() as stack:
+        for _ in range(workers):
+            await stack.enter_async_context(found.worker())
+        yield found
+
+
+@asynccontextmanager
+async def record_of(nats: NatsServer) -> AsyncIterator[KvStream]:
+    async with connect_nats(NatsConfig(servers=(nats.url,)), "test") as connection:
+        yield KvStream(connection)
+
+
+async def all_is_recorded(record: KvStream, fleet: SimFleet, within_s: float = 10.0) -> None:
+    """Returns once the last update of every engine is on record."""
+    subject = Endpoint(namespace=fleet.namespace).kv_subject()
+    async with asyncio.timeout(within_s):
+        while True:
+            last: dict[InstanceId, int] = {}
+            async for batch in record.since(subject, 0):
+                last |= {instance_of(source): read_message(payload).update.number for _, source, payload in batch}
+            if last == {instance: engine.kv.number for instance, engine in fleet.engines.items()}:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def test_a_frontend_is_exact_from_the_record_though_no_worker_answers(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with recording(etcd_server, nats_server, namespace) as f, record_of(nats_server) as record:
+        async with f.frontend():
+            placed = [(await f.ask(prompt(number)))[0] for number in range(8)]
+        await all_is_recorded(record, f)
+        f.answer_no_questions()
+        async with f.frontend():
+            await until(f.is_exact)
+            for number, instance in enumerate(placed):
+                again, overlap, _ = await f.ask(prompt(number))
+                assert again == instance
+                assert overlap > 10
+            await until(f.is_exact)
+
+
+async def test_snapshots_keep_the_record_short_and_frontends_exact(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    subject = Endpoint(namespace=namespace).kv_subject()
+    async with (
+        recording(etcd_server, nats_server, namespace) as f,
+        record_of(nats_server) as record,
+        f.frontend(snapshot_threshold=20),
+        f.frontend(snapshot_threshold=20),
+    ):
+        number = 0
+        while await record.load(subject.removesuffix(".*")) is None:
+            await f.ask(prompt(number))
+            number += 1
+            assert number < 200
+        async with asyncio.timeout(5):
+            while await record.count(subject) >= 20:
+                await asyncio.sleep(0.02)
+        f.answer_no_questions()
+        async with f.frontend(snapshot_threshold=1000) as late:
+            await until(lambda: f.is_exact(late))
+
+
+async def test_reset_states_forgets_what_is_on_record(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
+    subject = Endpoint(namespace=namespace).kv_subject()
+    async with recording(etcd_server, nats_server, namespace, workers=1) as f, record_of(nats_server) as record:
+        async with f.frontend(snapshot_threshold=3):
+            while await record.load(subject.removesuffix(".*")) is None:
+                await f.ask(prompt(1))
+                await f.ask(prompt(2))
+        async with f.frontend(reset_states=True):
+            async with asyncio.timeout(5):
+                while await record.load(subject.removesuffix(".*")) is not None:
+                    await asyncio.sleep(0.02)
+            assert await record.count(subject) == 0
+            await until(f.is_exact)  # by asking
+
+
+async def test_without_jetstream_frontends_ask_and_both_sides_warn(
+    etcd_server: EtcdServer, tmp_path: Path, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with AsyncExitStack() as stack:
+            nats = await stack.enter_async_context(start_nats(tmp_path / "nats"))
+            f = await stack.enter_async_context(recording(etcd_server, nats, namespace))
+            async with f.frontend(), record_of(nats) as record:
+                await f.ask(prompt(1))
+                await all_is_recorded(record, f)
+            await nats.stop()
+            await stack.enter_async_context(start_nats(tmp_path / "other", port=nats.port, jetstream=False))
+            async with f.frontend():
+                await until(f.is_exact)
+                assert (await f.ask(prompt(1)))[1] > 10
+                await f.ask(prompt(2))
+                await until(f.is_exact)
+                await until(lambda: "KV events are not recorded until JetStream is there" in caplog.text)
+    assert "cannot be used, so instances are asked" in caplog.text
+
+
+async def test_a_record_lost_with_its_server_is_made_up_for_and_begun_anew(
+    etcd_server: EtcdServer, tmp_path: Path, namespace: str
+) -> None:
+    async with start_nats(tmp_path / "nats") as nats, recording(etcd_server, nats, namespace) as f:
+        async with record_of(nats) as record:
+            async with f.frontend():
+                await f.ask(prompt(1))
+                await all_is_recorded(record, f)
+                nats.kill()
+                shutil.rmtree(tmp_path / "nats" / "jetstream")
+                await nats.restart()
+                await until(lambda: len(f.frontends[0].plane.models.instances("sim")) == 2)
+                for number in range(2, 8):  # every worker gets one and misses its receipt
+                    await f.ask(prompt(number))
+                await until(f.is_exact)
+                async with f.frontend() as late:
+                    await until(lambda: f.is_exact(late))
+            await all_is_recorded(record, f, within_s=20)
+        f.answer_no_questions()
+        async with f.frontend():
+            await until(f.is_exact)
+
+
+async def test_a_stream_of_other_bounds_is_left_alone(tmp_path: Path) -> None:
+    async with start_nats(tmp_path / "nats") as nats, connect_nats(NatsConfig(servers=(nats.url,)), "test") as connection:
+        stream, context = KvStream(connection), connection.client.jetstream()
+        made = await stream.ensure()
+        info = await context.stream_info(STREAM)
+        assert info.config.max_bytes is not None
+        assert 0 < info.config.max_bytes < 2**30
+        info.config.max_bytes = 1 << 20
+        await context.update_stream(info.config)
+        assert await stream.ensure() == made
+        assert (await context.stream_info(STREAM)).config.max_bytes == 1 << 20
+
+
+@pytest.mark.parametrize("durable", [False, True])
+async def test_a_frontend_restarted_under_load_is_exact_within_two_seconds(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, durable: bool
+) -> None:
+    f = SimFleet(etcd_server, nats_server, namespace, durable=durable)
+    async with AsyncExitStack() as stack:
+        for _ in range(4):
+            await stack.enter_async_context(f.worker())
+        first = await stack.enter_async_context(f.frontend())
+
+        async def load(client: int) -> None:
+            for number in range(10**6):
+                await f.ask(prompt(number * 4 + client), first)
+
+        async with asyncio.TaskGroup() as clients:
+            load_tasks = [clients.create_task(load(client)) for client in range(4)]
+            await until(lambda: all(len(engine.kv) > 150 for engine in f.engines.values()))
+            for _ in range(2):
+                async with f.frontend() as restarted:
+                    await until(lambda at=restarted: f.is_exact(at), within_s=2.0)  # type: ignore[misc]
+            for task in load_tasks:
+                task.cancel()

@@ -1,0 +1,225 @@
+"""A Triton repository served unchanged, and controlled, by Triton's own clients over real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from dynamo.protos import inference_pb2 as pb
+from tests.integration.test_kserve_grpc import run_client
+from tests.support.fleet import SERVICE
+from tests.support.processes import FrontendProcess, frontend, worker
+from tests.support.repositories import EXAMPLES, python_model
+from tests.support.servers import EtcdServer, NatsServer
+
+EXPLICIT = ("--model-control-mode", "explicit")
+NAMES = ("digits", "llm_model", "read_aloud")
+
+SLOW = """
+import os, time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        folder = os.path.dirname(pb_utils.get_model_dir())
+        open(os.path.join(folder, f"begun-{os.getpid()}"), "w").close()
+        until = time.monotonic() + 30
+        while not os.path.exists(os.path.join(folder, "go")) and time.monotonic() < until:
+            time.sleep(0.005)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+
+
+class Client:
+    """KServe calls with this project's own messages."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+
+    async def call(self, name: str, request: object, answer: object) -> object:
+        method = self._channel.unary_unary(SERVICE + name)
+        return answer.FromString(await method(request.SerializeToString(), timeout=60))  # type: ignore[attr-defined]
+
+    async def index(self) -> dict[str, tuple[str, str]]:
+        found = await self.call("RepositoryIndex", pb.RepositoryIndexRequest(), pb.RepositoryIndexResponse)
+        return {model.name: (model.state, model.reason) for model in found.models}  # type: ignore[attr-defined]
+
+    async def load(self, model: str, **parameters: str) -> None:
+        request = pb.RepositoryModelLoadRequest(model_name=model)
+        for name, value in parameters.items():
+            request.parameters[name].string_param = value
+        found = await self.call("RepositoryModelLoad", request, pb.RepositoryModelLoadResponse)
+        assert found.isLoaded  # type: ignore[attr-defined]
+
+    async def unload(self, model: str) -> None:
+        request = pb.RepositoryModelUnloadRequest(model_name=model)
+        await self.call("RepositoryModelUnload", request, pb.RepositoryModelUnloadResponse)
+
+    async def infer(self, model: str, value: float = 1.0) -> list[float]:
+        request = pb.ModelInferRequest(model_name=model)
+        request.inputs.add(name="x", datatype="FP32", shape=[1]).contents.fp32_contents.append(value)
+        found = await self.call("ModelInfer", request, pb.ModelInferResponse)
+        return list(found.outputs[0].contents.fp32_contents)  # type: ignore[attr-defined]
+
+
+async def becomes_true(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def indexed(client: Client, model: str, state: tuple[str, str] | None, timeout_s: float = 30.0) -> None:
+    """Returns when the index says so of a model; None: nothing."""
+    found: dict[str, tuple[str, str]] = {}
+    try:
+        async with asyncio.timeout(timeout_s):
+            while (found := await client.index()).get(model) != state:
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"the index says {found}") from None
+
+
+def connect(front: FrontendProcess) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(front.grpc_target, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+def no_problems(found: list[dict[str, str]], cases: int) -> None:
+    assert len(found) == cases
+    problems = [f"{line['case']}\n{line['problem']}" for line in found if line["problem"]]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.timeout(120)
+async def test_tritons_clients_use_the_three_examples(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
+    async with (
+        worker(etcd_server, nats_server, namespace, "--model-repository", str(EXAMPLES)) as serving,
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+    ):
+        await front.serves(*NAMES)
+        found = await run_client("repository_client", "examples", front.grpc_target, str(front.http_port), str(EXAMPLES))
+        no_problems(found, 10)
+        assert not [line for line in serving.lines if "Traceback" in line]
+
+
+@pytest.mark.timeout(120)
+async def test_tritons_clients_load_and_unload(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    shutil.copytree(EXAMPLES, tmp_path / "models")
+    async with (
+        worker(etcd_server, nats_server, namespace, "--model-repository", str(tmp_path / "models"), *EXPLICIT) as serving,
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+    ):
+        await serving.logged("as instance")
+        async with connect(front) as channel:
+            client = Client(channel)
+            async with asyncio.timeout(30):
+                await channel.channel_ready()
+            await indexed(client, "digits", ("UNAVAILABLE", "not loaded"))
+        target, port = front.grpc_target, str(front.http_port)
+        no_problems(await run_client("repository_client", "control", target, port, str(tmp_path / "models")), 10)
+
+
+@pytest.mark.timeout(120)
+async def test_all_workers_load_and_unload_and_accepted_requests_finish(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    slow = python_model(tmp_path / "one", "slow", SLOW)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "slow").symlink_to(slow)
+    python_model(tmp_path / "two", "only_there")
+    python_model(tmp_path / "three", "one_sided", version=1)
+    python_model(tmp_path / "two", "one_sided", "raise ValueError('not here')")
+    flags = [("--model-repository", str(tmp_path / name), *EXPLICIT) for name in ("one", "two")]
+    flags[0] = (*flags[0], "--model-repository", str(tmp_path / "three"))
+    async with (
+        worker(etcd_server, nats_server, namespace, *flags[0]) as first,
+        worker(etcd_server, nats_server, namespace, *flags[1]) as second,
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        connect(front) as channel,
+    ):
+        client = Client(channel)
+        for each in (first, second):
+            await each.logged("as instance")
+        async with asyncio.timeout(30):
+            await channel.channel_ready()
+        await indexed(client, "only_there", ("UNAVAILABLE", "not loaded"))
+        await indexed(client, "one_sided", ("UNAVAILABLE", "not loaded"))
+        await indexed(client, "slow", ("UNAVAILABLE", "not loaded"))
+
+        await client.load("slow")
+        await client.load("only_there")
+        assert (await client.index())["slow"] == ("READY", "")
+        open_requests = [asyncio.create_task(client.infer("slow", float(number))) for number in range(2)]
+        await becomes_true(lambda: len(list(slow.glob("begun-*"))) == 2)  # one at each worker
+        unloading = asyncio.create_task(client.unload("slow"))
+        await indexed(client, "slow", ("UNLOADING", "unloaded"))
+        (slow / "go").touch()
+        assert await asyncio.gather(*open_requests) == [[0.0], [1.0]]
+        await unloading
+        with pytest.raises(grpc.aio.AioRpcError) as unavailable:
+            await client.infer("slow")
+        assert unavailable.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await client.infer("only_there", 4.0) == [8.0]
+
+        with pytest.raises(grpc.aio.AioRpcError, match=r"1 of 2 workers failed; first: .*not here"):
+            await client.load("one_sided")
+        state, reason = (await client.index())["one_sided"]
+        assert state == "READY" and "not here" in reason
+        assert await client.infer("one_sided", 4.0) == [8.0]
+        first.terminate()
+        assert await first.ended() == 0
+        await indexed(client, "one_sided", ("UNAVAILABLE", reason.partition(": ")[2]))
+
+
+@pytest.mark.timeout(120)
+async def test_polling_follows_the_folder(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    folder = python_model(tmp_path, "double")
+    python_model(tmp_path, "broken", "raise ValueError('not yet')")
+    flags = ("--model-control-mode", "poll", "--repository-poll-secs", "0.1", "--model-repository", str(tmp_path))
+    async with (
+        worker(etcd_server, nats_server, namespace, *flags),
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        connect(front) as channel,
+    ):
+        client = Client(channel)
+        await front.serves("double")
+        state, reason = (await client.index())["broken"]
+        assert state == "UNAVAILABLE" and "not yet" in reason
+        shutil.copy(folder / "1" / "model.py", tmp_path / "broken" / "1" / "model.py")
+        await indexed(client, "broken", ("READY", ""))
+        assert await client.infer("broken", 3.0) == [6.0]
+        python_model(tmp_path, "late")
+        await indexed(client, "late", ("READY", ""))
+        shutil.rmtree(folder)
+        await indexed(client, "double", None)
+        with pytest.raises(grpc.aio.AioRpcError, match="explicit"):
+            await client.load("late")
+
+
+@pytest.mark.timeout(60)
+async def test_a_worker_that_cannot_load_its_repository_says_so_and_does_not_start(tmp_path: Path) -> None:
+    python_model(tmp_path, "broken", "raise ValueError('no weights')")
+
+    async def start(*flags: str) -> tuple[int | None, str]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "dynamo.worker", *flags), stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(50):
+            _, said = await process.communicate()
+        return process.returncode, said.decode().splitlines()[-1]
+
+    status, said = await start("--model-repository", str(tmp_path), "--nats-servers", "nats://127.0.0.1:1")
+    assert status == 2 and "model 'broken' of the repository cannot be loaded" in said and "no weights" in said
+    status, said = await start("--model-repository", str(tmp_path / "nowhere"))
+    assert status == 2 and "nowhere cannot be read" in said
+    status, said = await start("--model-repository", str(tmp_path), "--load-model", "x")
+    assert status == 2 and "--load-model needs --model-control-mode explicit" in said

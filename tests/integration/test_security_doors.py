@@ -1,0 +1,518 @@
+"""Keys, scopes, limits and restrictions on every protocol of a whole deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from dynamo.common.security.surfaces import Scope, Surface
+from dynamo.frontend.config import AccessOptions, GrpcServerChoice
+from dynamo.protos import inference_pb2 as pb
+from tests.support.doors import TENSOR, Doors, KeyFile, infer_request, open_doors, text_request
+from tests.support.servers import EtcdServer, NatsServer
+
+SERVERS = pytest.mark.parametrize("server", [GrpcServerChoice.GRPCIO, GrpcServerChoice.NATIVE])
+HTTP_REQUESTS = {
+    "/v1/chat/completions": {"model": "echo-llm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/completions": {"model": "echo-llm", "prompt": "hi", "max_tokens": 4},
+    "/v1/responses": {"model": "echo-llm", "input": "hi", "max_output_tokens": 4},
+    "/v1/messages": {"model": "echo-llm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v2/models/echo/infer": TENSOR,
+    "/v2/models/echo-llm/generate": {"text_input": "hi", "max_tokens": 4},
+}
+HTTP_QUESTIONS = (
+    "/v1/models",
+    "/v1/models/echo",
+    "/v2",
+    "/v2/models/echo",
+    "/v2/models/echo/config",
+    "/v2/models/echo/stats",
+    "/v2/repository/index",
+    "/metrics",
+    "/openapi.json",
+    "/busy_threshold",
+    "/v1/routing/decisions",
+    "/console",
+    "/nothing/here",
+)
+GRPC_CALLS = {
+    "ModelInfer": infer_request(),
+    "ServerMetadata": b"",
+    "ModelMetadata": pb.ModelMetadataRequest(name="echo").SerializeToString(),
+    "ModelConfig": pb.ModelConfigRequest(name="echo").SerializeToString(),
+    "ModelStatistics": b"",
+    "RepositoryIndex": b"",
+    "RepositoryModelLoad": pb.RepositoryModelLoadRequest(model_name="echo").SerializeToString(),
+    "RepositoryModelUnload": b"",
+    "LogSettings": b"",
+    "TraceSetting": b"",
+    "SystemSharedMemoryStatus": b"",
+    "CudaSharedMemoryRegister": b"",
+}
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> KeyFile:
+    file = KeyFile(tmp_path / "keys.yaml", {})
+    file.path.write_text("")
+    return file
+
+
+Open = Callable[..., AbstractAsyncContextManager[Doors]]
+
+
+@pytest.fixture
+def doors_with(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, key_file: KeyFile) -> Open:
+    """Opens doors that ask for the keys of `key_file`."""
+
+    def make(server: GrpcServerChoice = GrpcServerChoice.GRPCIO, **access: object) -> AbstractAsyncContextManager[Doors]:
+        options = AccessOptions(**({"keys_file": key_file.path} | access))  # type: ignore[arg-type]
+        return open_doors(etcd_server, nats_server, namespace, access=options, server=server)
+
+    return make
+
+
+@SERVERS
+async def test_without_a_key_only_health_is_answered(doors_with: Open, server: GrpcServerChoice) -> None:
+    async with doors_with(server) as doors:
+        for path, body in HTTP_REQUESTS.items():
+            answer = await doors.post(path, body)
+            assert (path, answer.status_code) == (path, 401)
+            assert "an API key is needed" in answer.text
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.headers["x-request-id"]
+        for path in HTTP_QUESTIONS:
+            assert (path, (await doors.get(path)).status_code) == (path, 401)
+        for path in ("/live", "/health", "/v2/health/live", "/v2/health/ready", "/v2/models/echo/ready"):
+            assert (path, (await doors.get(path)).status_code) == (path, 200)
+        for method, message in GRPC_CALLS.items():
+            refused = await doors.call(method, message)
+            assert (method, refused.status) == (method, 401)
+            assert refused.headers["x-request-id"]
+        for method in ("ServerLive", "ServerReady", "/grpc.health.v1.Health/Check"):
+            assert (method, (await doors.call(method)).status) == (method, 200)
+        stream = doors.stream()
+        assert await stream.code() is grpc.StatusCode.UNAUTHENTICATED
+        reflection = doors.channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")()  # type: ignore[var-annotated]
+        assert await reflection.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@SERVERS
+async def test_a_key_is_taken_in_each_of_its_forms(doors_with: Open, key_file: KeyFile, server: GrpcServerChoice) -> None:
+    key = key_file.add("team", Scope.INFER, Scope.METRICS)
+    async with doors_with(server) as doors:
+        for headers in ({"authorization": f"Bearer {key}"}, {"authorization": f"bearer  {key}"}, {"x_api_key": key}):
+            for path, body in HTTP_REQUESTS.items():
+                answer = await doors.post(path, body, **headers)
+                assert (path, answer.status_code) == (path, 200), answer.text
+            assert (await doors.call("ModelInfer", infer_request(), **headers)).status == 200
+            stream = doors.stream(**headers)
+            await stream.write(infer_request())
+            await stream.done_writing()
+            assert b"INPUT0" in await stream.read()  # type: ignore[operator]
+            assert await stream.code() is grpc.StatusCode.OK
+        for headers in ({"authorization": f"Bearer {key}x"}, {"authorization": f"Token {key}"}, {"x_api_key": key[:-1]}):
+            assert (await doors.post("/v2/models/echo/infer", TENSOR, **headers)).status_code == 401
+            assert (await doors.call("ModelInfer", infer_request(), **headers)).status == 401
+        login = base64.b64encode(f"prometheus:{key}".encode()).decode()
+        assert (await doors.get("/metrics", authorization=f"Basic {login}")).status_code == 200
+        assert (await doors.post("/v2/models/echo/infer", TENSOR, authorization=f"Basic {login}")).status_code == 401
+        assert (await doors.get("/metrics")).headers["www-authenticate"].startswith("Basic")
+
+
+@SERVERS
+async def test_the_holder_of_one_key_is_not_taken_for_that_of_another(
+    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice
+) -> None:
+    tensors, texts = key_file.add("tensors", models=("echo",)), key_file.add("texts", models=("echo-llm",))
+    async with doors_with(server) as doors:
+        for _ in range(3):
+            found = await asyncio.gather(
+                *(doors.call("ModelInfer", infer_request(), x_api_key=key) for key in (tensors, texts, tensors, texts)),
+                *(doors.call("ModelInfer", infer_request()) for _ in range(2)),
+            )
+            assert [answer.status for answer in found] == [200, 403, 200, 403, 401, 401]
+            answers = await asyncio.gather(
+                *(doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key) for key in (tensors, texts, tensors, texts))
+            )
+            assert [answer.status_code for answer in answers] == [200, 403, 200, 403]
+
+
+@SERVERS
+async def test_models_that_a_key_may_not_use_are_as_those_that_are_not_there(
+    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice
+) -> None:
+    key = key_file.add("team", models=("other",))
+    async with doors_with(server) as doors:
+        for path, body in HTTP_REQUESTS.items():
+            for model in ("echo", "echo-llm", "nowhere"):
+                asked = path.replace("/echo-llm/", f"/{model}/").replace("/echo/", f"/{model}/")
+                answer = await doors.post(asked, {**body, "model": model} if "model" in body else body, x_api_key=key)
+                assert (asked, answer.status_code) == (asked, 403), answer.text
+                assert "may not use model" in answer.text
+        for path in ("/v1/models/{}", "/v2/models/{}", "/v2/models/{}/config", "/v2/models/{}/stats"):
+            for model in ("echo", "nowhere"):
+                answer = await doors.get(path.format(model), x_api_key=key)
+                assert (path, model, answer.status_code) == (path, model, 403)
+        for model in ("echo", "nowhere"):
+            assert (await doors.call("ModelInfer", infer_request(model), x_api_key=key)).status == 403
+            asked_for = pb.ModelMetadataRequest(name=model).SerializeToString()
+            assert (await doors.call("ModelMetadata", asked_for, x_api_key=key)).status == 403
+            stream = doors.stream(x_api_key=key)
+            await stream.write(infer_request(model))
+            assert await in_band(stream) == f"the API key 'team' may not use model '{model}'"
+            stream.cancel()
+        assert (await doors.get("/v1/models", x_api_key=key)).json()["data"] == []
+
+
+async def test_answers_in_a_stream_say_in_band_what_is_refused(doors_with: Open, key_file: KeyFile) -> None:
+    async with doors_with() as doors:
+        key = key_file.add("team", models=("other", "echo"))
+        await known(doors, key)
+        stream = doors.stream(x_api_key=key)
+        await stream.write(text_request(4))
+        await stream.write(infer_request())
+        await stream.done_writing()
+        found = [pb.ModelStreamInferResponse.FromString(data) async for data in read_all(stream)]
+        errors = [answer.error_message for answer in found if answer.error_message]
+        assert errors == ["the API key 'team' may not use model 'echo-llm'"]
+        assert [answer.infer_response.model_name for answer in found if not answer.error_message] == ["echo"]
+
+
+async def in_band(stream: grpc.aio.StreamStreamCall[bytes, bytes]) -> str:
+    """The error that the next answer says; empty if it is a good one."""
+    data = await stream.read()
+    assert isinstance(data, bytes), "the stream has ended"
+    return pb.ModelStreamInferResponse.FromString(data).error_message
+
+
+async def read_all(stream: grpc.aio.StreamStreamCall[bytes, bytes]) -> AsyncIterator[bytes]:
+    while isinstance(data := await stream.read(), bytes):
+        yield data
+
+
+@SERVERS
+async def test_a_limit_is_one_for_all_protocols_and_says_when_to_come_back(
+    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice
+) -> None:
+    key = key_file.add("team", requests_per_s=0.01)
+    other = key_file.add("other")
+    async with doors_with(server) as doors:
+        assert (await doors.call("ModelInfer", infer_request(), x_api_key=key)).status == 200
+        refused = await doors.call("ModelInfer", infer_request(), x_api_key=key)
+        assert (refused.status, refused.message) == (429, "the API key 'team' may send 0.01 requests per second")
+        assert 90 < float(refused.headers["retry-after"]) <= 100
+        for path, body in HTTP_REQUESTS.items():
+            answer = await doors.post(path, body, x_api_key=key)
+            assert (path, answer.status_code) == (path, 429), answer.text
+            assert 90 < int(answer.headers["retry-after"]) <= 100
+            assert (await doors.post(path, body, x_api_key=other)).status_code == 200
+        assert (await doors.get("/v1/models", x_api_key=key)).status_code == 429
+        assert (await doors.get("/health", x_api_key=key)).status_code == 200
+
+
+async def test_tokens_of_all_protocols_go_to_one_budget(doors_with: Open, key_file: KeyFile) -> None:
+    key = key_file.add("team", tokens_per_minute=30)
+    async with doors_with() as doors:
+        first = await doors.post(
+            "/v1/completions", {"model": "echo-llm", "prompt": "ten tokens", "max_tokens": 10}, x_api_key=key
+        )
+        assert first.json()["usage"]["total_tokens"] == 20
+        stream = doors.stream(x_api_key=key)
+        await stream.write(text_request(20))
+        await stream.done_writing()
+        assert not [d for d in [x async for x in read_all(stream)] if pb.ModelStreamInferResponse.FromString(d).error_message]
+        refused = await doors.post("/v1/chat/completions", HTTP_REQUESTS["/v1/chat/completions"], x_api_key=key)
+        assert refused.status_code == 429
+        assert "has used its 30 tokens per minute" in refused.text
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+
+
+async def test_the_prompts_of_a_batch_are_one_request(doors_with: Open, key_file: KeyFile) -> None:
+    key = key_file.add("team", concurrent_requests=1)
+    async with doors_with() as doors:
+        for stream in (False, True):
+            body = {"model": "echo-llm", "prompt": ["one", "two", "three"], "max_tokens": 4, "stream": stream}
+            answer = await doors.post("/v1/completions", body, x_api_key=key)
+            assert answer.status_code == 200, answer.text
+            assert "error" not in answer.text
+
+
+async def known(doors: Doors, key: str) -> None:
+    """Returns when the server has read a key that was added while it ran."""
+    async with asyncio.timeout(10):
+        while (await doors.get("/v1/models", x_api_key=key)).status_code == 401:
+            await asyncio.sleep(0.05)
+
+
+async def free_again(doors: Doors, key: str) -> None:
+    """Returns when a key with one concurrent request has none open."""
+    async with asyncio.timeout(10):
+        while (await doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key)).status_code == 429:
+            await asyncio.sleep(0.02)
+
+
+async def busy(doors: Doors, key: str) -> None:
+    """Returns when the one request that this key may have open is at the worker."""
+    async with asyncio.timeout(10):
+        while not doors.worker.requests.open_requests:
+            await asyncio.sleep(0.01)
+    assert (await doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key)).status_code == 429
+
+
+LONG = 100_000
+
+
+@SERVERS
+async def test_every_ending_of_a_request_gives_its_place_free(
+    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice
+) -> None:
+    key = key_file.add("team", concurrent_requests=1)
+    async with doors_with(server) as doors:
+        chat = {"model": "echo-llm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": LONG, "stream": True}
+
+        stream = doors.stream(x_api_key=key)  # cancelled in the middle of text
+        await stream.write(text_request(LONG))
+        await stream.read()
+        await busy(doors, key)
+        stream.cancel()
+        await free_again(doors, key)
+
+        stream = doors.stream(x_api_key=key)  # cancelled before the first answer
+        await stream.write(infer_request(delay_ms=60_000))
+        await busy(doors, key)
+        stream.cancel()
+        await free_again(doors, key)
+
+        async with doors.http.stream("POST", "/v1/chat/completions", json=chat, headers={"x-api-key": key}) as answer:
+            await anext(answer.aiter_lines())  # disconnected
+            await busy(doors, key)
+        await free_again(doors, key)
+
+        call = doors.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(  # type: ignore[var-annotated]
+            infer_request(delay_ms=60_000), metadata=(("x-api-key", key),), timeout=0.5
+        )
+        await busy(doors, key)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await free_again(doors, key)
+
+        too_long = {**chat, "messages": [{"role": "user", "content": "x" * 140_000}]}
+        wrong = {**TENSOR, "inputs": [{**TENSOR["inputs"][0], "datatype": "INT8"}]}  # refused after admission
+        for _ in range(3):
+            assert (await doors.post("/v2/models/echo/infer", wrong, x_api_key=key)).status_code == 400
+            assert (await doors.post("/v1/chat/completions", too_long, x_api_key=key)).status_code == 400
+        stream = doors.stream(x_api_key=key)  # an error in the engine, in-band
+        await stream.write(infer_request(delay_ms=10**9))
+        assert await in_band(stream)
+        await stream.done_writing()
+        await free_again(doors, key)
+
+        answer_whole = await doors.post("/v1/chat/completions", {**chat, "max_tokens": 3}, x_api_key=key)
+        assert "data: [DONE]" in answer_whole.text
+        await free_again(doors, key)
+
+
+SCOPED = {
+    Scope.REPOSITORY: ("GET", "/v2/repository/index"),
+    Scope.METRICS: ("GET", "/metrics"),
+    Scope.DOCS: ("GET", "/openapi.json"),
+    Scope.CONSOLE: ("GET", "/v1/routing/decisions"),
+    Scope.THRESHOLDS: ("GET", "/busy_threshold"),
+}
+
+
+async def test_each_admin_surface_needs_its_own_scope(doors_with: Open, key_file: KeyFile) -> None:
+    keys = {scope: key_file.add(scope.value, scope) for scope in Scope}
+    async with doors_with() as doors:
+        for scope, key in keys.items():
+            for needed, (method, path) in SCOPED.items():
+                answer = await doors.http.request(method, path, headers={"x-api-key": key})
+                wanted = {200, 404} if scope in (needed, Scope.ADMIN) else {403}
+                assert answer.status_code in wanted, (scope, path, answer.text)
+            may_infer = scope in (Scope.INFER, Scope.ADMIN)
+            answer = await doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key)
+            assert answer.status_code == (200 if may_infer else 403)
+            if not may_infer:
+                assert "lacks the scope 'infer'" in answer.text
+            index = await doors.call("RepositoryIndex", x_api_key=key)
+            assert index.status == (200 if scope in (Scope.REPOSITORY, Scope.ADMIN) else 403)
+            for method in ("LogSettings", "TraceSetting", "SystemSharedMemoryStatus"):
+                assert (await doors.call(method, x_api_key=key)).status == (501 if scope is Scope.ADMIN else 403)
+            for path in ("/v2/logging", "/v2/systemsharedmemory/status"):
+                assert (await doors.get(path, x_api_key=key)).status_code == (501 if scope is Scope.ADMIN else 403)
+
+
+async def test_paths_cannot_be_written_so_that_they_pass_for_others(doors_with: Open, key_file: KeyFile) -> None:
+    key = key_file.add("team")
+    async with doors_with(open_surfaces=(Surface.METADATA,)) as doors:
+        for path in (
+            "/v2/repository%2Findex",
+            "/v2%2Frepository/index",
+            "/v2%2Frepository%2Findex",
+            "/v2/%72epository/index",
+            "/v2/models/..%2Frepository/index",
+            "//v2/repository/index",
+            "/v2//repository/index",
+            "/v2/repository/index/",
+            "/v2/health/../repository/index",
+            "/metrics/",
+            "/%6Detrics",
+            "/v2/models/x/../../../metrics",
+            "//metrics",
+            "/busy_threshold/",
+            "/%62usy_threshold",
+            "/v1/models/../routing/decisions",
+        ):
+            for headers in ({}, {"x-api-key": key}):
+                status, body = await raw_get(doors, path, headers)
+                is_metadata = status == 200 and "extensions" in body  # which is open
+                assert is_metadata or status in (307, 401, 403, 404), (path, status, body)
+
+
+async def raw_get(doors: Doors, path: str, headers: dict[str, str]) -> tuple[int, str]:
+    """Status and body of a GET whose path no client library has tidied up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", doors.frontend.http_port)
+    lines = [f"GET {path} HTTP/1.1", "host: x", "connection: close", *(f"{name}: {value}" for name, value in headers.items())]
+    writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
+    head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+    writer.close()
+    return int(head.split()[1]), body
+
+
+async def test_a_surface_can_be_left_open(doors_with: Open, key_file: KeyFile) -> None:
+    key = key_file.add("team")
+    async with doors_with(open_surfaces=(Surface.METRICS, Surface.INFERENCE)) as doors:
+        assert (await doors.get("/metrics")).status_code == 200
+        assert (await doors.post("/v2/models/echo/infer", TENSOR)).status_code == 200
+        assert (await doors.call("ModelInfer", infer_request())).status == 200
+        assert (await doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key)).status_code == 200
+        wrong = await doors.post("/v2/models/echo/infer", TENSOR, x_api_key="guessed")
+        assert wrong.status_code == 401, "a wrong key is an error, not a reason to be let in as anybody"
+        assert (await doors.get("/v1/models")).status_code == 401
+
+
+@SERVERS
+async def test_triton_s_header_form_restricts_protocols_without_any_key(doors_with: Open, server: GrpcServerChoice) -> None:
+    async with doors_with(
+        server,
+        keys_file=None,
+        grpc_restricted="model-repository,statistics:admin-key=s3cret\ninference:client=s4cret",
+        http_restricted="metrics,model-repository:x-admin=s3cret",
+    ) as doors:
+        good = {"triton_grpc_protocol_admin_key": "s3cret"}
+        assert (await doors.call("RepositoryIndex", **good)).status == 200
+        for wrong in ({}, {"triton_grpc_protocol_admin_key": "s3cre"}, {"admin_key": "s3cret"}):
+            refused = await doors.call("RepositoryIndex", **wrong)
+            assert refused.status == 403
+            assert "s3cret" not in refused.message
+        assert (await doors.call("ModelInfer", infer_request())).status == 403
+        assert (await doors.call("ModelInfer", infer_request(), triton_grpc_protocol_client="s4cret")).status == 200
+        assert await doors.stream().code() is grpc.StatusCode.PERMISSION_DENIED
+        assert (await doors.call("ServerMetadata")).status == 200
+        assert (await doors.get("/metrics")).status_code == 403
+        assert (await doors.get("/metrics", x_admin="s3cret")).status_code == 200
+        assert (await doors.post("/v2/models/echo/infer", TENSOR)).status_code == 200
+
+
+@SERVERS
+async def test_keys_come_and_go_without_a_restart_even_on_streams_that_are_open(
+    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice
+) -> None:
+    async with doors_with(server) as doors:
+        key = key_file.add("team")
+        await known(doors, key)
+        assert (await doors.call("ModelInfer", infer_request(), x_api_key=key)).status == 200
+        stream = doors.stream(x_api_key=key)
+        await stream.write(infer_request())
+        assert not await in_band(stream)
+        key_file.remove_all()
+        async with asyncio.timeout(10):
+            while True:
+                await stream.write(infer_request())
+                if error := await in_band(stream):
+                    break
+                await asyncio.sleep(0.05)
+        assert error == "the API key 'team' is not valid any more"
+        stream.cancel()
+        assert (await doors.call("ModelInfer", infer_request(), x_api_key=key)).status == 401
+        assert (await doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key)).status_code == 401
+
+
+async def test_a_key_that_has_expired_is_told_so(doors_with: Open, key_file: KeyFile) -> None:
+    key = key_file.add("old", expires="2020-01-01")
+    async with doors_with() as doors:
+        refused = await doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key)
+        assert (refused.status_code, "'old' has expired" in refused.text) == (401, True)
+
+
+@SERVERS
+async def test_what_administrators_do_is_recorded_under_an_id_that_they_get(
+    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dynamo.audit")
+    key = key_file.add("root", Scope.ADMIN)
+    async with doors_with(server) as doors:
+        change = {"model": "echo-llm", "active_decode_blocks_threshold": 0.9}
+        done = await doors.post("/busy_threshold", change, x_api_key=key, x_request_id="change-1")
+        load = pb.RepositoryModelLoadRequest(model_name="forged\nline").SerializeToString()
+        loaded = await doors.call("RepositoryModelLoad", load, x_api_key=key)
+        http_loaded = await doors.post("/v2/repository/models/some%0Amodel/load", {}, x_api_key=key)
+        refused = await doors.post("/busy_threshold", change)
+        await doors.call("RepositoryModelLoad", load, x_api_key="nobody's", x_request_id="try-7")
+        await doors.get("/busy_threshold", x_api_key=key)  # reading is no action
+        lines = [record.getMessage() for record in caplog.records if record.name == "dynamo.audit"]
+        assert lines[0] == f"POST /busy_threshold by key 'root' from 127.0.0.1, request change-1: {done.status_code}"
+        assert done.headers["x-request-id"] == "change-1"
+        assert lines[1].startswith("RepositoryModelLoad 'forged\\nline' by key 'root' from ")
+        assert lines[1].split("request ")[1].split(":")[0] == loaded.headers["x-request-id"]
+        assert lines[2].startswith("POST /v2/repository/models/some%0Amodel/load by key 'root' from 127.0.0.1, request ")
+        assert lines[2].split("request ")[1].split(":")[0] == http_loaded.headers["x-request-id"]
+        assert lines[3] == (
+            f"POST /busy_threshold from 127.0.0.1, request {refused.headers['x-request-id']}: refused: "
+            "an API key is needed, as 'authorization: Bearer KEY' or 'x-api-key: KEY'"
+        )
+        assert lines[4].startswith("RepositoryModelLoad 'forged\\nline' from ")
+        assert lines[4].endswith("request try-7: refused: the API key is not valid")
+        assert len(lines) == 5
+        assert not any("\n" in line or key in line for line in lines)
+
+
+async def test_without_keys_actions_are_recorded_as_anybody_s(doors_with: Open, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dynamo.audit")
+    async with doors_with(keys_file=None) as doors:
+        done = await doors.post("/busy_threshold", {"model": "echo-llm", "active_decode_blocks_threshold": 0.9})
+        loaded = await doors.call("RepositoryModelLoad")
+        lines = [record.getMessage() for record in caplog.records if record.name == "dynamo.audit"]
+        assert lines[0].startswith("POST /busy_threshold by anybody from 127.0.0.1, request ")
+        assert done.headers["x-request-id"] in lines[0]
+        assert lines[1].startswith("RepositoryModelLoad '' by anybody from ")
+        assert loaded.headers["x-request-id"] in lines[1]
+
+
+async def test_every_answer_over_http_has_an_id(doors_with: Open) -> None:
+    async with doors_with(keys_file=None) as doors:
+        answers = [await doors.get(path) for path in (*HTTP_QUESTIONS, "/live", "/health", "/v2/health/ready")]
+        answers += [await doors.post(path, body) for path, body in HTTP_REQUESTS.items()]
+        answers += [await doors.post(path, {}) for path in HTTP_REQUESTS]
+        ids = [answer.headers.get("x-request-id", "") for answer in answers]
+        assert [answer.url.path for answer, id_ in zip(answers, ids, strict=True) if not id_] == []
+        assert len(set(ids)) == len(ids)
+        repeated = await doors.get("/metrics", x_request_id="mine-1")
+        assert repeated.headers["x-request-id"] == "mine-1"
+
+
+@SERVERS
+async def test_every_refusal_over_grpc_has_an_id(doors_with: Open, server: GrpcServerChoice) -> None:
+    async with doors_with(server, keys_file=None) as doors:
+        for method, message in (("ModelInfer", b"\xff"), ("ModelMetadata", b""), ("LogSettings", b"")):
+            failed = await doors.call(method, message)
+            assert failed.status != 200
+            assert failed.headers["x-request-id"]
+            assert (await doors.call(method, message, x_request_id="mine-1")).headers["x-request-id"] == "mine-1"

@@ -1,0 +1,113 @@
+"""Users and roles of a real etcd: what each role of a deployment may do there, and logins that expire."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from dynamo.common.errors import Forbidden
+from dynamo.common.etcd import Etcd, EtcdConfig, connect_etcd
+from tests.support.doors import TENSOR, Doors, open_doors
+from tests.support.servers import EtcdServer, NatsServer, etcdctl, start_etcd
+
+LOGINS = {
+    "frontend": {"user": "frontend", "password": "f4sesame"},
+    "worker": {"user": "worker", "password": "w4sesame"},
+}
+SETUP = """
+user add root:r4sesame
+user grant-role root root
+role add frontend
+role grant-permission frontend --prefix=true read /dynamo/v1/
+role add worker
+role grant-permission worker --prefix=true readwrite /dynamo/v1/
+user add frontend:f4sesame
+user grant-role frontend frontend
+user add worker:w4sesame
+user grant-role worker worker
+auth enable
+"""
+
+
+def enable_roles(server: EtcdServer) -> None:
+    """The roles that docs/security.md describes."""
+    for command in SETUP.split("\n"):
+        if command:
+            etcdctl(server.endpoint, *command.split())
+
+
+def config_of(server: EtcdServer, role: str) -> EtcdConfig:
+    return EtcdConfig(endpoints=(server.endpoint,), timeout_s=5, **LOGINS[role])
+
+
+async def may_put(etcd: Etcd, key: str) -> bool:
+    try:
+        await etcd.put(key, b"1")
+    except Forbidden:
+        return False
+    return True
+
+
+async def may_read(etcd: Etcd, prefix: str) -> bool:
+    try:
+        await etcd.range(prefix, prefix=True)
+    except Forbidden:
+        return False
+    return True
+
+
+async def may_watch(etcd: Etcd, prefix: str) -> bool:
+    try:
+        async with aclosing(etcd.watch(prefix)) as batches:
+            await anext(batches)
+    except Forbidden:
+        return False
+    return True
+
+
+async def test_a_role_is_refused_what_it_does_not_need(tmp_path: Path) -> None:
+    async with start_etcd(tmp_path) as server:
+        await asyncio.to_thread(enable_roles, server)
+        async with connect_etcd(config_of(server, "frontend")) as frontend, connect_etcd(config_of(server, "worker")) as worker:
+            assert await may_put(worker, "/dynamo/v1/k")
+            assert not await may_put(frontend, "/dynamo/v1/k")
+            with pytest.raises(Forbidden):
+                await frontend.delete("/dynamo/v1/k")
+            for etcd in (frontend, worker):
+                assert await may_read(etcd, "/dynamo/v1/")
+                assert await may_watch(etcd, "/dynamo/v1/")
+                for prefix in ("/", "/dynamo/", "/dynamo/v1", "/elsewhere"):
+                    assert not await may_read(etcd, prefix)
+                    assert not await may_watch(etcd, prefix)
+                    assert not await may_put(etcd, f"{prefix}x")
+
+
+async def test_a_deployment_serves_with_these_roles_and_outlives_its_tokens(
+    tmp_path: Path, nats_server: NatsServer, namespace: str
+) -> None:
+    async with start_etcd(tmp_path, extra_flags=("--auth-token-ttl", "1")) as server:
+        await asyncio.to_thread(enable_roles, server)
+        async with open_doors(server, nats_server, namespace, logins=LOGINS) as doors:
+            assert (await doors.post("/v2/models/echo/infer", TENSOR)).status_code == 200
+            await lost_and_registered_again(server, doors)
+            assert (await doors.post("/v2/models/echo/infer", TENSOR)).status_code == 200
+
+
+async def lost_and_registered_again(server: EtcdServer, doors: Doors) -> None:
+    """Returns when the worker has put its registrations again, with a token that it had to fetch anew.
+
+    An expired token shows only when it is used, so the worker is made to use it: by the loss of its lease.
+    """
+    root = ("--user", "root:r4sesame")
+    leases = (await asyncio.to_thread(etcdctl, server.endpoint, *root, "lease", "list")).split()
+    for revoked in leases[leases.index("leases") + 1 :]:
+        await asyncio.to_thread(etcdctl, server.endpoint, *root, "lease", "revoke", revoked)
+    async with asyncio.timeout(20):
+        while True:
+            found = await asyncio.to_thread(etcdctl, server.endpoint, *root, "get", "--prefix", "--keys-only", "/dynamo/v1/")
+            if found.count("/dynamo/v1/") == 2 and doors.frontend.readiness.is_model_ready("echo"):
+                return
+            await asyncio.sleep(0.1)

@@ -1,0 +1,227 @@
+"""Every way to log in to a real nats-server, TLS, and what each role of the deployment may not do."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import nats
+import nkeys  # type: ignore[import-untyped]
+import pytest
+import trustme
+
+from dynamo.common.messaging.connection import NatsConfig, connect_nats
+from tests.support.certificates import issue, write_ca
+from tests.support.servers import ServerTls, start_nats
+
+DEPLOYED = Path(__file__).parents[2] / "deploy" / "k8s" / "base" / "platform" / "nats" / "nats.conf"
+
+
+class Nkey:
+    """A fresh key pair of an operator, an account or a user."""
+
+    def __init__(self, kind: int) -> None:
+        self.seed = nkeys.encode_seed(os.urandom(32), kind)
+        self._pair = nkeys.from_seed(bytearray(self.seed))
+        self.public = self._pair.public_key.decode()
+
+    def sign(self, name: str, subject: str, about: dict[str, object]) -> str:
+        """A JWT of this issuer about `subject`."""
+        claims = {"jti": name, "iat": 1, "iss": self.public, "name": name, "sub": subject, "nats": {"version": 2, **about}}
+        body = ".".join(_base64(json.dumps(part).encode()) for part in ({"typ": "JWT", "alg": "ed25519-nkey"}, claims))
+        return f"{body}.{_base64(self._pair.sign(body.encode()))}"
+
+
+def _base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+async def round_trip(config: NatsConfig) -> None:
+    """Says something to itself over a connection of its own."""
+    async with asyncio.timeout(10), connect_nats(config, "test") as connection:
+        heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        await connection.subscribe("dynamo.t", lambda subject, reply, payload, missing: heard.set_result(bytes(payload)))
+        assert connection.publish_nowait("dynamo.t", b"hello")
+        assert await heard == b"hello"
+
+
+async def refused(
+    config: NatsConfig, caplog: pytest.LogCaptureFixture, *secrets: str, words: str = "Authorization Violation"
+) -> None:
+    """The server lets nobody in with this, which is logged and waited for, without showing a secret."""
+    caplog.clear()
+    caplog.set_level(logging.DEBUG)
+
+    async def never() -> None:
+        async with connect_nats(config, "test"):
+            raise AssertionError("it was let in")
+
+    attempt = asyncio.create_task(never())
+    try:
+        async with asyncio.timeout(10):
+            while words not in caplog.text:
+                assert not attempt.done(), attempt
+                await asyncio.sleep(0.02)
+    finally:
+        attempt.cancel()
+        await asyncio.gather(attempt, return_exceptions=True)
+    assert not [secret for secret in secrets if secret in caplog.text]
+
+
+async def test_user_and_password(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with start_nats(tmp_path, jetstream=False, config="authorization { user: me, password: sesame }") as server:
+        await round_trip(NatsConfig(servers=(server.url,), user="me", password="sesame"))
+        await refused(NatsConfig(servers=(server.url,), user="me", password="swordfish"), caplog, "swordfish")
+        await refused(NatsConfig(servers=(server.url,)), caplog)
+
+
+async def test_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with start_nats(tmp_path, jetstream=False, config="authorization { token: sesame }") as server:
+        await round_trip(NatsConfig(servers=(server.url,), token="sesame"))
+        await refused(NatsConfig(servers=(server.url,), token="swordfish"), caplog, "swordfish")
+
+
+async def test_nkey(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours, other = Nkey(nkeys.PREFIX_BYTE_USER), Nkey(nkeys.PREFIX_BYTE_USER)
+    files = {}
+    for name, key in (("ours", ours), ("other", other)):
+        files[name] = tmp_path / f"{name}.nk"
+        files[name].write_bytes(key.seed + b"\n")
+    config = f"authorization {{ users: [{{ nkey: {ours.public} }}] }}"
+    async with start_nats(tmp_path / "nats", jetstream=False, config=config) as server:
+        await round_trip(NatsConfig(servers=(server.url,), nkey_seed_file=str(files["ours"])))
+        await refused(NatsConfig(servers=(server.url,), nkey_seed_file=str(files["other"])), caplog, other.seed.decode())
+
+
+def credentials(user: Nkey, account: Nkey) -> str:
+    jwt = account.sign("user", user.public, {"type": "user", "subs": -1, "data": -1, "payload": -1})
+    return (
+        f"-----BEGIN NATS USER JWT-----\n{jwt}\n------END NATS USER JWT------\n\n"
+        f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
+    )
+
+
+async def test_credentials_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    operator = Nkey(nkeys.PREFIX_BYTE_OPERATOR)
+    account, stranger = Nkey(nkeys.PREFIX_BYTE_ACCOUNT), Nkey(nkeys.PREFIX_BYTE_ACCOUNT)
+    limits = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1) | {"wildcards": True}
+    of_operator = operator.sign("operator", operator.public, {"type": "operator"})
+    of_account = operator.sign("account", account.public, {"type": "account", "limits": limits})
+    config = f"operator: {of_operator}\nresolver: MEMORY\nresolver_preload: {{ {account.public}: {of_account} }}"
+    user = Nkey(nkeys.PREFIX_BYTE_USER)
+    (tmp_path / "user.creds").write_text(credentials(user, account))
+    (tmp_path / "stranger.creds").write_text(credentials(user, stranger))
+    async with start_nats(tmp_path / "nats", jetstream=False, config=config) as server:
+        await round_trip(NatsConfig(servers=(server.url,), credentials_file=str(tmp_path / "user.creds")))
+        stranger_config = NatsConfig(servers=(server.url,), credentials_file=str(tmp_path / "stranger.creds"))
+        await refused(stranger_config, caplog, user.seed.decode())
+
+
+async def test_tls_in_both_directions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ca, other = trustme.CA(), trustme.CA()
+    ca_file, other_file = write_ca(ca, tmp_path / "ca.pem"), write_ca(other, tmp_path / "other.pem")
+    server_pair, client = issue(ca, tmp_path, "server"), issue(ca, tmp_path, "client", "worker@example")
+    own = {"tls_cert_file": str(client.cert), "tls_key_file": str(client.key)}
+    tls = ServerTls(server_pair.cert, server_pair.key, ca_file)
+    async with start_nats(tmp_path / "nats", jetstream=False, tls=tls) as server:
+        for scheme in ("tls", "nats"):
+            url = f"{scheme}://127.0.0.1:{server.port}"
+            await round_trip(NatsConfig(servers=(url,), tls_ca_file=str(ca_file), **own))  # type: ignore[arg-type]
+        stranger = NatsConfig(servers=(server.url,), tls_ca_file=str(other_file), **own)  # type: ignore[arg-type]
+        await refused(stranger, caplog, words="certificate verify failed")
+        await refused(NatsConfig(servers=(server.url,), tls_ca_file=str(ca_file)), caplog, words="CERTIFICATE_REQUIRED")
+
+
+async def test_a_password_is_not_sent_to_a_server_that_offers_no_tls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ca_file = write_ca(trustme.CA(), tmp_path / "ca.pem")
+    config = "authorization { user: me, password: sesame }\ntrace: true"
+    async with start_nats(tmp_path / "nats", jetstream=False, config=config) as server:
+        asked = NatsConfig(servers=(server.url,), user="me", password="sesame", tls_ca_file=str(ca_file))
+        await refused(asked, caplog, "sesame", words="does not offer TLS")
+        assert "CONNECT" not in server.log()
+
+
+# What the roles of the deployment may do
+
+REQUEST, ANSWER = "dynamo.ns.backend.1f.rpc", "dynamo.ns.answers.c1.1f.1"
+NOT_ALLOWED = {
+    "frontend": {
+        "publish": [
+            ANSWER,
+            "dynamo.ns.backend.kv.1f",
+            "dynamo.ns.backend.load.1f",
+            "$O.dynamo-models.M.x",
+            "$JS.API.STREAM.DELETE.OBJ_dynamo-models",
+            "$JS.API.STREAM.UPDATE.OBJ_dynamo-models",
+            "$JS.API.STREAM.CREATE.another",
+            "$SYS.REQ.SERVER.PING",
+            "elsewhere",
+        ],
+        "subscribe": [REQUEST, "dynamo.*.*.*.rpc", "dynamo.>", ">", "$SYS.>", "$JS.API.>"],
+    },
+    "worker": {
+        "publish": [
+            REQUEST,
+            "dynamo.ns.backend.bookings",
+            "dynamo.ns.frontends",
+            "$JS.API.STREAM.DELETE.OBJ_dynamo-models",
+            "$JS.API.STREAM.CREATE.another",
+            "_INBOX.somebody",
+            "elsewhere",
+        ],
+        "subscribe": [ANSWER, "dynamo.*.answers.>", "dynamo.*.*.kv.*", "dynamo.*.*.load.*", "dynamo.>", ">", "$SYS.>", "$O.>"],
+    },
+}
+ALLOWED = {
+    "frontend": {
+        "publish": [REQUEST, "dynamo.ns.backend.bookings"],
+        "subscribe": ["dynamo.ns.answers.c1.>", "dynamo.ns.backend.kv.*"],
+    },
+    "worker": {"publish": [ANSWER, "dynamo.ns.backend.kv.1f", "dynamo.ns.backend.load.1f"], "subscribe": [REQUEST]},
+}
+
+
+def deployed_permissions() -> str:
+    """The permissions of the deployment's nats.conf, as they stand there."""
+    text = DEPLOYED.read_text()
+    return "\n".join(re.findall(r"^(?:frontend|worker)_may \{.*?^\}", text, re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.parametrize("role", ["frontend", "worker"])
+async def test_a_role_of_the_deployment_is_refused_what_it_does_not_need(tmp_path: Path, role: str) -> None:
+    users = "authorization { users: [ {user: frontend, password: f, permissions: $frontend_may}, "
+    users += "{user: worker, password: w, permissions: $worker_may} ] }"
+    async with start_nats(tmp_path, config=f"{deployed_permissions()}\n{users}") as server:
+        violations: asyncio.Queue[str] = asyncio.Queue()
+
+        async def failed(error: Exception) -> None:
+            violations.put_nowait(str(error).lower())
+
+        client = await nats.connect(server.url, user=role, password=role[0], error_cb=failed)
+
+        async def publish(subject: str) -> None:
+            await client.publish(subject, b"")
+
+        async def subscribe(subject: str) -> None:
+            await client.subscribe(subject)
+
+        attempts: dict[str, Callable[[str], object]] = {"publish": publish, "subscribe": subscribe}
+        for verb, attempt in attempts.items():
+            for subject in ALLOWED[role][verb]:
+                await attempt(subject)  # type: ignore[misc]
+            await client.flush()
+            assert violations.empty(), violations
+            for subject in NOT_ALLOWED[role][verb]:
+                await attempt(subject)  # type: ignore[misc]
+                async with asyncio.timeout(5):
+                    violation = await violations.get()
+                noun = {"publish": "publish", "subscribe": "subscription"}[verb]
+                assert f'permissions violation for {noun} to "{subject.lower()}"' in violation
+        assert client.is_connected, "a violation costs the message, not the connection"
+        await client.close()

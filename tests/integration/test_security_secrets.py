@@ -1,0 +1,174 @@
+"""Real processes with every kind of secret: none of them shows in logs, metrics, answers or the process list."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import httpx2
+import trustme
+
+from dynamo.common.security.surfaces import Scope
+from tests.support.certificates import issue, write_ca
+from tests.support.doors import SERVICE, TENSOR, KeyFile, infer_request
+from tests.support.processes import FrontendProcess, Process, frontend, worker
+from tests.support.servers import EtcdServer, NatsServer, ServerTls, etcdctl, start_etcd, start_nats
+
+
+def hidden_files(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Secrets by name, and the files that hold them."""
+    values = {name: secrets.token_hex(16) for name in ("nats", "etcd", "admin", "client")}
+    lines = {
+        "nats": values["nats"],
+        "etcd": values["etcd"],
+        "grpc": f"model-repository:admin={values['admin']}",
+        "http": f"model-repository:x-admin={values['client']}",
+    }
+    files = {}
+    for name, line in lines.items():
+        path = folder / f"{name}.secret"
+        path.write_text(line + "\n")
+        files[name] = str(path)
+    return values, files
+
+
+async def test_no_secret_is_shown_anywhere(tmp_path: Path, namespace: str) -> None:
+    values, files = hidden_files(tmp_path)
+    keys = KeyFile(tmp_path / "keys.yaml", {})
+    for name, scopes in (("team", (Scope.INFER,)), ("root", (Scope.ADMIN,))):
+        values[name] = keys.add(name, *scopes)
+    values["wrong"] = f"dyn-{secrets.token_hex(6)}-{secrets.token_urlsafe(32)}"
+    hashes = [line.partition("sha256:")[2].split(",")[0].strip(" }'\"") for line in keys.path.read_text().split("\n")]
+    values |= {f"hash {number}": found for number, found in enumerate(hashes) if found}
+    nats_config = f"authorization {{ user: me, password: {values['nats']} }}"
+    async with start_etcd(tmp_path / "etcd") as etcd, start_nats(tmp_path / "nats", config=nats_config) as nats:
+        for command in (f"user add root:{values['etcd']}", "user grant-role root root", "auth enable"):
+            await asyncio.to_thread(etcdctl, etcd.endpoint, *command.split())
+        logins = ("--nats-user", "me", "--nats-password-file", files["nats"])
+        logins += ("--etcd-user", "root", "--etcd-password-file", files["etcd"], "--log-level", "debug")
+        restricted = ("--grpc-restricted-protocol-file", files["grpc"], "--http-restricted-api-file", files["http"])
+        access = ("--api-keys-file", str(keys.path), "--api-open", "metadata", *restricted)
+        async with (
+            worker(etcd, nats, namespace, "--model", "echo", *logins) as back,
+            frontend(etcd.endpoint, nats.url, namespace, *logins, *access) as front,
+        ):
+            await front.serves("echo")
+            shown = await everything_said(front.http_port, front.grpc_target, values)
+            keys.add("another")  # read anew
+            keys.path.write_text("- {name: x, hash: " + values["hash 0"] + "}")  # cannot be used
+            await asked_until_it_is_logged(front, values["root"], "the old one stays")
+            shown["frontend's arguments"] = arguments(front)
+            shown["worker's arguments"] = arguments(back)
+            front.terminate()
+            back.terminate()
+            await front.ended()
+            await back.ended()
+            shown["frontend's log"], shown["worker's log"] = "\n".join(front.lines), "\n".join(back.lines)
+    assert "DEBUG" in shown["frontend's log"]
+    found = [f"{name} in {where}" for where, text in shown.items() for name, value in values.items() if value in text]
+    assert found == []
+
+
+async def asked_until_it_is_logged(front: FrontendProcess, key: str, words: str) -> None:
+    """Makes the server look at its key file, which it does when somebody asks."""
+    async with asyncio.timeout(10), httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client:
+        while not any(words in line for line in front.lines):
+            await client.get("/metrics", headers={"x-api-key": key})
+            await asyncio.sleep(0.1)
+
+
+def arguments(process: Process) -> str:
+    return Path(f"/proc/{process.process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+async def everything_said(http_port: int, grpc_target: str, values: Mapping[str, str]) -> dict[str, str]:
+    """All that a frontend says when it is asked with right and wrong secrets."""
+    said = {}
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=20) as client:
+        for name in ("team", "root", "wrong"):
+            headers = {"authorization": f"Bearer {values[name]}", "x-admin": values["client"]}
+            for path in ("/v2/models/echo/infer", "/v2/repository/models/echo/load", "/busy_threshold", "/v1/chat/completions"):
+                answer = await client.post(path, json=TENSOR, headers=headers)
+                said[f"{path} with {name}"] = str(answer.headers) + answer.text
+            wrong = await client.post("/v2/repository/index", headers={**headers, "x-admin": values["admin"]})
+            said[f"a wrong header with {name}"] = str(wrong.headers) + wrong.text
+        said["metrics"] = (await client.get("/metrics", headers={"x-api-key": values["root"]})).text
+        said["health"] = (await client.get("/health")).text
+    async with grpc.aio.insecure_channel(grpc_target) as channel:
+        for method in ("ModelInfer", "RepositoryIndex", "RepositoryModelLoad"):
+            for name in ("team", "root", "wrong"):
+                metadata = (("x-api-key", values[name]), ("triton-grpc-protocol-admin", values["admin"]))
+                start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(SERVICE + method)
+                call = start(infer_request() if method == "ModelInfer" else b"", metadata=metadata, timeout=20)
+                details = str(await call.details())
+                said[f"{method} with {name}"] = details + str(await call.trailing_metadata())
+    return said
+
+
+async def test_all_links_speak_tls_and_certificates_are_renewed_in_every_process(tmp_path: Path, namespace: str) -> None:
+    ca = trustme.CA()
+    ca_file = write_ca(ca, tmp_path / "ca.pem")
+    server, client = issue(ca, tmp_path, "server"), issue(ca, tmp_path, "client", "client@example")
+    tls = ServerTls(server.cert, server.key, ca_file)
+    etcd_server, nats_server = start_etcd(tmp_path / "etcd", tls=tls), start_nats(tmp_path / "nats", tls=tls)
+    own = tuple(
+        word
+        for system in ("nats", "etcd")
+        for flag, path in (("ca", ca_file), ("cert", client.cert), ("key", client.key))
+        for word in (f"--{system}-tls-{flag}-file", str(path))
+    )
+    door = issue(ca, tmp_path, "door")
+    ports = ("--use-tls", "--cert-file", str(door.cert), "--key-file", str(door.key), "--client-ca-file", str(ca_file))
+    async with etcd_server as etcd, nats_server as nats:
+        await serves_with_tls(etcd, nats, namespace, own, (*own, *ports, "--processes", "2"), ca, tmp_path)
+
+
+async def serves_with_tls(
+    etcd: EtcdServer,
+    nats: NatsServer,
+    namespace: str,
+    worker_flags: tuple[str, ...],
+    frontend_flags: tuple[str, ...],
+    ca: trustme.CA,
+    folder: Path,
+) -> None:
+    ca_file, client_cert, client_key = (folder / name for name in ("ca.pem", "client.pem", "client.key"))
+    context = ssl.create_default_context(cafile=str(ca_file))
+    context.load_cert_chain(client_cert, client_key)
+    credentials = grpc.ssl_channel_credentials(ca_file.read_bytes(), client_key.read_bytes(), client_cert.read_bytes())
+    async with (
+        worker(etcd, nats, namespace, "--model", "echo", *worker_flags),
+        frontend(etcd.endpoint, nats.url, namespace, *frontend_flags) as front,
+        httpx2.AsyncClient(base_url=f"https://127.0.0.1:{front.http_port}", verify=context) as http,
+        grpc.aio.secure_channel(front.grpc_target, credentials) as channel,
+    ):
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    if (await http.post("/v2/models/echo/infer", json=TENSOR)).status_code == 200:
+                        break
+                except httpx2.TransportError:
+                    assert front.process.returncode is None
+                await asyncio.sleep(0.1)
+        infer: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"{SERVICE}ModelInfer")
+        assert await infer(infer_request(), wait_for_ready=True, timeout=20)
+        door_key, door_cert = folder / "door.key", folder / "door.pem"
+        issued = ca.issue_cert("127.0.0.1")
+        door_key.write_bytes(issued.private_key_pem.bytes())
+        door_cert.write_bytes(issued.cert_chain_pems[0].bytes())
+        expected = ssl.PEM_cert_to_DER_cert(issued.cert_chain_pems[0].bytes().decode())
+        for port in (front.http_port, front.grpc_port):
+            in_a_row = 0
+            async with asyncio.timeout(20):
+                while in_a_row < 12:  # of two processes that share the port
+                    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+                    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+                    writer.close()
+                    in_a_row = in_a_row + 1 if shown == expected else 0
+                    await asyncio.sleep(0.02)
+        assert await infer(infer_request(), timeout=20)

@@ -1,0 +1,86 @@
+"""Model repositories for tests: folders written on the spot, and requests to their models without any server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynamo.worker.engine.base import Context
+from dynamo.worker.repository.execution import Answer, Parameter, Request, closing
+from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
+
+DOUBLE = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", 2 * pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
+            for r in requests
+        ]
+"""
+X_TO_Y = """
+input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ]
+"""
+
+
+def python_model(repository: Path, name: str, code: str = DOUBLE, config: str = X_TO_Y, version: int = 1) -> Path:
+    """Writes a model; returns its folder. `config` goes into `config.pbtxt` after name and backend; empty: there is none."""
+    folder = repository / name
+    (folder / str(version)).mkdir(parents=True, exist_ok=True)
+    (folder / str(version) / "model.py").write_text(code)
+    if config:
+        (folder / "config.pbtxt").write_text(f'name: "{name}"\nbackend: "python"\n{config}')
+    return folder
+
+
+def model_with_config(repository: Path, name: str, config: str) -> Path:
+    """A folder with nothing but this configuration and an empty version."""
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(config)
+    return folder
+
+
+@asynccontextmanager
+async def opened(repository: Path, *load: str, **settings: Any) -> AsyncIterator[RepositoryModels]:
+    """Its models, of which these are loaded; raises if one does not load."""
+    models = RepositoryModels(RepositorySettings(folders=(repository,), drain_s=5.0, **settings))
+    try:
+        for error in (await models.load_all(load)).values():
+            raise error
+        yield models
+    finally:
+        await models.close()
+
+
+async def answers(
+    models: RepositoryModels,
+    model: str,
+    inputs: Mapping[str, Any],
+    version: str = "",
+    parameters: Mapping[str, Parameter] | None = None,
+    outputs: Sequence[str] = (),
+) -> list[Answer]:
+    arrays = {name: np.asarray(value) for name, value in inputs.items()}
+    request = Request(arrays, Context("request-7"), outputs, parameters or {})
+    async with closing(models.run(model, version, request)) as found:
+        return [answer async for answer in found]
+
+
+async def answer(models: RepositoryModels, model: str, inputs: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The one answer's outputs as lists; bytes as they are."""
+    [found] = await answers(models, model, inputs, **more)
+    return {name: array.tolist() for name, array in found.outputs.items()}
+
+
+def x(*values: float) -> dict[str, Any]:
+    return {"x": np.array(values, np.float32)}

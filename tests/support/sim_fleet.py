@@ -1,0 +1,144 @@
+"""Simulated engines, their publishers, and frontends that follow them, all in this process, over a real etcd and nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from dynamo.common.generation import Sampling, Stop, Summary
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+from dynamo.frontend.app import Frontend, serve_frontend
+from dynamo.frontend.config import FrontendConfig, HttpOptions, RouterMode, RouterOptions
+from dynamo.frontend.data_plane import Call
+from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.router.kv import KvRouter
+from dynamo.worker.app import Worker, open_worker
+from dynamo.worker.config import WorkerConfig
+from dynamo.worker.engine.select import sim_config
+from dynamo.worker.engine.sim.engine import SimEngine
+from tests.support.servers import EtcdServer, NatsServer
+
+SIM = "blocks=200,block_size=16,speedup=0"
+
+
+@dataclass
+class SimFleet:
+    """`durable`: workers record their KV events, and frontends begin with the record."""
+
+    etcd: EtcdServer
+    nats: NatsServer
+    namespace: str
+    durable: bool = False
+    frontends: list[Frontend] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+    engines: dict[InstanceId, SimEngine] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[Worker]:
+        """One more worker for the body."""
+        engine = SimEngine(sim_config(SIM, "sim", None, None))
+        config = WorkerConfig(
+            endpoint=Endpoint(namespace=self.namespace),
+            drain_timeout_s=5,
+            durable_kv_events=self.durable,
+            log=LogOptions(),
+            etcd=EtcdOptions(endpoints=(self.etcd.endpoint,)),
+            nats=NatsOptions(servers=(self.nats.url,)),
+        )
+        async with open_worker(engine, config) as worker:
+            self.workers.append(worker)
+            self.engines[worker.instance] = engine
+            try:
+                yield worker
+            finally:
+                self.workers.remove(worker)
+                del self.engines[worker.instance]
+
+    @asynccontextmanager
+    async def frontend(
+        self, *, replica_sync: bool = False, snapshot_threshold: int = 10_000, reset_states: bool = False
+    ) -> AsyncIterator[int]:
+        """One more frontend for the body; its position."""
+        options = RouterOptions(
+            mode=RouterMode.KV,
+            replica_sync=replica_sync,
+            speculative_ttl_s=0,
+            durable_kv_events=self.durable,
+            snapshot_threshold=snapshot_threshold,
+            reset_states=reset_states,
+        )
+        config = FrontendConfig(
+            namespace=self.namespace,
+            router=options,
+            http=HttpOptions(port=0),
+            settle_s=0,
+            log=LogOptions(),
+            etcd=EtcdOptions(endpoints=(self.etcd.endpoint,)),
+            nats=NatsOptions(servers=(self.nats.url,)),
+        )
+        async with serve_frontend(config) as frontend:
+            await until(lambda: len(frontend.plane.models.instances("sim")) == len(self.workers))
+            self.frontends.append(frontend)
+            try:
+                yield self.frontends.index(frontend)
+            finally:
+                self.frontends.remove(frontend)
+
+    def router(self, frontend: int = 0) -> KvRouter:
+        """The router that chooses, out of those that watch it."""
+        router: object = self.frontends[frontend].plane._dispatcher._router
+        while not isinstance(router, KvRouter):
+            router = vars(router).get("inner") or vars(router)["_router"]
+        return router
+
+    async def ask(self, prompt: str, frontend: int = 0, tokens: int = 4) -> tuple[InstanceId, int, Summary]:
+        """Where the request went, how many blocks of it the router thought to be there, and what it took."""
+        request = TextRequest(
+            model="sim", prompt=prompt, stop=Stop(max_tokens=tokens, ignore_eos=True), sampling=Sampling(seed=1)
+        )
+        async with self.frontends[frontend].plane.generate(request, Call(request_id="test")) as generation:
+            while await generation.read():
+                pass
+            assert generation.choice is not None
+            return generation.choice.instance.id, generation.choice.overlap_blocks, generation.summary
+
+    def answer_no_questions(self) -> None:
+        """From now on no worker tells what it holds, if asked."""
+        for worker in self.workers:
+            handlers = worker.requests._handlers
+            assert isinstance(handlers, dict)
+            del handlers["snapshot"], handlers["events_since"]
+
+    def is_exact(self, frontend: int = 0) -> bool:
+        """Whether the frontend's index holds just what every engine holds."""
+        index = self.router(frontend).index("sim")
+        return all(index.held(instance) == set(engine.kv._held) for instance, engine in self.engines.items())
+
+
+@asynccontextmanager
+async def sim_fleet(
+    etcd: EtcdServer, nats: NatsServer, namespace: str, *, workers: int = 2, frontends: int = 1, replica_sync: bool = False
+) -> AsyncIterator[SimFleet]:
+    """A fleet that is ready."""
+    found = SimFleet(etcd, nats, namespace)
+    async with AsyncExitStack() as stack:
+        for _ in range(workers):
+            await stack.enter_async_context(found.worker())
+        for _ in range(frontends):
+            await stack.enter_async_context(found.frontend(replica_sync=replica_sync))
+        yield found
+
+
+async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Returns once `condition()` holds; fails after `within_s`."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def prompt(number: int) -> str:
+    """A prompt of some 20 blocks that shares none with those of other numbers."""
+    return f"{number:04d} " + "the same words in each of them, many times over, to fill some blocks; " * 4

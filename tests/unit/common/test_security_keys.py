@@ -1,0 +1,382 @@
+"""API keys: the file of their hashes, what each may do, and the program that makes them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.common.config import ConfigError
+from dynamo.common.errors import Forbidden, RateLimited, Unauthenticated
+from dynamo.common.security.accounts import Account
+from dynamo.common.security.files import Watched
+from dynamo.common.security.keys import ApiKey, Limits, entry_for, make_key, parse_keys, read_keys
+from dynamo.common.security.surfaces import SCOPES, Scope, Surface, parse_restrictions
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def account(clock: Clock | None = None, *, models: tuple[str, ...] = ("*",), **limits: float) -> Account:
+    key = ApiKey(name="team", salt=b"", digest=b"", models=models, limits=Limits(**limits))  # type: ignore[arg-type]
+    return Account(key, clock or Clock())
+
+
+# The file
+
+
+def test_a_key_is_found_by_what_it_reads_and_by_nothing_else() -> None:
+    ours, foreign = make_key(), "k" * 40
+    ring = parse_keys(entry_for(ours, "ours") + entry_for(foreign, "foreign"))
+    found = {shown: ring.find(shown) for shown in (ours, foreign)}
+    assert {shown: key.name if key else None for shown, key in found.items()} == {ours: "ours", foreign: "foreign"}
+    for shown in ("", ours[:-1], ours + "x", ours.upper(), "dyn-", "k" * 39, ours + "x" * 1000, "dyn-000000000000-" + "x" * 43):
+        assert ring.find(shown) is None
+
+
+def test_neither_the_file_nor_what_is_shown_of_a_key_holds_it() -> None:
+    key = make_key()
+    text = entry_for(key, "team")
+    secret = key.rpartition("-")[2]
+    ring = parse_keys(text)
+    assert secret not in text
+    assert key not in text
+    digest = text.partition("sha256:")[2].split()[0]
+    assert digest.partition(":")[2] not in repr(ring.keys)
+
+
+def test_a_file_says_everything_about_a_key() -> None:
+    text = entry_for(
+        make_key(),
+        "team-a",
+        scopes=[Scope.INFER, Scope.METRICS],
+        models=["llama-*", "adder"],
+        limits=Limits(requests_per_s=0.5, concurrent_requests=2, tokens_per_minute=60),
+        expires="2027-01-31",
+    )
+    [key] = parse_keys(text).keys
+    assert key.scopes == {Scope.INFER, Scope.METRICS}
+    assert key.models == ("llama-*", "adder")
+    assert key.limits == Limits(requests_per_s=0.5, concurrent_requests=2, tokens_per_minute=60)
+    assert key.expires_at == 1801353600
+
+
+def entry(**changed: object) -> str:
+    fields = {"name": "a", "hash": f"sha256:{'0' * 32}:{'a' * 64}"} | changed
+    return "- {" + ", ".join(f"{name}: {value}" for name, value in fields.items() if value is not None) + "}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [", "is not YAML"),
+        ("just words", "is not a list of keys"),
+        ("- {name: a}", "missing required field `hash`"),
+        (entry(name="two words"), "name"),
+        (entry(scopes="[inferr]"), "inferr"),
+        (entry(scope="[infer]"), "unknown field `scope`"),
+        (entry(requests_per_s="0"), "requests_per_s"),
+        (entry(requests_per_s=".nan"), "requests_per_s"),
+        (entry(concurrent_requests="1.5"), "concurrent_requests"),
+        (entry(tokens_per_minute="many"), "tokens_per_minute"),
+        (entry(expires="tomorrow"), "neither a date nor"),
+        (entry(hash="md5:aa"), "not of the form sha256"),
+        (entry(hash=f"sha256:{'0' * 32}:{'z' * 64}"), "not of the form sha256"),
+        ("- {name: a, name: b, hash: x}", "a field is given twice"),
+        (entry() + entry(), "the name 'a' is given twice"),
+        (entry(id="x") + entry(id="x", name="b"), "the id 'x' is given twice"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused_with_its_place_and_without_a_hash(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_keys(file)
+    sentence = str(error.value)
+    assert words in sentence
+    assert str(file) in sentence
+    assert "a" * 64 not in sentence
+    assert "\n" not in sentence
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_a_list_of_keys_or_is_refused(text: str) -> None:
+    try:
+        parse_keys(text)
+    except ValueError as error:
+        assert str(error)
+
+
+@given(st.text(max_size=600))
+def test_anything_may_be_shown_as_a_key(text: str) -> None:
+    ring = parse_keys(entry_for("k" * 40, "foreign"))
+    assert ring.find(text) is None or text == "k" * 40
+
+
+# Limits
+
+
+def test_a_second_s_worth_of_requests_may_come_at_once_and_then_one_at_a_time() -> None:
+    clock = Clock()
+    team = account(clock, requests_per_s=4)
+    for _ in range(4):
+        team.admit("m", object()).close()
+    with pytest.raises(RateLimited, match="4 requests per second") as error:
+        team.admit("m", object())
+    assert error.value.retry_after_s == pytest.approx(0.25)
+    clock.now += 0.25
+    team.admit("m", object()).close()
+    with pytest.raises(RateLimited):
+        team.admit("m", object())
+
+
+def test_fewer_than_one_request_per_second_can_be_allowed() -> None:
+    clock = Clock()
+    team = account(clock, requests_per_s=0.1)
+    team.admit("m", object()).close()
+    with pytest.raises(RateLimited) as error:
+        team.count()
+    assert error.value.retry_after_s == pytest.approx(10)
+    clock.now += 10
+    team.count()
+
+
+def test_requests_at_once_are_counted_until_their_tickets_are_closed() -> None:
+    team = account(concurrent_requests=2)
+    first, second = team.admit("m", object()), team.admit("m", object())
+    with pytest.raises(RateLimited, match="2 requests at once"):
+        team.admit("m", object())
+    first.close()
+    first.close()
+    assert team.running == 1
+    third = team.admit("m", object())
+    for ticket in (second, third):
+        ticket.close()
+    assert team.running == 0
+
+
+def test_the_prompts_of_one_request_count_as_one() -> None:
+    team, call = account(concurrent_requests=1, requests_per_s=1), object()
+    parts = [team.admit("m", call) for _ in range(3)]
+    assert team.running == 1
+    for part in parts[:2]:
+        part.close()
+    with pytest.raises(RateLimited):
+        team.admit("m", object())
+    parts[2].close()
+    assert team.running == 0
+
+
+def test_tokens_are_paid_afterwards_and_come_back_in_a_minute() -> None:
+    clock = Clock()
+    team = account(clock, tokens_per_minute=60)
+    ticket = team.admit("m", object())
+    ticket.charge(90)
+    ticket.close()
+    with pytest.raises(RateLimited, match="60 tokens per minute") as error:
+        team.admit("m", object())
+    assert error.value.retry_after_s == pytest.approx(31)
+    clock.now += 31
+    team.admit("m", object()).close()
+
+
+def test_a_refused_request_costs_nothing() -> None:
+    clock = Clock()
+    team = account(clock, models=("llama-*",), requests_per_s=1)
+    with pytest.raises(Forbidden, match="may not use model 'adder'"):
+        team.admit("adder", object())
+    team.admit("llama-1b", object()).close()
+    assert team.running == 0
+
+
+def test_models_are_matched_as_they_are_written() -> None:
+    team = account(models=("llama-*", "org/tiny"))
+    names = ["llama-1b", "llama-", "Llama-1b", "org/tiny", "tiny", "xllama-1b"]
+    assert [team.permits(name) for name in names] == [True, True, False, True, False, False]
+
+
+def test_names_that_callers_make_up_are_not_all_remembered() -> None:
+    team = account(models=("llama-*",))
+    for number in range(5000):
+        assert not team.permits(f"made-up-{number}")
+    assert len(team._permitted) <= 1024
+
+
+def test_an_account_that_was_withdrawn_or_has_expired_admits_nothing_more() -> None:
+    team = account()
+    team.withdrawn = True
+    with pytest.raises(Unauthenticated, match="not valid any more"):
+        team.admit("m", object())
+    old = Account(ApiKey(name="old", salt=b"", digest=b"", expires_at=time.time() - 1))
+    with pytest.raises(Unauthenticated, match="'old' has expired"):
+        old.admit("m", object())
+
+
+def test_new_limits_give_nobody_a_fresh_budget() -> None:
+    clock = Clock()
+    team = account(clock, tokens_per_minute=60)
+    team.charge(60)
+    team.renew(ApiKey(name="team", salt=b"", digest=b"", limits=Limits(tokens_per_minute=120)))
+    with pytest.raises(RateLimited):
+        team.admit("m", object())
+    clock.now += 1
+    team.admit("m", object()).close()
+
+
+# Files that change
+
+
+class Versions:
+    """A `read` that gives the file's text; "bad" cannot be used."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.reads = 0
+
+    def __call__(self) -> str:
+        self.reads += 1
+        text = self.file.read_text()
+        if text == "bad":
+            raise ConfigError("it is bad")
+        return text
+
+
+def test_a_file_is_read_anew_when_it_changes_and_not_else(tmp_path: Path) -> None:
+    file, clock = tmp_path / "f", Clock()
+    file.write_text("one")
+    read = Versions(file)
+    watched = Watched("the file", (file,), read, clock=clock)
+    clock.now += 2
+    assert watched.current() == "one"
+    assert read.reads == 1
+    file.write_text("two!")
+    assert watched.current() == "one", "it looks at most once a second"
+    clock.now += 2
+    assert watched.current() == "two!"
+
+
+def test_a_link_to_another_file_is_a_change(tmp_path: Path) -> None:
+    clock = Clock()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "f").write_text(name)
+    data = tmp_path / "data"
+    data.symlink_to("one")  # as Kubernetes mounts a secret
+    watched = Watched("the file", (data / "f",), Versions(data / "f"), clock=clock)
+    (tmp_path / "new").symlink_to("two")
+    (tmp_path / "new").replace(data)
+    clock.now += 2
+    assert watched.current() == "two"
+
+
+def test_what_cannot_be_used_changes_nothing_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, clock = tmp_path / "f", Clock()
+    file.write_text("one")
+    watched = Watched("the file", (file,), Versions(file), clock=clock)
+    file.write_text("bad")
+    for _ in range(3):
+        clock.now += 2
+        assert watched.current() == "one"
+    assert caplog.text.count("the old one stays: it is bad") == 1
+    file.write_text("three")
+    clock.now += 2
+    assert watched.current() == "three"
+
+
+# Surfaces
+
+
+def test_every_surface_but_health_needs_a_scope() -> None:
+    assert set(Surface) - set(SCOPES) == {Surface.HEALTH}
+
+
+def test_restrictions_are_read_as_triton_writes_them() -> None:
+    first, second = parse_restrictions("model-repository,health:admin-key=se=cr:et\n\nlogging: Other = x \n", "p-")
+    assert (first.surfaces, first.header, first.value) == (
+        {Surface.MODEL_REPOSITORY, Surface.HEALTH},
+        "p-admin-key",
+        "se=cr:et",
+    )
+    assert (second.header, second.value) == ("p-other", " x")
+    assert "se=cr" not in repr(first)
+
+
+@pytest.mark.parametrize(
+    "line", ["s3cret", "health:s3cret", "health=s3cret:x", "s3cret=a:b=c", "health:=s3cret", "health:a b=s3cret", "health:key="]
+)
+def test_a_restriction_that_cannot_be_read_is_not_quoted(line: str) -> None:
+    with pytest.raises(ValueError, match="not of the form") as error:
+        parse_restrictions(line)
+    assert "s3cret" not in str(error.value)
+
+
+def test_a_restriction_of_an_unknown_surface_names_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"names the surface 'infer'; there are health, .*inference"):
+        parse_restrictions("infer:k=v")
+
+
+# dynamo-keys
+
+
+def keys(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command: Sequence[str] = (sys.executable, "-m", "dynamo.common.security", *arguments)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
+
+
+def test_the_program_makes_keys_that_the_server_knows(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    made = keys("add", "team-a", "--file", str(file), "--model", "llama-*", "--tokens-per-minute", "1000")
+    assert made.returncode == 0, made.stderr
+    other = keys("add", "team-b", "--file", str(file), "--stdin", "--scope", "admin", stdin="x" * 40 + "\n")
+    assert (other.returncode, other.stdout) == (0, ""), "a key that is known already is not printed"
+    assert file.stat().st_mode & 0o777 == 0o600
+    ring = read_keys(file)
+    found = ring.find(made.stdout.strip())
+    assert found is not None
+    assert (found.name, found.models, found.limits.tokens_per_minute) == ("team-a", ("llama-*",), 1000)
+    assert (ring.find("x" * 40) or found).name == "team-b"
+    listed = keys("list", str(file))
+    assert listed.stdout.splitlines() == [
+        "team-a: scopes infer; models llama-*; 1000 tokens/min",
+        "team-b: scopes admin; models *",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "words"),
+    [
+        (("add", "team a"), "", "name"),
+        (("add", "old"), "", "with the new key: the name 'old' is given twice"),
+        (("add", "short", "--stdin"), "hunter2\n", "needs 32 characters or more; this one has 7"),
+        (("add", "late", "--expires", "soon"), "", "neither a date nor"),
+        (("add", "none", "--tokens-per-minute", "0"), "", "tokens_per_minute"),
+        (("remove", "old"), "", "invalid choice"),
+    ],
+)
+def test_the_program_refuses_in_one_sentence_and_leaves_the_file(
+    tmp_path: Path, arguments: Sequence[str], stdin: str, words: str
+) -> None:
+    file = tmp_path / "keys.yaml"
+    before = entry_for(make_key(), "old")
+    file.write_text(before)
+    refused = keys(*arguments, "--file", str(file), stdin=stdin)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("dynamo-keys: ")
+    assert refused.stderr.count("\n") == 1
+    assert words in refused.stderr
+    assert "hunter2" not in refused.stderr
+    assert file.read_text() == before
+    assert list(tmp_path.iterdir()) == [file]

@@ -1,0 +1,119 @@
+"""Which instances are left out after their canaries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InstanceGone, Overloaded, ShuttingDown
+from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.names import InstanceId
+from dynamo.common.telemetry import FrontendMetrics
+from dynamo.frontend.canary import Canaries, watching_instances
+from dynamo.frontend.dispatch import Dispatcher
+from dynamo.frontend.router.simple import RoundRobin
+from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, instance
+from tests.support.http_edge import chat_card
+
+
+class Asked:
+    """A dispatcher that answers canaries as a test wants, and leaves out as the real one does."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.failures: dict[int, DynamoError] = {}
+        self.questions: list[tuple[InstanceId, object]] = []
+        self.asked = asyncio.Event()
+        self.leave_out = dispatcher.leave_out
+        self.take_back = dispatcher.take_back
+
+    async def ask(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
+        assert verb == "canary" and isinstance(body, bytes)
+        self.questions.append((instance.id, msgspec.msgpack.decode(body)))
+        self.asked.set()
+        if (error := self.failures.get(instance.id)) is not None:
+            raise error
+        return b""
+
+    def candidates(self) -> set[int]:
+        from dynamo.frontend.dispatch import Call, Work  # what a request would be sent to
+
+        work = Work(model="talker", verb="generate", body=b"", metrics=FrontendMetrics(CollectorRegistry()).for_model("talker"))
+        return {found.id for found in self.dispatcher._candidates(work, Call(request_id="r"), ())}
+
+
+class Fleet:
+    def __init__(self, count: int = 2) -> None:
+        self.directory = FakeDirectory(*(instance(number, chat_card()) for number in range(1, count + 1)))
+        self.asked = Asked(Dispatcher(self.directory, FakeClient(), FakeLink(), RoundRobin()))
+        self.registry = CollectorRegistry()
+        self.canaries = Canaries(self.directory, self.asked, FrontendMetrics(self.registry), wait_s=0.01, timeout_s=1.0)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"dynamo_frontend_{name}", {"model": "talker", **labels})
+
+
+async def test_an_instance_whose_engine_fails_is_left_out_until_it_passes() -> None:
+    fleet = Fleet()
+    await fleet.canaries.round()
+    assert fleet.asked.candidates() == {1, 2}
+    fleet.asked.failures[2] = EngineError("out of memory")
+    await fleet.canaries.round()
+    assert fleet.asked.candidates() == {1}
+    assert fleet.value("instances_left_out") == 1
+    assert fleet.value("canaries_total", outcome="failed") == 1
+    del fleet.asked.failures[2]
+    await fleet.canaries.round()
+    assert fleet.asked.candidates() == {1, 2}
+    assert fleet.value("instances_left_out") == 0
+
+
+async def test_the_last_instances_of_a_model_are_used_whatever_their_canaries_say() -> None:
+    fleet = Fleet()
+    fleet.asked.failures = {1: DeadlineExceeded(), 2: DeadlineExceeded()}
+    await fleet.canaries.round()
+    assert fleet.asked.candidates() == {1, 2}
+    assert fleet.value("instances_left_out") == 2
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [lambda: Overloaded("full"), lambda: ShuttingDown("the worker"), lambda: InstanceGone(2)],
+    ids=["full", "drains", "gone"],
+)
+async def test_what_requests_notice_themselves_is_no_failed_canary(refusal: Callable[[], DynamoError]) -> None:
+    fleet = Fleet()
+    fleet.asked.failures[2] = refusal()
+    await fleet.canaries.round()
+    assert fleet.asked.candidates() == {1, 2}
+
+
+async def test_an_instance_that_came_back_under_its_name_begins_anew() -> None:
+    fleet = Fleet()
+    fleet.asked.failures[2] = DeadlineExceeded()
+    await fleet.canaries.round()
+    fleet.directory.remove(2)
+    await fleet.canaries.round()
+    assert fleet.value("instances_left_out") == 0
+
+
+async def test_a_refusal_does_not_shorten_how_long_an_instance_is_left_out() -> None:
+    fleet = Fleet()
+    fleet.asked.failures[2] = DeadlineExceeded()
+    await fleet.canaries.round()
+    fleet.asked.dispatcher._note(InstanceId(2), ShuttingDown("the worker"))
+    assert fleet.asked.dispatcher._refusing[InstanceId(2)] == float("inf")
+
+
+async def test_instances_are_asked_again_and_again_about_the_time_in_between() -> None:
+    fleet = Fleet(1)
+    async with watching_instances(fleet.canaries), asyncio.timeout(5):
+        for _ in range(3):
+            fleet.asked.asked.clear()
+            await fleet.asked.asked.wait()
+    assert fleet.asked.questions[0] == (1, {"model": "talker", "idle_s": 0.01})

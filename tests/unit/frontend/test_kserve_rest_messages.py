@@ -1,0 +1,463 @@
+"""Bodies of KServe's REST requests and answers: JSON, binary tensors, compression."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import tracemalloc
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, PayloadTooLarge
+from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors import DATATYPES, datatype_named, decode_bytes, encode_bytes
+from dynamo.frontend.api.kserve_rest.answers import Answer, write_answer
+from dynamo.frontend.api.kserve_rest.bodies import Parts, accepted_encoding, decompress, split
+from dynamo.frontend.api.kserve_rest.elements import to_json, to_raw
+from dynamo.frontend.api.kserve_rest.paths import Resource, Target, find
+from dynamo.frontend.api.kserve_rest.requests import OutputForm, read_request
+from dynamo.protos import inference_pb2 as pb
+
+CARD = ModelCard(name="m", kind=ModelKind.TENSOR)
+SIZED = {name: kind for name, kind in DATATYPES.items() if kind.size}
+
+
+def parts(body: bytes, json_bytes: int | None = None) -> Parts:
+    return split(body, None if json_bytes is None else str(json_bytes))
+
+
+def read(message: object, tail: bytes = b"", card: ModelCard = CARD) -> tuple[TensorRequest, OutputForm]:
+    text = json.dumps(message).encode()
+    return read_request(parts(text + tail, len(text)), card, "m", "", 20)
+
+
+def one(datatype: str, shape: Sequence[int], data: object) -> bytes:
+    """The raw form of a request's only tensor."""
+    request, _ = read({"inputs": [{"name": "x", "datatype": datatype, "shape": shape, "data": data}]})
+    return bytes(request.raw_inputs[0])
+
+
+def refused(datatype: str, shape: Sequence[int], data: object) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        one(datatype, shape, data)
+    return str(caught.value)
+
+
+# Binary tensors
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[str, list[int], bytes]:
+    datatype = draw(st.sampled_from(sorted(DATATYPES)))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    count = math.prod(shape)
+    kind = datatype_named(datatype)
+    if kind.size:
+        return datatype, shape, draw(st.binary(min_size=count * kind.size, max_size=count * kind.size))
+    return datatype, shape, encode_bytes(draw(st.lists(st.binary(max_size=9), min_size=count, max_size=count)))
+
+
+@given(st.lists(tensors(), max_size=5), st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+def test_binary_tensors_become_the_message_that_grpc_carries(found: list[tuple[str, list[int], bytes]], id_: str) -> None:
+    inputs = [
+        {"name": f"x{at}", "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(raw)}}
+        for at, (datatype, shape, raw) in enumerate(found)
+    ]
+    request, _ = read({"id": id_, "inputs": inputs}, b"".join(raw for _, _, raw in found))
+    message = pb.ModelInferRequest.FromString(bytes(request.raw))
+    want = pb.ModelInferRequest(model_name="m", id=id_)
+    for at, (datatype, shape, raw) in enumerate(found):
+        want.inputs.add(name=f"x{at}", datatype=datatype, shape=shape)
+        want.raw_input_contents.append(raw)
+    assert message == want
+
+
+@given(st.lists(tensors(), max_size=5), st.data())
+def test_an_answer_is_what_its_message_says_in_binary_and_in_json(
+    found: list[tuple[str, list[int], bytes]], data: st.DataObject
+) -> None:
+    message = pb.ModelInferResponse(model_name="m", model_version="3", id="i")
+    for at, (datatype, shape, raw) in enumerate(found):
+        message.outputs.add(name=f"y{at}", datatype=datatype, shape=shape)
+        message.raw_output_contents.append(raw)
+    binary = {f"y{at}": data.draw(st.booleans()) or datatype == "BYTES" for at, (datatype, _, _) in enumerate(found)}
+    text, tail = write_answer(Answer.parse(message.SerializeToString()), OutputForm(own=binary))
+    answer = json.loads(text)
+    left = b"".join(map(bytes, tail))
+    for (datatype, shape, raw), output in zip(found, answer["outputs"], strict=True):
+        assert (output["datatype"], output["shape"]) == (datatype, shape)
+        if binary[output["name"]]:
+            size = output["parameters"]["binary_data_size"]
+            assert left[:size] == raw
+            left = left[size:]
+        else:
+            bits = _bits(bytes(to_raw(output["data"], datatype_named(datatype), shape, "x")), datatype)
+            assert bits == _bits(raw, datatype)
+    assert not left
+
+
+def _bits(raw: bytes, datatype: str) -> list[Any]:
+    """The elements, with every NaN the same: JSON has one word for all of them."""
+    if datatype == "BOOL":
+        return [bool(byte) for byte in raw]
+    if datatype == "BF16":
+        values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = np.frombuffer(raw, SIZED[datatype].dtype)
+    return [str(value) for value in values.tolist()]
+
+
+@given(st.lists(tensors(), min_size=1, max_size=3), st.data())
+def test_a_body_that_was_tampered_with_is_refused_with_a_sentence_or_read(
+    found: list[tuple[str, list[int], bytes]], data: st.DataObject
+) -> None:
+    inputs = [
+        {"name": f"x{at}", "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(raw)}}
+        for at, (datatype, shape, raw) in enumerate(found)
+    ]
+    text = json.dumps({"inputs": inputs, "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    body = bytearray(text + b"".join(raw for _, _, raw in found))
+    for _ in range(data.draw(st.integers(0, 3))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(body[: data.draw(st.integers(0, len(body)))])
+    length = data.draw(st.one_of(st.integers(-3, len(body) + 3).map(str), st.text(max_size=25), st.just(str(len(text)))))
+    try:
+        request, _ = read_request(split(cut, length), CARD, "m", "", 20)
+    except InvalidRequest as error:
+        assert str(error)
+    else:
+        assert pb.ModelInferRequest.FromString(bytes(request.raw)).model_name == "m"
+
+
+@settings(max_examples=300)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["inputs", "name", "shape", "datatype", "data", "parameters", "outputs", "id"]), inner, max_size=5
+            )
+        ),
+        max_leaves=25,
+    )
+)
+def test_any_json_is_a_request_or_is_refused_with_a_sentence(message: object) -> None:
+    try:
+        read(message)
+    except InvalidRequest as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("tail", "size", "words"),
+    [
+        (bytes(12), 8, "unexpected additional input data for model 'm': 4 bytes follow the last tensor"),
+        (bytes(8), 12, "unexpected size for input 'x', expecting 4 additional bytes for model 'm'"),
+        (bytes(8), 2**80, "expecting more additional bytes"),
+        (bytes(8), -1, "parameter 'binary_data_size' of input 'x' must be a whole number of bytes"),
+        (bytes(8), True, "whole number"),
+        (bytes(8), "8", "whole number"),
+        (bytes(8), 8.0, "whole number"),
+    ],
+)
+def test_sizes_that_do_not_add_up_are_refused(tail: bytes, size: object, words: str) -> None:
+    message = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "parameters": {"binary_data_size": size}}]}
+    with pytest.raises(InvalidRequest, match=words):
+        read(message, tail)
+
+
+def test_a_tensor_is_binary_or_json_but_not_both() -> None:
+    tensor = {"name": "x", "datatype": "UINT8", "shape": [1], "data": [1], "parameters": {"binary_data_size": 1}}
+    with pytest.raises(InvalidRequest, match="both 'data' and 'binary_data_size'"):
+        read({"inputs": [tensor]}, b"1")
+
+
+def test_json_and_binary_tensors_may_be_mixed() -> None:
+    first = {"name": "a", "datatype": "UINT8", "shape": [2], "data": [1, 2]}
+    second = {"name": "b", "datatype": "UINT8", "shape": [2], "parameters": {"binary_data_size": 2}}
+    request, _ = read({"inputs": [first, second]}, b"\3\4")
+    assert [bytes(raw) for raw in request.raw_inputs] == [b"\1\2", b"\3\4"]
+
+
+@pytest.mark.parametrize("length", ["-1", "9", "x", "", " ", "1.5", "+3", "²", "0x3", "9" * 30, "0" * 30, "\u0663"])
+def test_a_header_length_outside_the_body_is_refused(length: str) -> None:
+    with pytest.raises(InvalidRequest, match="Inference-Header-Content-Length"):
+        split(b'{"a":1}x', length)
+
+
+def test_the_header_length_may_be_the_whole_body_or_nothing_of_it() -> None:
+    assert split(b"{}", "2") == Parts(b"{}", memoryview(b""), is_raw=False)
+    assert split(b"{}", None) == Parts(b"{}", memoryview(b""), is_raw=False)
+    assert split(b"ab", "0") == Parts(b"", memoryview(b"ab"), is_raw=True)
+
+
+def test_a_requested_outputs_own_word_beats_that_of_the_request() -> None:
+    outputs = [
+        {"name": "a"},
+        {"name": "b", "parameters": {"binary_data": False}},
+        {"name": "c", "parameters": {"binary_data": True}},
+    ]
+    _, form = read({"inputs": [], "outputs": outputs, "parameters": {"binary_data_output": True}})
+    assert [form.is_binary(name) for name in "abcd"] == [True, False, True, True]
+    _, form = read({"inputs": [], "outputs": outputs})
+    assert [form.is_binary(name) for name in "abcd"] == [False, False, True, False]
+
+
+# Elements in JSON
+
+
+@pytest.mark.parametrize("data", [[1, 2, 3, 4, 5, 6], [[1, 2, 3], [4, 5, 6]]])
+def test_data_is_flat_or_nested_as_its_shape(data: object) -> None:
+    assert one("INT16", [2, 3], data) == np.arange(1, 7, dtype=np.int16).tobytes()
+
+
+@pytest.mark.parametrize(
+    "data", [[[1, 2], [3, 4], [5, 6]], [[1, 2, 3], [4, 5], [6]], [[[1, 2, 3], [4, 5, 6]]], [[1, 2, 3, 4, 5, 6]]]
+)
+def test_data_nested_in_another_form_is_refused(data: object) -> None:
+    assert "whose form is not the shape [2, 3]" in refused("INT16", [2, 3], data)
+
+
+@pytest.mark.parametrize("data", [[], [1] * 5, [[1, 2, 3]], [[], []]])
+def test_too_few_elements_are_refused(data: object) -> None:
+    assert "where its shape needs 6" in refused("INT16", [2, 3], data)
+
+
+def test_a_scalar_may_stand_alone() -> None:
+    assert one("UINT8", [], 7) == one("UINT8", [], [7]) == b"\7"
+    assert "not an array" in refused("UINT8", [1], 7)
+
+
+@pytest.mark.parametrize("datatype", ["BOOL", "INT64", "FP16", "FP64", "BYTES"])
+def test_a_tensor_may_have_no_elements(datatype: str) -> None:
+    assert one(datatype, [0], []) == b""
+    assert one(datatype, [2, 0], [[], []]) == b""
+
+
+@pytest.mark.parametrize(("datatype", "kind"), [(name, kind) for name, kind in SIZED.items() if name[0] in "IU"])
+def test_whole_numbers_keep_within_their_datatype(datatype: str, kind: Any) -> None:
+    limits = np.iinfo(kind.dtype)
+    ends = [int(limits.min), int(limits.max)]
+    assert one(datatype, [2], ends) == np.array(ends, kind.dtype).tobytes()
+    for value in (limits.min - 1, int(limits.max) + 1, -(2**70), 2**70):
+        words = refused(datatype, [2], [0, value])
+        assert str(value)[:10] in words
+        assert words.endswith(f"at 1, outside the range of {datatype}")
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
+def test_numbers_that_are_no_numbers_have_words(datatype: str) -> None:
+    raw = one(datatype, [3], [math.nan, math.inf, -math.inf])
+    assert to_json(raw, datatype, [3], "x") == b"[NaN,Infinity,-Infinity]"
+
+
+@pytest.mark.parametrize(("datatype", "above"), [("FP16", 70_000), ("BF16", 3.4e38 * 1.01), ("FP32", 1e39)])
+def test_a_number_too_large_for_its_datatype_is_no_infinity(datatype: str, above: float) -> None:
+    assert "outside the range" in refused(datatype, [2], [1.0, above])
+
+
+@pytest.mark.parametrize(
+    ("datatype", "value"),
+    [
+        *(("INT32", value) for value in (1.0, "1", True, None)),
+        *(("FP32", value) for value in ("1", False, {"a": 1}, [1.0])),
+        *(("BOOL", value) for value in (2, -1, "true", None)),
+        *(("BYTES", value) for value in (1, None, {})),
+    ],
+)
+def test_values_of_another_kind_are_refused(datatype: str, value: object) -> None:
+    assert "'x'" in refused(datatype, [2], [value, value])
+
+
+def test_flags_are_true_and_false_or_one_and_zero() -> None:
+    assert one("BOOL", [4], [True, False, 1, 0]) == b"\1\0\1\0"
+    assert to_json(b"\1\0", "BOOL", [2], "x") == b"[true,false]"
+
+
+def test_text_is_utf8_both_ways() -> None:
+    raw = one("BYTES", [2], ["größe ☃ \0", ""])
+    assert decode_bytes(raw, 2) == ["größe ☃ \0".encode(), b""]
+    assert json.loads(to_json(raw, "BYTES", [2], "x")) == ["größe ☃ \0", ""]
+
+
+def test_half_a_surrogate_pair_is_no_text() -> None:
+    body = b'{"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1], "data": ["\\ud800"]}]}'
+    with pytest.raises(InvalidRequest):
+        read_request(parts(body), CARD, "m", "", 20)
+    with pytest.raises(InvalidRequest):
+        read_request(parts(body.replace(b'"BYTES"', b'"BYTES", "parameters": {"NaN": NaN}')), CARD, "m", "", 20)
+
+
+def test_bytes_that_are_no_text_must_be_asked_for_in_binary() -> None:
+    with pytest.raises(InvalidRequest, match="not UTF-8 at element 1; ask for it with 'binary_data'"):
+        to_json(encode_bytes([b"a", b"\xff"]), "BYTES", [2], "output 'y'")
+
+
+def test_a_tensor_that_contradicts_itself_is_the_models_fault() -> None:
+    with pytest.raises(EngineError):
+        to_json(b"123", "FP32", [1], "output 'y'")
+
+
+def test_a_typed_answer_is_written_as_well() -> None:
+    message = pb.ModelInferResponse(model_name="m", model_version="1")
+    message.outputs.add(name="y", datatype="INT32", shape=[2], contents=pb.InferTensorContents(int_contents=[4, 5]))
+    text, tail = write_answer(Answer.parse(message.SerializeToString()), OutputForm(own={}))
+    assert (json.loads(text)["outputs"][0]["data"], tail) == ([4, 5], [])
+
+
+def test_parameters_of_all_kinds_go_both_ways() -> None:
+    given_ = {"b": True, "i": -(2**63), "u": 2**64 - 1, "d": 0.5, "s": "größe"}
+    request, _ = read({"inputs": [], "parameters": given_})
+    message = pb.ModelInferResponse(parameters=request.head.parameters)
+    text, _ = write_answer(Answer.parse(message.SerializeToString()), OutputForm())
+    assert json.loads(text)["parameters"] == given_
+
+
+@pytest.mark.parametrize("value", [None, [], {}, 2**64, -(2**63) - 1])
+def test_parameters_of_other_kinds_are_refused(value: object) -> None:
+    with pytest.raises(InvalidRequest, match="parameter 'p' must be"):
+        read({"inputs": [], "parameters": {"p": value}})
+    with pytest.raises(InvalidRequest, match="parameter 'p' of input 'x' must be"):
+        read({"inputs": [{"name": "x", "datatype": "INT8", "shape": [0], "parameters": {"p": value}}]})
+
+
+def test_json_deeper_than_allowed_is_refused() -> None:
+    for body in (b'{"inputs": ' + b"[" * 21, b'{"inputs": [], "x": ' + b"[" * 21 + b"]" * 21 + b"}", b"[" * 200_000):
+        with pytest.raises(InvalidRequest):
+            read_request(parts(body), CARD, "m", "", 20)
+
+
+# A body that is the tensor
+
+
+def raw(data: bytes, *inputs: TensorSpec, max_batch_size: int = 0) -> pb.ModelInferRequest:
+    card = ModelCard(name="m", kind=ModelKind.TENSOR, inputs=inputs, max_batch_size=max_batch_size)
+    request, form = read_request(split(data, "0"), card, "m", "", 20)
+    assert form.is_binary("anything")
+    return pb.ModelInferRequest.FromString(bytes(request.raw))
+
+
+def test_a_raw_body_is_the_models_only_input() -> None:
+    message = raw(bytes(24), TensorSpec(name="x", datatype="INT32", shape=(2, 3)))
+    assert (message.inputs[0].name, list(message.inputs[0].shape)) == ("x", [2, 3])
+    assert message.raw_input_contents[0] == bytes(24)
+    assert list(raw(bytes(24), TensorSpec(name="x", datatype="FP32", shape=(-1, 2))).inputs[0].shape) == [3, 2]
+    assert list(raw(bytes(24), TensorSpec(name="x", datatype="FP32", shape=(-1, -1)), max_batch_size=4).inputs[0].shape) == [1, 6]
+    text = raw(b"hello", TensorSpec(name="x", datatype="BYTES", shape=(-1,)))
+    assert (list(text.inputs[0].shape), text.raw_input_contents[0]) == ([1], encode_bytes([b"hello"]))
+    optional = TensorSpec(name="o", datatype="FP32", shape=(1,), optional=True)
+    assert [tensor.name for tensor in raw(bytes(4), TensorSpec(name="x", datatype="FP32", shape=(1,)), optional).inputs] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ((), "has 0"),
+        ((TensorSpec(name="a", datatype="INT8", shape=(1,)), TensorSpec(name="b", datatype="INT8", shape=(1,))), "has 2"),
+        ((TensorSpec(name="x", datatype="FP32", shape=(-1, -1)),), "one dimension, not of more"),
+        ((TensorSpec(name="x", datatype="FP32", shape=(-1, 3)),), "no multiple of the 12"),
+        ((TensorSpec(name="x", datatype="FP32", shape=(-1, 0)),), "no multiple of the 0"),
+        ((TensorSpec(name="x", datatype="BYTES", shape=(2,)),), "of shape \\[1\\]"),
+    ],
+)
+def test_a_raw_body_that_says_too_little_is_refused(inputs: tuple[TensorSpec, ...], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        raw(bytes(10), *inputs)
+
+
+# Compression
+
+
+@pytest.mark.parametrize(("encoding", "bits"), [("gzip", 31), ("deflate", 15)])
+def test_a_body_that_explodes_stops_at_the_limit(encoding: str, bits: int) -> None:
+    packer = zlib.compressobj(9, wbits=bits)
+    bomb = b"".join([packer.compress(bytes(2**20)) for _ in range(16)]) + packer.flush()
+    assert len(bomb) < 100_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(PayloadTooLarge, match="larger than 1000 bytes when decompressed"):
+            decompress(bomb, encoding, 1000)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert decompress(bomb, encoding, 16 * 2**20) == bytes(16 * 2**20)  # the bound itself is allowed
+
+
+def test_broken_compression_is_refused() -> None:
+    whole = gzip.compress(b"hello")
+    for body in (b"", b"hello", whole[:-1], whole + b"x", zlib.compress(b"hello")):
+        with pytest.raises(InvalidRequest):
+            decompress(body, "gzip", 100)
+
+
+@given(st.binary(max_size=60), st.sampled_from(["gzip", "deflate"]))
+def test_any_bytes_are_decompressed_or_refused(body: bytes, encoding: str) -> None:
+    try:
+        assert len(decompress(body, encoding, 50)) <= 50
+    except DynamoError as error:
+        assert isinstance(error, InvalidRequest | PayloadTooLarge)
+
+
+@pytest.mark.parametrize(
+    ("header", "chosen"),
+    [
+        ("", ""),
+        ("gzip", "gzip"),
+        ("deflate", "deflate"),
+        ("gzip, deflate, br", "gzip"),
+        ("GZIP;Q=0.5, deflate;q=0.8", "deflate"),
+        ("gzip;q=0", ""),
+        ("gzip;q=0.1, identity;q=0.9", ""),
+        ("br", ""),
+        ("gzip;q=x", ""),
+        (",;,=", ""),
+    ],
+)
+def test_the_clients_favourite_compression_is_chosen(header: str, chosen: str) -> None:
+    assert accepted_encoding(header) == chosen
+
+
+# Paths
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        ("/v2", Target(Resource.SERVER)),
+        ("/v2/health/live", Target(Resource.LIVE)),
+        ("/v2/models/a", Target(Resource.MODEL, "a")),
+        ("/v2/models/a/b.c/versions/3/infer", Target(Resource.INFER, "a/b.c", "3")),
+        ("/v2/models/a%2Finfer", Target(Resource.MODEL, "a/infer")),
+        ("/v2/models/gr%C3%B6%C3%9Fe/versions/latest", Target(Resource.MODEL, "größe", "latest")),
+        ("/v2/models/versions/versions/1/ready", Target(Resource.MODEL_READY, "versions", "1")),
+        ("/v2/models/a/versions/1/generate_stream", Target(Resource.GENERATE_STREAM, "a", "1")),
+        ("/v2/models/stats", Target(Resource.ALL_STATISTICS)),
+        ("/v2/models/ready", Target(Resource.MODEL, "ready")),
+        ("/v2/repository/here/index", Target(Resource.INDEX, repository="here")),
+        ("/v2/repository/models/a/load", Target(Resource.REFUSED, "RepositoryModelLoad")),
+        ("/v2/models/a/trace/setting", Target(Resource.REFUSED, "TraceSetting")),
+        ("/v2/", None),
+        ("/v2/models", None),
+        ("/v2/models/", None),
+        ("/v2/models//infer", None),
+        ("/v2/models/a/", None),
+        ("/v2/health", None),
+        ("/v2/nothing", None),
+    ],
+)
+def test_a_path_names_a_resource(path: str, target: Target | None) -> None:
+    assert find(path.encode()) == target
+
+
+@given(st.binary(max_size=40))
+def test_any_path_is_found_or_not(path: bytes) -> None:
+    find(b"/v2/" + path)

@@ -1,0 +1,320 @@
+"""TLS and mutual TLS on both ports, and certificates that change while the servers run."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import httpx2
+import pytest
+import trustme
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from dynamo.common.config import ConfigError, load
+from dynamo.common.security.tls import TlsFiles, client_context, read_contents
+from dynamo.frontend.api.grpc_server import check_grpc, serve_grpc
+from dynamo.frontend.api.http import make_app, serve_http
+from dynamo.frontend.config import FrontendConfig, GrpcOptions, GrpcServerChoice, HttpOptions
+from tests.support.certificates import Pair, issue, write_ca
+
+PROTOCOLS = pytest.mark.parametrize("protocol", ["http", "grpc"])
+
+
+async def echo(data: bytes, context: object) -> bytes:
+    return data
+
+
+async def hello(request: Request) -> Response:
+    return PlainTextResponse("hello")
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """A CA, a server's certificate of it, a client's, and a stranger's."""
+
+    ca: trustme.CA
+    ca_file: Path
+    server: Pair
+    client: Pair
+    stranger: Pair
+
+    def context(self, client: Pair | None = None) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=str(self.ca_file))
+        if client is not None:
+            context.load_cert_chain(client.cert, client.key)
+        return context
+
+    def credentials(self, client: Pair | None = None) -> grpc.ChannelCredentials:
+        if client is None:
+            return grpc.ssl_channel_credentials(self.ca_file.read_bytes())
+        return grpc.ssl_channel_credentials(self.ca_file.read_bytes(), client.key.read_bytes(), client.cert.read_bytes())
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    ca, other = trustme.CA(), trustme.CA()
+    return Authority(
+        ca,
+        write_ca(ca, tmp_path / "ca.pem"),
+        issue(ca, tmp_path, "server"),
+        issue(ca, tmp_path, "client", "client@example"),
+        issue(other, tmp_path, "stranger", "client@example"),
+    )
+
+
+@asynccontextmanager
+async def serving(protocol: str, server: Pair, client_ca: Path | None = None) -> AsyncIterator[int]:
+    """The port of a server that speaks TLS."""
+    files = {"tls_cert_file": str(server.cert), "tls_key_file": str(server.key)}
+    files |= {"tls_client_ca_file": str(client_ca)} if client_ca else {}
+    if protocol == "http":
+        async with serve_http(HttpOptions(port=0, **files), make_app([Route("/", hello)])) as http:
+            yield http.port
+    else:
+        services = {"test.Echo": {"Say": grpc.unary_unary_rpc_method_handler(echo)}}
+        async with serve_grpc(GrpcOptions(port=0, **files), services) as running:
+            yield running.port
+
+
+async def ask(protocol: str, port: int, authority: Authority, client: Pair | None = None) -> bool:
+    """Whether a client that trusts the CA, and shows `client`, is answered."""
+    if protocol == "http":
+        async with httpx2.AsyncClient(verify=authority.context(client)) as session:
+            try:
+                return (await session.get(f"https://127.0.0.1:{port}/", timeout=5)).text == "hello"
+            except httpx2.TransportError:
+                return False
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", authority.credentials(client), options) as channel:
+        try:
+            answer: bytes = await channel.unary_unary("/test.Echo/Say")(b"hi", timeout=5)  # type: ignore[assignment]
+            return answer == b"hi"
+        except grpc.aio.AioRpcError:
+            return False
+
+
+def shown_certificate(port: int) -> bytes:
+    """What a new connection gets to see. Blocks."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as plain, context.wrap_socket(plain) as connection:
+        found = connection.getpeercert(binary_form=True)
+        assert found is not None
+        return found
+
+
+def der(pair: Pair) -> bytes:
+    first = pair.cert.read_text().split("-----END CERTIFICATE-----")[0] + "-----END CERTIFICATE-----\n"
+    return ssl.PEM_cert_to_DER_cert(first)
+
+
+async def shows(port: int, certificate: bytes) -> None:
+    """Returns when new connections see this certificate."""
+    async with asyncio.timeout(10):
+        while await asyncio.to_thread(shown_certificate, port) != certificate:
+            await asyncio.sleep(0.1)
+
+
+@PROTOCOLS
+async def test_clients_that_trust_the_certificate_are_answered_and_plain_ones_are_not(
+    protocol: str, authority: Authority
+) -> None:
+    async with serving(protocol, authority.server) as port:
+        assert await ask(protocol, port, authority)
+        with pytest.raises(httpx2.TransportError):
+            async with httpx2.AsyncClient() as plain:
+                await plain.get(f"http://127.0.0.1:{port}/", timeout=5)
+
+
+@PROTOCOLS
+async def test_old_versions_of_tls_are_refused(protocol: str, authority: Authority) -> None:
+    async with serving(protocol, authority.server) as port:
+        context = authority.context()
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+        context.set_ciphers("ALL:@SECLEVEL=0")
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await asyncio.open_connection("127.0.0.1", port, ssl=context)
+
+
+@PROTOCOLS
+async def test_with_a_client_ca_only_its_clients_come_in(protocol: str, authority: Authority) -> None:
+    async with serving(protocol, authority.server, authority.ca_file) as port:
+        assert await ask(protocol, port, authority, authority.client)
+        assert not await ask(protocol, port, authority)
+        assert not await ask(protocol, port, authority, authority.stranger)
+
+
+@PROTOCOLS
+async def test_a_new_certificate_is_used_without_a_restart_and_open_connections_go_on(
+    protocol: str, authority: Authority
+) -> None:
+    async with serving(protocol, authority.server) as port:
+        await shows(port, der(authority.server))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=authority.context())
+        authority.server.write(authority.ca.issue_cert("127.0.0.1"))
+        await shows(port, der(authority.server))
+        assert await ask(protocol, port, authority)
+        if protocol == "http":
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert b"hello" in await reader.read()
+        writer.close()
+
+
+@PROTOCOLS
+async def test_a_new_client_ca_is_used_without_a_restart(protocol: str, authority: Authority, tmp_path: Path) -> None:
+    other = trustme.CA()
+    newcomer = issue(other, tmp_path, "newcomer", "client@example")
+    trusted = write_ca(authority.ca, tmp_path / "clients.pem")
+    async with serving(protocol, authority.server, trusted) as port:
+        assert not await ask(protocol, port, authority, newcomer)
+        write_ca(other, trusted)
+        async with asyncio.timeout(10):
+            while not await ask(protocol, port, authority, newcomer):
+                await asyncio.sleep(0.1)
+        assert not await ask(protocol, port, authority, authority.client)
+
+
+@PROTOCOLS
+async def test_half_of_a_new_pair_changes_nothing(protocol: str, authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(protocol, authority.server) as port:
+        before = der(authority.server)
+        issued = authority.ca.issue_cert("127.0.0.1")
+        authority.server.cert.write_bytes(issued.cert_chain_pems[0].bytes())
+        async with asyncio.timeout(10):
+            while "the old one stays" not in caplog.text:
+                assert await asyncio.to_thread(shown_certificate, port) == before
+                await asyncio.sleep(0.1)
+        assert "does not belong to the certificate" in caplog.text
+        authority.server.key.write_bytes(issued.private_key_pem.bytes())
+        await shows(port, der(authority.server))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda a: a.server.cert.unlink(), "the certificate file {cert} cannot be read: No such file or directory"),
+        (lambda a: a.server.key.unlink(), "the key file {key} cannot be read: No such file or directory"),
+        (lambda a: a.server.cert.write_text("hello"), "the certificate file {cert} holds no certificate in PEM form"),
+        (lambda a: a.server.key.write_text("hello"), "the key file {key} holds no private key in PEM form"),
+        (
+            lambda a: a.server.key.write_bytes(a.client.key.read_bytes()),
+            "the key in {key} does not belong to the certificate in {cert}",
+        ),
+        (lambda a: a.ca_file.write_text("hello"), "the client CA file {ca} holds no certificate in PEM form"),
+        (lambda a: a.ca_file.unlink(), "the client CA file {ca} cannot be read: No such file or directory"),
+        (
+            lambda a: a.server.key.write_text(a.server.key.read_text().replace("PRIVATE", "ENCRYPTED PRIVATE")),
+            "the key file {key} is encrypted; servers need it without a passphrase",
+        ),
+        (
+            lambda a: a.server.cert.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"),
+            "the certificate {cert} and key {key} cannot be used: ",
+        ),
+    ],
+)
+async def test_files_that_cannot_be_used_stop_the_start_with_a_sentence(
+    authority: Authority, spoil: Callable[[Authority], object], sentence: str
+) -> None:
+    spoil(authority)
+    cert, key, ca = authority.server.cert, authority.server.key, authority.ca_file
+    expected = sentence.format(cert=cert, key=key, ca=ca)
+    for protocol in ("http", "grpc"):
+        with pytest.raises(ConfigError) as error:
+            async with serving(protocol, authority.server, ca):
+                raise AssertionError("it serves")
+        assert str(error.value).startswith(expected)
+        assert "\n" not in str(error.value)
+
+
+def test_the_native_server_refuses_tls_and_auto_takes_the_other() -> None:
+    tls = {"tls_cert_file": "c", "tls_key_file": "k"}
+    with pytest.raises(ConfigError, match="--grpc-server native cannot be used: TLS is configured, which only grpcio can do"):
+        check_grpc(GrpcOptions(port=0, server=GrpcServerChoice.NATIVE, **tls))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the certificate file c cannot be read"):
+        check_grpc(GrpcOptions(port=0, **tls))  # type: ignore[arg-type]
+
+
+def configured(*argv: str, **environ: str) -> FrontendConfig:
+    return load(FrontendConfig, argv, environ, program="dynamo-frontend")
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        (["--use-tls", "--cert-file", "c", "--key-file", "k", "--client-ca-file", "a"], {}),
+        (["--tls-cert-path", "c", "--tls-key-path", "k", "--tls-client-ca-cert-path", "a"], {}),
+        ([], {"DYNAMO_TLS_CERT": "c", "DYNAMO_TLS_KEY": "k", "DYNAMO_TLS_CLIENT_CA": "a"}),
+        (["--use-tls"], {"DYN_TLS_CERT_FILE": "c", "DYN_TLS_KEY_FILE": "k", "DYN_TLS_CLIENT_CA_FILE": "a"}),
+    ],
+)
+def test_one_certificate_serves_both_ports(argv: list[str], environ: Mapping[str, str]) -> None:
+    config = configured("--grpc", *argv, **environ)
+    assert config.http.tls == config.grpc.tls == TlsFiles(cert="c", key="k", client_ca="a")
+
+
+def test_a_port_may_have_a_certificate_of_its_own() -> None:
+    config = configured("--cert-file", "c", "--key-file", "k", "--grpc-tls-cert-file", "gc", "--grpc-tls-key-file", "gk")
+    assert config.http.tls == TlsFiles(cert="c", key="k")
+    assert config.grpc.tls == TlsFiles(cert="gc", key="gk")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--use-tls"], "--use-tls needs --cert-file and --key-file"),
+        (["--use-tls", "--grpc", "--http-tls-cert-file", "c", "--http-tls-key-file", "k"], "--use-tls needs --cert-file"),
+        (["--cert-file", "c"], "--cert-file and --key-file are only useful together"),
+        (["--client-ca-file", "a"], "--client-ca-file needs --cert-file and --key-file"),
+    ],
+)
+def test_half_of_a_tls_configuration_is_refused(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        configured(*argv)
+
+
+def test_without_tls_nothing_speaks_it() -> None:
+    config = configured("--grpc")
+    assert config.http.tls is None
+    assert config.grpc.tls is None
+
+
+# As a client of NATS and etcd
+
+
+async def test_a_client_shows_its_newest_certificate_when_it_reconnects(authority: Authority, tmp_path: Path) -> None:
+    other = trustme.CA()
+    trusted = write_ca(other, tmp_path / "clients.pem")
+    files = (str(authority.ca_file), str(authority.client.cert), str(authority.client.key))
+    async with serving("http", authority.server, trusted) as port:
+        context = client_context(*files)
+
+        async def greeted() -> bool:
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+                writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                found = b"hello" in await reader.read()
+                writer.close()
+                return found
+            except (ssl.SSLError, ConnectionError):
+                return False
+
+        assert not await greeted()
+        authority.client.write(other.issue_cert("client@example"))
+        async with asyncio.timeout(10):
+            while not await greeted():
+                await asyncio.sleep(0.1)
+
+
+def test_contents_are_those_of_the_files(authority: Authority) -> None:
+    contents = read_contents(TlsFiles(cert=str(authority.server.cert), key=str(authority.server.key)))
+    assert (contents.cert, contents.client_ca) == (authority.server.cert.read_bytes(), None)

@@ -1,0 +1,127 @@
+"""What a scrape of a worker shows after some requests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.errors import EngineError
+from dynamo.common.generation import Delta, GenerateRequest, Stop, Summary, pack_tokens, request_encoder
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.protos.inference_pb2 import ModelInferRequest
+from dynamo.worker.engine.base import Context, Engine, Load, TensorAnswer, TensorEngine
+from dynamo.worker.engine.echo import EchoTensors
+from dynamo.worker.metrics import WorkerMetrics
+from dynamo.worker.serve import ServedModel, Service
+from tests.support.incoming import FakeIncoming
+
+LABELS = {
+    "dynamo_namespace": "dynamo",
+    "dynamo_component": "backend",
+    "dynamo_endpoint": "generate",
+    "worker_id": "ab",
+    "model": "m",
+}
+TENSORS = (TensorSpec(name="X", datatype="FP32", shape=(-1, 2)),)
+
+Read = Callable[..., float | None]
+
+
+class Busy:
+    """A language model that says how busy it is."""
+
+    async def start(self) -> ModelCard:
+        return ModelCard(name="m", kind=ModelKind.LLM, llm=LlmInfo(context_length=100, tokenizer=""))
+
+    async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
+        yield Delta(tokens=(1, 2))
+        yield Summary(prompt_tokens=8, output_tokens=2, cached_tokens=6, queue_ms=4.0, prefill_ms=40.0)
+
+    def load(self) -> Load:
+        return Load(waiting=2, running=3, active_blocks=30, total_blocks=120)
+
+    async def close(self) -> None:
+        return
+
+
+class Broken(EchoTensors):
+    async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+        raise EngineError("out of memory")
+        yield TensorAnswer()
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def read(registry: CollectorRegistry) -> Read:
+    return lambda name, **labels: registry.get_sample_value(f"dynamo_component_{name}", {**LABELS, **labels})
+
+
+def service(registry: CollectorRegistry, engine: Engine | TensorEngine, card: ModelCard) -> Service:
+    return Service([ServedModel.of(card, engine)], WorkerMetrics(registry, Endpoint(), InstanceId(0xAB)))
+
+
+def tensor_card() -> ModelCard:
+    return ModelCard(name="m", kind=ModelKind.TENSOR, inputs=TENSORS, outputs=TENSORS)
+
+
+def infer_request() -> bytes:
+    request = ModelInferRequest(model_name="m")
+    request.inputs.add(name="X", datatype="FP32", shape=[1, 2])
+    request.raw_input_contents.append(b"\0" * 8)
+    return request.SerializeToString()
+
+
+async def test_a_tensor_request_counts_with_its_bytes(registry: CollectorRegistry, read: Read) -> None:
+    body = infer_request()
+    incoming = FakeIncoming(body)
+    await service(registry, EchoTensors(), tensor_card()).infer(incoming)
+    assert incoming.final is not None
+    assert read("requests_total") == 1
+    assert read("inflight_requests") == 0
+    assert read("request_bytes_total") == len(body)
+    assert read("response_bytes_total") == len(incoming.final)
+    assert read("request_duration_seconds_count") == 1
+
+
+async def test_a_failed_request_counts_under_its_kind_of_error(registry: CollectorRegistry, read: Read) -> None:
+    with pytest.raises(EngineError):
+        await service(registry, Broken(), tensor_card()).infer(FakeIncoming(infer_request()))
+    assert read("errors_total", error_type="internal") == 1
+    assert read("inflight_requests") == 0
+
+
+async def test_a_generation_tells_its_tokens_and_where_its_time_went(registry: CollectorRegistry, read: Read) -> None:
+    engine = Busy()
+    served = service(registry, engine, await engine.start())
+    request = GenerateRequest(model="m", prompt=pack_tokens(range(8)), stop=Stop(max_tokens=2))
+    await served.generate(FakeIncoming(request_encoder.encode(request)))
+    assert read("prompt_tokens_total") == 8
+    assert read("cached_tokens_total") == 6
+    assert read("output_tokens_total") == 2
+    assert read("kv_cache_hit_rate") == 0.75
+    assert read("queue_seconds_sum") == pytest.approx(0.004)
+    assert read("prefill_seconds_sum") == pytest.approx(0.04)
+    sent = read("response_bytes_total")
+    assert sent is not None and sent > 0
+
+
+async def test_a_scrape_asks_the_engine_how_busy_it_is(registry: CollectorRegistry, read: Read) -> None:
+    engine = Busy()
+    service(registry, engine, await engine.start())
+    assert (read("waiting_requests"), read("running_requests")) == (2, 3)
+    assert (read("active_blocks"), read("total_blocks")) == (30, 120)
+    assert read("gpu_cache_usage_percent") == 0.25
+
+
+async def test_a_tensor_model_shows_no_cache(registry: CollectorRegistry, read: Read) -> None:
+    service(registry, EchoTensors(), tensor_card())
+    assert read("total_blocks") is None
+    assert read("prompt_tokens_total") is None

@@ -1,0 +1,406 @@
+"""Loading and unloading, versions, ONNX models, ensembles, and where a model's files may come from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import onnx
+import pytest
+from google.protobuf import json_format
+from onnx import TensorProto, helper
+
+from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, ModelNotFound, PayloadTooLarge, Unsupported
+from dynamo.common.repository import LoadRequest, ModelState
+from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.repository.models import RepositoryModels
+from tests.support.repositories import DOUBLE, EXAMPLES, X_TO_Y, answer, model_with_config, opened, python_model, x
+
+SLOW = """
+import os, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        folder = os.path.dirname(pb_utils.get_model_dir())
+        open(os.path.join(folder, "begun"), "w").close()
+        until = time.monotonic() + 20
+        while not os.path.exists(os.path.join(folder, "go")) and time.monotonic() < until:
+            time.sleep(0.002)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+
+
+def onnx_model(folder: Path, factor: float = 2.0, dims: tuple[int | str, ...] = ("n", 3), version: int = 1) -> Path:
+    """`x` times `factor` is `y`; a folder without a configuration."""
+    (folder / str(version)).mkdir(parents=True, exist_ok=True)
+    shape = list(dims)
+    graph = helper.make_graph(
+        [helper.make_node("Mul", ["x", "factor"], ["y"])],
+        "times",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+        [helper.make_tensor("factor", TensorProto.FLOAT, [], [factor])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    (folder / str(version) / "model.onnx").write_bytes(model.SerializeToString())
+    return folder
+
+
+def states(models: RepositoryModels) -> dict[tuple[str, str], str]:
+    return {(entry.name, entry.version): entry.state.value for entry in models.index()}
+
+
+ROW = {"x": np.array([[1, 2, 3]], np.float32)}
+
+
+# ONNX
+
+
+async def test_an_onnx_model_needs_no_configuration(tmp_path: Path) -> None:
+    onnx_model(tmp_path / "times")
+    onnx_model(tmp_path / "fixed", dims=(2, 3))
+    async with opened(tmp_path, "times", "fixed") as models:
+        card = models.find("times").card
+        assert (card.max_batch_size, card.inputs[0].shape, card.outputs[0].shape) == (4, (-1, 3), (-1, 3))
+        assert models.config("times", "").HasField("dynamic_batching")
+        assert card.platform == "onnxruntime_onnx" and card.backend == "onnxruntime"
+        assert await answer(models, "times", ROW) == {"y": [[2.0, 4.0, 6.0]]}
+        fixed = models.find("fixed").card
+        assert (fixed.max_batch_size, fixed.inputs[0].shape) == (0, (2, 3))
+
+
+async def test_requests_for_an_onnx_model_are_batched_and_split_again(tmp_path: Path) -> None:
+    config = """
+max_batch_size: 8
+dynamic_batching { preferred_batch_size: [ 8 ] max_queue_delay_microseconds: 5000000 }
+instance_group { count: 2 kind: KIND_CPU }
+"""
+    folder = onnx_model(tmp_path / "times")
+    (folder / "config.pbtxt").write_text(config)
+    async with opened(tmp_path, "times") as models:
+        rows = [{"x": np.full((2, 3), number, np.float32)} for number in range(4)]
+        found = await asyncio.gather(*(answer(models, "times", row) for row in rows))
+        assert found == [{"y": [[2.0 * number] * 3] * 2} for number in range(4)]
+        with pytest.raises(InvalidRequest, match="batches of at most 8"):
+            await answer(models, "times", {"x": np.zeros((9, 3), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('input { name: "z" data_type: TYPE_FP32 dims: [ 3 ] }', "has no input 'z'"),
+        ('max_batch_size: 4 input { name: "x" data_type: TYPE_INT8 dims: [ 3 ] }', "declared as INT8; the model has FP32"),
+        ('max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }', "the model has [-1, 3]"),
+        ('backend: "tensorrt"', "backend 'tensorrt' is not supported"),
+        ('platform: "pytorch_libtorch"', "platform 'pytorch_libtorch' is not supported"),
+        ('name: "other"', "that of a model named 'other'"),
+        ("sequence_batching { }", "sequence_batching is not supported"),
+        ("max_batch_size: 2 dynamic_batching { preferred_batch_size: [ 4 ] }", "preferred batch size 4"),
+        ("version_policy { specific { versions: [ 3 ] } }", "version 3"),
+        ("this is no configuration", "config.pbtxt is not usable"),
+        ("instance_group { kind: KIND_GPU count: 1 }", "asks for a GPU"),
+        ('parameters { key: "intra_op_thread_count" value { string_value: "many" } }', "'many', which is no number"),
+        ('default_model_filename: "other.onnx"', "no file 1/other.onnx"),
+    ],
+)
+async def test_a_configuration_that_does_not_fit_is_refused_with_the_reason(tmp_path: Path, config: str, reason: str) -> None:
+    folder = onnx_model(tmp_path / "times")
+    (folder / "config.pbtxt").write_text(config)
+    async with opened(tmp_path) as models:
+        failed = await models.load_all(["times"])
+        assert reason in str(failed["times"])
+        assert reason in models.index()[0].reason
+
+
+async def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    folder = onnx_model(tmp_path / "times")
+    (folder / "1" / "model.onnx").write_bytes(b"nonsense")
+    (tmp_path / "empty").mkdir()
+    async with opened(tmp_path) as models:
+        failed = await models.load_all(["times", "empty"])
+    assert "ONNX Runtime cannot load 1/model.onnx" in str(failed["times"])
+    assert "nothing says which backend" in str(failed["empty"])
+
+
+async def test_text_goes_through_onnx_as_text(tmp_path: Path) -> None:
+    info = [helper.make_tensor_value_info(name, TensorProto.STRING, [None]) for name in ("a", "b")]
+    graph = helper.make_graph([helper.make_node("Identity", ["a"], ["b"])], "same", info[:1], info[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    (tmp_path / "same" / "1").mkdir(parents=True)
+    onnx.save(model, str(tmp_path / "same" / "1" / "model.onnx"))
+    async with opened(tmp_path, "same", default_max_batch_size=0) as models:
+        assert await answer(models, "same", {"a": np.array([b"x", "ä".encode()], object)}) == {"b": ["x", "ä"]}
+        with pytest.raises(InvalidRequest, match="UTF-8"):
+            await answer(models, "same", {"a": np.array([b"\xff"], object)})
+
+
+# Versions
+
+
+@pytest.mark.parametrize(
+    ("policy", "served"),
+    [
+        ("", ["10"]),
+        ("version_policy { latest { num_versions: 2 } }", ["2", "10"]),
+        ("version_policy { all { } }", ["1", "2", "10"]),
+        ("version_policy { specific { versions: [ 2, 1 ] } }", ["1", "2"]),
+    ],
+)
+async def test_the_version_policy_chooses_the_versions(tmp_path: Path, policy: str, served: list[str]) -> None:
+    for version in (1, 2, 10):
+        folder = onnx_model(tmp_path / "times", factor=version, version=version)
+    (folder / "config.pbtxt").write_text(policy)
+    (folder / "007").mkdir()
+    (folder / "notes").mkdir()
+    async with opened(tmp_path, "times") as models:
+        assert list(models.find("times").card.versions) == served
+        assert states(models) == {("times", version): "READY" for version in served}
+        for version in served:
+            assert (await answer(models, "times", ROW, version=version))["y"][0][0] == float(version)
+        assert (await answer(models, "times", ROW))["y"][0][0] == float(served[-1])
+        with pytest.raises(ModelNotFound):
+            await answer(models, "times", ROW, version="3")
+
+
+# Ensembles
+
+
+async def test_the_examples_are_loaded_in_the_order_in_which_they_need_each_other() -> None:
+    seven = np.zeros((1, 8, 8), np.float32)
+    seven[0, 0, 1:7] = 1
+    for row, column in enumerate((5, 4, 4, 3, 3, 2, 2), start=1):
+        seven[0, row, column : column + 2] = 1
+    async with opened(EXAMPLES, "read_aloud") as models:
+        assert set(states(models).values()) == {"READY"} and len(states(models)) == 3
+        found = await answer(models, "read_aloud", {"image": seven})
+        assert found["text_output"] == [[b"You said: seven"]]
+        assert int(np.argmax(found["probability"][0])) == 7
+
+
+def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> str:
+    maps = [f'input_map {{ key: "{key}" value: "{value}" }}' for key, value in inputs.items()]
+    maps += [f'output_map {{ key: "{key}" value: "{value}" }}' for key, value in outputs.items()]
+    return f'step {{ model_name: "{model}" model_version: -1 {" ".join(maps)} }}'
+
+
+def ensemble(repository: Path, *steps: str, more: str = "") -> None:
+    config = f'platform: "ensemble"\n{X_TO_Y}\nensemble_scheduling {{ {" ".join(steps)} }}\n{more}'
+    model_with_config(repository, "both", config)
+
+
+async def test_steps_run_as_their_tensors_come_whatever_their_order(tmp_path: Path) -> None:
+    for name, factor in (("two", 2.0), ("three", 3.0)):
+        onnx_model(tmp_path / name, factor, dims=("n",))
+    ensemble(
+        tmp_path,
+        step("three", {"x": "b"}, {"y": "c"}),
+        step("two", {"x": "c"}, {"y": "y"}),
+        step("two", {"x": "x"}, {"y": "b"}),
+    )
+    async with opened(tmp_path, "both", default_max_batch_size=0) as models:
+        assert await answer(models, "both", x(1, 10)) == {"y": [12.0, 120.0]}
+
+
+@pytest.mark.parametrize(
+    ("steps", "more", "reason"),
+    [
+        ([step("two", {"x": "x"}, {"y": "z"})], "", "no step gives the output 'y'"),
+        ([step("two", {"x": "w"}, {"y": "y"})], "", "nothing gives the tensor 'w'"),
+        ([step("two", {"x": "y"}, {"y": "y"})], "", "no step takes the input 'x'"),
+        ([step("two", {"q": "x"}, {"y": "y"})], "", "maps the input 'q'"),
+        ([step("two", {"x": "x"}, {"q": "y"})], "", "maps the output 'q'"),
+        ([step("two", {}, {"y": "y"})], "", "gives the model no input 'x'"),
+        ([step("two", {"x": "x"}, {"y": "y"})] * 2, "", "comes from two places"),
+        ([step("nobody", {"x": "x"}, {"y": "y"})], "", "needs model 'nobody'"),
+        ([step("both", {"x": "x"}, {"y": "y"})], "", "need each other"),
+        ([step("two", {"x": "x"}, {"y": "y"})], "max_batch_size: 4", "model 'two' takes 0"),
+        ([], "", "has no steps"),
+        (
+            [step("two", {"x": "a"}, {"y": "b"}), step("two", {"x": "b"}, {"y": "a"}), step("two", {"x": "x"}, {"y": "y"})],
+            "",
+            "waits, by way of others, for itself",
+        ),
+    ],
+)
+async def test_an_ensemble_that_does_not_fit_together_is_refused(
+    tmp_path: Path, steps: list[str], more: str, reason: str
+) -> None:
+    onnx_model(tmp_path / "two", dims=("n",))
+    ensemble(tmp_path, *steps, more=more)
+    async with opened(tmp_path, default_max_batch_size=0) as models:
+        assert reason in str((await models.load_all(["both"]))["both"])
+
+
+async def test_a_step_that_fails_fails_the_request(tmp_path: Path) -> None:
+    python_model(tmp_path, "bad", DOUBLE.replace("2 *", "1 // 0 *"))
+    onnx_model(tmp_path / "two", dims=("n",))
+    ensemble(tmp_path, step("bad", {"x": "x"}, {"y": "b"}), step("two", {"x": "b"}, {"y": "y"}))
+    async with opened(tmp_path, "both", default_max_batch_size=0) as models:
+        async with asyncio.timeout(10):
+            with pytest.raises(DynamoError, match="ZeroDivisionError"):
+                await answer(models, "both", x(1))
+
+
+async def test_unloading_goes_up_to_ensembles_and_down_to_what_only_they_need(tmp_path: Path) -> None:
+    for name in ("two", "three", "other"):
+        onnx_model(tmp_path / name, dims=("n",))
+    ensemble(tmp_path, step("two", {"x": "x"}, {"y": "b"}), step("three", {"x": "b"}, {"y": "y"}))
+    async with opened(tmp_path, "both", "other", default_max_batch_size=0) as models:
+        await models.unload_model("two")
+        assert {name for (name, _), state in states(models).items() if state == "READY"} == {"three", "other"}
+        assert {entry.name: entry.reason for entry in models.index()}["both"] == "it needs model 'two', which was unloaded"
+        await models.load_model(LoadRequest(model="both"))
+        await models.unload_model("both")
+        assert states(models)["two", "1"] == states(models)["three", "1"] == "READY"
+        await models.load_model(LoadRequest(model="both"))
+        await models.unload_model("both", dependents=True)
+        assert {name for (name, _), state in states(models).items() if state == "READY"} == {"other"}
+
+
+# Loading and unloading
+
+
+async def test_unloading_lets_accepted_requests_finish(tmp_path: Path) -> None:
+    folder = python_model(tmp_path, "slow", SLOW)
+    async with opened(tmp_path, "slow") as models, asyncio.timeout(30):
+        open_request = asyncio.create_task(answer(models, "slow", x(5)))
+        while not (folder / "begun").exists():
+            await asyncio.sleep(0.005)
+        unloading = asyncio.create_task(models.unload_model("slow"))
+        while states(models) != {("slow", "1"): "UNLOADING"}:
+            await asyncio.sleep(0)
+        (folder / "go").touch()
+        assert await open_request == {"y": [5.0]}
+        await unloading
+        with pytest.raises(ModelNotFound):
+            await answer(models, "slow", x(5))
+        [entry] = models.index()
+        assert (entry.state, entry.reason) == (ModelState.UNAVAILABLE, "unloaded")
+
+
+async def test_loading_again_changes_over_without_a_gap_and_a_failure_changes_nothing(tmp_path: Path) -> None:
+    folder = onnx_model(tmp_path / "times", dims=("n",))
+    async with opened(tmp_path, "times", default_max_batch_size=0) as models:
+        onnx_model(folder, 5.0, dims=("n",))
+        assert await answer(models, "times", x(1)) == {"y": [2.0]}
+        await models.load_model(LoadRequest(model="times"))
+        assert await answer(models, "times", x(1)) == {"y": [5.0]}
+        (folder / "1" / "model.onnx").write_bytes(b"nonsense")
+        with pytest.raises(InvalidRequest, match="ONNX Runtime"):
+            await models.load_model(LoadRequest(model="times"))
+        assert await answer(models, "times", x(1)) == {"y": [5.0]}
+        assert states(models) == {("times", "1"): "READY"}
+
+
+async def test_models_that_are_not_there_are_not_found(tmp_path: Path) -> None:
+    async with opened(tmp_path) as models:
+        for work in (models.load_model(LoadRequest(model="nobody")), models.unload_model("nobody")):
+            with pytest.raises(ModelNotFound):
+                await work
+        assert models.index() == ()
+        onnx_model(tmp_path / "late")
+        await models.load_model(LoadRequest(model="late"))
+        assert states(models) == {("late", "1"): "READY"}
+
+
+async def test_a_name_that_two_repositories_have_is_refused(tmp_path: Path) -> None:
+    onnx_model(tmp_path / "a" / "times")
+    onnx_model(tmp_path / "b" / "times")
+    async with opened(tmp_path / "a") as models:
+        models._settings = type(models._settings)(folders=(tmp_path / "a", tmp_path / "b"))
+        with pytest.raises(InvalidRequest, match="several repositories"):
+            await models.load_model(LoadRequest(model="times"))
+
+
+# Parameters of a load
+
+
+async def test_a_request_may_bring_its_own_configuration(tmp_path: Path) -> None:
+    onnx_model(tmp_path / "times")
+    async with opened(tmp_path, "times") as models:
+        config = ModelConfig(backend="onnxruntime", max_batch_size=7)
+        await models.load_model(LoadRequest(model="times", config=json_format.MessageToJson(config)))
+        assert models.find("times").card.max_batch_size == 7
+        with pytest.raises(InvalidRequest, match="the configuration is not usable"):
+            await models.load_model(LoadRequest(model="times", config='{"max_batch_size": "many"}'))
+        await models.load_model(LoadRequest(model="times"))
+        assert models.find("times").card.max_batch_size == 4
+
+
+async def test_a_request_may_bring_the_whole_model(tmp_path: Path) -> None:
+    elsewhere = onnx_model(tmp_path / "elsewhere", 9.0, dims=("n",))
+    (tmp_path / "repository").mkdir()
+    files = {"1/model.onnx": (elsewhere / "1" / "model.onnx").read_bytes()}
+    async with opened(tmp_path / "repository", default_max_batch_size=0) as models:
+        await models.load_model(LoadRequest(model="sent", config=json.dumps({"backend": "onnxruntime"}), files=files))
+        assert await answer(models, "sent", x(1)) == {"y": [9.0]}
+        await models.unload_model("sent")
+        assert models.index() == ()
+        with pytest.raises(InvalidRequest, match="config"):
+            await models.load_model(LoadRequest(model="sent", files=files))
+
+
+@pytest.mark.parametrize(
+    "path", ["../up", "/etc/passwd", "1/../../up", "1//x", "./x", "", "a\\b", "x\0y", "1/..", "x" * 2000, "a/\n"]
+)
+async def test_files_that_lead_out_of_the_model_are_refused(tmp_path: Path, path: str) -> None:
+    async with opened(tmp_path) as models:
+        with pytest.raises(InvalidRequest, match="no path inside"):
+            request = LoadRequest(model="m", config='{"backend": "python"}', files={path: b"x", "1/model.py": DOUBLE.encode()})
+            await models.load_model(request)
+    assert not (tmp_path.parent / "up").exists()
+
+
+async def test_model_path_names_folders_below_the_roots_only(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    onnx_model(root / "good", 4.0, dims=("n",))
+    onnx_model(tmp_path / "secret")
+    (root / "link").symlink_to(tmp_path / "secret")
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    async with opened(repository, path_roots=(str(root),), default_max_batch_size=0) as models:
+        for path in (f"{root}/good", f"file://{root}/good"):
+            await models.load_model(LoadRequest(model="mine", path=path))
+            assert await answer(models, "mine", x(1)) == {"y": [4.0]}
+        for path in (f"{root}/../secret", f"{root}/link", str(root), "/", f"file://{root}/link", "s3://bucket/x", "relative"):
+            with pytest.raises(Forbidden):
+                await models.load_model(LoadRequest(model="mine", path=path))
+        with pytest.raises(InvalidRequest, match="is no folder"):
+            await models.load_model(LoadRequest(model="mine", path=f"{root}/missing"))
+        assert await answer(models, "mine", x(1)) == {"y": [4.0]}
+    async with opened(repository) as models:
+        with pytest.raises(Unsupported, match="no --model-path-root"):
+            await models.load_model(LoadRequest(model="mine", path=f"{root}/good"))
+
+
+async def test_model_path_copies_from_an_object_store(tmp_path: Path) -> None:
+    folder = onnx_model(tmp_path / "made", 6.0, dims=("n",))
+    store = fsspec.filesystem("memory")
+    store.put(str(folder), "/bucket/models/six", recursive=True)
+    store.pipe("/bucket/secret/1/model.onnx", b"x")
+    (tmp_path / "repository").mkdir()
+    try:
+        settings = {"path_roots": ("memory://bucket/models",), "default_max_batch_size": 0}
+        async with opened(tmp_path / "repository", **settings) as models:
+            await models.load_model(LoadRequest(model="six", path="memory://bucket/models/six"))
+            shutil.rmtree(folder)
+            assert await answer(models, "six", x(1)) == {"y": [6.0]}
+            with pytest.raises(InvalidRequest, match="nothing at"):
+                await models.load_model(LoadRequest(model="six", path="memory://bucket/models/missing"))
+            for path in ("memory://bucket/secret", "memory://bucket/models", "memory://bucket/models2/x"):
+                with pytest.raises(Forbidden):
+                    await models.load_model(LoadRequest(model="six", path=path))
+            for path in ("memory://bucket/models/../secret", "memory://bucket/models/*", "memory://bucket/models//secret"):
+                with pytest.raises(InvalidRequest):
+                    await models.load_model(LoadRequest(model="six", path=path))
+        async with opened(tmp_path / "repository", path_max_bytes=10, **settings) as models:
+            with pytest.raises(PayloadTooLarge, match="allows 10"):
+                await models.load_model(LoadRequest(model="six", path="memory://bucket/models/six"))
+    finally:
+        store.rm("/bucket", recursive=True)

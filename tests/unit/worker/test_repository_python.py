@@ -1,0 +1,434 @@
+"""Models of Triton's Python backend, run in their own processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, ModelNotFound, Unavailable, Unsupported
+from dynamo.worker.engine.base import Context
+from dynamo.worker.repository.execution import Request, closing
+from tests.support.repositories import X_TO_Y, answer, answers, opened, python_model, x
+
+HEAD = """
+import asyncio, json, os, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+def tensor(value, name="y"):
+    return pb_utils.Tensor(name, np.atleast_1d(np.asarray(value, np.float32)))
+
+class TritonPythonModel:
+"""
+DECOUPLED = X_TO_Y + "model_transaction_policy { decoupled: true }\n"
+
+
+async def test_a_model_gets_its_arguments_and_finds_its_own_files(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def initialize(self, args):
+        self.args = args
+    def execute(self, requests):
+        import beside
+        config = json.loads(self.args["model_config"])
+        told = {
+            "config": config["parameters"]["key"]["string_value"], "dims": config["input"][0]["dims"],
+            "kind": self.args["model_instance_kind"], "name": self.args["model_instance_name"],
+            "version": self.args["model_version"], "model": self.args["model_name"], "beside": beside.VALUE,
+            "folder": os.path.basename(pb_utils.get_model_dir()), "repository": os.path.basename(self.args["model_repository"]),
+        }
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([json.dumps(told)], np.object_))]) for _ in requests]
+"""
+    )
+    config = (
+        X_TO_Y.replace('"y" data_type: TYPE_FP32', '"y" data_type: TYPE_STRING')
+        + 'parameters: { key: "key" value: { string_value: "v" } }'
+    )
+    folder = python_model(tmp_path, "told", code, config)
+    (folder / "1" / "beside.py").write_text("VALUE = 5")
+    async with opened(tmp_path, "told") as models:
+        [told] = (await answer(models, "told", x(1)))["y"]
+    assert eval(told) == {  # noqa: PGH001
+        "config": "v",
+        "dims": [-1],
+        "kind": "CPU",
+        "name": "told_0_0",
+        "version": "1",
+        "model": "told",
+        "beside": 5,
+        "folder": "1",
+        "repository": "told",
+    }
+
+
+async def test_tensors_of_every_datatype_come_and_go_unchanged(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("o" + t.name(), t.as_numpy()) for t in r.inputs()]) for r in requests]
+"""
+    )
+    kinds = "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 STRING".split()
+    config = "".join(
+        f'input {{ name: "{k}" data_type: TYPE_{k} dims: [ -1, 2 ] }}\noutput {{ name: "o{k}" data_type: TYPE_{k} dims: [ -1, 2 ] }}\n'
+        for k in kinds
+    )
+    python_model(tmp_path, "same", code, config)
+    numpy = [np.bool_, "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
+    given = {kind: np.array([[0, 1], [1, 0]]).astype(dtype) for kind, dtype in zip(kinds, numpy, strict=False)}
+    given["STRING"] = np.array([[b"", b"\xff\x00"], ["ä".encode(), b"long " * 500]], object)
+    async with opened(tmp_path, "same") as models:
+        [found] = await answers(models, "same", given)
+        empty = await answers(models, "same", {name: array[:0] for name, array in given.items()})
+    for name, array in given.items():
+        assert found.outputs[f"o{name}"].dtype.kind == array.dtype.kind
+        np.testing.assert_array_equal(found.outputs[f"o{name}"], array)
+        assert empty[0].outputs[f"o{name}"].shape == (0, 2)
+
+
+async def test_what_a_request_says_besides_its_tensors_reaches_the_model(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        [r] = requests
+        told = [r.request_id(), r.correlation_id(), r.flags(), r.priority(), r.timeout(), r.requested_output_names(),
+                json.loads(r.parameters()), r.model_name(), r.model_version(), r.is_cancelled()]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([json.dumps(told)], np.object_))], parameters={"n": 3})]
+"""
+    )
+    python_model(tmp_path, "told", code, X_TO_Y.replace('"y" data_type: TYPE_FP32', '"y" data_type: TYPE_STRING'))
+    async with opened(tmp_path, "told") as models:
+        parameters = {"sequence_id": "s-1", "sequence_start": True, "priority": 2, "timeout": 900, "mine": 1.5}
+        [found] = await answers(models, "told", x(1), parameters=parameters, outputs=["y"])
+    assert found.outputs["y"].tolist() == [b'["request-7", "s-1", 1, 2, 900, ["y"], {"mine": 1.5}, "told", 1, false]']
+    assert found.parameters == {"n": 3}
+
+
+async def test_an_error_of_a_model_is_that_error_to_its_caller_only(tmp_path: Path) -> None:
+    model = (
+        HEAD
+        + """
+    def execute(self, requests):
+        found = []
+        for r in requests:
+            value = pb_utils.get_input_tensor_by_name(r, "x").as_numpy()
+            code = json.loads(r.parameters()).get("code")
+            error = None if code is None else pb_utils.TritonError("too low", getattr(pb_utils.TritonError, code))
+            found.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", value)], error))
+        return found
+"""
+    )
+    batching = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 5000000 preferred_batch_size: [ 7 ] }\n"
+    python_model(tmp_path, "picky", model, X_TO_Y + batching)
+    kinds = {
+        "INTERNAL": EngineError,
+        "INVALID_ARG": InvalidRequest,
+        "NOT_FOUND": ModelNotFound,
+        "UNAVAILABLE": Unavailable,
+        "UNSUPPORTED": Unsupported,
+        "CANCELLED": Cancelled,
+    }
+    row = {"x": np.ones((1, 1), np.float32)}
+    async with opened(tmp_path, "picky") as models:
+        good, *bad = await asyncio.gather(
+            answer(models, "picky", row),
+            *(answer(models, "picky", row, parameters={"code": code}) for code in kinds),
+            return_exceptions=True,
+        )
+    assert good == {"y": [[1.0]]}
+    assert [type(error) for error in bad] == list(kinds.values())
+    assert {str(error) for error in bad} == {"too low"}
+
+
+async def test_requests_that_come_together_are_one_execute(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([tensor([[len(requests)]] * len(r.inputs()[0].as_numpy()))]) for r in requests]
+"""
+    )
+    batching = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 5000000 preferred_batch_size: [ 8 ] }\n"
+    python_model(tmp_path, "counts", code, X_TO_Y + batching)
+    async with opened(tmp_path, "counts") as models:
+        two_rows = {"x": np.zeros((2, 1), np.float32)}
+        found = await asyncio.gather(*(answer(models, "counts", two_rows) for _ in range(4)))
+    assert found == [{"y": [[4.0], [4.0]]}] * 4
+
+
+async def test_a_decoupled_model_answers_as_often_as_it_likes_from_any_thread(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        for r in requests:
+            threading.Thread(target=self.count, args=(r,)).start()
+    def count(self, r):
+        sender = r.get_response_sender()
+        for left in range(int(r.inputs()[0].as_numpy()[0]), 0, -1):
+            sender.send(pb_utils.InferenceResponse([tensor(left)]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+    )
+    python_model(tmp_path, "counter", code, DECOUPLED)
+    async with opened(tmp_path, "counter") as models:
+        found = await answers(models, "counter", x(3))
+        many = await answers(models, "counter", x(1000))
+        none = await answers(models, "counter", x(0))
+    assert [each.outputs["y"].tolist() for each in found] == [[3], [2], [1]]
+    assert len(many) == 1000 and none == []
+
+
+async def test_leaving_a_decoupled_request_tells_its_model(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def initialize(self, args):
+        self.noticed = threading.Event()
+    def execute(self, requests):
+        for r in requests:
+            if r.inputs()[0].as_numpy()[0] < 0:
+                sender = r.get_response_sender()
+                sender.send(pb_utils.InferenceResponse([tensor(float(self.noticed.wait(20)))]), flags=1)
+            else:
+                threading.Thread(target=self.send, args=(r,)).start()
+    def send(self, r):
+        sender = r.get_response_sender()
+        while not r.is_cancelled():
+            sender.send(pb_utils.InferenceResponse([tensor(1)]))
+            time.sleep(0.001)
+        self.noticed.set()
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+    )
+    python_model(tmp_path, "endless", code, DECOUPLED)
+    async with opened(tmp_path, "endless") as models:
+        async with closing(models.run("endless", "", Request(x(1), Context("r")))) as found:
+            async for _ in found:
+                break
+        [noticed] = await answers(models, "endless", x(-1))
+        await asyncio.wait_for(models.find("endless").drained(), 10)
+    assert noticed.outputs["y"].tolist() == [1.0]
+
+
+async def test_async_models_work_and_decoupled_ones_answer_side_by_side(tmp_path: Path) -> None:
+    plain = (
+        HEAD
+        + """
+    async def execute(self, requests):
+        await asyncio.sleep(0)
+        return [pb_utils.InferenceResponse([tensor(7)]) for _ in requests]
+"""
+    )
+    meeting = (
+        HEAD
+        + """
+    def initialize(self, args):
+        self.both, self.count = asyncio.Event(), 0
+    async def execute(self, requests):
+        [r] = requests
+        self.count += 1
+        if self.count == 2:
+            self.both.set()
+        await asyncio.wait_for(self.both.wait(), 20)
+        r.get_response_sender().send(pb_utils.InferenceResponse([tensor(self.count)]), flags=1)
+"""
+    )
+    python_model(tmp_path, "plain", plain)
+    python_model(tmp_path, "meeting", meeting, DECOUPLED)
+    async with opened(tmp_path, "plain", "meeting") as models:
+        assert await answer(models, "plain", x(1)) == {"y": [7.0]}
+        found = await asyncio.gather(answer(models, "meeting", x(1)), answer(models, "meeting", x(1)))
+    assert found == [{"y": [2.0]}, {"y": [2.0]}]
+
+
+async def test_a_model_calls_other_models_and_asks_for_the_repository(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        [r] = requests
+        inputs = [pb_utils.Tensor("x", r.inputs()[0].as_numpy())]
+        inner = pb_utils.InferenceRequest(model_name="double", inputs=inputs, requested_output_names=["y"])
+        once = pb_utils.get_output_tensor_by_name(inner.exec(), "y").as_numpy()
+        many = pb_utils.InferenceRequest(model_name="counter", inputs=inputs, requested_output_names=["y"])
+        total = sum(float(found.output_tensors()[0].as_numpy()[0]) for found in many.exec(decoupled=True))
+        bad = pb_utils.InferenceRequest(model_name="nobody", inputs=inputs, requested_output_names=["y"]).exec()
+        assert bad.has_error() and bad.error().code() == pb_utils.TritonError.NOT_FOUND, bad.error()
+        ready = [pb_utils.is_model_ready("double"), pb_utils.is_model_ready("double", "2"), pb_utils.is_model_ready("nobody")]
+        return [pb_utils.InferenceResponse([tensor([*once, total, *ready])])]
+"""
+    )
+    counter = (
+        HEAD
+        + """
+    def execute(self, requests):
+        for r in requests:
+            sender = r.get_response_sender()
+            for left in range(int(r.inputs()[0].as_numpy()[0]), 0, -1):
+                sender.send(pb_utils.InferenceResponse([tensor(left)]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+    )
+    python_model(tmp_path, "caller", code)
+    python_model(tmp_path, "double")
+    python_model(tmp_path, "counter", counter, DECOUPLED)
+    async with opened(tmp_path, "caller", "double", "counter") as models:
+        assert await answer(models, "caller", x(4)) == {"y": [8.0, 10.0, 1.0, 0.0, 0.0]}
+
+
+async def test_an_async_model_awaits_several_models_at_once(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    async def execute(self, requests):
+        [r] = requests
+        calls = [
+            pb_utils.InferenceRequest(model_name="double", inputs=[tensor(n, "x")], requested_output_names=["y"]).async_exec()
+            for n in range(5)
+        ]
+        found = await asyncio.gather(*calls)
+        return [pb_utils.InferenceResponse([tensor([each.output_tensors()[0].as_numpy()[0] for each in found])])]
+"""
+    )
+    python_model(tmp_path, "caller", code)
+    python_model(tmp_path, "double", config=X_TO_Y + "instance_group { count: 2 }")
+    async with opened(tmp_path, "caller", "double") as models:
+        assert await answer(models, "caller", x(1)) == {"y": [0.0, 2.0, 4.0, 6.0, 8.0]}
+
+
+async def test_instances_work_at_the_same_time(tmp_path: Path) -> None:
+    """Each waits until a file of the other is there."""
+    code = (
+        HEAD
+        + """
+    def initialize(self, args):
+        self.folder = args["model_repository"]
+    def execute(self, requests):
+        open(os.path.join(self.folder, f"here-{os.getpid()}"), "w").close()
+        until = time.monotonic() + 20
+        while sum(name.startswith("here-") for name in os.listdir(self.folder)) < 2:
+            assert time.monotonic() < until, "the other instance never ran"
+            time.sleep(0.005)
+        return [pb_utils.InferenceResponse([tensor(os.getpid())]) for _ in requests]
+"""
+    )
+    python_model(tmp_path, "pair", code, X_TO_Y.replace("FP32", "FP32") + "instance_group { count: 2 }")
+    async with opened(tmp_path, "pair") as models:
+        one, other = await asyncio.gather(answer(models, "pair", x(1)), answer(models, "pair", x(1)))
+    assert one != other
+
+
+async def test_a_process_that_dies_fails_its_request_and_is_started_again(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        if requests[0].inputs()[0].as_numpy()[0] < 0:
+            os._exit(3)
+        return [pb_utils.InferenceResponse([tensor(os.getpid())]) for _ in requests]
+"""
+    )
+    python_model(tmp_path, "mortal", code)
+    async with opened(tmp_path, "mortal") as models:
+        before = await answer(models, "mortal", x(1))
+        with pytest.raises(EngineError, match="ended with status 3"):
+            await answer(models, "mortal", x(-1))
+        after = None
+        async with asyncio.timeout(20):
+            while after is None:
+                try:
+                    after = await answer(models, "mortal", x(1))
+                except Unavailable as error:
+                    assert error.retryable
+                    await asyncio.sleep(0.02)
+    assert after != before
+
+
+async def test_processes_end_with_their_model(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([tensor([os.getpid() >> 16, os.getpid() & 0xFFFF])]) for _ in requests]
+    def finalize(self):
+        open(os.path.join(pb_utils.get_model_dir(), "finalized"), "w").close()
+"""
+    )
+    folder = python_model(tmp_path, "mortal", code)
+    async with opened(tmp_path, "mortal") as models:
+        high, low = (await answer(models, "mortal", x(1)))["y"]
+        await models.unload_model("mortal")
+        assert (folder / "1" / "finalized").exists()
+        with pytest.raises(ProcessLookupError):
+            os.kill((int(high) << 16) + int(low), signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import nonsense_that_is_not_there", "nonsense_that_is_not_there"),
+        ("x = 1", "no class TritonPythonModel"),
+        ("class TritonPythonModel: pass", "no method execute"),
+        (HEAD + "    def execute(self, r): ...\n    def initialize(self, args): raise ValueError('no weights')", "no weights"),
+        (HEAD + "    def execute(self, r): ...\n    def initialize(self, args): os._exit(9)", "ended with status 9"),
+    ],
+)
+async def test_a_model_that_does_not_load_says_why(tmp_path: Path, code: str, reason: str) -> None:
+    python_model(tmp_path, "broken", code)
+    async with opened(tmp_path) as models:
+        failed = await models.load_all(["broken"])
+        assert reason in str(failed["broken"])
+        [entry] = models.index()
+        assert entry.state == "UNAVAILABLE" and reason in entry.reason
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        ("[]", "returned 0 responses for 1 requests"),
+        ("None", "returned a NoneType"),
+        ("[5]", "instead of an InferenceResponse"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("[pb_utils.InferenceResponse([tensor([[1]])])]", "in shape"),
+        ("[pb_utils.InferenceResponse([pb_utils.Tensor('y', np.array([1], np.int8))])]", "as INT8"),
+    ],
+)
+async def test_a_model_that_answers_wrongly_fails_that_request(tmp_path: Path, returned: str, reason: str) -> None:
+    python_model(tmp_path, "wrong", HEAD + f"    def execute(self, requests):\n        return {returned}\n")
+    async with opened(tmp_path, "wrong") as models:
+        for _ in range(2):
+            with pytest.raises(EngineError, match=reason):
+                await answer(models, "wrong", x(1))
+
+
+async def test_a_model_completes_its_configuration(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [-1]})
+        config.add_output({"name": "y", "data_type": "TYPE_FP32", "dims": [-1]})
+        config.set_max_batch_size(16)
+        config.set_dynamic_batching()
+        return config
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+    )
+    python_model(tmp_path, "complete", code, config="")
+    async with opened(tmp_path, "complete") as models:
+        card = models.find("complete").card
+        assert card.max_batch_size == 16 and card.inputs[0].shape == (-1, -1) and card.backend == "python"
+        assert models.config("complete", "").HasField("dynamic_batching")
+    async with opened(tmp_path, auto_complete=False) as models:
+        assert "there is no config.pbtxt" in str((await models.load_all(["complete"]))["complete"])

@@ -1,0 +1,97 @@
+"""What llama.cpp keeps of earlier answers, as far as it can be told from outside.
+
+Each slot keeps the tokens of its last answer, and what has to leave a slot goes into a memory beside them, from which the oldest
+is dropped. A new request goes on from the kept answer that it shares most tokens with: what follows those is overwritten, except
+when that is most of it; then it is put aside before.
+
+llama.cpp tells none of this, only, with each answer, how many tokens of its prompt it found. So the record follows these rules,
+and is put right by what was found: a wrong entry lasts until it is asked for once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from dynamo.common.generation import pack_tokens
+from dynamo.common.kv.events import KvState
+from dynamo.common.kv.hashes import sequence_hashes
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    hashes: list[int]
+    """Sequence hashes of the full blocks of prompt and output."""
+
+    def shared(self, hashes: Sequence[int]) -> int:
+        """How many leading blocks are those of `hashes`."""
+        for position, (own, other) in enumerate(zip(self.hashes, hashes, strict=False)):
+            if own != other:
+                return position
+        return min(len(self.hashes), len(hashes))
+
+
+class KeptAnswers:
+    """The record of one engine; what it holds is what `kv` holds. Plain computation."""
+
+    def __init__(self, kv: KvState, block_size: int, *, slots: int, aside_tokens: int) -> None:
+        """`slots` answers are kept whatever their length; further ones as long as they have `aside_tokens` together."""
+        self._kv = kv
+        self._block_size = block_size
+        self._slots = slots
+        self._aside_blocks = aside_tokens // block_size
+        self._kept: deque[_Kept] = deque()
+        """The latest last."""
+        self._references: dict[int, int] = {}
+        """How many of them have a block."""
+
+    def add(self, prompt: bytes, output: Sequence[int], found_tokens: int) -> None:
+        """A slot has made `output`, at least one token, out of `prompt`, of which it found `found_tokens` in what was kept."""
+        # The last token was chosen, but not computed with.
+        hashes = sequence_hashes(prompt + pack_tokens(output[:-1]), self._block_size)
+        self._correct(hashes, found_tokens // self._block_size, len(prompt) // 4)
+        if not hashes:
+            return
+        base = max(self._kept, key=lambda kept: kept.shared(hashes), default=None)
+        overwritten = [kept for kept in self._kept if kept.shared(hashes) == len(kept.hashes)]
+        if base is not None and base not in overwritten and 2 * base.shared(hashes) >= len(base.hashes):
+            overwritten.append(base)
+        self._keep(_Kept(hashes))
+        for kept in overwritten:
+            self._drop(kept)
+        while len(self._kept) > self._slots and self._blocks_aside() > self._aside_blocks:
+            self._drop(self._kept[0])
+
+    def _correct(self, hashes: Sequence[int], found: int, prompt_tokens: int) -> None:
+        """Forgets what should have been found after the first `found` blocks, and was not."""
+        # The last token of a prompt is computed in any case.
+        wanted = hashes[: (prompt_tokens - 1) // self._block_size]
+        for kept in [kept for kept in self._kept if kept.shared(wanted) > found]:
+            self._release(kept.hashes[found:])
+            del kept.hashes[found:]
+            if not found:
+                self._kept.remove(kept)
+
+    def _blocks_aside(self) -> int:
+        return sum(len(kept.hashes) for kept in islice(self._kept, len(self._kept) - self._slots))
+
+    def _keep(self, kept: _Kept) -> None:
+        self._kept.append(kept)
+        for block in kept.hashes:
+            self._references[block] = self._references.get(block, 0) + 1
+        self._kv.store(kept.hashes)
+
+    def _drop(self, kept: _Kept) -> None:
+        self._kept.remove(kept)
+        self._release(kept.hashes)
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        unused = []
+        for block in reversed(blocks):  # no block goes before one that continues it
+            self._references[block] -= 1
+            if not self._references[block]:
+                del self._references[block]
+                unused.append(block)
+        self._kv.remove(unused)

@@ -1,0 +1,402 @@
+"""vLLM, driven from this process.
+
+    generate() ── AsyncLLM ══ ZMQ ══ vLLM's engine process ── its workers, one per GPU
+                                       └── KV events, ZMQ ── KvFollower ── KvState
+
+vLLM schedules, batches and caches; this turns requests and answers into its words and ours, tells what it has cached and how
+busy it is, and says so when it has died. Text is none of its business: prompts come as tokens, answers leave as tokens.
+
+Importing this module imports vLLM, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, aclosing
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
+
+from vllm import SamplingParams
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import ZmqEventPublisher
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded, Unavailable
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
+from dynamo.common.kv.events import KvState
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
+from dynamo.worker.engine.base import Context, Load
+from dynamo.worker.engine.vllm_events import KvSource, following
+from dynamo.worker.engine.vllm_request import MAX_LOGPROBS, AnswerReader, check_request, sampling_settings, structured_settings
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_PORT_TRIES = 20
+
+
+class _Load:
+    """vLLM's statistics of each rank, as its engine process reports them after each step. Made and called by vLLM."""
+
+    def __init__(self, on_step: Callable[[], None]) -> None:
+        self.running: dict[int, int] = {}
+        self.waiting: dict[int, int] = {}
+        self.kv_usage: dict[int, float] = {}
+        self.step_ms = 0.0
+        self._on_step = on_step
+        self._stepped_at: float | None = None
+
+    # What vLLM calls: it makes a logger for each rank by calling the factory, which is this object itself.
+
+    def __call__(self, config: Any, engine_index: int = 0) -> _Load:
+        return self
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+        if scheduler_stats is None:
+            return
+        self.running[engine_idx] = scheduler_stats.num_running_reqs
+        self.waiting[engine_idx] = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        self.kv_usage[engine_idx] = scheduler_stats.kv_cache_usage
+        now = time.monotonic()
+        if self._stepped_at is not None:
+            self.step_ms = (now - self._stepped_at) * 1e3
+        self._stepped_at = now if scheduler_stats.num_running_reqs else None
+        self._on_step()
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to tell yet."""
+
+    def log(self) -> None:
+        """Load reports tell it."""
+
+    def record_sleep_state(self, *args: Any, **kwargs: Any) -> None:
+        """Requests are aborted, and tell it."""
+
+    def record_admission_rejection(self, reason: str) -> None:
+        """Requests are refused, and tell it."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmArguments:
+    """What `--engine-args` says."""
+
+    engine: Any
+    """AsyncEngineArgs."""
+    adapters: dict[str, LoRARequest]
+
+
+def parse_arguments(text: str) -> VllmArguments:
+    """Reads arguments of `vllm serve` that concern the engine, and `--lora-modules NAME=PATH …`. Raises InvalidRequest."""
+
+    def refuse(message: str) -> NoReturn:
+        raise InvalidRequest(f"--engine-args: {message}")
+
+    parser = FlexibleArgumentParser(add_help=False)
+    parser.error = refuse
+    AsyncEngineArgs.add_cli_args(parser)
+    parser.add_argument("--lora-modules", nargs="+", default=[])
+    # Priorities of requests mean something, and logprobs name the chosen token and as many others as may be asked for.
+    parser.set_defaults(scheduling_policy="priority", max_logprobs=MAX_LOGPROBS + 1)
+    try:
+        parsed = parser.parse_args(shlex.split(text))
+    except ValueError as error:  # a quote without its end
+        refuse(str(error))
+    adapters: dict[str, LoRARequest] = {}
+    for number, module in enumerate(parsed.lora_modules, 1):
+        name, equals, path = module.partition("=")
+        if not (name and equals and path):
+            refuse(f"--lora-modules takes NAME=PATH, not {module!r}")
+        adapters[name] = LoRARequest(name, number, path)
+    arguments = AsyncEngineArgs.from_cli_args(parsed)
+    arguments.enable_lora = arguments.enable_lora or bool(adapters)
+    return VllmArguments(arguments, adapters)
+
+
+class VllmEngine:
+    """Serves one model with vLLM."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        name: str = "",
+        engine_args: str = "",
+        role: Role = Role.AGGREGATED,
+        max_num_seqs: int | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        """`model` is a folder in Hugging Face's format, or whatever else vLLM takes; `engine_args` see `parse_arguments`.
+
+        Raises InvalidRequest for arguments that vLLM does not take.
+        """
+        arguments = parse_arguments(engine_args)
+        self._arguments = arguments.engine
+        self._arguments.model = model
+        self._arguments.max_num_seqs = max_num_seqs or self._arguments.max_num_seqs
+        self._arguments.max_model_len = context_length or self._arguments.max_model_len
+        self._adapters = arguments.adapters
+        self._name = name or (Path(model).resolve().name if Path(model).is_dir() else model)
+        self._role = role
+        self._files: list[bytes] = []
+        self._engine: Any = None  # vLLM's AsyncLLM
+        self._defaults: dict[str, Any] = {}
+        self._eos: frozenset[int] = frozenset()
+        self._context_length = 0
+        self._ranks = 1
+        self._total_blocks = 0
+        self._traced = False
+        self._numbers = count()
+        self._open = 0
+        """Choices of requests that have not ended."""
+        self._prefilling = 0
+        """Prompt tokens of requests that have had no answer yet."""
+        self._stats = _Load(self._stepped)
+        self._callbacks: list[Callable[[], None]] = []
+        self._stack = AsyncExitStack()
+        self.kv = KvState()
+
+    async def start(self) -> ModelCard:
+        """Raises InvalidRequest for a model or settings that vLLM cannot serve, EngineError when it fails to start."""
+        async with AsyncExitStack() as stack:
+            # Its engine process binds its sockets there.
+            folder = stack.enter_context(TemporaryDirectory(prefix="dynamo-vllm-"))
+            self._engine = await asyncio.to_thread(self._start, folder)
+            stack.push_async_callback(asyncio.to_thread, self._engine.shutdown)
+            for source in self._kv_sources():
+                await stack.enter_async_context(following(source, self.kv, self._stepped))
+            self._stack = stack.pop_all()
+        return self._card()
+
+    def _start(self, folder: str) -> Any:
+        # The default, fork, is not safe in a process that has threads.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        arguments = self._arguments
+        if arguments.kv_events_config is None:
+            arguments.kv_events_config = _events_config(folder, arguments.data_parallel_size)
+        try:
+            config = arguments.create_engine_config()
+        except (ValueError, OSError) as error:  # pydantic's, and that of a model that is not there
+            raise InvalidRequest(f"vLLM cannot serve {arguments.model}: {error}") from error
+        try:
+            return AsyncLLM.from_vllm_config(config, stat_loggers=[self._stats], disable_log_stats=arguments.disable_log_stats)
+        except Exception as error:
+            raise EngineError(f"vLLM failed to start with {arguments.model}: {error}") from error
+
+    def _kv_sources(self) -> list[KvSource]:
+        config = self._engine.vllm_config
+        events = config.kv_events_config
+        if not _publishes(config):
+            return []
+        offset = ZmqEventPublisher.offset_endpoint_port
+        return [
+            KvSource(rank, _reachable(offset(events.endpoint, rank)), _reachable(offset(events.replay_endpoint, rank)) or None)
+            for rank in range(config.parallel_config.data_parallel_size)
+        ]
+
+    def _card(self) -> ModelCard:
+        config, tokenizer = self._engine.vllm_config, self._engine.get_tokenizer()
+        model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+        self._defaults = model.get_diff_sampling_param()
+        self._context_length = model.max_model_len
+        self._ranks = config.parallel_config.data_parallel_size
+        self._total_blocks = (cache.num_gpu_blocks or 0) * self._ranks
+        self._traced = config.observability_config.otlp_traces_endpoint is not None
+        files = _tokenizer_files(tokenizer)
+        self._files = [file for file in files if file]
+        tokenizer_file, template = files
+        eos = _eos_ids(model, tokenizer)
+        self._eos = frozenset(eos)
+        return ModelCard(
+            name=self._name,
+            kind=ModelKind.LLM,
+            role=self._role,
+            backend="vllm",
+            llm=LlmInfo(
+                context_length=self._context_length,
+                tokenizer=sha256(tokenizer_file).hexdigest() if tokenizer_file else "",
+                chat_template=sha256(template).hexdigest() if template else "",
+                bos_token=getattr(tokenizer, "bos_token", None) or "",
+                eos_token=getattr(tokenizer, "eos_token", None) or "",
+                eos_token_ids=eos,
+                block_size=cache.block_size if _publishes(config) else 0,
+                total_blocks=self._total_blocks,
+                max_num_seqs=scheduler.max_num_seqs * self._ranks,
+                max_batched_tokens=scheduler.max_num_batched_tokens,
+                data_parallel_size=self._ranks,
+                adapters=tuple(self._adapters),
+            ),
+        ).check()
+
+    def files(self) -> Sequence[bytes]:
+        return self._files
+
+    async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
+        check_request(request, context_length=self._context_length, ranks=self._ranks)
+        if request.stop.max_tokens == 0:
+            for index in range(request.n):
+                yield Delta(index=index, finish_reason=FinishReason.LENGTH)
+            yield Summary(prompt_tokens=request.prompt_tokens)
+            return
+        reader = AnswerReader(request, self._eos)
+        open_choices, prefilling = request.n, request.prompt_tokens
+        self._open += open_choices
+        self._prefilling += prefilling
+        try:
+            async with aclosing(self._ask(request, context)) as outputs:
+                async for output in outputs:
+                    self._prefilling -= prefilling
+                    prefilling = 0
+                    for delta in reader.read(output):
+                        if delta.finish_reason is not None:
+                            open_choices -= 1
+                            self._open -= 1
+                        yield delta
+            yield reader.summary()
+        except (EngineDeadError, EngineGenerateError, VLLMClientError, GracefulHTTPError, ValueError) as error:
+            raise _to_error(error) from error
+        finally:
+            self._open -= open_choices
+            self._prefilling -= prefilling
+            self._stepped()
+
+    def _ask(self, request: GenerateRequest, context: Context) -> Any:
+        """vLLM's own generator, which aborts the request when it is closed."""
+        adapter = None
+        if request.adapter and (adapter := self._adapters.get(request.adapter)) is None:
+            raise InvalidRequest(f"there is no adapter '{request.adapter}'", param="adapter")
+        settings = sampling_settings(request, self._defaults)
+        if request.sampling.guided:
+            settings["structured_outputs"] = StructuredOutputsParams(**structured_settings(request.sampling.guided))
+        prompt: dict[str, object] = {"type": "token", "prompt_token_ids": request.tokens.tolist()}
+        if request.cache_salt:
+            prompt["cache_salt"] = request.cache_salt
+        return self._engine.generate(
+            prompt,
+            SamplingParams(output_kind=RequestOutputKind.DELTA, **settings),
+            # A request may come a second time, before vLLM has forgotten the first.
+            f"{context.request_id}-{next(self._numbers)}",
+            lora_request=adapter,
+            trace_headers=_trace(context) if self._traced else None,
+            priority=-request.priority,  # vLLM serves the lowest number first
+            data_parallel_rank=request.data_parallel_rank,
+        )
+
+    def load(self) -> Load:
+        """vLLM reports after steps only: of requests that ended since the last one it has not heard."""
+        if not self._open:
+            return Load(total_blocks=self._total_blocks, step_ms=self._stats.step_ms)
+        running = min(sum(self._stats.running.values()), self._open)
+        per_rank = self._total_blocks / self._ranks
+        return Load(
+            waiting=self._open - running,
+            running=running,
+            active_blocks=round(sum(self._stats.kv_usage.values()) * per_rank),
+            total_blocks=self._total_blocks,
+            queued_prefill_tokens=self._prefilling,
+            step_ms=self._stats.step_ms,
+        )
+
+    def on_step(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    async def failure(self) -> EngineError:
+        """Returns when vLLM's engine process has died, which it does not recover from."""
+        while not self._engine.errored:  # noqa: ASYNC110 - vLLM itself tells only those who ask
+            await asyncio.sleep(_LOOK_S)
+        return EngineError("vLLM's engine process has died")
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    def _stepped(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+
+def _to_error(error: Exception) -> DynamoError:
+    match error:
+        case EngineDeadError():
+            return Unavailable("vLLM's engine process has died")  # others can take the request over
+        case GracefulHTTPError():
+            return Overloaded(str(error) or "vLLM takes no more requests now")
+        case EngineGenerateError() if not isinstance(error.__cause__, ValueError):
+            return EngineError(f"vLLM failed on the request: {error.__cause__!r}")
+        case _:
+            return InvalidRequest(str(error.__cause__ or error))
+
+
+def _trace(context: Context) -> dict[str, str]:
+    return {name: context.headers[name] for name in ("traceparent", "tracestate") if name in context.headers}
+
+
+def _events_config(folder: str, ranks: int) -> Any:
+    """One rank publishes at names in `folder`; several need ports, for vLLM counts up from one."""
+    if ranks == 1:
+        endpoint, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
+    else:
+        port = _free_ports(2 * ranks)
+        endpoint, replay = f"tcp://*:{port}", f"tcp://127.0.0.1:{port + ranks}"
+    return KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, replay_endpoint=replay)
+
+
+def _free_ports(wanted: int) -> int:
+    """The first of so many free ports in a row. Raises EngineError if there are none."""
+    for _ in range(_PORT_TRIES):
+        with ExitStack() as stack:
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            try:
+                for port in range(first + 1, first + wanted):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                return int(first)
+            except (OSError, OverflowError):
+                continue
+    raise EngineError(f"there are no {wanted} free ports in a row for KV events")
+
+
+def _reachable(endpoint: str | None) -> str:
+    """Where to connect to, for what is bound to `endpoint`."""
+    return (endpoint or "").replace("*", "127.0.0.1")
+
+
+def _publishes(config: Any) -> bool:
+    events = config.kv_events_config
+    is_published = events is not None and events.enable_kv_cache_events and events.publisher == "zmq"
+    return bool(is_published and config.cache_config.enable_prefix_caching)
+
+
+def _tokenizer_files(tokenizer: Any) -> tuple[bytes, bytes]:
+    """`tokenizer.json` and the chat template; empty where there is none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        log.warning("the model has no fast tokenizer: requests must give token ids")
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, dict):
+        template = template.get("default", "")
+    return backend.to_str().encode() if backend is not None else b"", template.encode()
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: the tokenizer's first, then those of the model's generation settings."""
+    found: dict[int, None] = {}
+    if (own := getattr(tokenizer, "eos_token_id", None)) is not None:
+        found[own] = None
+    configured = model.try_get_generation_config().get("eos_token_id")
+    if configured is not None:
+        found.update(dict.fromkeys([configured] if isinstance(configured, int) else configured))
+    return tuple(found)

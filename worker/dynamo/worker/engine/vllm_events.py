@@ -1,0 +1,131 @@
+"""Follows the KV events that vLLM publishes over ZMQ, and keeps a `KvState` equal to what its cache holds.
+
+Each rank publishes batches numbered from 0: three frames, topic, number and msgpack. What is missing is asked for at the replay
+address, which answers with the batches of the last steps and, last, the number -1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from dynamo.common.errors import EngineError
+from dynamo.common.etcd.background import running
+from dynamo.common.kv.events import KvState
+from dynamo.common.kv.vllm_events import Translator, decode_batch
+
+log = logging.getLogger(__name__)
+
+REPLAY_TIMEOUT_S = 5.0
+_NUMBER_BYTES = 8
+_END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """Where one rank publishes. Addresses are ZMQ's, to connect to."""
+
+    rank: int
+    events: str
+    replay: str | None = None
+
+
+@asynccontextmanager
+async def following(source: KvSource, kv: KvState, on_change: Callable[[], None]) -> AsyncIterator[KvFollower]:
+    """Keeps what `kv` holds for the rank of `source` up to date while the body runs, with all that was published before."""
+    with zmq.asyncio.Context() as context, closing(context.socket(zmq.SUB)) as events:
+        context.linger = 0
+        events.linger = 0
+        events.rcvhwm = 0  # what is not read yet waits here: the publisher would drop it
+        events.subscribe(b"")
+        events.connect(source.events)
+        follower = KvFollower(source, context, kv, on_change)
+        await follower.catch_up()
+        async with running(follower.follow(events), f"KV events of rank {source.rank}"):
+            yield follower
+
+
+class KvFollower:
+    """Of one rank. Everything happens on the event loop."""
+
+    def __init__(self, source: KvSource, context: zmq.asyncio.Context, kv: KvState, on_change: Callable[[], None]) -> None:
+        self._source = source
+        self._context = context
+        self._kv = kv
+        self._on_change = on_change
+        self._translator = Translator()
+        self._next = 0
+        """Number of the next batch."""
+        self.lost = 0
+        """Batches that could not be had any more."""
+
+    async def follow(self, events: zmq.asyncio.Socket) -> None:
+        """Applies what comes, forever."""
+        while True:
+            _, number, payload = await events.recv_multipart()
+            await self._take(int.from_bytes(number, "big"), payload)
+
+    async def _take(self, number: int, payload: bytes) -> None:
+        if number > self._next:
+            await self.catch_up()
+        if number < self._next:
+            return  # the replay had it
+        if number > self._next:
+            self._forget(number)
+        self._apply(payload)
+        self._on_change()
+
+    async def catch_up(self) -> None:
+        """Asks for everything from the next batch on."""
+        if self._source.replay is None:
+            return
+        with closing(self._context.socket(zmq.DEALER)) as asking:
+            asking.connect(self._source.replay)
+            try:
+                async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                    await asking.send_multipart([b"", self._next.to_bytes(_NUMBER_BYTES, "big")])
+                    while True:
+                        # Older versions leave out the topic in front of the number.
+                        *_, number, payload = await asking.recv_multipart()
+                        if number == _END:
+                            break
+                        self._replayed(int.from_bytes(number, "big"), payload)
+            except TimeoutError:
+                log.warning("vLLM did not answer within %.0f s which KV events it made", REPLAY_TIMEOUT_S)
+        self._on_change()
+
+    def _replayed(self, number: int, payload: bytes) -> None:
+        if number < self._next:
+            return
+        if number > self._next:
+            self._forget(number)
+        self._apply(payload)
+
+    def _forget(self, number: int) -> None:
+        """Batches up to `number` are lost. What they removed is not known, so nothing is known to be held."""
+        log.warning("vLLM's KV events %d to %d are lost: routers see its cache as empty", self._next, number - 1)
+        self.lost += number - self._next
+        self._next = number
+        self._translator = Translator()
+        self._kv.clear(self._source.rank)
+
+    def _apply(self, payload: bytes) -> None:
+        self._next += 1
+        try:
+            batch = decode_batch(payload)
+        except EngineError as error:
+            log.warning("%s", error)
+            return
+        kv, rank = self._kv, self._source.rank
+        for event in batch.events:
+            change = self._translator.translate(event)
+            if change.cleared:
+                kv.clear(rank)
+            kv.remove(change.removed, rank)
+            kv.store(change.stored, rank)

@@ -1,0 +1,210 @@
+"""A request for text generation in the words of vLLM, and vLLM's outputs in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 128
+"""Alternatives per token, as a request may ask for them. The engine must be told to allow one more, for the chosen token."""
+
+_GUIDED = {"json_schema": "json", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""Our words for structured output → vLLM's."""
+
+
+class Logprob(Protocol):
+    @property
+    def logprob(self) -> float: ...
+
+
+class Output(Protocol):
+    """What one step added to one choice: vLLM's CompletionOutput, of kind DELTA."""
+
+    index: int
+    token_ids: Iterable[int]
+    logprobs: Iterable[Mapping[int, Logprob]] | None
+    finish_reason: str | None
+
+
+class StateStats(Protocol):
+    """Times of one request, in seconds on a clock of the engine's own."""
+
+    queued_ts: float
+    scheduled_ts: float
+    first_token_ts: float
+
+
+class RequestOutput(Protocol):
+    """What one step added to one request."""
+
+    outputs: Iterable[Output]
+    prompt_logprobs: Iterable[Mapping[int, Logprob] | None] | None
+    num_cached_tokens: int | None
+    metrics: StateStats | None
+    kv_transfer_params: dict[str, Any] | None
+
+
+def check_request(request: GenerateRequest, *, context_length: int, ranks: int) -> None:
+    """Raises InvalidRequest or Unsupported for what vLLM would take to mean something else, or would not bound."""
+    tokens = request.prompt_tokens
+    if not tokens:
+        raise InvalidRequest("the prompt has no tokens", param="prompt")
+    if tokens >= context_length:
+        raise InvalidRequest(
+            f"the prompt has {tokens} tokens, which leaves no room for an answer in a context of {context_length} tokens",
+            param="prompt",
+        )
+    _between("n", request.n, 1, MAX_CHOICES)
+    _between("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+    _between("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+    _between("max_tokens", request.stop.max_tokens, 0, None)
+    _between("min_tokens", request.stop.min_tokens, 0, context_length)
+    _between("data_parallel_rank", request.data_parallel_rank, 0, ranks - 1)
+    if request.media:
+        raise Unsupported("media are not supported by the vllm engine")
+
+
+def _between(name: str, value: int | None, least: int, most: int | None) -> None:
+    if value is not None and (value < least or (most is not None and value > most)):
+        bounds = f"{least} or more" if most is None else f"{least}" if least == most else f"between {least} and {most}"
+        raise InvalidRequest(f"{name} is {value}; it must be {bounds}", param=name)
+
+
+def sampling_settings(request: GenerateRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of vLLM's SamplingParams, except for structured output. `defaults` are the model's own."""
+    sampling, stop = request.sampling, request.stop
+    transfer = request.kv_transfer
+    max_tokens = stop.max_tokens
+    if transfer and transfer.get("do_remote_decode"):
+        max_tokens = 1  # a prefill: the rest is made elsewhere
+    named = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "seed": sampling.seed,
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": None if sampling.allowed_token_ids is None else [*sampling.allowed_token_ids],
+        # vLLM's public field takes words, and would have its tokenizer find their tokens.
+        "_bad_words_token_ids": _lists(sampling.bad_words_token_ids),
+        "logprobs": None if request.logprobs is None else _with_chosen(request.logprobs),
+        "prompt_logprobs": None if request.prompt_logprobs is None else _with_chosen(request.prompt_logprobs),
+        "stop_token_ids": [*stop.token_ids] or None,
+        "max_tokens": max_tokens,
+        "min_tokens": min(stop.min_tokens, max_tokens) if max_tokens is not None else stop.min_tokens,
+        "extra_args": None if transfer is None else {"kv_transfer_params": transfer},
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    return {
+        "max_tokens": None,  # as many as fit; vLLM's own default is 16
+        **defaults,
+        **given,
+        "n": request.n,
+        "ignore_eos": stop.ignore_eos,
+        "detokenize": False,
+    }
+
+
+def _lists(words: Iterable[Iterable[int]] | None) -> list[list[int]] | None:
+    return [[*word] for word in words] if words else None
+
+
+def _with_chosen(alternatives: int) -> int:
+    """vLLM counts the likeliest tokens, to which the chosen one may belong."""
+    return alternatives + 1 if alternatives else 0
+
+
+def structured_settings(guided: Mapping[str, Any]) -> dict[str, Any]:
+    """The field of vLLM's StructuredOutputsParams that `Sampling.guided` asks for. Raises InvalidRequest."""
+    asked = [(kind, value) for kind, value in guided.items() if value not in (None, False)]
+    if len(asked) != 1:
+        raise InvalidRequest("guided decoding takes exactly one of json_schema, json_object, regex, choice and grammar")
+    [(kind, value)] = asked
+    match kind, value:
+        case "json_schema", bool():
+            raise InvalidRequest("json_schema must be an object or a text", param=kind)
+        case ("json_object", True) | ("json_schema", dict() | str()) | ("regex" | "grammar", str()):
+            return {_GUIDED[kind]: value}
+        case "choice", [_, *_] if all(isinstance(choice, str) and choice for choice in value):
+            return {"choice": [*value]}
+        case _:
+            raise InvalidRequest(f"guided decoding cannot use this value of '{kind:.40}'", param=f"{kind:.40}")
+
+
+class AnswerReader:
+    """Turns vLLM's outputs for one request into deltas and a summary."""
+
+    def __init__(self, request: GenerateRequest, eos: frozenset[int]) -> None:
+        """`eos` tokens end an answer, unless the request ignores them."""
+        self._request = request
+        self._stops = frozenset(request.stop.token_ids) | (frozenset() if request.stop.ignore_eos else eos)
+        self._output_tokens = 0
+        self._cached_tokens = 0
+        self._transfer: dict[str, Any] | None = None
+        self._prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+        self._times: StateStats | None = None
+
+    def read(self, output: RequestOutput) -> list[Delta]:
+        """Raises Unavailable if vLLM gave the request up, EngineError if it failed on it."""
+        self._times = output.metrics or self._times
+        self._cached_tokens = max(self._cached_tokens, output.num_cached_tokens or 0)
+        self._transfer = output.kv_transfer_params or self._transfer
+        if self._prompt_logprobs is None and output.prompt_logprobs is not None and self._request.prompt_logprobs is not None:
+            most = self._request.prompt_logprobs
+            self._prompt_logprobs = [None if step is None else _step(step, most) for step in output.prompt_logprobs]
+        return [delta for choice in output.outputs if (delta := self._delta(choice)) is not None]
+
+    def summary(self) -> Summary:
+        times = self._times
+        queue_s = prefill_s = 0.0
+        if times is not None and times.first_token_ts >= times.scheduled_ts >= times.queued_ts > 0:
+            queue_s, prefill_s = times.scheduled_ts - times.queued_ts, times.first_token_ts - times.scheduled_ts
+        return Summary(
+            prompt_tokens=self._request.prompt_tokens,
+            output_tokens=self._output_tokens,
+            cached_tokens=self._cached_tokens,
+            queue_ms=queue_s * 1e3,
+            prefill_ms=prefill_s * 1e3,
+            kv_transfer=self._transfer,
+            prompt_logprobs=self._prompt_logprobs,
+        )
+
+    def _delta(self, choice: Output) -> Delta | None:
+        tokens = [*choice.token_ids]
+        logprobs = None
+        if (asked := self._request.logprobs) is not None and choice.logprobs is not None:
+            logprobs = [_step(step, asked) for step in choice.logprobs]
+        reason, stop_token = _reason(choice.finish_reason), None
+        if reason is FinishReason.STOP and tokens and tokens[-1] in self._stops:
+            stop_token = tokens.pop()
+            logprobs = logprobs and logprobs[: len(tokens)]
+        if not tokens and reason is None:
+            return None
+        self._output_tokens += len(tokens)
+        return Delta(tuple(tokens), choice.index, reason, logprobs, stop_token)
+
+
+def _reason(name: str | None) -> FinishReason | None:
+    match name:
+        case None:
+            return None
+        case "length":
+            return FinishReason.LENGTH
+        case "abort":
+            raise Unavailable("vLLM gave the request up")  # it was put to sleep, or shuts down
+        case "error":
+            raise EngineError("vLLM failed on the request")
+        case _:
+            return FinishReason.STOP
+
+
+def _step(step: Mapping[int, Logprob], alternatives: int) -> list[tuple[int, float]]:
+    """vLLM names the chosen token first; if it is among the likeliest, there is one alternative more than asked for."""
+    return [(token, value.logprob) for token, value in step.items()][: alternatives + 1]

@@ -1,0 +1,13 @@
+"""Serves a Triton model repository: folders with `config.pbtxt`, numbered versions, and ONNX or Python-backend models.
+
+| module | holds |
+|---|---|
+| `layout` | what lies in a repository folder: models, versions, which of them are to be served |
+| `model_config` | `config.pbtxt` and its JSON form, checked; instance groups |
+| `source` | where a model's files come from: the repository, a request's own files, a path or object-store URL |
+| `execution` | what a backend is, and what a request looks like to it |
+| `onnx_backend`, `python_backend`, `ensemble` | the backends |
+| `wire`, `stub`, `stub_process`, `pb_utils` | Python-backend models in processes of their own |
+| `models`, `engine` | loading, unloading and their order; the engine that the serving loop sees |
+| `control` | the verbs `repository_load` and `repository_unload`, polling, and what is registered |
+"""

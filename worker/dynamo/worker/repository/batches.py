@@ -1,0 +1,30 @@
+"""Dynamic batching as a ModelConfig asks for it."""
+
+from __future__ import annotations
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.batching import BatchPolicy
+from dynamo.worker.engine.declaration import from_dynamic_batching
+from dynamo.worker.repository.execution import Arrays
+
+
+def batch_policy(config: ModelConfig, concurrency: int) -> BatchPolicy | None:
+    """None for a model whose requests are run one by one. Raises InvalidRequest for settings that contradict each other.
+
+    A decoupled model gets its requests one by one: their answers have nothing to wait for each other for.
+    """
+    if not config.HasField("dynamic_batching") or config.model_transaction_policy.decoupled:
+        return None
+    try:
+        return from_dynamic_batching(config.dynamic_batching).to_policy(config.max_batch_size, concurrency)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from error
+
+
+def rows_of(inputs: Arrays) -> int:
+    """The batch size of a request. Raises InvalidRequest if its inputs differ in it."""
+    rows = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
+    if len(rows) != 1:
+        raise InvalidRequest("the inputs of the request differ in their first dimension, the batch")
+    return rows.pop()

@@ -1,0 +1,124 @@
+"""A repository inside its process: what frontends may ask of it, what is registered, and polling."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from dynamo.common.errors import DynamoError, InvalidRequest, Unsupported
+from dynamo.common.messaging.server import Handler
+from dynamo.common.model_card import ModelCard
+from dynamo.common.repository import LOAD, UNLOAD, ControlMode, Loaded, LoadRequest, UnloadRequest
+from dynamo.worker.repository.engine import RepositoryEngine
+from dynamo.worker.serve import Incoming, ServedModel, Service
+from dynamo.worker.statistics import VersionStatistics
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class RepositoryControl:
+    """Between a repository and the process that serves it. Made when the models of the start are loaded."""
+
+    def __init__(self, engine: RepositoryEngine, service: Service, register: Callable[[], Awaitable[object]]) -> None:
+        """`register` makes known what `service` and `engine` hold now."""
+        self._engine = engine
+        self._service = service
+        self._register = register
+        self._orders: set[asyncio.Task[Any]] = set()
+        engine.models.attach(self)
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        return {LOAD: self.load, UNLOAD: self.unload}
+
+    # Host
+
+    def serve(self, card: ModelCard) -> None:
+        self._service.put(ServedModel.of(card.check(), self._engine))
+
+    def remove(self, model: str) -> None:
+        self._service.remove(model)
+
+    async def publish(self) -> None:
+        await self._register()
+
+    def statistics(self, model: str, version: str) -> VersionStatistics | None:
+        return next((served.statistics.get(version) for served in self._service.models if served.card.name == model), None)
+
+    # Verbs
+
+    async def load(self, incoming: Incoming) -> None:
+        """A `LoadRequest`, answered with `Loaded`, or with the reason why the model is not."""
+        request = _decode(incoming, LoadRequest)
+        self._check_mode()
+        versions = await self._ordered(self._engine.models.load_model(request))
+        await incoming.end(msgspec.msgpack.encode(Loaded(versions=versions)))
+
+    async def unload(self, incoming: Incoming) -> None:
+        """An `UnloadRequest`, answered when the model is gone."""
+        request = _decode(incoming, UnloadRequest)
+        self._check_mode()
+        await self._ordered(self._engine.models.unload_model(request.model, dependents=request.dependents))
+        await incoming.end()
+
+    def _check_mode(self) -> None:
+        if self._engine.mode is not ControlMode.EXPLICIT:
+            raise Unsupported("models are loaded and unloaded on request only with --model-control-mode explicit")
+
+    async def _ordered(self, work: Coroutine[Any, Any, T]) -> T:
+        """Completes what was begun, whether the caller waits for it or not: half a model is of use to nobody."""
+        task = asyncio.ensure_future(work)
+        self._orders.add(task)
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._orders.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, DynamoError):
+            log.error("a change of the repository failed", exc_info=error)
+
+    async def finish(self) -> None:
+        """Returns when no change is under way."""
+        await asyncio.gather(*self._orders, return_exceptions=True)
+
+    # Polling
+
+    async def watch(self, every_s: float) -> None:
+        """Looks at the folders again and again, until cancelled; in the mode POLL it loads and unloads what has changed."""
+        models = self._engine.models
+        seen = await asyncio.to_thread(models.fingerprints)
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                if models.rescan():
+                    await self.publish()
+                if self._engine.mode is ControlMode.POLL:
+                    found = await asyncio.to_thread(models.fingerprints)
+                    await self._follow(seen, found)
+                    seen = found
+            except InvalidRequest as error:
+                log.error("the repository cannot be looked at: %s", error)
+
+    async def _follow(self, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+        models = self._engine.models
+        for name in sorted(now):
+            if now[name] != before.get(name):
+                try:
+                    await models.load_model(LoadRequest(model=name))
+                except DynamoError:
+                    continue  # logged, and in the index; it is tried again when the files change
+        for name in sorted(before.keys() - now.keys()):
+            await models.forget(name)
+
+
+def _decode(incoming: Incoming, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(incoming.body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"not a {kind.__name__}: {error}") from error

@@ -1,0 +1,85 @@
+"""The engine that the serving loop sees: any number of models, which come and go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.model_card import ModelCard
+from dynamo.common.repository import ControlMode
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors import Buffer, from_numpy
+from dynamo.protos.inference_pb2 import ModelInferResponse
+from dynamo.worker.engine.base import Context, TensorAnswer
+from dynamo.worker.engine.python import read_inputs
+from dynamo.worker.repository.execution import Answer, Request, closing, from_parameter, to_parameter
+from dynamo.worker.repository.loaded import LoadedModel
+from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
+
+log = logging.getLogger(__name__)
+
+ALL = "*"
+
+
+class RepositoryEngine:
+    """Serves the models of one or several repositories."""
+
+    def __init__(
+        self,
+        settings: RepositorySettings,
+        mode: ControlMode = ControlMode.NONE,
+        load: Sequence[str] = (),
+        *,
+        exit_on_error: bool = True,
+    ) -> None:
+        """`load`: what to load at the start in the mode EXPLICIT; `*` is everything. Raises InvalidRequest."""
+        self.mode = mode
+        self.models = RepositoryModels(settings)
+        self._load = tuple(load)
+        self._exit_on_error = exit_on_error
+
+    async def start(self) -> Sequence[ModelCard]:
+        """Raises InvalidRequest for a model that does not load, unless polling, or told to go on."""
+        names = self.models.names
+        if self.mode is ControlMode.EXPLICIT and ALL not in self._load:
+            names = list(self._load)
+        failed = await self.models.load_all(names)
+        if failed and self._exit_on_error and self.mode is not ControlMode.POLL:
+            name, error = next(iter(failed.items()))
+            more = f" (and {len(failed) - 1} others)" if len(failed) > 1 else ""
+            await self.models.close()
+            raise InvalidRequest(f"model '{name}'{more} of the repository cannot be loaded: {error}")
+        return self.models.cards()
+
+    def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+        return _answers(self.models.find(request.head.model_name), request, context)
+
+    async def close(self) -> None:
+        await self.models.close()
+
+
+async def _answers(model: LoadedModel, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+    head = request.head
+    asked = Request(
+        read_inputs(request),
+        context,
+        tuple(output.name for output in head.outputs),
+        {name: to_parameter(value) for name, value in head.parameters.items()},
+    )
+    datatypes = {spec.name: spec.datatype for spec in model.card.outputs}
+    async with closing(model.run(asked)) as answers:
+        async for answer in answers:
+            yield _to_tensor_answer(answer, datatypes)
+
+
+def _to_tensor_answer(answer: Answer, datatypes: dict[str, str]) -> TensorAnswer:
+    head = ModelInferResponse()
+    raws: list[Buffer] = []
+    for name, array in answer.outputs.items():
+        datatype, raw = from_numpy(array, datatypes[name])
+        head.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        raws.append(raw)
+    for name, value in answer.parameters.items():
+        head.parameters[name].CopyFrom(from_parameter(value))
+    return TensorAnswer(head, raws)

@@ -1,0 +1,188 @@
+"""Ensembles: models made of other models of the same worker, tensors flowing between them by name.
+
+A step runs as soon as all tensors that it takes are there, and beside those that it does not need. The first failure ends the
+request and cancels what still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+
+from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound
+from dynamo.common.tensors import Array
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelEnsembling
+from dynamo.worker.engine.base import Timings
+from dynamo.worker.repository.execution import Answer, Models, Request, Version, closing
+from dynamo.worker.repository.model_config import datatype_name
+
+Step = ModelEnsembling.Step
+
+
+def models_in(config: ModelConfig) -> list[str]:
+    """The models that an ensemble is made of, each once; empty if it is none."""
+    return list(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step))
+
+
+class EnsembleBackend:
+    """Ensembles of the models of one worker."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    async def complete(self, version: Version) -> ModelConfig:
+        return version.config
+
+    async def open(self, version: Version) -> Ensemble:
+        """Raises InvalidRequest if the steps do not fit together."""
+        check_ensemble(version.config, {asked: self._config(asked) for asked in _asked(version.config)})
+        return Ensemble(version.config, self._models)
+
+    def _config(self, asked: tuple[str, str]) -> ModelConfig:
+        try:
+            return self._models.config(*asked)
+        except ModelNotFound as error:
+            raise InvalidRequest(f"the ensemble needs another model: {error}") from error
+
+
+class Ensemble:
+    """One ensemble, which has no version of its own to load."""
+
+    def __init__(self, config: ModelConfig, models: Models) -> None:
+        self._name = config.name
+        self._steps = list(config.ensemble_scheduling.step)
+        self._outputs = [output.name for output in config.output]
+        self._models = models
+
+    async def run(self, request: Request) -> AsyncIterator[Answer]:
+        flow = _Flow(request.inputs, self._steps)
+        steps = [asyncio.ensure_future(self._run_step(step, flow, request)) for step in self._steps]
+        try:
+            await asyncio.gather(*steps)
+        finally:
+            for step in steps:
+                step.cancel()
+            await asyncio.gather(*steps, return_exceptions=True)
+        found = {name: await flow.get(name) for name in self._outputs}
+        yield Answer({name: array for name, array in found.items() if array is not None})
+
+    async def close(self) -> None:
+        return None
+
+    async def _run_step(self, step: Step, flow: _Flow, request: Request) -> None:
+        config = self._models.config(step.model_name, _version(step))
+        optional = {tensor.name for tensor in config.input if tensor.optional}
+        inputs: dict[str, Array] = {}
+        for name, source in step.input_map.items():
+            array = await flow.get(source)
+            if array is not None:
+                inputs[name] = array
+            elif name not in optional:
+                raise EngineError(f"ensemble '{self._name}' has no tensor '{source}', which model '{step.model_name}' needs")
+        context = replace(request.context, version="", timings=Timings())
+        asked = Request(inputs, context, tuple(step.output_map), request.parameters)
+        async with closing(self._models.run(step.model_name, _version(step), asked)) as answers:
+            async for answer in answers:
+                for name, target in step.output_map.items():
+                    flow.put(target, answer.outputs.get(name))
+
+
+class _Flow:
+    """The tensors of one request, each to be waited for. None: it is optional, and will not come."""
+
+    def __init__(self, inputs: Mapping[str, Array], steps: Sequence[Step]) -> None:
+        loop = asyncio.get_running_loop()
+        self._inputs = inputs
+        self._made: dict[str, asyncio.Future[Array | None]] = {
+            target: loop.create_future() for step in steps for target in step.output_map.values()
+        }
+
+    async def get(self, name: str) -> Array | None:
+        made = self._made.get(name)
+        return self._inputs.get(name) if made is None else await made
+
+    def put(self, name: str, array: Array | None) -> None:
+        if not self._made[name].done():
+            self._made[name].set_result(array)
+
+
+def _version(step: Step) -> str:
+    return str(step.model_version) if step.model_version > 0 else ""
+
+
+def _asked(config: ModelConfig) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((step.model_name, _version(step)) for step in config.ensemble_scheduling.step))
+
+
+def check_ensemble(config: ModelConfig, models: Mapping[tuple[str, str], ModelConfig]) -> None:
+    """Raises InvalidRequest, naming step and tensor, if the steps do not fit together.
+
+    `models` are the configurations of the steps' models, by name and version.
+    """
+    steps = list(config.ensemble_scheduling.step)
+    if not steps:
+        raise InvalidRequest("the ensemble has no steps")
+    if config.model_transaction_policy.decoupled:
+        raise InvalidRequest("a decoupled ensemble is not supported")
+    types = {tensor.name: datatype_name(tensor) for tensor in config.input}
+    for step in steps:
+        _check_step(config, step, models[step.model_name, _version(step)], types)
+    _check_sources(config, steps, types)
+    for output in config.output:
+        if output.name not in types or output.name in {tensor.name for tensor in config.input}:
+            raise InvalidRequest(f"no step gives the output '{output.name}'")
+        _agree(output.name, datatype_name(output), types)
+    _check_order(config, steps)
+
+
+def _check_step(config: ModelConfig, step: Step, model: ModelConfig, types: dict[str, str]) -> None:
+    where = f"the step of model '{step.model_name}'"
+    if model.model_transaction_policy.decoupled:
+        raise InvalidRequest(f"{where} is decoupled, which is not supported in ensembles")
+    if config.max_batch_size > model.max_batch_size:
+        raise InvalidRequest(
+            f"the max_batch_size is {config.max_batch_size}, but model '{step.model_name}' takes {model.max_batch_size}"
+        )
+    inputs = {tensor.name: tensor for tensor in model.input}
+    outputs = {tensor.name: tensor for tensor in model.output}
+    if unknown := sorted(step.input_map.keys() - inputs.keys()):
+        raise InvalidRequest(f"{where} maps the input '{unknown[0]}', which the model does not have")
+    if unknown := sorted(step.output_map.keys() - outputs.keys()):
+        raise InvalidRequest(f"{where} maps the output '{unknown[0]}', which the model does not have")
+    for name, tensor in inputs.items():
+        if name not in step.input_map and not tensor.optional:
+            raise InvalidRequest(f"{where} gives the model no input '{name}'")
+    for name, target in step.output_map.items():
+        if target in types:
+            raise InvalidRequest(f"the tensor '{target}' comes from two places")
+        types[target] = datatype_name(outputs[name])
+    for name, source in step.input_map.items():
+        if source in types:
+            _agree(source, datatype_name(inputs[name]), types)
+
+
+def _check_sources(config: ModelConfig, steps: Sequence[Step], types: Mapping[str, str]) -> None:
+    used = {source for step in steps for source in step.input_map.values()}
+    if missing := sorted(used - types.keys()):
+        raise InvalidRequest(f"nothing gives the tensor '{missing[0]}'")
+    if unused := sorted({tensor.name for tensor in config.input} - used):
+        raise InvalidRequest(f"no step takes the input '{unused[0]}'")
+
+
+def _agree(name: str, datatype: str, types: Mapping[str, str]) -> None:
+    if types[name] != datatype:
+        raise InvalidRequest(f"the tensor '{name}' is {types[name]} where it comes from and {datatype} where it goes")
+
+
+def _check_order(config: ModelConfig, steps: Sequence[Step]) -> None:
+    """Some order of the steps must exist in which each finds what it takes."""
+    there = {tensor.name for tensor in config.input}
+    left = list(steps)
+    while left:
+        able = [step for step in left if there.issuperset(step.input_map.values())]
+        if not able:
+            raise InvalidRequest(f"the step of model '{left[0].model_name}' waits, by way of others, for itself")
+        for step in able:
+            there.update(step.output_map.values())
+            left.remove(step)

@@ -1,0 +1,116 @@
+"""What a backend is, and what a request looks like to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from dynamo.common.tensors import Array
+from dynamo.protos.inference_pb2 import InferParameter
+from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.engine.base import Context
+
+Arrays: TypeAlias = Mapping[str, Array]
+Parameter: TypeAlias = bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One inference request, decoded once, however many models it goes through."""
+
+    inputs: Arrays
+    """BYTES as object arrays of `bytes`, BF16 as float32. With the batch dimension if the model batches."""
+    context: Context
+    outputs: Sequence[str] = ()
+    """Which are asked for; empty: all."""
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    outputs: Arrays
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+
+
+class Executable(Protocol):
+    """One version of a model, loaded."""
+
+    def run(self, request: Request) -> AsyncIterator[Answer]:
+        """One answer, or any number of them if the model is decoupled. Closing the iterator cancels. Raises DynamoError."""
+        ...
+
+    async def close(self) -> None:
+        """Frees everything. Called when no request is open any more."""
+        ...
+
+
+class Models(Protocol):
+    """The other models of the same worker, for ensembles and for models that call models."""
+
+    def run(self, model: str, version: str, request: Request) -> AsyncIterator[Answer]:
+        """Raises ModelNotFound, and InvalidRequest for inputs that the model does not take."""
+        ...
+
+    def config(self, model: str, version: str) -> ModelConfig:
+        """Raises ModelNotFound."""
+        ...
+
+    async def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None: ...
+
+    async def unload(self, model: str, dependents: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What is to be loaded."""
+
+    name: str
+    """Of the model."""
+    version: str
+    config: ModelConfig
+    folder: Path
+    """Of the model; the version is a folder inside it."""
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.version
+
+
+class Backend(Protocol):
+    """Loads models of one kind."""
+
+    async def complete(self, version: Version) -> ModelConfig:
+        """The configuration with what the model itself says about its tensors. Raises DynamoError."""
+        ...
+
+    async def open(self, version: Version) -> Executable:
+        """Loads it. Raises DynamoError saying why that cannot be done."""
+        ...
+
+
+def to_parameter(value: InferParameter) -> Parameter:
+    found: Parameter = getattr(value, value.WhichOneof("parameter_choice") or "string_param")
+    return found
+
+
+def from_parameter(value: Parameter) -> InferParameter:
+    if isinstance(value, bool):
+        return InferParameter(bool_param=value)
+    if isinstance(value, int):
+        return InferParameter(int64_param=value)
+    if isinstance(value, float):
+        return InferParameter(double_param=value)
+    return InferParameter(string_param=value)
+
+
+@asynccontextmanager
+async def closing(answers: AsyncIterator[Answer]) -> AsyncIterator[AsyncIterator[Answer]]:
+    """Closes what a model answers with, so that a request that was left early is cancelled now."""
+    try:
+        yield answers
+    finally:
+        if isinstance(answers, AsyncGenerator):
+            await answers.aclose()

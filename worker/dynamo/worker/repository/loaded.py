@@ -1,0 +1,130 @@
+"""One model of the repository as it is served: its versions, loaded, and the requests that are open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound
+from dynamo.common.model_card import ModelCard
+from dynamo.common.tensors import Array, datatype_of_array
+from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.engine.declaration import from_model_config
+from dynamo.worker.repository.execution import Answer, Arrays, Executable, Request, closing
+from dynamo.worker.repository.model_config import Reshape
+
+
+class LoadedModel:
+    """Requests run on it until it is closed, also those that came before another one took its place."""
+
+    def __init__(self, config: ModelConfig, folder: Path, versions: Mapping[str, Executable]) -> None:
+        """Raises InvalidRequest if `config` contradicts itself."""
+        self.files = AsyncExitStack()
+        """Closed with the model: holds its temporary folder, if it has one."""
+        self.config = config
+        self.card = make_card(config, folder, tuple(versions))
+        self._versions = versions
+        self._reshape = Reshape(config)
+        self._inputs = {spec.name: spec for spec in self.card.inputs}
+        self._outputs = {spec.name: spec for spec in self.card.outputs}
+        self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def open_requests(self) -> int:
+        return self._open
+
+    def check(self, request: Request, version: str) -> None:
+        """What frontends check for requests from outside. Raises InvalidRequest, ModelNotFound."""
+        if version and version not in self._versions:
+            raise ModelNotFound(self.name, version)
+        for name, array in request.inputs.items():
+            spec = self._inputs.get(name)
+            if spec is None:
+                raise InvalidRequest(f"model '{self.name}' has no input '{name}'")
+            given = "BF16" if spec.datatype == "BF16" else datatype_of_array(array).name
+            if given != spec.datatype:
+                raise InvalidRequest(f"input '{name}' of model '{self.name}' is {spec.datatype}, not {given}")
+            fits = array.ndim == len(spec.shape) and all(w in (-1, h) for w, h in zip(spec.shape, array.shape, strict=True))
+            if not fits:
+                raise InvalidRequest(
+                    f"input '{name}' of model '{self.name}' has the shape {list(spec.shape)}, not {list(array.shape)}"
+                )
+            if self.card.max_batch_size and array.shape[0] > self.card.max_batch_size:
+                raise InvalidRequest(f"model '{self.name}' takes batches of at most {self.card.max_batch_size}")
+        for name, spec in self._inputs.items():
+            if name not in request.inputs and not spec.optional:
+                raise InvalidRequest(f"model '{self.name}' needs the input '{name}'")
+
+    async def run(self, request: Request) -> AsyncIterator[Answer]:
+        """The version is that of the request's context; empty: the newest."""
+        version = request.context.version or self.card.versions[-1]
+        request.context.version = version
+        executable = self._versions.get(version)
+        if executable is None:
+            raise ModelNotFound(self.name, version)
+        self._open += 1
+        self._idle.clear()
+        try:
+            inputs = {name: self._reshape.input(name, array) for name, array in request.inputs.items()}
+            async with closing(executable.run(replace(request, inputs=inputs))) as answers:
+                async for answer in answers:
+                    yield Answer(self._checked(answer.outputs), answer.parameters)
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+
+    def _checked(self, outputs: Arrays) -> dict[str, Array]:
+        """Those outputs that are declared, in their shapes. Raises EngineError."""
+        found = {}
+        for name, array in outputs.items():
+            spec = self._outputs.get(name)
+            if spec is None:
+                continue  # as Triton does
+            try:
+                array = self._reshape.output(name, array)
+                datatype = datatype_of_array(array).name
+            except InvalidRequest as error:
+                raise EngineError(f"model '{self.name}': {error}") from error
+            if datatype != spec.datatype and not (spec.datatype == "BF16" and datatype in ("FP32", "UINT16")):
+                raise EngineError(f"model '{self.name}' gave its output '{name}' as {datatype}; it declares {spec.datatype}")
+            if array.ndim != len(spec.shape) or any(w not in (-1, h) for w, h in zip(spec.shape, array.shape, strict=True)):
+                raise EngineError(
+                    f"model '{self.name}' gave its output '{name}' in shape {list(array.shape)}; it declares {list(spec.shape)}"
+                )
+            found[name] = array
+        return found
+
+    async def drained(self) -> None:
+        """Returns when no request is open."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(executable.close() for executable in self._versions.values()))
+        await self.files.aclose()
+
+
+def make_card(config: ModelConfig, folder: Path, versions: tuple[str, ...]) -> ModelCard:
+    """What the fleet is told. Raises InvalidRequest."""
+    plain = ModelConfig()
+    plain.CopyFrom(config)
+    for tensor in plain.input:
+        tensor.ClearField("reshape")
+    for output in plain.output:
+        output.ClearField("reshape")
+    if plain.HasField("ensemble_scheduling"):
+        plain.ClearField("ensemble_scheduling")
+    if plain.model_transaction_policy.decoupled:
+        plain.ClearField("dynamic_batching")  # requests of a decoupled model are run one by one
+    declaration = from_model_config(plain, folder)
+    serialized = config.SerializeToString(deterministic=True)
+    return replace(declaration, versions=versions, model_config=serialized).to_card(config.name)

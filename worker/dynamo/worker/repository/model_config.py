@@ -1,0 +1,176 @@
+"""Model configurations: read from `config.pbtxt` or JSON, checked, and told to models as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from google.protobuf import json_format, text_format
+from google.protobuf.message import Message
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.tensors import Array, datatype_of_config
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
+
+CONFIG_FILE = "config.pbtxt"
+MAX_INSTANCES = 256
+_GPU_DEVICE = Path("/dev/nvidia0")
+
+Field: TypeAlias = Any
+"""A FieldDescriptor of whichever implementation protobuf runs on; the stubs do not agree on one."""
+
+_PLATFORMS = {"onnxruntime_onnx": "onnxruntime", "ensemble": "ensemble"}
+_BACKENDS = {"onnxruntime": "onnxruntime_onnx", "ensemble": "ensemble"}
+_BY_FILE = {"model.onnx": "onnxruntime", "model.py": "python"}
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Raises InvalidRequest naming the file."""
+    try:
+        return text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
+    except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
+        raise InvalidRequest(f"{path.name} is not usable: {error}") from error
+
+
+def config_from_json(text: str) -> ModelConfig:
+    """Raises InvalidRequest."""
+    try:
+        return json_format.Parse(text, ModelConfig())
+    except json_format.ParseError as error:
+        raise InvalidRequest(f"the configuration is not usable: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest("the configuration is nested too deeply") from error
+
+
+def config_to_json(config: ModelConfig) -> str:
+    """With every field that is not part of a choice, and numbers as numbers, as models expect it."""
+    return json.dumps(_to_json(config))
+
+
+def _to_json(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    field: Field
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        of = field.message_type
+        if of is not None and of.GetOptions().map_entry:
+            of_value = of.fields_by_name["value"]
+            found[field.name] = {str(key): _value(of_value, value[key]) for key in value}
+        elif field.is_repeated:
+            found[field.name] = [_value(field, element) for element in value]
+        elif not field.has_presence or message.HasField(field.name):
+            found[field.name] = _value(field, value)
+    return found
+
+
+def _value(field: Field, value: Any) -> Any:
+    if isinstance(value, Message):
+        return _to_json(value)
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        return value if known is None else known.name
+    return value
+
+
+def settle_backend(config: ModelConfig, version_folder: Path | None) -> None:
+    """Fills in `backend` and `platform`, from each other or from the model's file. Raises InvalidRequest."""
+    if config.HasField("ensemble_scheduling") and not config.backend and not config.platform:
+        config.platform = "ensemble"
+    if not config.backend:
+        config.backend = _PLATFORMS.get(config.platform, "")
+    if not config.backend and config.platform:
+        raise InvalidRequest(f"the platform '{config.platform}' is not supported: onnxruntime, python and ensembles are")
+    if not config.backend and version_folder is not None:
+        config.backend = next((backend for file, backend in _BY_FILE.items() if (version_folder / file).exists()), "")
+    if not config.backend:
+        raise InvalidRequest(
+            f"nothing says which backend the model needs: there is neither {CONFIG_FILE} with one, nor {' or '.join(_BY_FILE)}"
+        )
+    if not config.platform:
+        config.platform = _BACKENDS.get(config.backend, "")
+
+
+def check_supported(config: ModelConfig) -> None:
+    """Raises InvalidRequest for what would change results and is not done here."""
+    if config.HasField("sequence_batching"):
+        raise InvalidRequest("sequence_batching is not supported")
+    if config.batch_input or config.batch_output:
+        raise InvalidRequest("batch_input and batch_output are not supported")
+    tensors: list[ModelInput | ModelOutput] = [*config.input, *config.output]
+    for tensor in tensors:
+        if tensor.is_shape_tensor or (isinstance(tensor, ModelInput) and tensor.allow_ragged_batch):
+            raise InvalidRequest(f"tensor '{tensor.name}' is a shape tensor or allows ragged batches: not supported")
+    if config.max_batch_size < 0:
+        raise InvalidRequest(f"max_batch_size is {config.max_batch_size}")
+    if config.HasField("dynamic_batching") and not config.max_batch_size:
+        raise InvalidRequest("dynamic_batching needs a max_batch_size")
+    if len(list(instances_of(config))) > MAX_INSTANCES:
+        raise InvalidRequest(f"more than {MAX_INSTANCES} instances are declared")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInstance:
+    """One of the copies of a model that run side by side."""
+
+    name: str
+    kind: str
+    """`CPU`, `GPU` or `MODEL`."""
+    device: int = 0
+
+
+def instances_of(config: ModelConfig) -> Iterator[ModelInstance]:
+    """At least one."""
+    groups = [group for group in config.instance_group if not group.passive] or [ModelInstanceGroup()]
+    for number, group in enumerate(groups):
+        kind = _kind(group)
+        devices = list(group.gpus) or [0]
+        for device in devices if kind == "GPU" else [0]:
+            for index in range(max(1, group.count)):
+                name = f"{group.name or f'{config.name}_{number}'}_{index}"
+                yield ModelInstance(name, kind, device)
+
+
+def _kind(group: ModelInstanceGroup) -> str:
+    if group.kind == ModelInstanceGroup.KIND_AUTO:
+        return "GPU" if _GPU_DEVICE.exists() else "CPU"
+    return ModelInstanceGroup.Kind.Name(group.kind).removeprefix("KIND_")
+
+
+class Reshape:
+    """Between the shapes that clients see and those that the model sees, where a configuration says that they differ."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._batch = 1 if config.max_batch_size else 0
+        self._inputs = {t.name: tuple(t.reshape.shape) for t in config.input if t.HasField("reshape")}
+        self._outputs = {t.name: tuple(t.dims) for t in config.output if t.HasField("reshape")}
+
+    def input(self, name: str, array: Array) -> Array:
+        """Raises InvalidRequest if the elements do not fit."""
+        shape = self._inputs.get(name)
+        return array if shape is None else self._reshaped(name, array, shape)
+
+    def output(self, name: str, array: Array) -> Array:
+        shape = self._outputs.get(name)
+        return array if shape is None else self._reshaped(name, array, shape)
+
+    def _reshaped(self, name: str, array: Array, shape: tuple[int, ...]) -> Array:
+        try:
+            return array.reshape((*array.shape[: self._batch], *shape))
+        except ValueError:
+            raise InvalidRequest(f"tensor '{name}' of shape {list(array.shape)} cannot be reshaped to {list(shape)}") from None
+
+
+def model_dims(tensor: ModelInput | ModelOutput) -> tuple[int, ...]:
+    """The shape that the model sees, without the batch dimension."""
+    return tuple(tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims)
+
+
+def datatype_name(tensor: ModelInput | ModelOutput) -> str:
+    """Raises InvalidRequest if there is none."""
+    found = datatype_of_config(tensor.data_type)
+    if found is None:
+        raise InvalidRequest(f"tensor '{tensor.name}' has no data_type")
+    return found.name

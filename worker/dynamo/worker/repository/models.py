@@ -1,0 +1,444 @@
+"""The models of a repository: loading, unloading, what depends on what, and the index that tells of all this.
+
+One change is made at a time. A model that is loaded again serves its old form until the new one is there, and for good if that
+does not load. Unloading deregisters first, then lets the accepted requests finish, then frees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from dynamo.common.errors import DynamoError, InvalidRequest, ModelNotFound, Unavailable
+from dynamo.common.model_card import ModelCard
+from dynamo.common.names import check_name
+from dynamo.common.repository import MAX_REASON_CHARS, IndexEntry, LoadRequest, ModelState
+from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.repository.ensemble import EnsembleBackend, models_in
+from dynamo.worker.repository.execution import Answer, Backend, Executable, Request, Version, closing
+from dynamo.worker.repository.layout import Fingerprint, fingerprint, model_folders, served_versions, versions_in
+from dynamo.worker.repository.loaded import LoadedModel
+from dynamo.worker.repository.model_config import CONFIG_FILE, check_supported, config_from_json, read_config, settle_backend
+from dynamo.worker.repository.onnx_backend import OnnxBackend
+from dynamo.worker.repository.python_backend import PythonBackend
+from dynamo.worker.repository.source import ModelPaths, relative_path, temporary_folder, write_files
+from dynamo.worker.statistics import VersionStatistics
+
+log = logging.getLogger(__name__)
+
+_LOADS_AT_ONCE = 4
+
+
+class Host(Protocol):
+    """The process around the models."""
+
+    def serve(self, card: ModelCard) -> None:
+        """Takes requests for this model from now on. Raises InvalidRequest if another model has its name."""
+        ...
+
+    def remove(self, model: str) -> None:
+        """Takes no requests for it any more."""
+        ...
+
+    async def publish(self) -> None:
+        """Tells the fleet which models there are, and the index."""
+        ...
+
+    def statistics(self, model: str, version: str) -> VersionStatistics | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepositorySettings:
+    folders: tuple[Path, ...]
+    auto_complete: bool = True
+    default_max_batch_size: int = 4
+    drain_s: float = 30.0
+    """How long requests to a model that is unloaded may still take."""
+    path_roots: tuple[str, ...] = ()
+    path_max_bytes: int = 16 * 2**30
+
+
+@dataclass(slots=True)
+class _State:
+    """What the index says of a model that is not loaded, or about to change."""
+
+    state: ModelState = ModelState.UNAVAILABLE
+    reason: str = "not loaded"
+    versions: tuple[str, ...] = field(default=())
+
+
+class RepositoryModels:
+    def __init__(self, settings: RepositorySettings) -> None:
+        """Raises InvalidRequest for a folder that is not there."""
+        self._settings = settings
+        self._paths = ModelPaths(settings.path_roots, settings.path_max_bytes)
+        self._loaded: dict[str, LoadedModel] = {}
+        self._states: dict[str, _State] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._lock = asyncio.Lock()
+        self._host: Host | None = None
+        self._backends: dict[str, Backend] = {
+            "onnxruntime": OnnxBackend(settings.default_max_batch_size if settings.auto_complete else 0),
+            "python": PythonBackend(self),
+            "ensemble": EnsembleBackend(self),
+        }
+        self.rescan()
+
+    def attach(self, host: Host) -> None:
+        """From now on changes are made known."""
+        self._host = host
+
+    # What there is
+
+    @property
+    def names(self) -> list[str]:
+        """Of everything in the repository's folders, loaded or not."""
+        return sorted(model_folders(self._settings.folders))
+
+    def cards(self) -> list[ModelCard]:
+        return [model.card for model in self._loaded.values()]
+
+    def find(self, model: str) -> LoadedModel:
+        """Raises ModelNotFound for a model that is not loaded."""
+        found = self._loaded.get(model)
+        if found is None:
+            raise ModelNotFound(model)
+        return found
+
+    def config(self, model: str, version: str) -> ModelConfig:
+        found = self.find(model)
+        if version and version not in found.card.versions:
+            raise ModelNotFound(model, version)
+        return found.config
+
+    def index(self) -> tuple[IndexEntry, ...]:
+        """Of every model in the folders or loaded otherwise."""
+        entries: list[IndexEntry] = []
+        for name in sorted(self._states.keys() | self._loaded.keys()):
+            state = self._states.get(name)
+            loaded = self._loaded.get(name)
+            if loaded is not None and (state is None or state.state is not ModelState.UNLOADING):
+                entries += [IndexEntry(name=name, version=v, state=ModelState.READY) for v in loaded.card.versions]
+            elif state is not None:
+                reason = state.reason[:MAX_REASON_CHARS]
+                entries += [
+                    IndexEntry(name=name, version=version, state=state.state, reason=reason)
+                    for version in state.versions or ("",)
+                ]
+        return tuple(entries)
+
+    def rescan(self) -> bool:
+        """Looks for models that came to the folders or went. True if the index has changed."""
+        names = set(self.names)
+        known = set(self._states)
+        for name in names - known:
+            self._states[name] = _State()
+        for name in known - names - self._loaded.keys():
+            del self._states[name]
+        return known != set(self._states)
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Of every model's files; a model whose folder cannot be read has an empty one."""
+        found: dict[str, Fingerprint] = {}
+        for name, folders in model_folders(self._settings.folders).items():
+            try:
+                found[name] = tuple(entry for folder in folders for entry in fingerprint(folder))
+            except InvalidRequest as error:
+                log.error("model '%s': %s", name, error)
+                found[name] = ()
+        return found
+
+    # Requests of other models
+
+    def run(self, model: str, version: str, request: Request) -> AsyncIterator[Answer]:
+        found = self.find(model)
+        found.check(request, version)
+        request.context.version = version or found.card.versions[-1]
+        return self._counted(found, request)
+
+    async def _counted(self, model: LoadedModel, request: Request) -> AsyncIterator[Answer]:
+        context = request.context
+        statistics = None if self._host is None else self._host.statistics(model.name, context.version)
+        start = time.perf_counter_ns()
+        array = next(iter(request.inputs.values()), None)
+        if model.card.max_batch_size and array is not None and array.ndim:
+            context.timings.rows = array.shape[0]
+        try:
+            async with closing(model.run(request)) as answers:
+                async for answer in answers:
+                    yield answer
+        except DynamoError:
+            if statistics is not None:
+                statistics.failed(time.perf_counter_ns() - start, context.timings)
+            raise
+        if statistics is not None:
+            statistics.succeeded(time.perf_counter_ns() - start, context.timings)
+
+    async def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
+        self._refuse_while_changing()
+        await self.load_model(LoadRequest(model=model, config=config, files=files))
+
+    async def unload(self, model: str, dependents: bool) -> None:
+        self._refuse_while_changing()
+        await self.unload_model(model, dependents=dependents)
+
+    def _refuse_while_changing(self) -> None:
+        if self._lock.locked():  # a model that waits for its own loading to end would wait for ever
+            raise Unavailable("a model of this worker is being loaded or unloaded just now: try again")
+
+    # Loading
+
+    async def load_all(self, names: Sequence[str]) -> dict[str, DynamoError]:
+        """Loads these, several at once, ensembles last. Why some did not load, by name."""
+        failed: dict[str, DynamoError] = {}
+        limit = asyncio.Semaphore(_LOADS_AT_ONCE)
+
+        async def load(name: str) -> None:
+            try:
+                async with limit:
+                    await self._load(LoadRequest(model=name), ())
+            except DynamoError as error:
+                failed[name] = error
+
+        async with self._lock:
+            ensembles = [name for name in names if self._is_ensemble(name)]
+            await asyncio.gather(*(load(name) for name in names if name not in ensembles))
+            for name in ensembles:
+                if name not in self._loaded:
+                    await load(name)
+        return failed
+
+    async def load_model(self, request: LoadRequest) -> tuple[str, ...]:
+        """Loads a model, or loads it again. Returns the versions that are served now. Raises DynamoError saying why not."""
+        async with self._lock:
+            self.rescan()
+            try:
+                loaded = await self._load(request, ())
+            finally:
+                await self._publish()
+        return loaded.card.versions
+
+    async def _load(self, request: LoadRequest, above: tuple[str, ...]) -> LoadedModel:
+        """`above`: the ensembles for whose sake this model is loaded."""
+        name = request.model
+        before = self._states.get(name)
+        if name not in self._loaded and name in self._states:
+            self._states[name] = _State(ModelState.LOADING, "being loaded")
+        start = time.monotonic()
+        try:
+            if name in above:
+                raise InvalidRequest(f"the ensembles {' and '.join(dict.fromkeys(above))} need each other")
+            loaded = await self._open(request, above)
+            self._take(loaded)
+        except BaseException as error:
+            if isinstance(error, DynamoError) and not isinstance(error, ModelNotFound):
+                self._fail(name, str(error))
+            elif before is not None:
+                self._states[name] = before
+            raise
+        log.info("model %s is loaded after %.1f s", name, time.monotonic() - start)
+        return loaded
+
+    def _fail(self, name: str, reason: str) -> None:
+        if name in self._loaded:
+            log.error("model '%s' cannot be loaded again, and serves on as it is: %s", name, reason)
+            return
+        log.error("model '%s' cannot be loaded: %s", name, reason)
+        folders = model_folders(self._settings.folders).get(name)
+        if folders is None:  # the request named its files, and has been told
+            self._states.pop(name, None)
+            return
+        versions = tuple(map(str, versions_in(folders[0])[-1:]))
+        self._states[name] = _State(ModelState.UNAVAILABLE, reason, versions)
+
+    async def _open(self, request: LoadRequest, above: tuple[str, ...]) -> LoadedModel:
+        check_name(request.model)
+        async with AsyncExitStack() as files:
+            folder = await self._folder(request, files)
+            config = self._config_of(request, folder)
+            ensemble = config.HasField("ensemble_scheduling")
+            for needed in models_in(config):
+                if needed not in self._loaded:
+                    await self._load_needed(needed, (*above, request.model))
+            versions = ["1"] if ensemble and not versions_in(folder) else served_versions(config, folder)
+            backend = self._backend(config)
+            if self._settings.auto_complete:
+                config = await backend.complete(Version(config.name, versions[-1], config, folder))
+                config.name = request.model
+            check_supported(config)
+            loaded = await _open_versions(backend, config, folder, versions)
+            try:
+                model = LoadedModel(config, folder, loaded)
+            except BaseException:
+                await asyncio.gather(*(executable.close() for executable in loaded.values()))
+                raise
+            model.files = files.pop_all()
+            return model
+
+    async def _load_needed(self, needed: str, above: tuple[str, ...]) -> None:
+        try:
+            await self._load(LoadRequest(model=needed), above)
+        except DynamoError as error:
+            raise InvalidRequest(f"it needs model '{needed}', which cannot be loaded: {error}") from error
+
+    async def _folder(self, request: LoadRequest, files: AsyncExitStack) -> Path:
+        """The model's folder, with its files in it. What is made for it is gone when `files` is closed."""
+        if request.files and request.path:
+            raise InvalidRequest("a model comes from model_path or from the files of the request, not from both")
+        if request.files:
+            if not request.config:
+                raise InvalidRequest("a request with files of the model needs the parameter 'config', too")
+            for name in request.files:
+                relative_path(name)
+            folder = await files.enter_async_context(temporary_folder(request.model))
+            await write_files(request.files, folder)
+            return folder
+        if request.path:
+            where = await self._paths.find(request.path)
+            if isinstance(where, Path):
+                return where
+            folder = await files.enter_async_context(temporary_folder(request.model))
+            await self._paths.copy(where, folder)
+            return folder
+        folders = model_folders(self._settings.folders).get(request.model, ())
+        if not folders:
+            raise ModelNotFound(request.model)
+        if len(folders) > 1:
+            raise InvalidRequest(f"several repositories have a model of this name: {', '.join(map(str, folders))}")
+        return folders[0]
+
+    def _config_of(self, request: LoadRequest, folder: Path) -> ModelConfig:
+        config = ModelConfig()
+        if request.config:
+            config = config_from_json(request.config)
+        elif (folder / CONFIG_FILE).exists():
+            config = read_config(folder / CONFIG_FILE)
+        elif not self._settings.auto_complete:
+            raise InvalidRequest(f"there is no {CONFIG_FILE}, and configurations are not completed here")
+        if config.name and config.name != request.model and not request.path:
+            raise InvalidRequest(f"the configuration is that of a model named '{config.name}'")
+        config.name = request.model
+        versions = versions_in(folder)
+        settle_backend(config, folder / str(versions[-1]) if versions else None)
+        check_supported(config)
+        return config
+
+    def _backend(self, config: ModelConfig) -> Backend:
+        found = self._backends.get(config.platform if config.platform == "ensemble" else config.backend)
+        if found is None:
+            raise InvalidRequest(f"the backend '{config.backend}' is not supported; {', '.join(self._backends)} are")
+        return found
+
+    def _is_ensemble(self, name: str) -> bool:
+        folders = model_folders(self._settings.folders).get(name, ())
+        try:
+            return any(
+                (folder / CONFIG_FILE).exists() and read_config(folder / CONFIG_FILE).HasField("ensemble_scheduling")
+                for folder in folders
+            )
+        except InvalidRequest:
+            return False  # loading it will say what is wrong
+
+    def _take(self, model: LoadedModel) -> None:
+        """Serves a model, instead of its former self if there is one."""
+        try:
+            if self._host is not None:
+                self._host.serve(model.card)
+        except InvalidRequest:
+            self._retire(model)
+            raise
+        former = self._loaded.get(model.name)
+        self._loaded[model.name] = model
+        self._states[model.name] = _State(ModelState.READY, "", model.card.versions)
+        if former is not None:
+            self._retire(former)
+
+    # Unloading
+
+    async def unload_model(self, name: str, *, dependents: bool = False) -> None:
+        """Returns when the model takes no requests and the accepted ones are over, or the time for them is. Raises ModelNotFound.
+
+        Ensembles that need it go with it. `dependents`: so do the models that this ensemble alone is made of.
+        """
+        async with self._lock:
+            self.rescan()
+            if name not in self._loaded and name not in self._states:
+                raise ModelNotFound(name)
+            await self._unload(name, "unloaded", dependents=dependents)
+
+    async def _unload(self, name: str, reason: str, *, dependents: bool = False) -> None:
+        model = self._loaded.get(name)
+        if model is None:
+            self._states[name] = _State(reason=reason)
+            await self._publish()
+            return
+        for other in [other.name for other in self._loaded.values() if name in models_in(other.config)]:
+            await self._unload(other, f"it needs model '{name}', which was unloaded")
+        self._states[name] = _State(ModelState.UNLOADING, reason, model.card.versions)
+        if self._host is not None:
+            self._host.remove(name)
+        await self._publish()
+        await self._finish(model)
+        del self._loaded[name]
+        self._states[name] = _State(ModelState.UNAVAILABLE, reason, model.card.versions)
+        self.rescan()
+        log.info("model %s is unloaded", name)
+        if dependents:
+            for needed in models_in(model.config):
+                if needed in self._loaded and not any(needed in models_in(other.config) for other in self._loaded.values()):
+                    await self._unload(needed, "unloaded", dependents=True)
+        await self._publish()
+
+    async def forget(self, name: str) -> None:
+        """The model's folder is gone."""
+        async with self._lock:
+            await self._unload(name, "its folder is gone")
+            self._states.pop(name, None)
+            await self._publish()
+
+    def _retire(self, model: LoadedModel) -> None:
+        task = asyncio.create_task(self._finish(model), name=f"the former '{model.name}'")
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    async def _finish(self, model: LoadedModel) -> None:
+        """Closes a model when its requests are over."""
+        try:
+            async with asyncio.timeout(self._settings.drain_s):
+                await model.drained()
+        except TimeoutError:
+            log.warning("model '%s' is closed with %d requests open", model.name, model.open_requests)
+        await model.close()
+
+    async def _publish(self) -> None:
+        if self._host is not None:
+            await self._host.publish()
+
+    async def close(self) -> None:
+        """Closes all models. Requests are over by now, or out of time."""
+        await asyncio.gather(*self._retiring, *(model.close() for model in self._loaded.values()))
+        self._loaded.clear()
+
+
+async def _open_versions(backend: Backend, config: ModelConfig, folder: Path, versions: Sequence[str]) -> dict[str, Executable]:
+    opened = await asyncio.gather(
+        *(backend.open(Version(config.name, version, config, folder)) for version in versions), return_exceptions=True
+    )
+    executables = {
+        version: executable
+        for version, executable in zip(versions, opened, strict=True)
+        if not isinstance(executable, BaseException)
+    }
+    for version, result in zip(versions, opened, strict=True):
+        if isinstance(result, BaseException):
+            await asyncio.gather(*(executable.close() for executable in executables.values()))
+            if isinstance(result, DynamoError) and len(versions) > 1:
+                raise InvalidRequest(f"version {version}: {result}") from result
+            raise result
+    return executables

@@ -1,0 +1,294 @@
+"""ONNX models by ONNX Runtime, the optional package `onnxruntime`.
+
+All instances of a version share one session, whose `run` is safe to call from several threads; their number is how many run
+at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
+from dynamo.common.tensors import DATATYPES, Array
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
+from dynamo.worker.batching import Batch, Batcher, Tensors
+from dynamo.worker.repository.batches import batch_policy, rows_of
+from dynamo.worker.repository.execution import Answer, Arrays, Request, Version
+from dynamo.worker.repository.model_config import datatype_name, instances_of, model_dims
+
+DEFAULT_FILE = "model.onnx"
+
+_DATATYPES = {
+    "tensor(bool)": "BOOL",
+    "tensor(uint8)": "UINT8",
+    "tensor(uint16)": "UINT16",
+    "tensor(uint32)": "UINT32",
+    "tensor(uint64)": "UINT64",
+    "tensor(int8)": "INT8",
+    "tensor(int16)": "INT16",
+    "tensor(int32)": "INT32",
+    "tensor(int64)": "INT64",
+    "tensor(float16)": "FP16",
+    "tensor(float)": "FP32",
+    "tensor(double)": "FP64",
+    "tensor(string)": "BYTES",
+}
+"""ONNX's types that numpy has, too."""
+
+
+class _Node(Protocol):
+    """What the runtime says of an input or output."""
+
+    name: str
+    shape: Sequence[int | str | None]
+    type: str
+
+
+class _Session(Protocol):
+    def get_inputs(self) -> Sequence[_Node]: ...
+
+    def get_outputs(self) -> Sequence[_Node]: ...
+
+    def run(self, outputs: Sequence[str], inputs: Mapping[str, Array]) -> Sequence[Any]: ...
+
+
+class OnnxBackend:
+    """`default_max_batch_size`: of a model whose configuration names none and whose tensors allow batches."""
+
+    def __init__(self, default_max_batch_size: int) -> None:
+        self._default_max_batch_size = default_max_batch_size
+
+    async def complete(self, version: Version) -> ModelConfig:
+        session = await asyncio.to_thread(_open_session, version)
+        return complete_config(version.config, session, self._default_max_batch_size)
+
+    async def open(self, version: Version) -> OnnxModel:
+        session = await asyncio.to_thread(_open_session, version)
+        _check(version.config, session)
+        return OnnxModel(version, session)
+
+
+class OnnxModel:
+    """One version of a model."""
+
+    def __init__(self, version: Version, session: _Session) -> None:
+        self._name = version.name
+        self._session = session
+        self._outputs = [output.name for output in version.config.output]
+        self._text = {node.name for node in session.get_inputs() if node.type == "tensor(string)"}
+        instances = len(list(instances_of(version.config)))
+        self._pool = ThreadPoolExecutor(instances, f"model-{version.name}")
+        policy = batch_policy(version.config, instances)
+        self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
+        if self._batcher is not None:
+            self._batcher.start()
+
+    async def close(self) -> None:
+        if self._batcher is not None:
+            await self._batcher.close()
+        self._pool.shutdown(wait=False)
+
+    async def run(self, request: Request) -> AsyncIterator[Answer]:
+        if self._batcher is not None:
+            outputs = await self._batcher.submit(
+                request.inputs, rows_of(request.inputs), request.context, request.context.version
+            )
+        else:
+            outputs = await self._execute(request)
+        yield Answer(outputs)
+
+    async def _execute(self, request: Request) -> Tensors:
+        asked = begun = time.perf_counter_ns()
+
+        def run() -> Tensors:
+            nonlocal begun
+            begun = time.perf_counter_ns()
+            return self._run(request.inputs)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+        finally:
+            request.context.timings.queue_ns += begun - asked
+            request.context.timings.infer_ns += time.perf_counter_ns() - begun
+
+    async def _execute_batch(self, batch: Batch) -> Tensors:
+        start = time.perf_counter_ns()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: self._run(batch.inputs()))
+        finally:
+            batch.infer_ns = time.perf_counter_ns() - start - batch.input_ns
+
+    def _run(self, inputs: Arrays) -> Tensors:
+        feeds = {name: _to_text(array) if name in self._text else array for name, array in inputs.items()}
+        try:
+            found = self._session.run(self._outputs, feeds)
+        except Exception as error:
+            if type(error).__name__ == "InvalidArgument":
+                raise InvalidRequest(f"model '{self._name}': {_first_line(error)}") from error
+            raise EngineError(f"model '{self._name}' failed: {_first_line(error)}") from error
+        return {name: np.asarray(array) for name, array in zip(self._outputs, found, strict=True)}
+
+
+def _to_text(array: Array) -> Array:
+    """ONNX's strings are text."""
+    texts = np.empty(array.size, object)
+    try:
+        texts[:] = [element.decode() if isinstance(element, bytes) else element for element in array.reshape(-1).tolist()]
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the model takes UTF-8 text only: {error}") from error
+    return texts.reshape(array.shape)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:500]
+
+
+def _open_session(version: Version) -> _Session:
+    file = version.path / (version.config.default_model_filename or DEFAULT_FILE)
+    if not file.exists():
+        raise InvalidRequest(f"there is no file {version.version}/{file.name}")
+    if file.is_dir():
+        file = file / DEFAULT_FILE
+    try:
+        import onnxruntime
+    except ModuleNotFoundError:
+        raise InvalidRequest("ONNX models need the package onnxruntime: install dynamo-serving[onnx]") from None
+    try:
+        session: _Session = onnxruntime.InferenceSession(
+            str(file), _options(onnxruntime, version.config), providers=_providers(onnxruntime, version.config)
+        )
+    except DynamoError:
+        raise
+    except Exception as error:
+        raise InvalidRequest(f"ONNX Runtime cannot load {version.version}/{file.name}: {_first_line(error)}") from error
+    return session
+
+
+def _options(onnxruntime: Any, config: ModelConfig) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    for name, attribute in (
+        ("intra_op_thread_count", "intra_op_num_threads"),
+        ("inter_op_thread_count", "inter_op_num_threads"),
+    ):
+        if name in config.parameters:
+            setattr(options, attribute, _number(name, config.parameters[name].string_value))
+    if "execution_mode" in config.parameters and _number("execution_mode", config.parameters["execution_mode"].string_value):
+        options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
+    if config.optimization.HasField("graph"):
+        levels = onnxruntime.GraphOptimizationLevel
+        level = config.optimization.graph.level
+        options.graph_optimization_level = levels.ORT_ENABLE_BASIC if level < 0 else levels.ORT_ENABLE_EXTENDED
+        if level > 0:
+            options.graph_optimization_level = levels.ORT_ENABLE_ALL
+    for library in config.model_operations.op_library_filename:
+        options.register_custom_ops_library(library)
+    return options
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidRequest(f"the parameter {name} is {text[:40]!r}, which is no number") from None
+
+
+def _providers(onnxruntime: Any, config: ModelConfig) -> list[Any]:
+    """CUDA for instances on a GPU, if this onnxruntime has it, and always the CPU."""
+    there = set(onnxruntime.get_available_providers())
+    instance = next(instances_of(config))
+    providers: list[Any] = []
+    if instance.kind == "GPU":
+        accelerators = config.optimization.execution_accelerators.gpu_execution_accelerator
+        if any(item.name == "tensorrt" for item in accelerators) and "TensorrtExecutionProvider" in there:
+            providers.append(("TensorrtExecutionProvider", {"device_id": instance.device}))
+        if "CUDAExecutionProvider" in there:
+            providers.append(("CUDAExecutionProvider", {"device_id": instance.device}))
+        elif any(group.kind == group.KIND_GPU for group in config.instance_group):
+            raise InvalidRequest("instance_group asks for a GPU, but this onnxruntime has no CUDA: install onnxruntime-gpu")
+    return [*providers, "CPUExecutionProvider"]
+
+
+# What the model's file says
+
+
+def complete_config(config: ModelConfig, session: _Session, default_max_batch_size: int) -> ModelConfig:
+    """`config` with what it leaves open taken from the model. What it says itself stays. Raises InvalidRequest.
+
+    A model that says nothing of batches, and whose tensors all begin with a dimension of any size, batches dynamically.
+    """
+    inputs, outputs = session.get_inputs(), session.get_outputs()
+    completed = ModelConfig()
+    completed.CopyFrom(config)
+    declared = bool(config.input or config.output)
+    if not declared and not config.max_batch_size and default_max_batch_size and _can_batch((*inputs, *outputs)):
+        completed.max_batch_size = default_max_batch_size
+    if completed.max_batch_size > 1 and not declared and completed.WhichOneof("scheduling_choice") is None:
+        completed.dynamic_batching.SetInParent()
+    batch_dims = 1 if completed.max_batch_size else 0
+    known_inputs = {tensor.name: tensor for tensor in completed.input}
+    known_outputs = {tensor.name: tensor for tensor in completed.output}
+    for node in inputs:
+        _complete(known_inputs.get(node.name) or completed.input.add(name=node.name), node, batch_dims)
+    if not completed.output:
+        for node in outputs:
+            completed.output.add(name=node.name)
+        known_outputs = {tensor.name: tensor for tensor in completed.output}
+    for node in outputs:
+        if node.name in known_outputs:
+            _complete(known_outputs[node.name], node, batch_dims)
+    return completed
+
+
+def _can_batch(nodes: Sequence[_Node]) -> bool:
+    return all(len(node.shape) > 0 and not isinstance(node.shape[0], int) for node in nodes)
+
+
+def _complete(tensor: ModelInput | ModelOutput, node: _Node, batch_dims: int) -> None:
+    if not tensor.data_type:
+        tensor.data_type = DATATYPES[_datatype(node)].config_type  # type: ignore[assignment]
+    if not tensor.dims:
+        tensor.dims.extend(_dims(node)[batch_dims:])
+
+
+def _dims(node: _Node) -> tuple[int, ...]:
+    return tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
+
+
+def _datatype(node: _Node) -> str:
+    found = _DATATYPES.get(node.type)
+    if found is None:
+        raise InvalidRequest(f"tensor '{node.name}' is {node.type}, which is not supported")
+    return found
+
+
+def _check(config: ModelConfig, session: _Session) -> None:
+    """Raises InvalidRequest if the configuration is not this model's."""
+    inputs = {node.name: node for node in session.get_inputs()}
+    outputs = {node.name: node for node in session.get_outputs()}
+    for what, declared, there in (("input", config.input, inputs), ("output", config.output, outputs)):
+        for tensor in declared:
+            if tensor.name not in there:
+                raise InvalidRequest(f"the model has no {what} '{tensor.name}'; it has {', '.join(sorted(there))}")
+            _check_tensor(what, tensor, there[tensor.name], bool(config.max_batch_size))
+    declared_inputs = {tensor.name for tensor in config.input}
+    if missing := sorted(inputs.keys() - declared_inputs):
+        raise InvalidRequest(f"the configuration lacks the input '{missing[0]}' of the model")
+
+
+def _check_tensor(what: str, tensor: ModelInput | ModelOutput, node: _Node, batched: bool) -> None:
+    datatype = datatype_name(tensor)
+    if datatype != _datatype(node):
+        raise InvalidRequest(f"{what} '{tensor.name}' is declared as {datatype}; the model has {_datatype(node)}")
+    dims = (*((-1,) if batched else ()), *model_dims(tensor))
+    there = _dims(node)
+    fits = len(dims) == len(there) and all(-1 in (one, other) or one == other for one, other in zip(dims, there, strict=True))
+    if there and (not fits or (batched and there[0] not in (-1,))):
+        batch = " with the batch dimension in front" if batched else ""
+        raise InvalidRequest(f"{what} '{tensor.name}' is declared in shape {list(dims)}{batch}; the model has {list(there)}")

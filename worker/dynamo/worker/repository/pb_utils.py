@@ -1,0 +1,576 @@
+"""What models of Triton's Python backend import as `triton_python_backend_utils`.
+
+The stub process puts this module into `sys.modules` under that name. The names, arguments and meanings are those that such
+models are written against; what stands behind them is the worker's socket, `Channel`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import struct
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from enum import IntEnum
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from dynamo.worker.repository import wire
+from dynamo.worker.repository.wire import Array, Parameter
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_REQUEST_RELEASE_ALL = 1
+TRITONSERVER_MEMORY_CPU = 0
+TRITONSERVER_MEMORY_CPU_PINNED = 1
+TRITONSERVER_MEMORY_GPU = 2
+
+TRITON_STRING_TO_NUMPY: dict[str, Any] = {
+    "TYPE_BOOL": np.bool_,
+    "TYPE_UINT8": np.uint8,
+    "TYPE_UINT16": np.uint16,
+    "TYPE_UINT32": np.uint32,
+    "TYPE_UINT64": np.uint64,
+    "TYPE_INT8": np.int8,
+    "TYPE_INT16": np.int16,
+    "TYPE_INT32": np.int32,
+    "TYPE_INT64": np.int64,
+    "TYPE_FP16": np.float16,
+    "TYPE_FP32": np.float32,
+    "TYPE_FP64": np.float64,
+    "TYPE_STRING": np.object_,
+}
+
+
+class TritonModelException(Exception):
+    """What a model, or this module, raises for a request or configuration that cannot be used."""
+
+
+class TritonError:
+    """Why a request failed."""
+
+    UNKNOWN = 0
+    INTERNAL = 1
+    NOT_FOUND = 2
+    INVALID_ARG = 3
+    UNAVAILABLE = 4
+    UNSUPPORTED = 5
+    ALREADY_EXISTS = 6
+    CANCELLED = 7
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        self._message = str(message)
+        self._code = code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+    def __str__(self) -> str:
+        return self._message
+
+    def __repr__(self) -> str:
+        return f"TritonError({self._message!r}, code={self._code})"
+
+
+class Tensor:
+    """A named array."""
+
+    def __init__(self, name: str, array: Any) -> None:
+        self._name = name
+        self._array: Array = np.asarray(array)
+        if self._array.dtype.kind in "SU":
+            self._array = self._array.astype(np.object_)
+        self._datatype = datatype_of(name, self._array)
+
+    @classmethod
+    def from_dlpack(cls, name: str, tensor: Any) -> Tensor:
+        """From the tensor of another library, in the CPU's memory."""
+        if not hasattr(tensor, "__dlpack__"):
+            raise TritonModelException("from_dlpack takes an object with __dlpack__, not a bare capsule")
+        return cls(name, np.from_dlpack(tensor))
+
+    def to_dlpack(self) -> Any:
+        return self.__dlpack__()
+
+    def __dlpack__(self, *, stream: object = None) -> Any:
+        array = self._array if self._array.flags.writeable else self._array.copy()
+        return array.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Array:
+        return self._array
+
+    def triton_dtype(self) -> int:
+        """The number of the datatype in model configurations."""
+        return list(TRITON_STRING_TO_NUMPY).index(self._datatype) + 1
+
+    def shape(self) -> list[int]:
+        return list(self._array.shape)
+
+    def is_cpu(self) -> bool:
+        return True
+
+
+def datatype_of(name: str, array: Array) -> str:
+    """As configurations write it. Raises TritonModelException if there is none."""
+    if array.dtype.kind == "O":
+        return "TYPE_STRING"
+    for text, kind in TRITON_STRING_TO_NUMPY.items():
+        if array.dtype == kind:
+            return text
+    raise TritonModelException(f"tensor '{name}' is an array of {array.dtype}, which has no datatype")
+
+
+class InferenceResponse:
+    """The answer to one request: tensors, or an error."""
+
+    def __init__(
+        self,
+        output_tensors: Sequence[Tensor] = (),
+        error: TritonError | None = None,
+        parameters: Mapping[str, Parameter] | str | None = None,
+    ) -> None:
+        for tensor in output_tensors:
+            if not isinstance(tensor, Tensor):
+                raise TritonModelException(f"an output must be a Tensor, not a {type(tensor).__name__}")
+        if error is not None and not isinstance(error, TritonError):
+            raise TritonModelException(f"an error must be a TritonError, not a {type(error).__name__}")
+        self._tensors = list(output_tensors)
+        self._error = error
+        self._parameters = dict(json.loads(parameters) if isinstance(parameters, str) else parameters or {})
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+    def parameters(self) -> str:
+        """As JSON."""
+        return json.dumps(self._parameters)
+
+    def to_answer(self, number: int, *, final: bool) -> tuple[wire.Answer, list[wire.Buffer]]:
+        if self._error is not None:
+            answer = wire.Answer(number=number, error=self._error.message(), code=self._error.code(), final=final)
+            return answer, []
+        packed = [wire.pack(tensor.name(), tensor.as_numpy()) for tensor in self._tensors]
+        outputs = tuple(head for head, _ in packed)
+        return wire.Answer(number=number, outputs=outputs, final=final, parameters=self._parameters), [raw for _, raw in packed]
+
+
+class PreferredMemory:
+    """Where a caller wants tensors. They are in the CPU's memory here."""
+
+    def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
+        self.preferred_memory_type = preferred_memory_type
+        self.preferred_device_id = preferred_device_id
+
+
+class InferenceRequest:
+    """A request that came, or one to another model of this worker."""
+
+    def __init__(
+        self,
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        inputs: Sequence[Tensor] = (),
+        requested_output_names: Sequence[str] = (),
+        model_name: str = "",
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: PreferredMemory | None = None,
+        trace: object = None,
+        parameters: Mapping[str, Parameter] | str | None = None,
+    ) -> None:
+        self._inputs = list(inputs)
+        self._preferred_memory = preferred_memory
+        self._trace = trace
+        self._asked = wire.Asked(
+            number=0,
+            model=model_name,
+            version="" if int(model_version) < 1 else str(model_version),
+            request_id=request_id,
+            correlation_id=correlation_id,
+            flags=flags,
+            timeout_us=timeout,
+            parameters=dict(json.loads(parameters) if isinstance(parameters, str) else parameters or {}),
+            outputs=tuple(requested_output_names),
+        )
+        self._sender: InferenceResponseSender | None = None
+
+    @classmethod
+    def arrived(cls, asked: wire.Asked, inputs: Sequence[Tensor], sender: InferenceResponseSender) -> InferenceRequest:
+        request = cls(inputs=inputs)
+        request._asked, request._sender = asked, sender
+        return request
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def request_id(self) -> str:
+        return self._asked.request_id
+
+    def correlation_id(self) -> int | str:
+        return self._asked.correlation_id
+
+    def requested_output_names(self) -> list[str]:
+        return list(self._asked.outputs)
+
+    def model_name(self) -> str:
+        return self._asked.model
+
+    def model_version(self) -> int:
+        return int(self._asked.version or -1)
+
+    def flags(self) -> int:
+        return self._asked.flags
+
+    def set_flags(self, flags: int) -> None:
+        self._asked = msgspec.structs.replace(self._asked, flags=flags)
+
+    def priority(self) -> int:
+        return self._asked.priority
+
+    def timeout(self) -> int:
+        """Microseconds; 0: none."""
+        return self._asked.timeout_us
+
+    def parameters(self) -> str:
+        """As JSON."""
+        return json.dumps(self._asked.parameters)
+
+    def preferred_memory(self) -> PreferredMemory | None:
+        return self._preferred_memory
+
+    def trace(self) -> object:
+        return self._trace
+
+    def is_cancelled(self) -> bool:
+        return self._sender is not None and self._sender.is_cancelled()
+
+    def get_response_sender(self) -> InferenceResponseSender:
+        if self._sender is None:
+            raise TritonModelException("only a request that came from outside has a response sender")
+        self._sender.taken = True
+        return self._sender
+
+    def exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
+        """Has another model of this worker answer, and waits. `decoupled`: an iterator over its answers."""
+        call = self._call()
+        return iter(call) if decoupled else call.only()
+
+    async def async_exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
+        """The same, for `async` code."""
+        call = self._call()
+        if decoupled:
+            return iter(call)
+        return await call.awaited()
+
+    def _call(self) -> CallInProgress:
+        if not self._asked.model:
+            raise TritonModelException("a request to another model needs its model_name")
+        return channel().call(self._asked, self._inputs)
+
+
+class CallInProgress:
+    """Another model's answers. Made by the channel, which feeds `add`."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._answers: SimpleQueue[tuple[wire.Answer, list[Tensor]]] = SimpleQueue()
+        self._first: Future[InferenceResponse] = Future()
+        self._cancel = cancel
+        self._ended = False
+
+    def add(self, answer: wire.Answer, tensors: list[Tensor]) -> None:
+        self._answers.put((answer, tensors))
+        if not self._first.done():
+            self._first.set_result(_to_response(answer, tensors))
+
+    def only(self) -> InferenceResponse:
+        return self._first.result()
+
+    def awaited(self) -> Awaitable[InferenceResponse]:
+        return asyncio.wrap_future(self._first)
+
+    def __iter__(self) -> Iterator[InferenceResponse]:
+        try:
+            while not self._ended:
+                answer, tensors = self._answers.get()
+                self._ended = answer.final
+                if tensors or answer.error is not None or not answer.final:
+                    yield _to_response(answer, tensors)
+        finally:
+            if not self._ended:
+                self._cancel()
+
+
+def _to_response(answer: wire.Answer, tensors: list[Tensor]) -> InferenceResponse:
+    error = None if answer.error is None else TritonError(answer.error, answer.code)
+    return InferenceResponse(tensors, error, answer.parameters)
+
+
+class InferenceResponseSender:
+    """Sends the answers of one request, from any thread."""
+
+    def __init__(self, number: int, channel: Channel) -> None:
+        self.taken = False
+        """The model answers through it, not by what `execute` returns."""
+        self._number = number
+        self._channel = channel
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        """`flags` is TRITONSERVER_RESPONSE_COMPLETE_FINAL with, or after, the last answer."""
+        final = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        if response is None and not final:
+            raise TritonModelException("send needs a response, or the flag that says there will be none")
+        with self._lock:
+            if self._closed:
+                raise TritonModelException("the last response to this request has been sent already")
+            answer, raws = (response or InferenceResponse()).to_answer(self._number, final=final)
+            self._closed = final
+            if final:
+                self._channel.over(self._number)
+            self._channel.send(answer, raws)
+
+    def fail(self, message: str, code: int = TritonError.INTERNAL) -> None:
+        """Ends the request, if it has not ended."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._channel.over(self._number)
+                self._channel.send(wire.Answer(number=self._number, error=message, code=code))
+
+    def is_cancelled(self) -> bool:
+        return self._channel.is_cancelled(self._number)
+
+
+class Channel(Protocol):
+    """The way to the worker."""
+
+    def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None: ...
+
+    def over(self, number: int) -> None:
+        """The last answer to this request is about to be sent."""
+        ...
+
+    def is_cancelled(self, number: int) -> bool: ...
+
+    def call(self, asked: wire.Asked, inputs: Sequence[Tensor]) -> CallInProgress: ...
+
+    def control(self, control: wire.Control) -> wire.Answer: ...
+
+    @property
+    def model_folder(self) -> str: ...
+
+
+_CHANNEL: list[Channel] = []
+"""The process's one channel. Models reach it through functions of this module, so it cannot be handed to them."""
+
+
+def attach(channel: Channel) -> None:
+    """Called once, by the stub."""
+    _CHANNEL[:] = [channel]
+
+
+def channel() -> Channel:
+    if not _CHANNEL:
+        raise TritonModelException("this works only in a model that a worker runs")
+    return _CHANNEL[0]
+
+
+class LogLevel(IntEnum):
+    INFO = 0
+    WARNING = 1
+    ERROR = 2
+    VERBOSE = 3
+
+
+class Logger:
+    """Writes to the worker's log."""
+
+    INFO = LogLevel.INFO
+    WARNING = LogLevel.WARNING
+    ERROR = LogLevel.ERROR
+    VERBOSE = LogLevel.VERBOSE
+
+    @staticmethod
+    def log(message: str, level: int = LogLevel.INFO) -> None:
+        levels = {LogLevel.WARNING: logging.WARNING, LogLevel.ERROR: logging.ERROR, LogLevel.VERBOSE: logging.DEBUG}
+        channel().send(wire.Log(levels.get(LogLevel(level), logging.INFO), str(message)))
+
+    @staticmethod
+    def log_info(message: str) -> None:
+        Logger.log(message, LogLevel.INFO)
+
+    @staticmethod
+    def log_warn(message: str) -> None:
+        Logger.log(message, LogLevel.WARNING)
+
+    @staticmethod
+    def log_error(message: str) -> None:
+        Logger.log(message, LogLevel.ERROR)
+
+    @staticmethod
+    def log_verbose(message: str) -> None:
+        Logger.log(message, LogLevel.VERBOSE)
+
+
+class ModelConfig:
+    """A configuration as `auto_complete_config` gets it."""
+
+    def __init__(self, config: str) -> None:
+        self._config: dict[str, Any] = json.loads(config)
+
+    def as_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(self._config))  # type: ignore[no-any-return]
+
+    def add_input(self, tensor: Mapping[str, Any]) -> None:
+        self._add("input", tensor)
+
+    def add_output(self, tensor: Mapping[str, Any]) -> None:
+        self._add("output", tensor)
+
+    def set_max_batch_size(self, size: int) -> None:
+        self._config["max_batch_size"] = max(size, self._config.get("max_batch_size") or 0)
+
+    def set_dynamic_batching(self) -> None:
+        for other in ("sequence_batching", "ensemble_scheduling"):
+            if self._config.get(other):
+                raise ValueError(f"the configuration of model '{self._config.get('name')}' has {other} already")
+        self._config.setdefault("dynamic_batching", {})
+
+    def set_model_transaction_policy(self, policy: Mapping[str, bool]) -> None:
+        unknown = sorted(set(policy) - {"decoupled"})
+        if unknown:
+            raise ValueError(f"the transaction policy has no {unknown[0]!r}")
+        given = (self._config.get("model_transaction_policy") or {}).get("decoupled", False)
+        self._config["model_transaction_policy"] = {"decoupled": bool(given or policy.get("decoupled"))}
+
+    def _add(self, kind: str, tensor: Mapping[str, Any]) -> None:
+        unknown = sorted(set(tensor) - {"name", "data_type", "dims", "optional"})
+        if unknown:
+            raise ValueError(f"an {kind} has no property {unknown[0]!r}")
+        if not tensor.get("name"):
+            raise ValueError(f"an {kind} needs a name")
+        for known in self._config.setdefault(kind, []):
+            if known["name"] == tensor["name"]:
+                return self._agree(kind, known, tensor)
+        self._config[kind].append(dict(tensor))
+
+    def _agree(self, kind: str, known: dict[str, Any], tensor: Mapping[str, Any]) -> None:
+        for key in ("data_type", "dims"):
+            given = tensor.get(key)
+            if known.get(key) in (None, [], "TYPE_INVALID"):
+                known[key] = given
+            elif given is not None and _plain(known[key]) != _plain(given):
+                raise ValueError(f"{kind} '{tensor['name']}' has the {key} {known[key]}; the model expects {given}")
+
+
+def _plain(value: Any) -> Any:
+    return [int(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
+    return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
+
+
+def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
+    return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
+
+
+def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    return next((dict(tensor) for tensor in model_config.get("input", ()) if tensor["name"] == name), None)
+
+
+def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    return next((dict(tensor) for tensor in model_config.get("output", ()) if tensor["name"] == name), None)
+
+
+def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) -> bool:
+    return bool((model_config.get("model_transaction_policy") or {}).get("decoupled", False))
+
+
+def triton_string_to_numpy(triton_type_string: str) -> Any:
+    """The numpy type for `TYPE_FP32` and the like."""
+    return TRITON_STRING_TO_NUMPY[triton_type_string]
+
+
+def triton_to_numpy_type(data_type: int) -> Any:
+    """The numpy type for the number that configurations use."""
+    return list(TRITON_STRING_TO_NUMPY.values())[data_type - 1]
+
+
+def numpy_to_triton_type(data_type: Any) -> int:
+    for number, kind in enumerate(TRITON_STRING_TO_NUMPY.values(), start=1):
+        if np.dtype(kind) == np.dtype(data_type):
+            return number
+    raise TritonModelException(f"numpy's {data_type} has no datatype")
+
+
+def serialize_byte_tensor(input_tensor: Array) -> Array | None:
+    """Strings and bytes with their lengths in front, as one array of bytes."""
+    if input_tensor.size == 0:
+        return np.empty([0], dtype=np.object_)
+    if input_tensor.dtype.kind not in "OSU":
+        return None
+    _, raw = wire.pack("", input_tensor)
+    return np.asarray(bytes(raw), dtype=np.object_)
+
+
+def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
+    """The elements of a tensor in the form of `serialize_byte_tensor`, as an array of one dimension."""
+    elements: list[bytes] = []
+    at = 0
+    while at < len(encoded_tensor):
+        (length,) = struct.unpack_from("<I", encoded_tensor, at)
+        elements.append(bytes(encoded_tensor[at + 4 : at + 4 + length]))
+        at += 4 + length
+    array = np.empty(len(elements), dtype=np.object_)
+    array[:] = elements
+    return array
+
+
+def get_model_dir() -> str:
+    """The folder of the model's version."""
+    return channel().model_folder
+
+
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    """Whether another model of this worker can be called."""
+    answer = channel().control(wire.Control(number=0, verb="ready", model=model_name, version=str(model_version)))
+    return answer.error is None and bool(answer.parameters.get("ready"))
+
+
+def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+    """Has this worker load a model of its repository; needs the explicit mode."""
+    _order(wire.Control(number=0, verb="load", model=model_name, config=config, files=dict(files or {})))
+
+
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+    _order(wire.Control(number=0, verb="unload", model=model_name, dependents=unload_dependents))
+
+
+def _order(control: wire.Control) -> None:
+    answer = channel().control(control)
+    if answer.error is not None:
+        raise TritonModelException(answer.error)

@@ -1,0 +1,276 @@
+"""Triton's Python backend: `model.py` with a class TritonPythonModel, each instance in a process of its own.
+
+A process runs one `execute` at a time. When one dies, its requests fail, it is started again, and requests that come while no
+process of the model lives are refused so that they go to another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, Unavailable
+from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.batching import Batch, Batcher
+from dynamo.worker.engine.base import Context
+from dynamo.worker.repository import wire
+from dynamo.worker.repository.batches import batch_policy, rows_of
+from dynamo.worker.repository.execution import Answer, Models, Request, Version, closing
+from dynamo.worker.repository.model_config import ModelInstance, config_from_json, config_to_json, instances_of
+from dynamo.worker.repository.stub_process import Answers, Desk, StubProcess, open_stub, to_code
+
+log = logging.getLogger(__name__)
+
+DEFAULT_FILE = "model.py"
+_SHORTEST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 30.0
+
+
+class PythonBackend:
+    """Loads models for one worker, whose other models they may call by `models`."""
+
+    def __init__(self, models: Models) -> None:
+        self._desk = Desk(partial(_answer_call, models), partial(_answer_control, models))
+
+    async def complete(self, version: Version) -> ModelConfig:
+        file = _file_of(version)
+        stub = await open_stub(version.name, self._desk)
+        try:
+            await stub.start(file, version.folder)
+            completed = await stub.complete(config_to_json(version.config))
+        finally:
+            await stub.end()
+        return config_from_json(completed) if completed else version.config
+
+    async def open(self, version: Version) -> PythonModel:
+        model = PythonModel(version, _file_of(version), self._desk)
+        try:
+            await model.start()
+        except BaseException:
+            await model.close()
+            raise
+        return model
+
+
+def _file_of(version: Version) -> Path:
+    if "EXECUTION_ENV_PATH" in version.config.parameters:
+        raise InvalidRequest("EXECUTION_ENV_PATH is not supported: start a worker with that environment's Python instead")
+    file = version.path / (version.config.default_model_filename or DEFAULT_FILE)
+    if not file.is_file():
+        raise InvalidRequest(f"there is no file {version.version}/{file.name}")
+    return file
+
+
+class PythonModel:
+    """One version of a model, with its processes."""
+
+    def __init__(self, version: Version, file: Path, desk: Desk) -> None:
+        self._version = version
+        self._file = file
+        self._desk = desk
+        self._decoupled = version.config.model_transaction_policy.decoupled
+        self._instances = list(instances_of(version.config))
+        self._idle: asyncio.Queue[StubProcess | None] = asyncio.Queue()
+        """None tells one who waits that no process lives any more."""
+        self._waiting = 0
+        self._alive: set[StubProcess] = set()
+        self._keeping: list[asyncio.Task[None]] = []
+        policy = batch_policy(version.config, len(self._instances))
+        self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
+
+    async def start(self) -> None:
+        """Raises EngineError with what the model raised."""
+        started = await asyncio.gather(*map(self._start, self._instances), return_exceptions=True)
+        stubs = [stub for stub in started if isinstance(stub, StubProcess)]
+        self._alive.update(stubs)
+        for error in started:
+            if isinstance(error, BaseException):
+                raise error
+        for instance, stub in zip(self._instances, stubs, strict=True):
+            self._idle.put_nowait(stub)
+            self._keeping.append(asyncio.create_task(self._keep(instance, stub), name=f"instance {instance.name}"))
+        if self._batcher is not None:
+            self._batcher.start()
+
+    async def close(self) -> None:
+        for task in self._keeping:
+            task.cancel()
+        if self._batcher is not None:
+            await self._batcher.close()
+        await asyncio.gather(*(stub.close() for stub in self._alive), *self._keeping, return_exceptions=True)
+
+    async def _start(self, instance: ModelInstance) -> StubProcess:
+        version = self._version
+        stub = await open_stub(version.name, self._desk)
+        arguments = {
+            "model_config": config_to_json(version.config),
+            "model_instance_kind": instance.kind,
+            "model_instance_name": instance.name,
+            "model_instance_device_id": str(instance.device),
+            "model_repository": str(version.folder),
+            "model_version": version.version,
+            "model_name": version.name,
+        }
+        try:
+            await stub.start(self._file, version.folder)
+            await stub.initialize(arguments, decoupled=self._decoupled)
+        except BaseException:
+            await stub.end()
+            raise
+        return stub
+
+    async def _keep(self, instance: ModelInstance, stub: StubProcess) -> None:
+        """Starts the process again whenever it has ended."""
+        while True:
+            await stub.closed.wait()
+            self._alive.discard(stub)
+            if not self._alive:
+                for _ in range(self._waiting):
+                    self._idle.put_nowait(None)
+            await stub.end()
+            pause_s = _SHORTEST_PAUSE_S
+            while True:
+                log.error("instance %s has died; it is started again in %g s", instance.name, pause_s)
+                await asyncio.sleep(pause_s)
+                try:
+                    stub = await self._start(instance)
+                    break
+                except DynamoError as error:
+                    log.error("instance %s does not start: %s", instance.name, error)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._alive.add(stub)
+            self._idle.put_nowait(stub)
+
+    # Requests
+
+    def run(self, request: Request) -> AsyncIterator[Answer]:
+        if self._batcher is not None:
+            return self._batched(self._batcher, request)
+        return self._single(request)
+
+    async def _batched(self, batcher: Batcher, request: Request) -> AsyncIterator[Answer]:
+        yield await batcher.submit(request.inputs, rows_of(request.inputs), request.context, request.context.version, request)
+
+    async def _execute_batch(self, batch: Batch) -> list[Answer | DynamoError]:
+        """Of each request the answer, or why it failed."""
+        stub = await self._take()
+        start = time.perf_counter_ns()
+        numbers, sinks, over = self._begin(stub, batch.requests)
+        try:
+            await over
+            return [await _only(sink, self._version.name) for sink in sinks]
+        finally:
+            batch.infer_ns = time.perf_counter_ns() - start
+            for number in numbers:
+                stub.forget(number)
+
+    async def _single(self, request: Request) -> AsyncIterator[Answer]:
+        asked = time.perf_counter_ns()
+        stub = await self._take()
+        begun = time.perf_counter_ns()
+        request.context.timings.queue_ns += begun - asked
+        [number], [sink], _ = self._begin(stub, [request])
+        try:
+            async with aclosing(sink.read()) as answers:
+                async for answer in answers:
+                    yield answer
+        finally:
+            request.context.timings.infer_ns += time.perf_counter_ns() - begun
+            stub.forget(number)
+
+    async def _take(self) -> StubProcess:
+        """An instance that has nothing to do."""
+        while True:
+            if not self._alive:
+                raise Unavailable(f"the processes of model '{self._version.name}' have died and are being started again")
+            self._waiting += 1
+            try:
+                stub = await self._idle.get()
+            finally:
+                self._waiting -= 1
+            if stub is not None and stub.is_alive:
+                return stub
+
+    def _begin(self, stub: StubProcess, requests: Sequence[Request]) -> tuple[list[int], list[Answers], asyncio.Future[None]]:
+        """Gives requests to an instance. It is free again when `execute` has returned, whoever still waits by then."""
+        try:
+            begun = stub.execute(requests, self._version.name)
+        except BaseException:
+            self._idle.put_nowait(stub)
+            raise
+        begun[2].add_done_callback(lambda over: self._idle.put_nowait(stub) if stub.is_alive else None)
+        return begun
+
+
+async def _only(sink: Answers, model: str) -> Answer | DynamoError:
+    """The answer of a model that is not decoupled, which has come already or never will."""
+    try:
+        async with aclosing(sink.read()) as answers:
+            async for answer in answers:
+                return answer
+    except DynamoError as error:
+        return error
+    return EngineError(f"model '{model}' gave no answer")
+
+
+# What models ask of their worker
+
+
+async def _answer_call(models: Models, stub: StubProcess, asked: wire.Asked, raws: Sequence[bytes]) -> None:
+    inputs = {head.name: wire.unpack(head, raw) for head, raw in zip(asked.inputs, raws, strict=True)}
+    parameters = dict(asked.parameters)
+    if asked.correlation_id:
+        parameters["sequence_id"] = asked.correlation_id
+    deadline = asyncio.get_running_loop().time() + asked.timeout_us / 1e6 if asked.timeout_us > 0 else None
+    context = Context(asked.request_id, deadline, version=asked.version)
+    request = Request(inputs, context, asked.outputs, parameters)
+    try:
+        async with asyncio.timeout_at(deadline), closing(models.run(asked.model, asked.version, request)) as answers:
+            async for answer in answers:
+                wanted = {name: array for name, array in answer.outputs.items() if name in (asked.outputs or answer.outputs)}
+                packed = [wire.pack(name, array) for name, array in wanted.items()]
+                head = wire.Answer(
+                    number=asked.number,
+                    outputs=tuple(tensor for tensor, _ in packed),
+                    final=False,
+                    parameters=dict(answer.parameters),
+                )
+                stub.send(head, [raw for _, raw in packed])
+        stub.send(wire.Answer(number=asked.number))
+    except TimeoutError:
+        stub.send(wire.Answer(number=asked.number, error="the timeout of the request has passed"))
+    except DynamoError as error:
+        stub.send(wire.Answer(number=asked.number, error=str(error), code=to_code(error)))
+    finally:
+        context.cancelled.set()
+
+
+async def _answer_control(models: Models, stub: StubProcess, control: wire.Control) -> None:
+    parameters: dict[str, wire.Parameter] = {}
+    try:
+        match control.verb:
+            case "ready":
+                parameters["ready"] = _is_ready(models, control)
+            case "load":
+                await models.load(control.model, control.config, control.files)
+            case "unload":
+                await models.unload(control.model, control.dependents)
+            case _:
+                raise InvalidRequest(f"there is no {control.verb!r}")
+    except DynamoError as error:
+        stub.send(wire.Answer(number=control.number, error=str(error), code=to_code(error)))
+    else:
+        stub.send(wire.Answer(number=control.number, parameters=parameters))
+
+
+def _is_ready(models: Models, control: wire.Control) -> bool:
+    try:
+        models.config(control.model, control.version)
+    except ModelNotFound:
+        return False
+    return True

@@ -1,0 +1,152 @@
+"""Where the files of a model come from, when a load request says so, and that they stay where they belong."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+from dynamo.common.errors import Forbidden, InvalidRequest, PayloadTooLarge, Unsupported
+
+log = logging.getLogger(__name__)
+
+MAX_FILES = 10_000
+MAX_PATH_CHARS = 1024
+
+
+def relative_path(text: str) -> PurePosixPath:
+    """A path inside a model's folder. Raises InvalidRequest for one that leads out of it."""
+    path = PurePosixPath(text)
+    parts = text.split("/")
+    if (
+        not text
+        or len(text) > MAX_PATH_CHARS
+        or path.is_absolute()
+        or any(part in ("", ".", "..") for part in parts)
+        or any(ord(character) < 32 or character == "\\" for character in text)
+    ):
+        raise InvalidRequest(f"{text[:200]!r} is no path inside the model's folder")
+    return path
+
+
+@asynccontextmanager
+async def temporary_folder(model: str) -> AsyncIterator[Path]:
+    """A folder for the files of one model, gone with the body."""
+    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="dynamo-model-"))
+    try:
+        inner = folder / model.replace("/", "_")
+        inner.mkdir()
+        yield inner
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+async def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """Raises InvalidRequest for a path that leads out of `folder`."""
+    paths = {relative_path(name): data for name, data in files.items()}
+
+    def write() -> None:
+        for path, data in paths.items():
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+
+    try:
+        await asyncio.to_thread(write)
+    except OSError as error:
+        raise InvalidRequest(f"the files of the request contradict each other: {error.strerror or error}") from error
+
+
+class ModelPaths:
+    """Folders and object-store prefixes below which load requests may name models."""
+
+    def __init__(self, roots: Sequence[str], max_bytes: int) -> None:
+        """`roots`: folders, or URLs such as s3://bucket/models. Raises InvalidRequest for a folder that is not there."""
+        self._max_bytes = max_bytes
+        plain = [_without_file_scheme(root) for root in roots]
+        self._folders = [_existing(root) for root in plain if not _is_url(root)]
+        self._urls = [root.rstrip("/") for root in plain if _is_url(root)]
+
+    async def find(self, path: str) -> Path | str:
+        """The folder, or the URL, that `path` names. Raises Forbidden, InvalidRequest."""
+        if not self._folders and not self._urls:
+            raise Unsupported("model_path is not allowed here: the worker has no --model-path-root")
+        if not path or len(path) > MAX_PATH_CHARS or "\0" in path:
+            raise InvalidRequest("model_path is empty or too long")
+        path = _without_file_scheme(path)
+        return self._url(path) if _is_url(path) else await asyncio.to_thread(self._folder, path)
+
+    async def copy(self, url: str, folder: Path) -> None:
+        """Copies all objects below `url`. Raises InvalidRequest, PayloadTooLarge."""
+        try:
+            await asyncio.to_thread(_copy, url, folder, self._max_bytes)
+        except (InvalidRequest, PayloadTooLarge):
+            raise
+        except ModuleNotFoundError as error:
+            needed = "dynamo-serving[store]" if error.name == "fsspec" else f"the package {error.name}"
+            raise InvalidRequest(f"{urlsplit(url).scheme}:// URLs need another package: install {needed}") from error
+        except Exception as error:  # each store's client has errors of its own
+            log.warning("%s cannot be read", url, exc_info=error)
+            raise InvalidRequest(f"{url} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
+
+    def _folder(self, text: str) -> Path:
+        path = Path(text).resolve()  # follows links: where it really is counts
+        if not any(path.is_relative_to(root) and path != root for root in self._folders):
+            raise Forbidden(f"model_path {text[:200]!r} is not below a --model-path-root")
+        if not path.is_dir():
+            raise InvalidRequest(f"model_path {text[:200]!r} is no folder")
+        return path
+
+    def _url(self, url: str) -> str:
+        url = url.rstrip("/")
+        parts = url.partition("://")[2].split("/")
+        if any(part in ("", ".", "..") for part in parts) or any(character in url for character in "*?[]{}#%\\"):
+            raise InvalidRequest(f"model_path {url[:200]!r} has parts that are not allowed")
+        if "::" in url:
+            raise InvalidRequest("model_path must not chain one store to another")
+        if not any(url.startswith(f"{root}/") for root in self._urls):
+            raise Forbidden(f"model_path {url[:200]!r} is not below a --model-path-root")
+        return url
+
+
+def _without_file_scheme(text: str) -> str:
+    """A folder is checked as one, however it is written."""
+    return text.removeprefix("file://") if text.startswith("file:///") else text
+
+
+def _is_url(text: str) -> bool:
+    return "://" in text
+
+
+def _existing(root: str) -> Path:
+    path = Path(root).expanduser().resolve()
+    if not path.is_dir():
+        raise InvalidRequest(f"--model-path-root {root} is no folder")
+    return path
+
+
+def _copy(url: str, folder: Path, max_bytes: int) -> None:
+    import fsspec
+
+    store, root = fsspec.core.url_to_fs(url)
+    found = store.find(root, detail=True)
+    if not found:
+        raise InvalidRequest(f"there is nothing at {url}")
+    if len(found) > MAX_FILES:
+        raise PayloadTooLarge(f"{url} holds {len(found)} files; at most {MAX_FILES} are allowed")
+    total = sum(int(about.get("size") or 0) for about in found.values())
+    if total > max_bytes:
+        raise PayloadTooLarge(f"{url} holds {total} bytes; --model-path-max-bytes allows {max_bytes}")
+    base = root.strip("/")
+    for name in found:
+        inside = name.strip("/")
+        if not inside.startswith(f"{base}/"):
+            raise InvalidRequest(f"the store listed {name[:200]!r}, which is not below {url}")
+        target = folder / relative_path(inside[len(base) + 1 :])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        store.get_file(name, str(target))

@@ -1,0 +1,304 @@
+"""The process of one instance of a Python-backend model: `python -m dynamo.worker.repository.stub FD`.
+
+The main thread calls the model; another one reads the socket, so that cancellations and answers of other models arrive while
+`execute` runs. The process ends when the worker does: the socket is closed then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import itertools
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from dynamo.worker.repository import pb_utils, wire
+from dynamo.worker.repository.pb_utils import CallInProgress, InferenceRequest, InferenceResponse, InferenceResponseSender, Tensor
+
+
+class Stub:
+    """The socket's end in the model's process. Sending is for any thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.orders: SimpleQueue[tuple[wire.Message, list[bytearray]]] = SimpleQueue()
+        """What the main thread is to do."""
+        self.model_folder = ""
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, CallInProgress] = {}
+        self._questions: dict[int, Future[wire.Answer]] = {}
+        self._open: set[int] = set()
+        self._cancelled: set[int] = set()
+
+    # Channel
+
+    def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
+        pieces = wire.encode(message, buffers)
+        with self._sending:
+            for piece in pieces:
+                self._connection.sendall(piece)
+
+    def opened(self, number: int) -> None:
+        with self._lock:
+            self._open.add(number)
+
+    def over(self, number: int) -> None:
+        with self._lock:
+            self._open.discard(number)
+            self._cancelled.discard(number)
+
+    def is_cancelled(self, number: int) -> bool:
+        return number in self._cancelled
+
+    def call(self, asked: wire.Asked, inputs: Sequence[Tensor]) -> CallInProgress:
+        number = next(self._numbers)
+
+        def cancel() -> None:
+            with self._lock:
+                self._calls.pop(number, None)
+            self.send(wire.Cancel(number))
+
+        packed = [wire.pack(tensor.name(), tensor.as_numpy()) for tensor in inputs]
+        progress = CallInProgress(cancel)
+        with self._lock:
+            self._calls[number] = progress
+        asked = msgspec.structs.replace(asked, number=number, inputs=tuple(head for head, _ in packed))
+        self.send(wire.Call(asked), [raw for _, raw in packed])
+        return progress
+
+    def control(self, control: wire.Control) -> wire.Answer:
+        number = next(self._numbers)
+        question: Future[wire.Answer] = Future()
+        with self._lock:
+            self._questions[number] = question
+        self.send(msgspec.structs.replace(control, number=number))
+        return question.result()
+
+    # Reading
+
+    def read_all(self) -> None:
+        """Until the worker closes the socket; then the process ends, whatever the model is doing."""
+        try:
+            while True:
+                message, raws = self._read()
+                match message:
+                    case wire.Cancel():
+                        with self._lock:
+                            if message.number in self._open:
+                                self._cancelled.add(message.number)
+                    case wire.Answer():
+                        self._answered(message, raws)
+                    case _:
+                        if isinstance(message, wire.Execute):
+                            for asked in message.requests:
+                                self.opened(asked.number)
+                        self.orders.put((message, raws))
+        except (EOFError, OSError):
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    def _answered(self, answer: wire.Answer, raws: list[bytearray]) -> None:
+        with self._lock:
+            question = self._questions.pop(answer.number, None)
+            call = self._calls.pop(answer.number, None) if answer.final else self._calls.get(answer.number)
+        if question is not None:
+            question.set_result(answer)
+        elif call is not None:
+            call.add(answer, _to_tensors(answer.outputs, raws))
+
+    def _read(self) -> tuple[wire.Message, list[bytearray]]:
+        (length,) = wire.LENGTH.unpack(self._exactly(wire.LENGTH.size))
+        message = wire.decode(self._exactly(length))
+        return message, [self._exactly(tensor.size) for tensor in wire.tensors_of(message)]
+
+    def _exactly(self, size: int) -> bytearray:
+        data = bytearray(size)
+        view, at = memoryview(data), 0
+        while at < size:
+            count = self._connection.recv_into(view[at:])
+            if not count:
+                raise EOFError
+            at += count
+        return data
+
+
+def _to_tensors(heads: Sequence[wire.Tensor], raws: Sequence[bytearray]) -> list[Tensor]:
+    return [Tensor(head.name, wire.unpack(head, raw)) for head, raw in zip(heads, raws, strict=True)]
+
+
+class ModelProcess:
+    """Does what the worker orders, on the main thread."""
+
+    def __init__(self, stub: Stub) -> None:
+        self._stub = stub
+        self._class: Any = None
+        self._model: Any = None
+        self._decoupled = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Runs an `async` execute; made when there is one."""
+
+    def run(self) -> None:
+        while True:
+            order, raws = self._stub.orders.get()
+            match order:
+                case wire.Start():
+                    self._answer(partial(self._start, order))
+                case wire.Complete():
+                    self._answer(partial(self._complete, order.config))
+                case wire.Initialize():
+                    self._answer(partial(self._initialize, order))
+                case wire.Execute():
+                    self._execute(order, raws)
+                case wire.Finalize():
+                    self._answer(self._finalize)
+                case _:
+                    raise RuntimeError(f"the worker sent a {type(order).__name__}")
+
+    def _answer(self, step: Callable[[], str | None]) -> None:
+        try:
+            ready = wire.Ready(config=step() or "")
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            ready = wire.Ready(error=_text(error))
+        self._stub.send(ready)
+
+    def _start(self, order: wire.Start) -> None:
+        self._stub.model_folder = os.path.dirname(order.file)
+        sys.path[:0] = order.paths
+        spec = importlib.util.spec_from_file_location("model", order.file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{order.file} is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["model"] = module
+        spec.loader.exec_module(module)
+        self._class = getattr(module, "TritonPythonModel", None)
+        if self._class is None:
+            raise ImportError(f"{order.file} has no class TritonPythonModel")
+        if not callable(getattr(self._class, "execute", None)):
+            raise ImportError(f"TritonPythonModel of {order.file} has no method execute")
+
+    def _complete(self, config: str) -> str:
+        hook = getattr(self._class, "auto_complete_config", None)
+        if hook is None:
+            return ""
+        given = pb_utils.ModelConfig(config)
+        completed = hook(given)
+        return msgspec.json.encode((completed if completed is not None else given).as_dict()).decode()
+
+    def _initialize(self, order: wire.Initialize) -> None:
+        self._model = self._class()
+        self._decoupled = order.decoupled
+        if hasattr(self._model, "initialize"):
+            self._model.initialize(dict(order.arguments))
+
+    def _finalize(self) -> None:
+        if self._model is not None and hasattr(self._model, "finalize"):
+            self._model.finalize()
+
+    # Requests
+
+    def _execute(self, order: wire.Execute, raws: Sequence[bytearray]) -> None:
+        requests, senders = [], []
+        at = 0
+        for asked in order.requests:
+            count = len(asked.inputs)
+            sender = InferenceResponseSender(asked.number, self._stub)
+            senders.append(sender)
+            requests.append(InferenceRequest.arrived(asked, _to_tensors(asked.inputs, raws[at : at + count]), sender))
+            at += count
+        try:
+            returned = self._model.execute(requests)
+        except (Exception, SystemExit) as error:
+            return self._failed(order.number, senders, error)
+        if inspect.isawaitable(returned):
+            self._follow(order.number, senders, returned)
+        else:
+            self._returned(order.number, senders, returned)
+
+    def _follow(self, number: int, senders: Sequence[InferenceResponseSender], work: Any) -> None:
+        """An `async` execute. That of a decoupled model goes on beside the next one."""
+
+        async def run() -> None:
+            try:
+                returned = await work
+            except (Exception, SystemExit) as error:
+                self._failed(number, senders, error)
+            else:
+                self._returned(number, senders, returned)
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._event_loop())
+        if self._decoupled:
+            self._stub.send(wire.Done(number))
+        else:
+            future.result()
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="execute", daemon=True).start()
+        return self._loop
+
+    def _returned(self, number: int, senders: Sequence[InferenceResponseSender], returned: Any) -> None:
+        try:
+            self._send_returned(senders, returned)
+        except Exception as error:
+            return self._failed(number, senders, error)
+        self._stub.send(wire.Done(number))
+
+    def _send_returned(self, senders: Sequence[InferenceResponseSender], returned: Any) -> None:
+        if returned is None and (self._decoupled or all(sender.taken for sender in senders)):
+            return
+        if self._decoupled:
+            raise pb_utils.TritonModelException("execute of a decoupled model must return None and use response senders")
+        if not isinstance(returned, list | tuple) or len(returned) != len(senders):
+            what = f"{len(returned)} responses" if isinstance(returned, list | tuple) else f"a {type(returned).__name__}"
+            raise pb_utils.TritonModelException(f"execute returned {what} for {len(senders)} requests")
+        for sender, response in zip(senders, returned, strict=True):
+            if response is None and sender.taken:
+                continue
+            if not isinstance(response, InferenceResponse):
+                raise pb_utils.TritonModelException(
+                    f"execute returned a {type(response).__name__} instead of an InferenceResponse"
+                )
+            sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _failed(self, number: int, senders: Sequence[InferenceResponseSender], error: BaseException) -> None:
+        traceback.print_exception(error)
+        for sender in senders:
+            sender.fail(_text(error))
+        self._stub.send(wire.Done(number, _text(error)))
+
+
+def _text(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the worker, which lets requests finish
+    stub = Stub(socket.socket(fileno=int(sys.argv[1])))
+    pb_utils.attach(stub)
+    for name in ("triton_python_backend_utils", "c_python_backend_utils"):
+        sys.modules[name] = pb_utils
+    threading.Thread(target=stub.read_all, name="worker", daemon=True).start()
+    ModelProcess(stub).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""The worker's side of one instance of a Python-backend model: a process, and the messages to and from it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo.common.errors import (
+    Cancelled,
+    Code,
+    DynamoError,
+    EngineError,
+    InvalidRequest,
+    ModelNotFound,
+    Unavailable,
+    Unsupported,
+)
+from dynamo.worker.repository import wire
+from dynamo.worker.repository.execution import Answer, Request
+from dynamo.worker.repository.pb_utils import TritonError
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD = 256
+"""Answers of one request that wait for a slow caller. Past it the process is not listened to until there is room."""
+_FINALIZE_S = 30.0
+_MODULE = "dynamo.worker.repository.stub"
+
+_TO_CODE = {
+    Code.INVALID_REQUEST: TritonError.INVALID_ARG,
+    Code.PAYLOAD_TOO_LARGE: TritonError.INVALID_ARG,
+    Code.NOT_FOUND: TritonError.NOT_FOUND,
+    Code.UNSUPPORTED: TritonError.UNSUPPORTED,
+    Code.OVERLOADED: TritonError.UNAVAILABLE,
+    Code.UNAVAILABLE: TritonError.UNAVAILABLE,
+    Code.CANCELLED: TritonError.CANCELLED,
+}
+
+
+def to_error(text: str, code: int) -> DynamoError:
+    """What a model's TritonError is to callers."""
+    match code:
+        case TritonError.INVALID_ARG | TritonError.ALREADY_EXISTS:
+            return InvalidRequest(text)
+        case TritonError.NOT_FOUND:
+            error = ModelNotFound("")
+            error.args = (text,)
+            return error
+        case TritonError.UNAVAILABLE:
+            return Unavailable(text, retryable=False)
+        case TritonError.UNSUPPORTED:
+            return Unsupported(text)
+        case TritonError.CANCELLED:
+            return Cancelled(text)
+        case _:
+            return EngineError(text)
+
+
+def to_code(error: DynamoError) -> int:
+    """The other way round."""
+    return _TO_CODE.get(error.code, TritonError.INTERNAL)
+
+
+class Answers:
+    """What came for one request. Read by its caller, filled by the process."""
+
+    def __init__(self) -> None:
+        self._found: deque[Answer | DynamoError | None] = deque()
+        """None: the end."""
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
+        self._closed = False
+
+    def add(self, answer: Answer | DynamoError | None) -> None:
+        if not self._closed:
+            self._found.append(answer)
+            self._news.set()
+
+    async def room(self) -> None:
+        """Returns when another answer may be read from the process."""
+        while len(self._found) >= MAX_UNREAD and not self._closed:
+            self._room.clear()
+            await self._room.wait()
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._closed = True
+        self._found.clear()
+        self._room.set()
+
+    async def read(self) -> AsyncGenerator[Answer, None]:
+        """Raises the error that ended the request."""
+        while True:
+            while not self._found:
+                self._news.clear()
+                await self._news.wait()
+            answer = self._found.popleft()
+            self._room.set()
+            if answer is None:
+                return
+            if isinstance(answer, DynamoError):
+                raise answer
+            yield answer
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """Who sees to what a model asks of its worker. Both are run as tasks, and end with the process."""
+
+    call: Callable[[StubProcess, wire.Asked, Sequence[bytes]], Awaitable[None]]
+    control: Callable[[StubProcess, wire.Control], Awaitable[None]]
+
+
+class StubProcess:
+    """Use `open_stub`; `closed` is set when the process has ended."""
+
+    def __init__(
+        self,
+        name: str,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        desk: Desk,
+    ) -> None:
+        self.closed = asyncio.Event()
+        self._name = name
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._desk = desk
+        self._numbers = itertools.count(1)
+        self._ready: asyncio.Future[wire.Ready] | None = None
+        self._answers: dict[int, Answers] = {}
+        self._executions: dict[int, asyncio.Future[None]] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._reading = asyncio.create_task(self._read_all(), name=f"stub of {name}")
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.closed.is_set()
+
+    # Orders
+
+    async def start(self, file: Path, folder: Path) -> None:
+        """Loads the model's code. Raises EngineError with what it raised."""
+        await self._order(wire.Start(str(file), (str(file.parent), str(folder))))
+
+    async def complete(self, config: str) -> str:
+        """The configuration as `auto_complete_config` leaves it; empty if the model has no such method."""
+        return (await self._order(wire.Complete(config))).config
+
+    async def initialize(self, arguments: dict[str, str], *, decoupled: bool) -> None:
+        await self._order(wire.Initialize(arguments, decoupled))
+
+    async def close(self) -> None:
+        """Lets the model finalize, if it does so in time, and ends the process."""
+        if self.is_alive:
+            try:
+                async with asyncio.timeout(_FINALIZE_S):
+                    await self._order(wire.Finalize())
+            except (DynamoError, TimeoutError) as error:
+                log.warning("model '%s' did not finalize: %s", self._name, str(error) or "it took too long")
+        await self.end()
+
+    async def end(self) -> None:
+        """Ends the process now."""
+        self._reading.cancel()
+        await asyncio.wait((self._reading,))
+        self._writer.close()
+        self._process.kill()  # nothing happens if it has ended
+        await asyncio.to_thread(self._process.wait)
+
+    async def _order(self, order: wire.Message) -> wire.Ready:
+        if not self.is_alive:
+            raise EngineError(f"the process of model '{self._name}' has ended")
+        ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
+        self._ready = ready
+        self.send(order)
+        found = await ready
+        if found.error:
+            raise EngineError(found.error)
+        return found
+
+    # Requests
+
+    def execute(self, requests: Sequence[Request], model: str) -> tuple[list[int], list[Answers], asyncio.Future[None]]:
+        """Hands requests to one call of `execute`: their numbers, what will come for each, and when the call is over."""
+        if not self.is_alive:
+            raise Unavailable(f"the process of model '{self._name}' has just ended")
+        asked, buffers, sinks = [], [], []
+        for request in requests:
+            head, raws = _to_wire(next(self._numbers), request, model)
+            asked.append(head)
+            buffers += raws
+            sinks.append(Answers())
+        for head, sink in zip(asked, sinks, strict=True):
+            self._answers[head.number] = sink
+        execution = next(self._numbers)
+        over = self._executions[execution] = asyncio.get_running_loop().create_future()
+        self.send(wire.Execute(execution, tuple(asked)), buffers)
+        return [head.number for head in asked], sinks, over
+
+    def forget(self, number: int) -> None:
+        """Nobody waits for this request any more. If it is not over, the model may notice."""
+        sink = self._answers.pop(number, None)
+        if sink is not None:
+            sink.close()
+            if self.is_alive:
+                self.send(wire.Cancel(number))
+
+    def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
+        if self.is_alive:
+            self._writer.writelines(wire.encode(message, buffers))
+
+    # Reading
+
+    async def _read_all(self) -> None:
+        why = "has ended"
+        try:
+            while True:
+                await self._take(*await self._read())
+        except (asyncio.IncompleteReadError, ConnectionError):
+            status = await asyncio.to_thread(self._process.wait)
+            why = f"has ended with status {status}"
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            why = f"sent what cannot be read: {error}"
+            log.exception("the process of model '%s' %s", self._name, why)
+        finally:
+            self._over(why)
+
+    async def _read(self) -> tuple[wire.Message, list[bytes]]:
+        (length,) = wire.LENGTH.unpack(await self._reader.readexactly(wire.LENGTH.size))
+        message = wire.decode(await self._reader.readexactly(length))
+        return message, [await self._reader.readexactly(tensor.size) for tensor in wire.tensors_of(message)]
+
+    async def _take(self, message: wire.Message, raws: list[bytes]) -> None:
+        match message:
+            case wire.Answer():
+                await self._answered(message, raws)
+            case wire.Done():
+                over = self._executions.pop(message.number, None)
+                if over is not None and not over.done():
+                    over.set_result(None)
+            case wire.Ready():
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(message)
+            case wire.Call():
+                self._begin(message.request.number, self._desk.call(self, message.request, raws))
+            case wire.Control():
+                self._begin(message.number, self._desk.control(self, message))
+            case wire.Cancel():
+                task = self._calls.get(message.number)
+                if task is not None:
+                    task.cancel()
+            case wire.Log():
+                log.log(message.level, "%s: %s", self._name, message.text)
+            case _:
+                raise ValueError(f"it sent a {type(message).__name__}")
+
+    async def _answered(self, answer: wire.Answer, raws: list[bytes]) -> None:
+        sink = self._answers.get(answer.number)
+        if sink is None:
+            return
+        await sink.room()
+        if answer.error is not None:
+            sink.add(to_error(answer.error, answer.code))
+        elif answer.outputs or not answer.final:
+            sink.add(Answer(_to_arrays(answer.outputs, raws), answer.parameters))
+        if answer.final:
+            self._answers.pop(answer.number, None)
+            sink.add(None)
+
+    def _begin(self, number: int, work: Awaitable[None]) -> None:
+        async def run() -> None:
+            try:
+                await work
+            finally:
+                self._calls.pop(number, None)
+
+        self._calls[number] = asyncio.create_task(run(), name=f"a call of model '{self._name}'")
+
+    def _over(self, why: str) -> None:
+        self.closed.set()
+        text = f"the process of model '{self._name}' {why}"
+        for sink in self._answers.values():
+            sink.add(EngineError(text))
+        self._answers.clear()
+        for over in self._executions.values():
+            if not over.done():
+                over.set_result(None)
+        self._executions.clear()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(wire.Ready(error=text))
+        for task in self._calls.values():
+            task.cancel()
+
+
+def _to_wire(number: int, request: Request, model: str) -> tuple[wire.Asked, list[wire.Buffer]]:
+    packed = [wire.pack(name, array) for name, array in request.inputs.items()]
+    parameters = dict(request.parameters)
+    correlation_id = parameters.pop("sequence_id", 0)
+    flags = int(bool(parameters.pop("sequence_start", False))) | 2 * int(bool(parameters.pop("sequence_end", False)))
+    asked = wire.Asked(
+        number=number,
+        model=model,
+        version=request.context.version,
+        request_id=request.context.request_id,
+        correlation_id=correlation_id if isinstance(correlation_id, int | str) else 0,
+        flags=flags,
+        priority=_whole(parameters.pop("priority", 0)),
+        timeout_us=_whole(parameters.pop("timeout", 0)),
+        parameters=parameters,
+        outputs=tuple(request.outputs),
+        inputs=tuple(head for head, _ in packed),
+    )
+    return asked, [raw for _, raw in packed]
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _to_arrays(heads: Sequence[wire.Tensor], raws: Sequence[bytes]) -> dict[str, wire.Array]:
+    return {head.name: wire.unpack(head, raw) for head, raw in zip(heads, raws, strict=True)}
+
+
+async def open_stub(name: str, desk: Desk) -> StubProcess:
+    """A process for one instance of the model `name`, without the model in it yet."""
+    ours, theirs = socket.socketpair()
+    try:
+        # Not by asyncio, whose loop forks: the fork handlers of gRPC crash a process that has other threads. Popen does not.
+        process = subprocess.Popen(  # noqa: ASYNC220
+            [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # Ctrl-C is for the worker, which lets requests finish first
+        )
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1024 * 1024)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return StubProcess(name, process, reader, writer, desk)

@@ -1,0 +1,224 @@
+"""What a worker and the process of a Python-backend model say to each other, over a socket of their own.
+
+A message is a little-endian u32 length, a msgpack head, and then the tensors that the head names, in order. This module is
+imported by the model's process too, which may hold any libraries in any versions: numpy and msgspec are all it needs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Parameter: TypeAlias = bool | int | float | str
+
+LENGTH = struct.Struct("<I")
+MAX_HEAD_BYTES = 64 * 2**20
+
+NUMPY: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype("?"),
+    "UINT8": np.dtype("<u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype("<i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+    "BYTES": np.dtype("O"),
+}
+_DATATYPES = {dtype: name for name, dtype in NUMPY.items()}
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor whose `size` bytes follow the head."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One inference request."""
+
+    number: int
+    """The worker's own for a request, the model's own for a call of another model."""
+    model: str = ""
+    version: str = ""
+    request_id: str = ""
+    correlation_id: int | str = 0
+    flags: int = 0
+    priority: int = 0
+    timeout_us: int = 0
+    parameters: dict[str, Parameter] = {}
+    outputs: tuple[str, ...] = ()
+    inputs: tuple[Tensor, ...] = ()
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """To the model: where its code lies. Answered with Ready."""
+
+    file: str
+    paths: tuple[str, ...]
+
+
+class Complete(msgspec.Struct, frozen=True, tag=True):
+    """To the model: complete this configuration. Answered with Ready."""
+
+    config: str
+
+
+class Initialize(msgspec.Struct, frozen=True, tag=True):
+    """To the model, with the arguments of its `initialize`. Answered with Ready."""
+
+    arguments: dict[str, str]
+    decoupled: bool
+
+
+class Execute(msgspec.Struct, frozen=True, tag=True):
+    """To the model: requests for one call of `execute`. Answered with an Answer for each, and Done."""
+
+    number: int
+    requests: tuple[Asked, ...]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """To the model: nobody waits for this request any more. From it: for this call."""
+
+    number: int
+
+
+class Finalize(msgspec.Struct, frozen=True, tag=True):
+    """To the model: the end. Answered with Ready."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From the model: done, or why not."""
+
+    config: str = ""
+    error: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+    """From the model to a request, and to the model for its call of another one."""
+
+    number: int
+    outputs: tuple[Tensor, ...] = ()
+    error: str | None = None
+    code: int = 0
+    final: bool = True
+    parameters: dict[str, Parameter] = {}
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """From the model: `execute` has returned, or raised."""
+
+    number: int
+    error: str = ""
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """From the model: another model of the worker is to answer this."""
+
+    request: Asked
+
+
+class Control(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+    """From the model: a question about, or an order to, the repository; answered with Answer."""
+
+    number: int
+    verb: str
+    """`ready`, `load` or `unload`."""
+    model: str
+    version: str = ""
+    config: str = ""
+    files: dict[str, bytes] = {}
+    dependents: bool = False
+
+
+class Log(msgspec.Struct, frozen=True, tag=True):
+    level: int
+    """Of the module `logging`."""
+    text: str
+
+
+Message: TypeAlias = Start | Complete | Initialize | Execute | Cancel | Finalize | Ready | Answer | Done | Call | Control | Log
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message, buffers: Iterable[Buffer] = ()) -> list[Buffer]:
+    """The pieces of a message, to be written in one go."""
+    head = _ENCODER.encode(message)
+    return [LENGTH.pack(len(head)), head, *buffers]
+
+
+def decode(head: Buffer) -> Message:
+    """Raises msgspec.MsgspecError."""
+    return _DECODER.decode(head)
+
+
+def tensors_of(message: Message) -> Sequence[Tensor]:
+    """Those that follow the head, in order."""
+    match message:
+        case Execute():
+            return [tensor for request in message.requests for tensor in request.inputs]
+        case Call():
+            return message.request.inputs
+        case Answer():
+            return message.outputs
+        case _:
+            return ()
+
+
+def pack(name: str, array: Array) -> tuple[Tensor, Buffer]:
+    """A tensor and its bytes, which are the array's own where possible. Raises ValueError for a dtype that has no datatype."""
+    if array.dtype.kind in "OSU":
+        datatype: str = "BYTES"
+        raw: Buffer = _encode_bytes(array)
+    else:
+        found = _DATATYPES.get(array.dtype.newbyteorder("<") if array.dtype.itemsize > 1 else array.dtype)
+        if found is None:
+            raise ValueError(f"tensor '{name}' is an array of {array.dtype}, for which there is no datatype")
+        datatype = found
+        ready = np.ascontiguousarray(array, NUMPY[found])
+        raw = ready.reshape(-1).view(np.uint8).data if ready.size else b""
+    return Tensor(name, datatype, tuple(array.shape), len(raw)), raw
+
+
+def unpack(tensor: Tensor, raw: Buffer) -> Array:
+    """An array of the tensor's shape; writable if `raw` is. BYTES become an object array of `bytes`."""
+    if tensor.datatype == "BYTES":
+        return _decode_bytes(raw, tensor.shape)
+    return np.frombuffer(raw, NUMPY[tensor.datatype]).reshape(tensor.shape)
+
+
+def _encode_bytes(array: Array) -> bytes:
+    parts: list[bytes] = []
+    for element in array.reshape(-1).tolist():
+        data = element if isinstance(element, bytes) else str(element).encode()
+        parts += (LENGTH.pack(len(data)), data)
+    return b"".join(parts)
+
+
+def _decode_bytes(raw: Buffer, shape: tuple[int, ...]) -> Array:
+    elements: list[bytes] = []
+    view, at = memoryview(raw), 0
+    while at < len(view):
+        (length,) = LENGTH.unpack_from(view, at)
+        at += LENGTH.size
+        elements.append(bytes(view[at : at + length]))
+        at += length
+    array = np.empty(len(elements), object)
+    array[:] = elements
+    return array.reshape(shape)
