@@ -6,7 +6,7 @@ WHAT is a benchmark's name, each with flags of its own (`make bench FLAGS="http 
 import runpy
 import sys
 
-NAMES = ("kserve", "http", "router_trace", "router_scale", "soak")
+NAMES = ("kserve", "http", "router_trace", "router_scale", "router_peer", "soak")
 
 
 def main(arguments: list[str]) -> None:

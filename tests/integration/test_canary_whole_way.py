@@ -26,7 +26,7 @@ async def left_out(http: httpx2.AsyncClient, count: int, within_s: float = 20.0)
 async def test_no_request_meets_an_idle_instance_that_froze(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
-    flags = ("--canary-wait", "0.3", "--canary-timeout", "1")
+    flags = ("--canary-wait", "0.5", "--canary-timeout", "2")
     async with (
         worker(etcd_server, nats_server, namespace, "--model", "sim") as frozen,
         worker(etcd_server, nats_server, namespace, "--model", "sim") as other,

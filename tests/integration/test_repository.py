@@ -112,8 +112,10 @@ async def test_tritons_clients_load_and_unload(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:
     shutil.copytree(EXAMPLES, tmp_path / "models")
+    python_model(tmp_path / "root", "elsewhere")
+    flags = ("--model-repository", str(tmp_path / "models"), "--model-path-root", str(tmp_path / "root"))
     async with (
-        worker(etcd_server, nats_server, namespace, "--model-repository", str(tmp_path / "models"), *EXPLICIT) as serving,
+        worker(etcd_server, nats_server, namespace, *flags, *EXPLICIT) as serving,
         frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
     ):
         await serving.logged("as instance")
@@ -122,6 +124,11 @@ async def test_tritons_clients_load_and_unload(
             async with asyncio.timeout(30):
                 await channel.channel_ready()
             await indexed(client, "digits", ("UNAVAILABLE", "not loaded"))
+            await client.load("named", model_path=f"{tmp_path}/root/elsewhere")
+            assert await client.infer("named", 3.0) == [6.0]
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client.load("named", model_path=f"{tmp_path}/root/../models/digits")
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
         target, port = front.grpc_target, str(front.http_port)
         no_problems(await run_client("repository_client", "control", target, port, str(tmp_path / "models")), 10)
 
@@ -223,3 +230,35 @@ async def test_a_worker_that_cannot_load_its_repository_says_so_and_does_not_sta
     assert status == 2 and "nowhere cannot be read" in said
     status, said = await start("--model-repository", str(tmp_path), "--load-model", "x")
     assert status == 2 and "--load-model needs --model-control-mode explicit" in said
+
+
+@pytest.mark.timeout(60)
+async def test_a_worker_that_is_killed_leaves_no_processes(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    code = (
+        SLOW + "    def initialize(self, args):\n        open(args['model_repository'] + '/pid', 'w').write(str(os.getpid()))\n"
+    )
+    folder = python_model(tmp_path, "slow", code)
+    async with (
+        worker(etcd_server, nats_server, namespace, "--model-repository", str(tmp_path)) as serving,
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        connect(front) as channel,
+    ):
+        await front.serves("slow")
+        open_request = asyncio.create_task(Client(channel).infer("slow"))
+        await becomes_true(lambda: list(folder.glob("begun-*")))
+        pid = int((folder / "pid").read_text())
+        assert Path(f"/proc/{pid}").exists()
+        serving.process.kill()
+        await becomes_true(lambda: not is_alive(pid))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await open_request
+
+
+def is_alive(pid: int) -> bool:
+    """A process that nobody has waited for is dead all the same."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False

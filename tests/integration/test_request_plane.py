@@ -274,6 +274,29 @@ async def test_a_silent_but_living_request_is_waited_for(nats_server: NatsServer
         assert stream.trailer == b"released"
 
 
+async def test_asking_after_a_silent_request_harms_no_younger_one(nats_server: NatsServer) -> None:
+    held = Held()
+    silent = replace(QUICK, beat_s=60)
+    async with plane(nats_server.url, {"held": held}, client=QUICK, server=silent) as p:
+        streams = [p.open("held")]
+        await held.started.wait()
+        asked: list[frames.Known] = []
+        hear = p.client._on_known
+
+        def on_known(subject: str, frame: frames.Known) -> None:
+            asked.append(frame)
+            hear(subject, frame)
+
+        p.client._on_known = on_known  # type: ignore[method-assign]
+        async with asyncio.timeout(10):
+            while len(asked) < 3:  # at each question some are old enough to be asked after, and some are not
+                streams.append(p.open("held"))
+                await asyncio.sleep(QUICK.probe_after_s / 10)
+        assert any(len(frame.streams) < len(streams) - 1 for frame in asked)
+        held.release.set()
+        assert [bytes(await stream.result()) for stream in streams] == [b"released"] * len(streams)
+
+
 async def test_a_lost_answer_is_noticed_by_its_gap(nats_server: NatsServer) -> None:
     async def skip_one(request: Incoming) -> None:
         request.send_nowait(b"0")

@@ -1,11 +1,11 @@
-"""What single requests, sessions and operators may say about routing: real etcd and nats-server, simulated engines, real clients."""
+"""What requests, sessions and operators may say about routing: real etcd and nats-server, simulated engines, real clients."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,8 +26,11 @@ from dynamo.frontend.config import (
     RouterMode,
     RouterOptions,
 )
+from dynamo.frontend.router.affinity import SessionRouter
+from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.explain import ExplainingRouter
 from dynamo.frontend.router.kv import KvRouter
+from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.protos import inference_pb2 as pb
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import WorkerConfig
@@ -85,8 +88,9 @@ class Door:
         body = {"model": "sim", "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
         async with self.http.stream("POST", "/v1/completions", json=body, headers={"x-dynamo-instance": instance}) as answer:
             assert answer.status_code == 200
-            await anext(answer.aiter_bytes())
-            yield
+            async with aclosing(answer.aiter_lines()) as lines:  # its end would be that of the answer
+                await anext(lines)
+                yield
 
     async def thresholds(self) -> dict[str, Any]:
         answer = await self.http.get("/busy_threshold")
@@ -120,7 +124,7 @@ class Deployment:
 
     async def add_door(self, router: RouterOptions, **options: Any) -> Door:
         config = FrontendConfig(namespace=self.namespace, router=router, settle_s=0, drain_timeout_s=1, **self.links)
-        config = replace(config, http=HttpOptions(port=0), grpc=GrpcOptions(enabled=True, port=0), **options)
+        config = replace(config, **{"http": HttpOptions(port=0), "grpc": GrpcOptions(enabled=True, port=0), **options})
         frontend = await self.stack.enter_async_context(serve_frontend(config))
         http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{frontend.http_port}", timeout=20)
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{frontend.grpc_port}")
@@ -139,6 +143,19 @@ async def deployment(etcd: EtcdServer, nats: NatsServer, namespace: str, workers
         for _ in range(workers):
             await found.add_worker(stack)
         yield found
+
+
+def router_inside(door: Door) -> Router:
+    """The one that is neither there to measure nor to explain."""
+    measured = door.frontend.plane._dispatcher._router
+    assert isinstance(measured, MeasuredRouter) and isinstance(measured.inner, ExplainingRouter)
+    return measured.inner.inner
+
+
+def sessions_of(door: Door) -> SessionRouter:
+    router = router_inside(door)
+    assert isinstance(router, SessionRouter)
+    return router
 
 
 async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
@@ -177,31 +194,33 @@ async def test_router_settings_of_one_request_change_its_costs_and_no_others(
     async with deployment(etcd_server, nats_server, namespace) as d:
         door = await d.add_door(replace(KV, speculative_ttl_s=0))
         cached = await door.instance()
-        router = door.frontend.plane._dispatcher._router
-        assert isinstance(router, ExplainingRouter)
-        kv = router.inner
+        kv = router_inside(door)
         assert isinstance(kv, KvRouter)
         await until(lambda: kv.index("sim").held(next(w.instance for w in d.workers if f"{w.instance:x}" == cached)))
 
-        async def costs(*metadata: tuple[str, str]) -> dict[str, float]:
-            (decision,) = await door.infer(("x-dynamo-explain", "true"), *metadata)
-            return {each["instance"]: each["cost"] for each in decision["candidates"]}
+        async def by_grpc(*metadata: tuple[str, str]) -> float:
+            # Pinned, so that the prompt stays cached there alone.
+            return gap(await door.infer(("x-dynamo-explain", "true"), ("x-dynamo-instance", cached), *metadata))
 
-        def gap(found: dict[str, float]) -> float:
-            return next(cost for name, cost in found.items() if name != cached) - found[cached]
+        async def by_http(headers: dict[str, str], **fields: Any) -> float:
+            headers = {"x-dynamo-explain": "true", "x-dynamo-instance": cached, **headers}
+            return gap(json.loads((await door.complete(headers=headers, **fields)).headers["x-dynamo-explain"]))
+
+        def gap(decisions: list[dict[str, Any]]) -> float:
+            """How much less it costs where the prompt is cached."""
+            found = {each["instance"]: each["cost"] for each in decisions[0]["candidates"]}
+            return sum(found.values()) - 2 * found[cached]
 
         async with door.holding(cached):  # so that it costs more where the prompt is cached, if that counts for nothing
-            usual = await costs()
-            assert gap(usual) > 0
-            assert gap(await costs(("x-dynamo-overlap-score-weight", "0"))) < 0
-            assert gap(await costs(("x-dynamo-overlap-score-credit", "100"))) > 10 * gap(usual)
-            assert gap(await costs(("x-dynamo-prefill-load-scale", "0"))) < 0
-            assert await door.instance(nvext={"router": {"overlap_score_weight": 0}}) != cached
-            kv.removed(next(w.instance for w in d.workers if f"{w.instance:x}" != cached))  # forget what that one cached by now
-            assert (
-                await door.instance(headers={"x-dynamo-overlap-score-weight": "4"}, nvext={"router": {"overlap_score_weight": 0}})
-                == cached
-            )
+            usual = await by_grpc()
+            assert usual > 0
+            assert await by_grpc(("x-dynamo-overlap-score-weight", "0")) < 0
+            assert await by_grpc(("x-dynamo-overlap-score-credit", "100")) > 10 * usual
+            assert await by_grpc(("x-dynamo-prefill-load-scale", "0")) < 0
+            nothing = {"nvext": {"router": {"overlap_score_weight": 0}}}
+            assert await by_http({}, **nothing) < 0
+            assert await by_http({"x-dynamo-overlap-score-weight": "4"}, **nothing) > 0
+            assert await door.instance(nvext=nothing["nvext"]) != cached
         spread = {await door.instance(headers={"x-dynamo-router-temperature": "100"}) for _ in range(20)}
         assert spread == set(d.instances)
 
@@ -273,10 +292,9 @@ async def test_a_session_stays_with_its_instance_on_every_protocol_until_that_is
     async with deployment(etcd_server, nats_server, namespace) as d, AsyncExitStack() as leaving:
         third = await d.add_worker(leaving)
         door = await d.add_door(RouterOptions(session_affinity_ttl_s=60))
-        assert len({await door.instance(headers={"x-dynamo-session": f"s{number}"}) for number in range(3)}) == 3
-        home = next(
-            f"s{n}" for n in range(3) if await door.instance(headers={"x-dynamo-session": f"s{n}"}) == f"{third.instance:x}"
-        )
+        homes = {await door.instance(headers={"x-dynamo-session": f"s{number}"}): f"s{number}" for number in range(3)}
+        assert sorted(homes) == d.instances
+        home = homes[f"{third.instance:x}"]
         for _ in range(3):
             assert await door.instance(headers={"x-dynamo-session-id": home}) == f"{third.instance:x}"
             assert await door.instance(nvext={"session_id": home}) == f"{third.instance:x}"
@@ -297,15 +315,12 @@ async def test_frontends_that_share_bookings_share_sessions(
         doors = [await d.add_door(options) for _ in range(2)]
         for number in range(6):
             asked, other = doors[number % 2], doors[1 - number % 2]
-            placed = await asked.instance(headers={"x-dynamo-session": f"s{number}"}, prompt=f"{number} {PROMPT}")
-
-            async def follows(other: Door = other, number: int = number, placed: str = placed) -> bool:
-                why = {"x-dynamo-session": f"s{number}", "x-dynamo-explain": "true"}
-                (decision,) = json.loads((await other.complete(headers=why, prompt="new")).headers["x-dynamo-explain"])
-                return bool(decision["reason"] == "session" and decision["instance"] == placed)
-
-            await asyncio.sleep(0)
-            assert await follows()  # the word of it is quicker than the answer
+            session = {"x-dynamo-session": f"s{number}"}
+            placed = await asked.instance(headers=session, prompt=f"{number} {PROMPT}")
+            await until(lambda: len(sessions_of(other)) > number)  # noqa: B023  # awaited here and now
+            answer = await other.complete(headers={**session, "x-dynamo-explain": "true"}, prompt="new")
+            (decision,) = json.loads(answer.headers["x-dynamo-explain"])
+            assert (decision["reason"], decision["instance"]) == ("session", placed)
 
 
 async def test_busy_thresholds_change_while_it_runs_in_every_frontend(
@@ -384,7 +399,7 @@ async def test_thresholds_hold_in_all_processes_behind_one_port(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with (
-        worker_process(etcd_server, nats_server, namespace, "--engine", "sim", "--sim", SIM, "--model-name", "sim"),
+        worker_process(etcd_server, nats_server, namespace, "--model", f"sim:{SIM}"),
         frontend_process(
             etcd_server.endpoint, nats_server.url, namespace, "--processes", "2", "--router-mode", "least-loaded"
         ) as front,

@@ -40,6 +40,9 @@ HTTP_QUESTIONS = (
     "/busy_threshold",
     "/v1/routing/decisions",
     "/console",
+    "/console/",
+    "/console/fleet",
+    "/docs",
     "/nothing/here",
 )
 GRPC_CALLS = {
@@ -170,6 +173,16 @@ async def test_models_that_a_key_may_not_use_are_as_those_that_are_not_there(
             assert await in_band(stream) == f"the API key 'team' may not use model '{model}'"
             stream.cancel()
         assert (await doors.get("/v1/models", x_api_key=key)).json()["data"] == []
+
+
+async def test_lists_hold_what_a_key_may_use_and_nothing_else(doors_with: Open, key_file: KeyFile) -> None:
+    key, root = key_file.add("team", models=("echo",)), key_file.add("root", Scope.ADMIN)
+    async with doors_with() as doors:
+        for holder, names in ((key, ["echo"]), (root, ["echo", "echo-llm"])):
+            listed = (await doors.get("/v1/models", x_api_key=holder)).json()["data"]
+            assert [model["id"] for model in listed] == names
+            statistics = (await doors.get("/v2/models/stats", x_api_key=holder)).json()["model_stats"]
+            assert [entry["name"] for entry in statistics] == names
 
 
 async def test_answers_in_a_stream_say_in_band_what_is_refused(doors_with: Open, key_file: KeyFile) -> None:
@@ -384,6 +397,17 @@ async def raw_get(doors: Doors, path: str, headers: dict[str, str]) -> tuple[int
     head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
     writer.close()
     return int(head.split()[1]), body
+
+
+async def test_a_login_that_makes_no_sense_is_refused_as_one(doors_with: Open) -> None:
+    async with doors_with(http_restricted="docs:x-admin=s3cret") as doors:
+        for scheme in ("Basic", "Bearer", ""):
+            for rest in ("", "é", "=", "/w==", "Og==", "x" * 9000):
+                value = f"{scheme} {rest}".strip()
+                for path in ("/metrics", "/v1/models"):
+                    status, body = await raw_get(doors, path, {"authorization": value})
+                    assert (value, status, "error" in body) == (value, 401, True)
+                assert (await raw_get(doors, "/openapi.json", {"x-admin": value}))[0] == 403
 
 
 async def test_a_surface_can_be_left_open(doors_with: Open, key_file: KeyFile) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import ssl
 from collections.abc import Mapping
@@ -43,8 +44,8 @@ async def test_no_secret_is_shown_anywhere(tmp_path: Path, namespace: str) -> No
     for name, scopes in (("team", (Scope.INFER,)), ("root", (Scope.ADMIN,))):
         values[name] = keys.add(name, *scopes)
     values["wrong"] = f"dyn-{secrets.token_hex(6)}-{secrets.token_urlsafe(32)}"
-    hashes = [line.partition("sha256:")[2].split(",")[0].strip(" }'\"") for line in keys.path.read_text().split("\n")]
-    values |= {f"hash {number}": found for number, found in enumerate(hashes) if found}
+    digests = re.findall(r"sha256:\w+:(\w+)", keys.path.read_text())
+    values |= {f"hash {number}": digest for number, digest in enumerate(digests)}
     nats_config = f"authorization {{ user: me, password: {values['nats']} }}"
     async with start_etcd(tmp_path / "etcd") as etcd, start_nats(tmp_path / "nats", config=nats_config) as nats:
         for command in (f"user add root:{values['etcd']}", "user grant-role root root", "auth enable"):

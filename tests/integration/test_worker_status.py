@@ -52,7 +52,7 @@ async def test_a_worker_is_ready_from_registration_until_it_drains(
         await front.serves("echo")
         async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30) as client:
             tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [1], "data": [1.0]}
-            held = {"inputs": [tensor], "parameters": {"delay_ms": 1500}}
+            held = {"inputs": [tensor], "parameters": {"delay_ms": 3000}}
             asking = asyncio.create_task(client.post("/v2/models/echo/infer", json=held))
             await _metric(http, "dynamo_component_inflight_requests", 1)
             backend.terminate()

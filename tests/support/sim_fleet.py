@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dynamo.common.generation import Sampling, Stop, Summary
 from dynamo.common.names import Endpoint, InstanceId
@@ -21,25 +22,33 @@ from dynamo.worker.engine.select import sim_config
 from dynamo.worker.engine.sim.engine import SimEngine
 from tests.support.servers import EtcdServer, NatsServer
 
+if TYPE_CHECKING:  # its package is not everywhere
+    from dynamo.worker.engine.llama import LlamaEngine
+
 SIM = "blocks=200,block_size=16,speedup=0"
 
 
 @dataclass
 class SimFleet:
-    """`durable`: workers record their KV events, and frontends begin with the record."""
+    """`durable`: workers record their KV events, and frontends begin with the record.
+
+    `make` makes each worker's engine, which calls its model `model`.
+    """
 
     etcd: EtcdServer
     nats: NatsServer
     namespace: str
     durable: bool = False
+    model: str = "sim"
+    make: Callable[[], SimEngine | LlamaEngine] = lambda: SimEngine(sim_config(SIM, "sim", None, None))
     frontends: list[Frontend] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
-    engines: dict[InstanceId, SimEngine] = field(default_factory=dict)
+    engines: dict[InstanceId, SimEngine | LlamaEngine] = field(default_factory=dict)
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
         """One more worker for the body."""
-        engine = SimEngine(sim_config(SIM, "sim", None, None))
+        engine = self.make()
         config = WorkerConfig(
             endpoint=Endpoint(namespace=self.namespace),
             drain_timeout_s=5,
@@ -80,7 +89,7 @@ class SimFleet:
             nats=NatsOptions(servers=(self.nats.url,)),
         )
         async with serve_frontend(config) as frontend:
-            await until(lambda: len(frontend.plane.models.instances("sim")) == len(self.workers))
+            await until(lambda: len(frontend.plane.models.instances(self.model)) == len(self.workers))
             self.frontends.append(frontend)
             try:
                 yield self.frontends.index(frontend)
@@ -97,7 +106,7 @@ class SimFleet:
     async def ask(self, prompt: str, frontend: int = 0, tokens: int = 4) -> tuple[InstanceId, int, Summary]:
         """Where the request went, how many blocks of it the router thought to be there, and what it took."""
         request = TextRequest(
-            model="sim", prompt=prompt, stop=Stop(max_tokens=tokens, ignore_eos=True), sampling=Sampling(seed=1)
+            model=self.model, prompt=prompt, stop=Stop(max_tokens=tokens, ignore_eos=True), sampling=Sampling(seed=1)
         )
         async with self.frontends[frontend].plane.generate(request, Call(request_id="test")) as generation:
             while await generation.read():
@@ -114,7 +123,7 @@ class SimFleet:
 
     def is_exact(self, frontend: int = 0) -> bool:
         """Whether the frontend's index holds just what every engine holds."""
-        index = self.router(frontend).index("sim")
+        index = self.router(frontend).index(self.model)
         return all(index.held(instance) == set(engine.kv._held) for instance, engine in self.engines.items())
 
 

@@ -145,7 +145,7 @@ class GgufModel:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that the KV cache holds for one token, all layers together; 0 if the file does not say it in one number each."""
+        """Numbers that the KV cache holds for one token, all layers together; 0 if the file does not say it so."""
         arch = self._get("general.architecture", str, "")
 
         def number(key: str, default: int = 0) -> int:

@@ -5,7 +5,7 @@
     requests.value += 1                          # on the event loop only
 
 A child of the metrics library takes a lock, and in a frontend of several processes a write to a mapped file, for each increment.
-Those processes `flush` every second, since another one of them may be asked.
+Those processes `flush` now and then, since another one of them may be asked.
 """
 
 from __future__ import annotations

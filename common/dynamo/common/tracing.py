@@ -18,11 +18,10 @@ import asyncio
 import logging
 import random
 import re
-import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dynamo.common import logs
@@ -64,14 +63,6 @@ class TraceContext:
         if number == "ff" or (number == "00" and more) or not trace_id.strip("0") or not span_id.strip("0"):
             return None
         return cls(trace_id, span_id, bool(int(flags, 16) & 1), tracestate[:512])
-
-    @classmethod
-    def new(cls, *, sampled: bool = False) -> TraceContext:
-        return cls(secrets.token_hex(16), secrets.token_hex(8), sampled)
-
-    def child(self) -> TraceContext:
-        """A new span of the same trace."""
-        return replace(self, span_id=secrets.token_hex(8))
 
     @property
     def traceparent(self) -> str:

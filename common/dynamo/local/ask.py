@@ -63,7 +63,7 @@ def main() -> None:
         try:
             _wait_until_ready(stub, arguments.model)
             metadata = stub.ModelMetadata(pb.ModelMetadataRequest(name=arguments.model), timeout=ANSWER_S)
-            if any(tensor.name == "text_input" for tensor in metadata.inputs):
+            if {"text_input", "streaming"} <= {tensor.name for tensor in metadata.inputs}:
                 _stream_text(stub, arguments.model, arguments.text or "Hello", arguments.max_tokens)
             else:
                 _infer(stub, metadata, arguments.text.removeprefix("@"))

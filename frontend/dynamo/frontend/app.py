@@ -88,6 +88,7 @@ from dynamo.frontend.text_models import TextModel
 log = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
+_FLUSH_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             app = HttpGuard(make_app(routes, config.overload_status), http_guard, http_settings)
             counted = CountRefusals(app, metrics.refused)
             http = await stack.enter_async_context(serve_http(config.http, counted, share_port=share_port))
-            await stack.enter_async_context(_watching(runtime, links, (metrics.tally, grpc_metrics.tally)))
+            await stack.enter_async_context(_watching(runtime, links, (metrics.tally, grpc_metrics.tally) if share_port else ()))
             tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-frontend"))
             etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
             directory = links.directory = await stack.enter_async_context(open_directory(etcd, config.namespace))
@@ -333,7 +334,7 @@ async def _expire(start: asyncio.Timeout, stop: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def _watching(runtime: RuntimeMetrics, links: _Links, tallies: Sequence[Tally]) -> AsyncIterator[None]:
-    """Keeps the metrics current. Not left to the scrape: that may be another process's."""
+    """Keeps the metrics of the links current and, for scrapes that are another process's, adds what `tallies` have counted."""
 
     async def watch() -> None:
         while True:
@@ -341,7 +342,7 @@ async def _watching(runtime: RuntimeMetrics, links: _Links, tallies: Sequence[Ta
             runtime.nats_connected.set(links.nats is LinkState.CONNECTED)
             for tally in tallies:
                 tally.flush()
-            await asyncio.sleep(_WATCH_S)
+            await asyncio.sleep(_FLUSH_S if tallies else _WATCH_S)
 
     task = asyncio.create_task(watch(), name="links")
     try:

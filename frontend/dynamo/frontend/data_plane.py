@@ -215,7 +215,7 @@ class DataPlane:
         return await self._texts.get(card, None)
 
     async def statistics(self, model: str = "", version: str = "") -> ModelStatisticsResponse:
-        """Statistics of one model, or of all, added up over their instances.
+        """Statistics of one model, or of all that the caller may use, added up over their instances.
 
         Instances that do not answer in time are left out, which the log says. Raises ModelNotFound, NoInstances if the model
         has none, and Unavailable if none answered.
@@ -227,7 +227,7 @@ class DataPlane:
                 raise NoInstances(card.name)
             model = card.name
         else:
-            names = list(self._cards)
+            names = [card.name for card in self.cards() if card.name in self._cards]
             asked = list({instance.id: instance for name in names for instance in self.models.instances(name)}.values())
         body = msgspec.msgpack.encode({"model": model, "version": version})
         deadline = self._loop.time() + self._settings.statistics_timeout_s
@@ -252,7 +252,10 @@ class DataPlane:
             log.warning("%d of %d instances gave no statistics; first: %s", len(failures), len(asked), failures[0])
             if not parts:
                 raise Unavailable(f"no instance gave statistics: {failures[0]}") from failures[0]
-        return add_up(parts)
+        found = add_up(parts)
+        if model:
+            return found
+        return ModelStatisticsResponse(model_stats=[entry for entry in found.model_stats if entry.name in names])
 
     # Model repositories
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +17,7 @@ import msgspec
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Code, DynamoError, ModelNotFound, Unsupported, from_wire
-from dynamo.common.etcd import Etcd, Events, Put, Reset
+from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
 from dynamo.common.etcd.background import running
 from dynamo.common.etcd.transport import backoff
 from dynamo.common.messaging.frames import Body, Buffer
@@ -58,28 +58,21 @@ class Models(Protocol):
 class RepositoryView:
     """Every repository that is registered, as far as is known."""
 
-    def __init__(self) -> None:
-        self._by_key: dict[str, RepositoryInstance] = {}
+    def __init__(self, etcd: Etcd, namespace: str | None) -> None:
+        self._etcd = etcd
+        self._prefix = repository_prefix(namespace)
+        self._known: dict[str, tuple[RepositoryInstance, int]] = {}
+        """By key, with the revision of the store at which it was put."""
 
-    def instances(self) -> Collection[RepositoryInstance]:
-        return self._by_key.values()
+    def instances(self) -> list[RepositoryInstance]:
+        return [instance for instance, _ in self._known.values()]
 
-    def put(self, key: str, value: bytes) -> None:
-        try:
-            self._by_key[key] = decode_repository(key, value)
-        except DynamoError as error:
-            log.warning("the repository registered at %s is left out: %s", key, error)
-            self._by_key.pop(key, None)
-
-    def remove(self, key: str) -> None:
-        self._by_key.pop(key, None)
-
-    async def follow(self, etcd: Etcd, prefix: str) -> None:
+    async def follow(self) -> None:
         """Takes over what changes in etcd, until cancelled."""
         pauses = backoff(_LONGEST_PAUSE_S)
         while True:
             try:
-                async with aclosing(etcd.watch(prefix)) as changes:
+                async with aclosing(self._etcd.watch(self._prefix)) as changes:
                     async for change in changes:
                         pauses = backoff(_LONGEST_PAUSE_S)
                         self._apply(change)
@@ -87,24 +80,49 @@ class RepositoryView:
                 log.error("the model repositories cannot be followed; trying on: %s", error)
             await asyncio.sleep(next(pauses))
 
+    async def refresh(self, timeout_s: float) -> None:
+        """Looks now, for who cannot wait for the watch to tell. Without etcd, what is known stays."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                listing = await self._etcd.range(self._prefix, prefix=True)
+        except (DynamoError, TimeoutError) as error:
+            log.warning("the model repositories could not be listed: %s", str(error) or "no answer in time")
+            return
+        self._take_over(listing.kvs, listing.revision)
+
     def _apply(self, change: Reset | Events) -> None:
         if isinstance(change, Reset):
-            self._by_key.clear()
-            for kv in change.kvs:
-                self.put(kv.key, kv.value)
-            return
+            if change.history_lost:
+                self._known.clear()
+            return self._take_over(change.kvs, change.revision)
         for event in change.events:
             if isinstance(event, Put):
-                self.put(event.kv.key, event.kv.value)
-            else:
-                self.remove(event.key)
+                self._put(event.kv)
+            elif event.key in self._known and self._known[event.key][1] < event.revision:
+                del self._known[event.key]
+
+    def _take_over(self, kvs: Sequence[KeyValue], revision: int) -> None:
+        """All there is at `revision`; what was put later stays."""
+        listed = {kv.key for kv in kvs}
+        self._known = {key: known for key, known in self._known.items() if key in listed or known[1] > revision}
+        for kv in kvs:
+            self._put(kv)
+
+    def _put(self, kv: KeyValue) -> None:
+        if kv.key in self._known and self._known[kv.key][1] >= kv.mod_revision:
+            return
+        try:
+            self._known[kv.key] = decode_repository(kv.key, kv.value), kv.mod_revision
+        except DynamoError as error:
+            log.warning("the repository registered at %s is left out: %s", kv.key, error)
+            self._known.pop(kv.key, None)
 
 
 @asynccontextmanager
 async def open_repositories(etcd: Etcd, namespace: str | None) -> AsyncIterator[RepositoryView]:
     """The repositories of a namespace, or of all, followed while the body runs."""
-    view = RepositoryView()
-    async with running(view.follow(etcd, repository_prefix(namespace)), "repositories"):
+    view = RepositoryView(etcd, namespace)
+    async with running(view.follow(), "repositories"):
         yield view
 
 
@@ -153,6 +171,7 @@ class Repository:
             )
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         outcomes = await asyncio.gather(*(self._ask_one(worker, verb, body, deadline) for worker in workers))
+        await self._view.refresh(_SEEN_S)  # the workers have registered what they answer
         done = {outcome.worker.id for outcome in outcomes if outcome.error is None}
         failed = [outcome.error for outcome in outcomes if outcome.error is not None]
         serious = [error for error in failed if error.code not in _PASSED_OVER]

@@ -19,8 +19,7 @@ import msgspec
 from dynamo.common.messaging.connection import Connection
 from dynamo.common.names import InstanceId, frontends_subject
 from dynamo.frontend.router.affinity import SessionKey, SessionRouter
-from dynamo.frontend.router.load import Thresholds
-from dynamo.frontend.router.thresholds import ThresholdTable
+from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,6 @@
-"""Triton's clients, gRPC and HTTP, at a model repository. Run as `repository_client examples|control GRPC_TARGET HTTP_PORT FOLDER`.
+"""Triton's clients, gRPC and HTTP, at a model repository. Run as
+
+    repository_client examples|control GRPC_TARGET HTTP_PORT FOLDER
 
 Prints one JSON line per check, with the problem if there is one. A program of its own: tritonclient's messages and this
 project's cannot be loaded into one process.
@@ -98,7 +100,7 @@ def examples(door: Any, client: Any, folder: Path) -> dict[str, Callable[[], Non
         assert (
             client.is_model_ready("digits") and client.is_model_ready("digits", "1") and not client.is_model_ready("digits", "2")
         )
-        assert index(door, client) == {name: ("READY", "") for name in ("digits", "llm_model", "read_aloud")}
+        assert index(door, client) == dict.fromkeys(("digits", "llm_model", "read_aloud"), ("READY", ""))
         config = config_of(door, client, "digits")
         assert config["backend"] == "onnxruntime" and int(config["instance_group"][0]["count"]) == 2, config
         assert config_of(door, client, "read_aloud")["ensemble_scheduling"]["step"][1]["model_name"] == "llm_model"
@@ -131,8 +133,6 @@ def control(door: Any, client: Any, folder: Path) -> dict[str, Callable[[], None
     def write(step: float) -> None:
         (folder / "add" / "1").mkdir(parents=True, exist_ok=True)
         (folder / "add" / "1" / "model.py").write_text(ADD_ONE.replace("STEP", str(step)))
-        text = json.dumps(CONFIG)
-        assert text
         (folder / "add" / "config.pbtxt").write_text(
             'backend: "python"\ninput { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }\n'
             'output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }\n'
@@ -162,7 +162,7 @@ def control(door: Any, client: Any, folder: Path) -> dict[str, Callable[[], None
     def refuses_paths_that_lead_out() -> None:
         for path in ("file:../../evil.py", "file:/tmp/evil.py", "file:1/../../../evil.py"):
             files = {"file:1/model.py": b"", path: b"evil"}
-            found = refused(lambda files=files: client.load_model("evil", config=json.dumps(CONFIG), files=files))  # type: ignore[misc]
+            found = refused(lambda files=files: client.load_model("evil", config=json.dumps(CONFIG), files=files))
             assert "no path inside the model" in found, found
         assert "evil" not in index(door, client)
 

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 
-from dynamo.common.tracing import TraceContext
+from dynamo.common.config import ConfigError, load
+from dynamo.common.logs import trace_id
+from dynamo.common.tracing import TraceContext, context_of
+from dynamo.worker.config import WorkerConfig
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def test_a_trace_goes_on_in_a_child_span() -> None:
-    parent = TraceContext.parse(PARENT, "vendor=1")
-    assert parent is not None and parent.traceparent == PARENT and parent.sampled
-    child = parent.child()
-    assert child.trace_id == parent.trace_id and child.span_id != parent.span_id and child.state == "vendor=1"
+def test_a_context_is_written_as_it_was_read() -> None:
+    read = TraceContext.parse(PARENT, "vendor=1")
+    assert read is not None and read.traceparent == PARENT and read.sampled and read.state == "vendor=1"
+    unsampled = TraceContext.parse(PARENT[:-1] + "0")
+    assert unsampled is not None and not unsampled.sampled
+
+
+async def test_only_a_valid_context_gets_into_the_log() -> None:
+    assert context_of({"traceparent": 'x" injected'}) is None
+    assert trace_id.get() == ""
+    found = context_of({"traceparent": PARENT})
+    assert found is not None and trace_id.get() == found.trace_id
+
+
+def test_without_a_collector_nothing_is_traced_and_nothing_imported() -> None:
+    program = """
+        import asyncio, sys
+        from dynamo.common.options import TraceOptions
+        from dynamo.common.tracing import open_tracing
+
+        async def main():
+            async with open_tracing(TraceOptions(), "test") as tracing:
+                assert tracing is None
+
+        asyncio.run(main())
+        assert not any(name.startswith("opentelemetry") for name in sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)
+
+
+def test_an_endpoint_must_be_a_url() -> None:
+    with pytest.raises(ConfigError, match="must begin with http"):
+        load(WorkerConfig, ["--otlp-endpoint", "collector:4317"], {}, program="w")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +69,3 @@ def test_a_broken_traceparent_is_ignored(text: str) -> None:
 
 def test_a_later_version_of_the_header_is_read_as_far_as_known() -> None:
     assert TraceContext.parse("01" + PARENT[2:] + "-more") is not None
-
-
-def test_a_new_trace_is_valid() -> None:
-    assert TraceContext.parse(TraceContext.new(sampled=True).traceparent) is not None

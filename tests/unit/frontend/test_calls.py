@@ -38,6 +38,18 @@ async def test_no_deadline_stays_none(remaining_s: float | None) -> None:
     assert Caller.read([], remaining_s).deadline is None
 
 
+@pytest.mark.parametrize(("remaining_s", "asked_ms", "expected_s"), [(None, "2500", 2.5), (1.0, "2500", 1.0), (9.0, "2500", 2.5)])
+async def test_the_sooner_of_two_deadlines_counts(remaining_s: float | None, asked_ms: str, expected_s: float) -> None:
+    deadline = Caller.read([("x-request-timeout-ms", asked_ms)], remaining_s).deadline
+    assert deadline == pytest.approx(asyncio.get_running_loop().time() + expected_s, abs=0.5)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "1.5"])
+async def test_a_timeout_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(InvalidRequest, match="x-request-timeout-ms"):
+        Caller.read([("x-request-timeout-ms", value)])
+
+
 @pytest.mark.parametrize("bad", ["x" * 129, "line\nbreak", "größe", ""])
 async def test_an_id_that_would_spoil_logs_is_replaced(bad: str) -> None:
     first, second = call(Caller.read([("x-request-id", bad)])), call(Caller.read([]), bad)

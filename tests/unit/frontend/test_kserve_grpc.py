@@ -123,8 +123,6 @@ async def test_a_declared_model_has_metadata_and_is_unavailable() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        "RepositoryModelLoad",
-        "RepositoryModelUnload",
         "SystemSharedMemoryStatus",
         "SystemSharedMemoryRegister",
         "SystemSharedMemoryUnregister",
@@ -139,6 +137,18 @@ async def test_calls_that_come_later_are_unimplemented_with_a_sentence(edge: Edg
     error = await failure(edge.call(method, b""))
     assert error.code() is Code.UNIMPLEMENTED
     assert (error.details() or "").startswith(f"{method}: ")
+
+
+async def test_loading_needs_a_worker_with_a_repository_and_a_request_that_makes_sense(edge: Edge) -> None:
+    for method, kind in (
+        ("RepositoryModelLoad", pb.RepositoryModelLoadRequest),
+        ("RepositoryModelUnload", pb.RepositoryModelUnloadRequest),
+    ):
+        assert (await failure(edge.call(method, kind(model_name="adder")))).code() is Code.UNIMPLEMENTED
+        odd = kind(model_name="adder")
+        odd.parameters["odd"].int64_param = 1
+        for wrong in (kind(), kind(model_name="a b"), kind(model_name="adder", repository_name="other"), odd):
+            assert (await failure(edge.call(method, wrong))).code() is Code.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize(

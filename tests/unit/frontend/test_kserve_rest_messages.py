@@ -443,7 +443,7 @@ def test_the_clients_favourite_compression_is_chosen(header: str, chosen: str) -
         ("/v2/models/stats", Target(Resource.ALL_STATISTICS)),
         ("/v2/models/ready", Target(Resource.MODEL, "ready")),
         ("/v2/repository/here/index", Target(Resource.INDEX, repository="here")),
-        ("/v2/repository/models/a/load", Target(Resource.REFUSED, "RepositoryModelLoad")),
+        ("/v2/repository/models/a/load", Target(Resource.LOAD, "a")),
         ("/v2/models/a/trace/setting", Target(Resource.REFUSED, "TraceSetting")),
         ("/v2/", None),
         ("/v2/models", None),

@@ -95,9 +95,9 @@ class Record:
         return str(self.made)
 
     def lose(self) -> None:
-        """It is there again at once, and empty."""
+        """It is there again at once, and empty but for its snapshots, which are of before."""
         self.events.clear()
-        self.snapshots.clear()
+        self._last = 0
         self.made += 1
 
     @asynccontextmanager
@@ -112,6 +112,7 @@ class Record:
 
     async def since(self, subject: str, after: int) -> AsyncGenerator[list[tuple[int, str, bytes]], None]:
         self._check()
+        after = after if after <= self._last else 0
         found = [event for event in self.events if event[0] > after and fnmatchcase(event[1], subject)]
         for start in range(0, len(found), 3):
             await asyncio.sleep(0.001)
@@ -279,6 +280,8 @@ async def something_happens(w: World) -> None:
             w.nats.is_away = not w.nats.is_away
         case _:
             w.nats.record.is_there = not w.nats.record.is_there
+            if rng.random() < 0.2:
+                w.nats.record.lose()
             if rng.random() < 0.3:
                 w.nats.record.events = w.nats.record.events[rng.randrange(10) :]
 
@@ -445,7 +448,8 @@ async def test_events_that_were_not_recorded_in_time_are_published_again() -> No
 async def test_a_record_that_was_lost_is_begun_anew_with_everything() -> None:
     async with world(durable=True, workers=1) as w:
         worker = w.workers[0]
-        for _ in range(5):
+        await w.start_frontend()
+        while not w.nats.record.snapshots:
             worker.engine.step()
             await asyncio.sleep(0.01)
         w.nats.record.is_there = False
@@ -454,6 +458,19 @@ async def test_a_record_that_was_lost_is_begun_anew_with_everything() -> None:
         await asyncio.sleep(5)  # the worker misses a receipt, and finds another record
         w.nats.record.is_there = True
         await asyncio.sleep(5)
+        w.silent = 1.0
+        await w.start_frontend()
+        await asyncio.sleep(0.5)
+        w.assert_exact()
+
+
+@in_virtual_time
+async def test_a_worker_that_missed_no_receipt_notices_a_lost_record_all_the_same() -> None:
+    async with world(durable=True, workers=1) as w:
+        w.workers[0].engine.step()
+        await asyncio.sleep(0.1)
+        w.nats.record.lose()
+        await asyncio.sleep(70)
         w.silent = 1.0
         await w.start_frontend()
         await asyncio.sleep(0.5)

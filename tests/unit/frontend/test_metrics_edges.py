@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -10,7 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.security.surfaces import Restriction, Surface
 from dynamo.common.telemetry import FrontendMetrics
+from dynamo.frontend.api.grpc_guard import guarded
+from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.kserve_grpc import SERVICE
 from dynamo.frontend.config import GrpcServerChoice, HttpOptions
 from dynamo.frontend.router.base import RouteRequest
@@ -139,3 +143,28 @@ def test_decisions_are_counted_with_what_they_found() -> None:
     assert value("dynamo_frontend_router_decision_seconds_count") == 2
     assert value("dynamo_frontend_router_overlap_blocks_count") == 1
     assert value("dynamo_component_router_kv_hit_rate_bucket", le="0.0") == 1
+
+
+class _Refusing:
+    """As much of a call's context as refusing it takes."""
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: object) -> None:
+        raise grpc.aio.AbortError(details)
+
+
+async def test_a_call_that_may_not_come_in_is_counted() -> None:
+    async def never(request: bytes, context: object) -> bytes:
+        raise AssertionError("it came in")
+
+    registry = CollectorRegistry()
+    metrics = FrontendMetrics(registry)
+    guard = Guard(None, restrictions=[Restriction(frozenset({Surface.INFERENCE}), "secret", "s")])
+    services = {SERVICE: {"ModelInfer": grpc.unary_unary_rpc_method_handler(never)}}
+    handler = guarded(services, guard, partial(metrics.refused, "tensor"))[SERVICE]["ModelInfer"]
+    with pytest.raises(grpc.aio.AbortError):
+        await handler.unary_unary(b"", _Refusing())  # type: ignore[attr-defined]
+    labels = {"model": "unknown_model", "reason": "forbidden"}
+    assert registry.get_sample_value("dynamo_frontend_model_rejection_total", labels) == 1

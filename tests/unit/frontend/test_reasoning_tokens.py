@@ -15,7 +15,7 @@ from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
         (["<think>", "a", "b"], 3),
         (["<think>", "a", "\n"], 3),
         (["yes", " no", "<"], 0),
-        (["<think>", "ab</think>cd", "e"], 2),
+        (["<think>", "abc</think>d", "e"], 2),
         ([], 0),
     ],
 )

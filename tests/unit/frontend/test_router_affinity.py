@@ -17,8 +17,9 @@ from dynamo.frontend.router.affinity import SessionKey, SessionRouter
 from dynamo.frontend.router.balance import LoadRouter, least_loaded
 from dynamo.frontend.router.base import Router, RouteRequest
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.frontend.router.load import LoadTable, Thresholds
+from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.simple import RandomChoice, RoundRobin
+from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable
 from tests.support.fakes import instance
 
 THREE = tuple(map(instance, (1, 2, 3)))
@@ -145,7 +146,7 @@ def test_a_pin_goes_before_the_session_which_follows_it() -> None:
 @pytest.mark.parametrize("mode", list(AffinityMode))
 def test_a_busy_instance_keeps_a_hard_session_and_loses_a_soft_one(mode: AffinityMode, kind: str) -> None:
     loads = LoadTable()
-    limits = Thresholds(active_prefill_tokens=10)
+    limits = ThresholdTable(Thresholds(active_prefill_tokens=10))
 
     def clock() -> float:
         return 0.0

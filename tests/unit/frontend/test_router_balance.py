@@ -14,7 +14,7 @@ from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.router.balance import LoadRouter, Strategy, least_loaded, power_of_two
 from dynamo.frontend.router.base import RouteRequest
-from dynamo.frontend.router.load import Thresholds
+from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
 
 CARD = ModelCard(name="m", kind=ModelKind.TENSOR)
 FLEET = tuple(
@@ -23,8 +23,8 @@ FLEET = tuple(
 BOTH = pytest.mark.parametrize("strategy", [least_loaded, power_of_two])
 
 
-def router(strategy: Strategy, thresholds: Thresholds | None = None) -> LoadRouter:
-    return LoadRouter("by load", strategy, thresholds, rng=random.Random(0), clock=lambda: 0.0)
+def router(strategy: Strategy, thresholds: Thresholds = NEVER_BUSY) -> LoadRouter:
+    return LoadRouter("by load", strategy, ThresholdTable(thresholds), rng=random.Random(0), clock=lambda: 0.0)
 
 
 def ask(router: LoadRouter, number: int, pinned: InstanceId | None = None) -> InstanceId:

@@ -16,7 +16,7 @@ from dynamo.frontend.router.base import Choice, RouteRequest
 from dynamo.frontend.router.explain import DecisionLog, ExplainingRouter
 from dynamo.frontend.router.explanation import Decision, Explanation
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.frontend.router.load import Thresholds
+from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable
 from tests.support.fakes import instance
 
 FLEET = tuple(instance(number) for number in range(1, 101))
@@ -112,7 +112,7 @@ def test_at_debug_level_every_decision_is_logged(caplog: pytest.LogCaptureFixtur
 
 
 def test_busy_candidates_are_marked() -> None:
-    router = LoadRouter("least-loaded", least_loaded, Thresholds(active_prefill_tokens=5), clock=lambda: 0.0)
+    router = LoadRouter("least-loaded", least_loaded, ThresholdTable(Thresholds(active_prefill_tokens=5)), clock=lambda: 0.0)
     router.loads.report(InstanceId(1), LoadReport(queued_prefill_tokens=6), 0.0)
     choice = router.pick(RouteRequest(model="m", request_id="r"), FLEET[:2], explain=True)
     assert {each["instance"]: each.get("busy", False) for each in choice.candidates} == {"1": True, "2": False}

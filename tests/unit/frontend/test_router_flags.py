@@ -111,9 +111,8 @@ def remembered_of_eleven(s: Situation) -> object:
     for number in range(11):
         s.ask(prompt(number), (A,))
     assert isinstance(s.router, KvRouter)
-    predicted = s.router._caches["m"].predicted
-    assert predicted is not None
-    return len(predicted)
+    assert s.router._predicted is not None
+    return len(s.router._predicted)
 
 
 def siblings(s: Situation) -> object:

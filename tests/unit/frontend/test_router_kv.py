@@ -19,8 +19,9 @@ from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.router.base import Choice, RouteRequest
 from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
-from dynamo.frontend.router.load import BookingEvent, LoadTable, Thresholds
+from dynamo.frontend.router.load import BookingEvent, LoadTable
 from dynamo.frontend.router.measured import MeasuredRouter
+from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
 
 SIZE = 4
 
@@ -47,10 +48,8 @@ PROMPT = pack_tokens(range(40))
 HASHES = sequence_hashes(PROMPT, SIZE)
 
 
-def router(
-    config: KvRouterConfig | None = None, thresholds: Thresholds | None = None, clock: FakeClock | None = None
-) -> KvRouter:
-    return KvRouter(config or KvRouterConfig(), thresholds, rng=random.Random(0), clock=clock or FakeClock())
+def router(config: KvRouterConfig | None = None, thresholds: Thresholds = NEVER_BUSY, clock: FakeClock | None = None) -> KvRouter:
+    return KvRouter(config or KvRouterConfig(), ThresholdTable(thresholds), rng=random.Random(0), clock=clock or FakeClock())
 
 
 def ask(
@@ -112,16 +111,31 @@ def test_equal_instances_are_chosen_at_random() -> None:
     assert min(counts.values()) > 60
 
 
-def test_a_burst_of_siblings_lands_together() -> None:
-    kv = router()
-    chosen = Counter(ask(kv, str(number), PROMPT + pack_tokens([number] * SIZE)).instance.id for number in range(20))
-    assert len(chosen) == 1
+def burst(routers: Sequence[KvRouter]) -> int:
+    """How many instances get a part of 100 prompts that have 128 blocks in common, all sent before anybody tells anything."""
+    common = pack_tokens(range(128 * SIZE))
+    prompts = [common + pack_tokens([number] * SIZE) for number in range(100)]
+    return len({ask(routers[number % len(routers)], str(number), prompt).instance.id for number, prompt in enumerate(prompts)})
+
+
+def test_a_burst_of_a_hundred_siblings_lands_together() -> None:
+    assert burst([router()]) == 1
+
+
+def test_a_burst_of_siblings_over_two_frontends_that_share_bookings_lands_together() -> None:
+    assert burst(sharing_bookings(KvRouterConfig(), 2)) == 1
 
 
 def test_without_speculation_a_burst_scatters() -> None:
-    kv = router(KvRouterConfig(speculative_ttl_s=0.0))
-    chosen = Counter(ask(kv, str(number), PROMPT + pack_tokens([number] * SIZE)).instance.id for number in range(20))
-    assert len(chosen) == 3
+    config = KvRouterConfig(speculative_ttl_s=0.0)
+    assert burst([router(config)]) == 3
+    assert burst(sharing_bookings(config, 2)) == 3
+
+
+def test_a_guess_about_a_siblings_booking_needs_its_blocks() -> None:
+    one, other = sharing_bookings(KvRouterConfig(assume_kv_reuse=False), 2)
+    ask(one)
+    assert ask(other, "s").overlap_blocks == 0
 
 
 def test_a_guess_that_no_event_confirms_is_forgotten() -> None:
@@ -235,7 +249,7 @@ def test_busy_instances_get_nothing_and_all_busy_is_overload() -> None:
     with pytest.raises(Overloaded) as refused:
         ask(kv, "s")
     assert refused.value.retry_after_s > 0
-    kv.thresholds = Thresholds()
+    kv.thresholds.set("m", NEVER_BUSY, 1)
     assert ask(kv, "t").instance.id == A
 
 
@@ -310,38 +324,48 @@ def test_weights_below_zero_are_refused(field: str) -> None:
         KvRouterConfig(**{field: float("nan")})
 
 
-def test_two_frontends_that_share_bookings_decide_like_one() -> None:
-    def decisions(count: int) -> list[int]:
-        tables: list[LoadTable] = []
+def sharing_bookings(config: KvRouterConfig, count: int) -> list[KvRouter]:
+    """The routers of so many frontends, each of which hears at once what the others book."""
+    tables: list[LoadTable] = []
 
-        def share(event: BookingEvent) -> None:
-            for table in tables:
-                table.apply(event, 100.0)
+    def share(event: BookingEvent) -> None:
+        for table in tables:
+            table.apply(event, 100.0)
 
-        tables.extend(LoadTable(str(number), share if count > 1 else None) for number in range(count))
-        config = KvRouterConfig(speculative_ttl_s=0.0)
-        routers = [KvRouter(config, loads=table, rng=random.Random(0), clock=FakeClock()) for table in tables]
-        chosen: list[int] = []
+    tables.extend(LoadTable(str(number), share) for number in range(count))
+    return [KvRouter(config, loads=table, rng=random.Random(0), clock=FakeClock()) for table in tables]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [KvRouterConfig(speculative_ttl_s=0.0), KvRouterConfig(), KvRouterConfig(use_kv_events=False)],
+    ids=["loads", "speculative", "guessing"],
+)
+def test_two_frontends_that_share_bookings_decide_like_one(config: KvRouterConfig) -> None:
+    def decisions(count: int) -> list[tuple[int, int]]:
+        routers = sharing_bookings(config, count)
+        chosen: list[tuple[int, int]] = []
         rng = random.Random(5)
-        for number in range(200):
-            kv = routers[number % count]
+        groups = [[rng.randrange(1000) for _ in range(SIZE * 100)] for _ in range(6)]
+        for number in range(300):
             # Lengths that differ leave no ties, which are broken at random.
-            prompt = pack_tokens(rng.randrange(1000) for _ in range(SIZE * rng.randrange(5, 400) + number % SIZE))
-            chosen.append(ask(kv, str(number), prompt).instance.id)
+            shared = rng.choice(groups)[: SIZE * rng.randrange(1, 100)]
+            own = [rng.randrange(1000) for _ in range(SIZE * rng.randrange(5, 400) + number % SIZE)]
+            choice = ask(routers[number % count], str(number), pack_tokens(shared + own))
+            chosen.append((choice.instance.id, choice.overlap_blocks))
             if number >= 10:
                 routers[(number - 10) % count].finished(str(number - 10))
             if number >= 5:
                 routers[(number - 5) % count].first_token(str(number - 5))
         return chosen
 
-    # The first choices are ties between idle instances.
     one, two = decisions(1), decisions(2)
-    same = sum(a == b for a, b in zip(relabelled(one), relabelled(two), strict=True))
-    assert same == 200
+    assert relabelled([instance for instance, _ in one]) == relabelled([instance for instance, _ in two])
+    assert [overlap for _, overlap in one] == [overlap for _, overlap in two]
 
 
 def relabelled(chosen: list[int]) -> list[int]:
-    """Instances by the order in which they were first chosen."""
+    """Instances by the order in which they were first chosen: the first choices are ties between idle ones."""
     order = list(dict.fromkeys(chosen))
     return [order.index(instance) for instance in chosen]
 
@@ -364,7 +388,7 @@ def test_a_watched_router_tells_what_it_did() -> None:
     watched = MeasuredRouter(kv, watcher, clock=lambda: next(times))
     watched.pick(RouteRequest(model="m", request_id="r", prompt=PROMPT), FLEET)
     assert watcher.picks == [(10, 0.5)]
-    kv.thresholds = Thresholds(active_prefill_tokens=0)
+    kv.thresholds.set("m", Thresholds(active_prefill_tokens=0), 1)
     for instance in (A, B, C):
         kv.loads.report(instance, LoadReport(queued_prefill_tokens=1), 100.0)
     with pytest.raises(Overloaded):

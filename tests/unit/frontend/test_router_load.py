@@ -12,9 +12,10 @@ from dynamo.common.kv.events import LoadReport, request_key
 from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.router.load import BookingEvent, LoadTable, Step, Thresholds
+from dynamo.frontend.router.load import BookingEvent, LoadTable, Step
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.thinning import covered, kept
+from dynamo.frontend.router.thresholds import Thresholds
 
 A, B = InstanceId(1), InstanceId(2)
 

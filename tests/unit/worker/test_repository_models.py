@@ -351,8 +351,8 @@ async def test_a_request_may_bring_the_whole_model(tmp_path: Path) -> None:
 )
 async def test_files_that_lead_out_of_the_model_are_refused(tmp_path: Path, path: str) -> None:
     async with opened(tmp_path) as models:
+        request = LoadRequest(model="m", config='{"backend": "python"}', files={path: b"x", "1/model.py": DOUBLE.encode()})
         with pytest.raises(InvalidRequest, match="no path inside"):
-            request = LoadRequest(model="m", config='{"backend": "python"}', files={path: b"x", "1/model.py": DOUBLE.encode()})
             await models.load_model(request)
     assert not (tmp_path.parent / "up").exists()
 

@@ -14,4 +14,5 @@
 | `engine.python` | models written as Python classes; `engine.declaration` and `engine.user_class` are parts of it |
 | `engine.echo` | answers what it got |
 | `engine.llama` | llama.cpp |
+| `repository` | Triton model repositories: ONNX, Python-backend models and ensembles, loaded and unloaded at run time |
 """

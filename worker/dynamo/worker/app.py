@@ -20,7 +20,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from dynamo.common.config import ConfigError, project_version
@@ -40,7 +41,7 @@ from dynamo.common.repository import RepositoryInstance
 from dynamo.common.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.tracing import open_tracing
 from dynamo.worker.config import WorkerConfig
-from dynamo.worker.engine.base import HasFiles, TracksKv
+from dynamo.worker.engine.base import HasFiles, MayFail, TracksKv
 from dynamo.worker.engine.select import AnyEngine, make_engine, make_repository, split_repositories
 from dynamo.worker.metrics import WorkerMetrics
 from dynamo.worker.publisher import publishing
@@ -71,27 +72,73 @@ async def run(config: WorkerConfig) -> None:
     """Serves the models of `config` until SIGINT or SIGTERM. Raises ConfigError for a model that cannot be served."""
     if not config.models and not config.repository.folders:
         raise ConfigError("--model is required: name what to serve, or set DYN_MODEL; or name a --model-repository")
-    names = config.model_names or ("",) * len(config.models)
+    started = count(1)
+
+    def freeze_at_last(worker: Worker) -> None:
+        if next(started) == config.num_workers:
+            freeze_garbage()
+
     try:
         config.nats.to_config().check()  # before models are loaded, which may take minutes
         config.etcd.to_config().check()
-        models, folders = split_repositories(zip(config.models, names, strict=True), config.engine)
-        engines: list[AnyEngine] = [
-            make_engine(
-                model,
-                config.engine,
-                name=name,
-                threads=config.threads,
-                max_num_seqs=config.max_num_seqs,
-                context_length=config.context_length,
-            )
-            for model, name in models
-        ]
-        if folders := (*config.repository.folders, *folders):
-            engines.append(make_repository(config.repository, folders, config.drain_timeout_s))
-        await serve_worker(engines, config, on_started=lambda worker: freeze_garbage())
+        fleet = [_make_engines(config) for _ in range(config.num_workers)]
+        await serve_fleet(fleet, config, on_started=freeze_at_last)
     except (InvalidRequest, Unsupported, Unavailable) as error:
         raise ConfigError(str(error)) from error
+
+
+def _make_engines(config: WorkerConfig) -> list[AnyEngine]:
+    names = config.model_names or ("",) * len(config.models)
+    models, folders = split_repositories(zip(config.models, names, strict=True), config.engine)
+    engines: list[AnyEngine] = [
+        make_engine(
+            model,
+            config.engine,
+            name=name,
+            threads=config.threads,
+            max_num_seqs=config.max_num_seqs,
+            context_length=config.context_length,
+            role=config.role,
+            speedup_ratio=config.speedup_ratio,
+            engine_args=config.engine_args,
+        )
+        for model, name in models
+    ]
+    if folders := (*config.repository.folders, *folders):
+        engines.append(make_repository(config.repository, folders, config.drain_timeout_s))
+    return engines
+
+
+async def serve_fleet(
+    fleet: Sequence[AnyEngine | Sequence[AnyEngine]],
+    config: WorkerConfig,
+    *,
+    stop: asyncio.Event | None = None,
+    on_started: Callable[[Worker], None] = lambda worker: None,
+) -> None:
+    """Each item of `fleet` as a worker of its own, as `serve_worker` does with one. When one fails, all of them stop."""
+    stopping = stop if stop is not None else stop_on_signal()
+    workers = [
+        asyncio.create_task(serve_worker(engines, _numbered(config, number), stop=stopping, on_started=on_started))
+        for number, engines in enumerate(fleet)
+    ]
+    try:
+        await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+    except asyncio.CancelledError:
+        for worker in workers:
+            worker.cancel()
+        raise
+    finally:
+        stopping.set()
+        await asyncio.wait(workers)
+    for worker in workers:
+        worker.result()
+
+
+def _numbered(config: WorkerConfig, number: int) -> WorkerConfig:
+    if not config.status.port:
+        return config
+    return replace(config, status=replace(config.status, port=config.status.port + number))
 
 
 async def serve_worker(
@@ -104,8 +151,8 @@ async def serve_worker(
     """Starts `engines`, serves them until `stop` is set, and drains. Without `stop`: until SIGINT or SIGTERM.
 
     `on_started` is called once, when requests can be served. Stopping while models still load abandons the start.
-    Raises InvalidRequest for a model that cannot be served, Unavailable when NATS refuses us, and whatever an engine raises
-    while it starts.
+    Raises InvalidRequest for a model that cannot be served, Unavailable when NATS refuses us, whatever an engine raises
+    while it starts, and the failure that an engine does not survive.
     """
     stopping = stop if stop is not None else stop_on_signal()
     started = asyncio.Event()
@@ -114,7 +161,7 @@ async def serve_worker(
         async with open_worker(engines, config) as worker:
             started.set()
             on_started(worker)
-            await stopping.wait()
+            await _until(stopping, [engine for engine in _listed(engines) if isinstance(engine, MayFail)])
 
     serving = asyncio.create_task(serve())
     stopped = asyncio.create_task(stopping.wait())
@@ -132,6 +179,24 @@ async def serve_worker(
         serving.result()
 
 
+def _listed(engines: AnyEngine | Sequence[AnyEngine]) -> Sequence[AnyEngine]:
+    return engines if isinstance(engines, Sequence) else [engines]
+
+
+async def _until(stopping: asyncio.Event, engines: Sequence[MayFail]) -> None:
+    """Returns when `stopping` is set; raises what one of `engines` failed with for good."""
+    stopped = asyncio.create_task(stopping.wait())
+    failures = [asyncio.create_task(engine.failure()) for engine in engines]
+    try:
+        await asyncio.wait((stopped, *failures), return_when=asyncio.FIRST_COMPLETED)
+        for failure in failures:
+            if failure.done():
+                raise failure.result()
+    finally:
+        for task in (stopped, *failures):
+            task.cancel()
+
+
 @asynccontextmanager
 async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerConfig) -> AsyncIterator[Worker]:
     """Starts `engines` and serves them while the body runs; on the way out deregisters and drains."""
@@ -145,10 +210,10 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
         about = {"service.instance.id": f"{instance:x}", "dynamo.endpoint": str(endpoint)}
         tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-worker", about))
         models: list[ServedModel] = []
-        for engine in [*engines] if isinstance(engines, Sequence) else [engines]:
+        for engine in _listed(engines):
             models += await _start(engine, stack)
-        status.models = [model.card.name for model in models]
         service = Service(models, metrics, tracing)
+        status.models = [model.card.name for model in models]
         stack.push_async_callback(service.close)
         nats = await stack.enter_async_context(connect_nats(config.nats.to_config(), f"dynamo-worker {instance:x}"))
         status.is_connected = lambda: nats.is_connected
@@ -161,7 +226,7 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
         service.on_accepted = publishers.accepted
         offer = _Offer(instance, endpoint, service, status)
         handlers = {**service.handlers, **publishers.handlers}
-        for engine in engines if isinstance(engines, Sequence) else [engines]:
+        for engine in _listed(engines):
             if isinstance(engine, RepositoryEngine):
                 offer.repository = engine
                 control = RepositoryControl(engine, service, offer.renew)

@@ -9,6 +9,7 @@ from pathlib import Path
 from dynamo.common.config import group, option, parse_bytes, parse_port
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.messaging.limits import MIB, PlaneLimits
+from dynamo.common.model_card import Role
 from dynamo.common.names import Endpoint, check_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, TraceOptions
 from dynamo.common.repository import ControlMode
@@ -22,6 +23,7 @@ class EngineKind(StrEnum):
     LLAMA = "llama"
     SIM = "sim"
     REPOSITORY = "repository"
+    VLLM = "vllm"
 
 
 def parse_endpoint(text: str) -> Endpoint:
@@ -147,7 +149,7 @@ class WorkerConfig:
         separator="",
         metavar="MODEL",
         help="What to serve, may be given several times: a .gguf file or smollm2, file.py:Class or module:Class, a model "
-        "repository, echo, sim.",
+        "repository, a folder with a Hugging Face model, echo, sim.",
     )
     model_names: tuple[str, ...] = option(
         (),
@@ -182,6 +184,31 @@ class WorkerConfig:
         minimum=16,
         maximum=16 << 20,
         help="Tokens of prompt and answer together; default: the engine's choice.",
+    )
+    engine_args: str = option(
+        "",
+        metavar="ARGUMENTS",
+        help="For vllm: arguments of `vllm serve` that concern its engine, and --lora-modules NAME=PATH, all in one text, "
+        "such as '--tensor-parallel-size 2 --quantization fp8'.",
+    )
+    role: Role | None = option(
+        None,
+        flags=("--role", "--disaggregation-mode"),
+        parse=Role,
+        help="Which part of generation vllm or sim does here: aggregated, prefill or decode; default: aggregated, or what the "
+        "model says.",
+    )
+    num_workers: int = option(
+        1,
+        minimum=1,
+        maximum=1_000,
+        help="Instances in this process, each with engines, a registration and connections of its own: for fleets of simulated "
+        "engines on one machine. A status port counts up from instance to instance.",
+    )
+    speedup_ratio: float | None = option(
+        None,
+        minimum=0,
+        help="For sim: how much faster than its timing the engine is; 0: steps take no time. Default: 1, or what --model says.",
     )
     drain_timeout_s: float = option(
         30.0, flags=("--drain-timeout",), minimum=0, help="After SIGTERM, requests may finish for this many seconds."

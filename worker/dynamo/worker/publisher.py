@@ -46,6 +46,7 @@ _ACK_S = 2.0
 _MAX_UNRECORDED = 4096
 _REPEATED_AT_ONCE = 256
 _RETRY_S = 2.0
+_CHECK_S = 60.0
 
 
 class Bus(Protocol):
@@ -275,14 +276,18 @@ class KvPublishers:
 
 async def _record_into(record: Record, made: str, publishers: Sequence[KvPublisher], receipts: str) -> None:
     """Has updates recorded until the record is another one. Raises Unavailable when it is gone and cannot be made again."""
+    loop = asyncio.get_running_loop()
+    check_at = loop.time() + _CHECK_S
     try:
         for position, publisher in enumerate(publishers):
             publisher.record(f"{receipts}.{position}")
         while True:
             await asyncio.sleep(_ACK_S / 2)
             overdue = [publisher for publisher in publishers if publisher.overdue]
-            if overdue and await record.ensure() != made:
-                return
+            if overdue or loop.time() >= check_at:  # other workers may have made it anew before we missed a receipt
+                check_at = loop.time() + _CHECK_S
+                if await record.ensure() != made:
+                    return
             for publisher in overdue:
                 publisher.repeat_unrecorded()
     finally:

@@ -54,6 +54,7 @@ class Status:
 
     def __init__(self, endpoint: Endpoint, instance: InstanceId) -> None:
         self.models: Sequence[str] = ()
+        """Names of those that are served now."""
         self.is_connected: Callable[[], bool] = lambda: False
         """To NATS."""
         self.is_registered: Callable[[], bool] = lambda: False

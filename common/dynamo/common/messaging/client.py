@@ -447,12 +447,12 @@ class RequestClient:
         peer = self._peers.get(InstanceId(int(subject.rsplit(".", 1)[1], 16)))
         if peer is None or peer.probed_at is None:
             return
-        probed_at, peer.probed_at = peer.probed_at, None
-        known = set(frame.streams)
-        for stream in list(peer.streams.values()):
-            if stream.id in known:
+        peer.probed_at = None
+        for id_ in frame.streams:
+            if stream := peer.streams.get(id_):
                 stream.heard = self.now
-            elif stream.batch >= 0 and stream.heard < probed_at:
+        for id_ in frame.unknown:  # its last word would have come before this one
+            if stream := peer.streams.get(id_):
                 stream.fail(InstanceGone(peer.instance, "does not know the request any more", is_alive=True))
 
     async def watch(self) -> None:

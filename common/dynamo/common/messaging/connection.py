@@ -214,7 +214,9 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
                     raise NatsError("nats-server does not offer TLS, without which we do not log in")
                 return line
             if self._eof:  # nats-py would take an empty answer to its greeting for consent
-                raise ConnectionResetError(f"nats-server closed the connection before it let us in ({self._failure or 'no reason'})")
+                raise ConnectionResetError(
+                    f"nats-server closed the connection before it let us in ({self._failure or 'no reason'})"
+                )
             await self._more()
 
     async def read(self, buffer_size: int) -> bytes:

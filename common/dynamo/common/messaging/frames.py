@@ -95,7 +95,10 @@ class Probe(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
 
 
 class Known(msgspec.Struct, array_like=True, tag=9, frozen=True, gc=False):
+    """The answer to a probe: each stream that was asked about is in one of the lists."""
+
     streams: list[int]
+    unknown: list[int]
 
 
 Frame: TypeAlias = Open | Chunk | Credit | Cancel | Data | End | Error | Beat | Probe | Known

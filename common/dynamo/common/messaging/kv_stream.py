@@ -121,18 +121,22 @@ class KvStream:
         return sum((info.state.subjects or {}).values())
 
     async def since(self, subject: str, after: int) -> AsyncGenerator[list[tuple[int, str, bytes]], None]:
-        """Events past number `after` of the record, up to the last one there is now: (number, subject, payload), in batches."""
-        config = ConsumerConfig(
-            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_seq=after + 1,
-            ack_policy=AckPolicy.NONE,
-            filter_subject=subject,
-            inactive_threshold=30.0,
-            mem_storage=True,
-        )
+        """Events past number `after` of the record, up to the last one there is now: (number, subject, payload), in batches.
+
+        If the record has not come so far, it was lost and begun anew: then all there are.
+        """
         with _plain_errors("read"):
             context = self._context()
             try:
+                last = (await context.stream_info(STREAM)).state.last_seq
+                config = ConsumerConfig(
+                    deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+                    opt_start_seq=after + 1 if after <= last else 1,
+                    ack_policy=AckPolicy.NONE,
+                    filter_subject=subject,
+                    inactive_threshold=30.0,
+                    mem_storage=True,
+                )
                 consumer = await context.add_consumer(STREAM, config)
             except NotFoundError:
                 return

@@ -377,7 +377,8 @@ class RequestServer:
                 self._on_open(peer, frame)
             elif isinstance(frame, frames.Probe):
                 known = [id_ for id_ in frame.streams if id_ in peer.requests]
-                peer.outbox.add(frames.encode(frames.Known(known)))
+                unknown = [id_ for id_ in frame.streams if id_ not in peer.requests]
+                peer.outbox.add(frames.encode(frames.Known(known, unknown)))
             elif isinstance(frame, frames.Chunk | frames.Credit | frames.Cancel):
                 request = peer.requests.get(frame.stream)
                 if request is None:

@@ -19,6 +19,8 @@ from dynamo.frontend.router.overrides import LIMITS, read_overrides
 MAX_ID_CHARS = 128
 EXPLAIN = "x-dynamo-explain"
 """With the value `true` in a request, why its instance was chosen comes back in a header or trailing metadata of this name."""
+TIMEOUT = "x-request-timeout-ms"
+"""Milliseconds within which a request must be answered; of this and a gRPC deadline the sooner counts."""
 _PASSED_ON = frozenset({"traceparent", "tracestate", "baggage"})
 _LONGEST_DEADLINE_S = 10 * 365 * 86400.0
 """gRPC says "no deadline" by one that is centuries away."""
@@ -71,6 +73,11 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
                 instance = parse_instance(value)
             elif name == "x-dynamo-request-priority":
                 priority = _whole_number(name, value)
+            elif name == TIMEOUT:
+                asked_s = _whole_number(name, value) / 1e3
+                if asked_s <= 0:
+                    raise InvalidRequest(f"'{name}' must be above 0", param=name)
+                remaining_s = asked_s if remaining_s is None else min(remaining_s, asked_s)
             elif name in ("x-dynamo-session", "x-dynamo-session-id"):
                 session = read_session(value, name)
             elif name in _OVERRIDES:

@@ -105,7 +105,7 @@ def repository_index(
     found: dict[tuple[str, str], IndexEntry] = {}
     for entry in entries:
         if entry.state is ModelState.READY:
-            entry = IndexEntry(name=entry.name, version=entry.version, reason=_NOBODY)
+            entry = IndexEntry(name=entry.name, version=entry.version, reason=entry.reason or _NOBODY)
         found[entry.name, entry.version] = entry
     for card in cards:
         for number in card.versions:

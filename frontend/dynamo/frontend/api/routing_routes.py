@@ -30,8 +30,7 @@ from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.data_plane import DataPlane
 from dynamo.frontend.router.explain import DecisionLog
 from dynamo.frontend.router.explanation import Decision
-from dynamo.frontend.router.load import Thresholds
-from dynamo.frontend.router.thresholds import ThresholdTable
+from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable
 
 _MAX_TOKENS = 2**53
 _MAX_DECISIONS = 256

@@ -19,8 +19,7 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import AffinityMode
-from dynamo.frontend.router.base import Choice, Router, RouteRequest
-from dynamo.frontend.router.hashing import PromptHashes
+from dynamo.frontend.router.base import Choice, Router, RouterAround, RouteRequest
 from dynamo.frontend.router.simple import position
 
 _EXPIRED_PER_TURN = 4
@@ -43,7 +42,7 @@ class _Session:
     """Requests that run now."""
 
 
-class SessionRouter:
+class SessionRouter(RouterAround):
     """Another router, for sessions. Keeps at most `max_sessions`; the one that was used least recently is forgotten first.
 
     `on_placed` is told where sessions are, once per half `ttl_s` while they are used; `placed` takes what other frontends tell.
@@ -59,7 +58,7 @@ class SessionRouter:
         on_placed: Callable[[SessionKey, InstanceId], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.inner = router
+        super().__init__(router)
         self._ttl_s = ttl_s
         self._mode = mode
         self._max_sessions = max_sessions
@@ -96,23 +95,14 @@ class SessionRouter:
         now = self._clock()
         self._remember(key, instance, now).told_at = now
 
-    def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
-        return self.inner.prompt_hashes(request, candidates)
-
-    def first_token(self, request_id: str) -> None:
-        self.inner.first_token(request_id)
-
     def finished(self, request_id: str, error: DynamoError | None = None) -> None:
-        self.inner.finished(request_id, error)
+        super().finished(request_id, error)
         key = self._bookings.pop(request_id, None) if self._bookings else None
         session = self._sessions.get(key) if key is not None else None
         if key is not None and session is not None and session.open:
             session.open -= 1
             session.used_at = self._clock()
             self._sessions.move_to_end(key)
-
-    def removed(self, instance: InstanceId) -> None:
-        self.inner.removed(instance)
 
     # Inside
 

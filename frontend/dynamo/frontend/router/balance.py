@@ -16,10 +16,10 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import Choice, RouteRequest
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.hashing import PromptHashes
-from dynamo.frontend.router.load import Floats, Loads, LoadTable, Thresholds, all_busy
+from dynamo.frontend.router.load import Floats, Loads, LoadTable, all_busy
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.simple import pinned, position
-from dynamo.frontend.router.thresholds import Limits
+from dynamo.frontend.router.thresholds import ThresholdTable
 
 Strategy = Callable[[Floats, random.Random], int]
 """From the number of requests of each instance to the position of the one to take."""
@@ -46,14 +46,13 @@ class LoadRouter:
         self,
         name: str,
         strategy: Strategy,
-        thresholds: Limits | None = None,
+        thresholds: ThresholdTable | None = None,
         loads: LoadTable | None = None,
         *,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.thresholds: Limits = thresholds or Thresholds()
-        """May be replaced at any time."""
+        self.thresholds = ThresholdTable() if thresholds is None else thresholds
         self.loads = LoadTable() if loads is None else loads
         self._name = name
         self._strategy = strategy

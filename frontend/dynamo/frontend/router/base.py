@@ -78,3 +78,22 @@ class Router(Protocol):
     def removed(self, instance: InstanceId) -> None:
         """An instance is gone for good."""
         ...
+
+
+class RouterAround:
+    """The part of a router around another one that leaves everything to that one. The rest is a `pick` of its own."""
+
+    def __init__(self, inner: Router) -> None:
+        self.inner = inner
+
+    def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
+        return self.inner.prompt_hashes(request, candidates)
+
+    def first_token(self, request_id: str) -> None:
+        self.inner.first_token(request_id)
+
+    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
+        self.inner.finished(request_id, error)
+
+    def removed(self, instance: InstanceId) -> None:
+        self.inner.removed(instance)

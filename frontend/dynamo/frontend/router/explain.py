@@ -15,11 +15,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import DynamoError
-from dynamo.common.names import InstanceId
-from dynamo.frontend.router.base import Choice, Router, RouteRequest
+from dynamo.frontend.router.base import Choice, Router, RouterAround, RouteRequest
 from dynamo.frontend.router.explanation import Decision
-from dynamo.frontend.router.hashing import PromptHashes
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +65,11 @@ class DecisionLog:
             log.debug("routed: %s", msgspec.json.encode(decision).decode())
 
 
-class ExplainingRouter:
+class ExplainingRouter(RouterAround):
     """Another router, whose decisions are logged and told to those who ask."""
 
     def __init__(self, router: Router, decisions: DecisionLog, unix_time: Callable[[], float] = time.time) -> None:
-        self.inner = router
+        super().__init__(router)
         self.decisions = decisions
         self._unix_time = unix_time
 
@@ -97,15 +94,3 @@ class ExplainingRouter:
         if request.explanation is not None:
             request.explanation.add(decision)
         return choice
-
-    def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
-        return self.inner.prompt_hashes(request, candidates)
-
-    def first_token(self, request_id: str) -> None:
-        self.inner.first_token(request_id)
-
-    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
-        self.inner.finished(request_id, error)
-
-    def removed(self, instance: InstanceId) -> None:
-        self.inner.removed(instance)

@@ -37,11 +37,11 @@ from dynamo.frontend.router.base import Choice, RouteRequest
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.index import Match, PrefixIndex
-from dynamo.frontend.router.load import Floats, Loads, LoadTable, Thresholds, all_busy
+from dynamo.frontend.router.load import Floats, Loads, LoadTable, all_busy
 from dynamo.frontend.router.predicted import PredictedIndex
 from dynamo.frontend.router.rows import RowCache, Rows
 from dynamo.frontend.router.simple import pinned, position
-from dynamo.frontend.router.thresholds import Limits
+from dynamo.frontend.router.thresholds import ThresholdTable
 
 _KV_FULL_FROM = 0.5
 _KV_FULL_LIMIT = 0.99
@@ -103,29 +103,14 @@ def _check_weight(name: str, value: float) -> float:
     return value
 
 
-class _Caches:
-    """What is known of the caches of one model's instances."""
+class _Model:
+    """What the instances of one model told about their caches, and where its candidates stand in each table."""
 
-    def __init__(self, config: KvRouterConfig) -> None:
+    def __init__(self, loads: LoadTable, predicted: PredictedIndex | None) -> None:
         self.index = PrefixIndex()
-        """What the instances told."""
-        self.predicted: PredictedIndex | None = None
-        self._use_index = config.use_kv_events
-        self._rows = RowCache(self.index)
-        ttl_s = config.speculative_ttl_s if config.use_kv_events else config.ttl_s
-        if ttl_s > 0.0:
-            self.predicted = PredictedIndex(ttl_s, config.max_tree_size, config.prune_target_ratio)
-            self._predicted_rows = RowCache(self.predicted.index)
-
-    def overlaps(self, hashes: Sequence[int], candidates: Sequence[Instance], now: float) -> NDArray[np.int32]:
-        """Overlap in blocks per candidate: what it told, or what is guessed if that is more."""
-        overlaps = np.zeros(len(candidates), dtype=np.int32)
-        if self._use_index:
-            _raise_to(overlaps, self.index, self.index.match(hashes), self._rows.rows(candidates))
-        if self.predicted is not None:
-            index = self.predicted.index
-            _raise_to(overlaps, index, self.predicted.match(hashes, now), self._predicted_rows.rows(candidates))
-        return overlaps
+        self.rows = RowCache(self.index)
+        self.load_rows = RowCache(loads)
+        self.predicted_rows = None if predicted is None else RowCache(predicted.index)
 
 
 def _raise_to(overlaps: NDArray[np.int32], index: PrefixIndex, match: Match, rows: Rows) -> None:
@@ -155,18 +140,21 @@ class KvRouter:
     def __init__(
         self,
         config: KvRouterConfig | None = None,
-        thresholds: Limits | None = None,
+        thresholds: ThresholdTable | None = None,
         loads: LoadTable | None = None,
         *,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or KvRouterConfig()
-        self.thresholds: Limits = thresholds or Thresholds()
-        """May be replaced at any time."""
+        self.thresholds = ThresholdTable() if thresholds is None else thresholds
         self.loads = LoadTable() if loads is None else loads
-        self._rows = RowCache(self.loads)
-        self._caches: dict[str, _Caches] = {}
+        self._models: dict[str, _Model] = {}
+        self._predicted: PredictedIndex | None = None
+        ttl_s = self.config.speculative_ttl_s if self.config.use_kv_events else self.config.ttl_s
+        if ttl_s > 0.0:
+            self._predicted = PredictedIndex(ttl_s, self.config.max_tree_size, self.config.prune_target_ratio)
+            self.loads.on_sibling_booking = self._predicted.add
         self._rng = rng or random.Random()
         self._clock = clock
 
@@ -174,7 +162,7 @@ class KvRouter:
 
     def index(self, model: str) -> PrefixIndex:
         """What the instances of a model told about their caches."""
-        return self._caches_of(model).index
+        return self._model(model).index
 
     def apply(self, model: str, instance: InstanceId, update: KvUpdate) -> None:
         self.index(model).apply(instance, update)
@@ -192,9 +180,9 @@ class KvRouter:
         now = self._clock()
         prompt = _Prompt(len(request.prompt) // TOKEN_BYTES, self._hashes(request, candidates))
         hashes = prompt.hashes.values
-        caches = self._caches_of(request.model)
-        loads = self.loads.read(self._rows.rows(candidates), now)
-        overlaps = caches.overlaps(hashes, candidates, now)
+        model = self._model(request.model)
+        loads = self.loads.read(model.load_rows.rows(candidates), now)
+        overlaps = self._overlaps(model, hashes, candidates, now)
         costs = _costs(config, prompt, loads, overlaps)
         at = pinned(request, candidates)
         if at is not None:
@@ -203,8 +191,8 @@ class KvRouter:
             at, reason = self._choose(request, candidates, config, loads, costs)
         instance, overlap = candidates[at], int(overlaps[at])
         self._book(request, config, prompt, instance.id, overlap, now)
-        if caches.predicted is not None:
-            caches.predicted.add(instance.id, hashes, now)
+        if self._predicted is not None:
+            self._predicted.add(instance.id, hashes, now)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
             explanation = _explain(candidates, overlaps, loads, costs, at, loads.busy(self.thresholds.of(request.model)))
@@ -218,18 +206,28 @@ class KvRouter:
 
     def removed(self, instance: InstanceId) -> None:
         self.loads.remove_instance(instance)
-        for caches in self._caches.values():
-            caches.index.remove_instance(instance)
-            if caches.predicted is not None:
-                caches.predicted.remove_instance(instance)
+        for model in self._models.values():
+            model.index.remove_instance(instance)
+        if self._predicted is not None:
+            self._predicted.remove_instance(instance)
 
     # Inside
 
-    def _caches_of(self, model: str) -> _Caches:
-        caches = self._caches.get(model)
-        if caches is None:
-            caches = self._caches[model] = _Caches(self.config)
-        return caches
+    def _model(self, name: str) -> _Model:
+        model = self._models.get(name)
+        if model is None:
+            model = self._models[name] = _Model(self.loads, self._predicted)
+        return model
+
+    def _overlaps(self, model: _Model, hashes: Sequence[int], candidates: Sequence[Instance], now: float) -> NDArray[np.int32]:
+        """Overlap in blocks per candidate: what it told, or what is guessed if that is more."""
+        overlaps = np.zeros(len(candidates), dtype=np.int32)
+        if self.config.use_kv_events:
+            _raise_to(overlaps, model.index, model.index.match(hashes), model.rows.rows(candidates))
+        if self._predicted is not None and model.predicted_rows is not None:
+            match = self._predicted.match(hashes, now)
+            _raise_to(overlaps, self._predicted.index, match, model.predicted_rows.rows(candidates))
+        return overlaps
 
     def _block_size(self, candidates: Sequence[Instance]) -> int:
         """Tokens per block. Instances of one model that differ in it share no hashes: the first one's counts."""

@@ -27,6 +27,7 @@ from dynamo.common.kv.hashes import pack_hashes, unpack_hashes
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.rows import Rows
 from dynamo.frontend.router.thinning import DENSE, STRIDE, covered, kept
+from dynamo.frontend.router.thresholds import Thresholds
 
 Floats = NDArray[np.float64]
 
@@ -53,20 +54,6 @@ class BookingEvent(msgspec.Struct, frozen=True, array_like=True):
     blocks: bytes = b""
     """Sequence hashes of the prompt's full blocks, packed."""
     extra_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """From which load on an instance counts as busy and gets no more requests. None: never."""
-
-    active_decode_blocks: float | None = None
-    """Share of the instance's KV blocks in use, 0 to 1."""
-    active_prefill_tokens: int | None = None
-    """Prompt tokens still to be computed."""
-
-    def of(self, model: str) -> Thresholds:
-        """The same for every model; `thresholds.ThresholdTable` can tell them apart."""
-        return self
 
 
 @dataclass(slots=True)
@@ -187,6 +174,8 @@ class LoadTable:
         sibling_ttl_s: float = 5.0,
     ) -> None:
         self.origin = origin
+        self.on_sibling_booking: Callable[[InstanceId, Sequence[int], float], None] | None = None
+        """Gets the instance to which a sibling sent a request, the blocks of its prompt if they are shared, and `now`."""
         self.epoch = 0
         """Changes whenever an instance comes, goes, or gets another row."""
         self._on_booking = on_booking
@@ -274,6 +263,8 @@ class LoadTable:
                 blocks = unpack_hashes(event.blocks)
                 instance = InstanceId(event.instance)
                 self._add(event.origin, event.key, instance, now, event.prefill_tokens, blocks, event.extra_blocks)
+                if self.on_sibling_booking is not None:
+                    self.on_sibling_booking(instance, blocks, now)
             case Step.FIRST_TOKEN:
                 self._end_prefill(event.origin, event.key)
             case Step.FINISHED:

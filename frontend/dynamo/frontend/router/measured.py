@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import DynamoError, Overloaded
-from dynamo.common.names import InstanceId
-from dynamo.frontend.router.base import Choice, Router, RouteRequest
-from dynamo.frontend.router.hashing import PromptHashes
+from dynamo.common.errors import Overloaded
+from dynamo.frontend.router.base import Choice, Router, RouterAround, RouteRequest
 
 
 class Observer(Protocol):
@@ -25,32 +23,20 @@ class Observer(Protocol):
         ...
 
 
-class MeasuredRouter:
+class MeasuredRouter(RouterAround):
     """Another router, with every decision told to an observer."""
 
     def __init__(self, router: Router, observer: Observer, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._router = router
+        super().__init__(router)
         self._observer = observer
         self._clock = clock
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
         start = self._clock()
         try:
-            choice = self._router.pick(request, candidates, explain=explain)
+            choice = self.inner.pick(request, candidates, explain=explain)
         except Overloaded:
             self._observer.refused(request)
             raise
         self._observer.picked(request, choice, self._clock() - start)
         return choice
-
-    def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
-        return self._router.prompt_hashes(request, candidates)
-
-    def first_token(self, request_id: str) -> None:
-        self._router.first_token(request_id)
-
-    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
-        self._router.finished(request_id, error)
-
-    def removed(self, instance: InstanceId) -> None:
-        self._router.removed(instance)

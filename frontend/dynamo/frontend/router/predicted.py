@@ -52,12 +52,11 @@ class PredictedIndex:
         blocks = kept(blocks)
         expires_at = now + self.ttl_s
         own = self._expires_at.setdefault(instance, {})
-        before = len(own)
+        new = [block for block in blocks if block not in own]
         own.update(dict.fromkeys(blocks, expires_at))
-        added = len(own) - before
-        self._size += added
-        if added:
-            self.index.store(instance, blocks)
+        self._size += len(new)
+        if new:
+            self.index.store(instance, new)
         self._decisions.append((expires_at, instance, blocks))
         self._listed += len(blocks)
         self._prune()

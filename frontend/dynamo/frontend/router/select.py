@@ -9,10 +9,10 @@ from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.frontend.router.balance import LoadRouter, least_loaded, power_of_two
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
-from dynamo.frontend.router.load import LoadTable, Thresholds
+from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.simple import Direct, RandomChoice, RoundRobin
 from dynamo.frontend.router.sparing import SparingRouter
-from dynamo.frontend.router.thresholds import Limits
+from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
 
 _BY_LOAD = (RouterMode.KV, RouterMode.LEAST_LOADED, RouterMode.POWER_OF_TWO)
 _BLIND: Mapping[RouterMode, Callable[[], Router]] = {
@@ -56,26 +56,28 @@ def kv_config(options: RouterOptions) -> KvRouterConfig:
 
 def follows_loads(options: RouterOptions) -> bool:
     """Whether the router looks at the loads of instances: all modes do that have to, the others if a threshold is configured."""
-    thresholds = thresholds_of(options)
-    return effective_mode(options) in _BY_LOAD or thresholds != Thresholds()
+    return effective_mode(options) in _BY_LOAD or thresholds_of(options) != NEVER_BUSY
 
 
-def make_router(options: RouterOptions, loads: LoadTable, clock: Callable[[], float], thresholds: Limits | None = None) -> Router:
+def make_router(
+    options: RouterOptions, loads: LoadTable, clock: Callable[[], float], thresholds: ThresholdTable | None = None
+) -> Router:
     """A new router. Those that look at loads share `loads`; `clock` is the one by which reports reach it.
 
     `thresholds` are the configured ones unless given.
     """
     mode = effective_mode(options)
-    limits: Limits = thresholds_of(options) if thresholds is None else thresholds
+    if thresholds is None:
+        thresholds = ThresholdTable(thresholds_of(options))
     match mode:
         case RouterMode.KV:
-            return KvRouter(kv_config(options), limits, loads, clock=clock)
+            return KvRouter(kv_config(options), thresholds, loads, clock=clock)
         case RouterMode.LEAST_LOADED:
-            return LoadRouter(mode.value, least_loaded, limits, loads, clock=clock)
+            return LoadRouter(mode.value, least_loaded, thresholds, loads, clock=clock)
         case RouterMode.POWER_OF_TWO:
-            return LoadRouter(mode.value, power_of_two, limits, loads, clock=clock)
+            return LoadRouter(mode.value, power_of_two, thresholds, loads, clock=clock)
         case RouterMode.ROUND_ROBIN | RouterMode.RANDOM | RouterMode.DIRECT:
             router = _BLIND[mode]()
-            return SparingRouter(router, limits, loads, clock=clock) if follows_loads(options) else router
+            return SparingRouter(router, thresholds, loads, clock=clock) if follows_loads(options) else router
         case _:
             assert_never(mode)

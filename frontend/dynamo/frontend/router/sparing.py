@@ -9,20 +9,19 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.names import InstanceId
-from dynamo.frontend.router.base import Choice, Router, RouteRequest
-from dynamo.frontend.router.hashing import PromptHashes
+from dynamo.frontend.router.base import Choice, Router, RouterAround, RouteRequest
 from dynamo.frontend.router.load import LoadTable, all_busy
 from dynamo.frontend.router.rows import RowCache
-from dynamo.frontend.router.thresholds import Limits
+from dynamo.frontend.router.thresholds import ThresholdTable
 
 
-class SparingRouter:
+class SparingRouter(RouterAround):
     """Another router, which sees only the instances that are not busy. A pinned request is let through."""
 
     def __init__(
-        self, router: Router, thresholds: Limits, loads: LoadTable, *, clock: Callable[[], float] = time.monotonic
+        self, router: Router, thresholds: ThresholdTable, loads: LoadTable, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.inner = router
+        super().__init__(router)
         self.thresholds = thresholds
         self.loads = loads
         self._rows = RowCache(loads)
@@ -37,18 +36,17 @@ class SparingRouter:
         self.loads.book(request.request_id, choice.instance.id, now, prefill_tokens=tokens)
         return choice
 
-    def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
-        return None
-
     def first_token(self, request_id: str) -> None:
+        super().first_token(request_id)
         self.loads.first_token(request_id)
 
     def finished(self, request_id: str, error: DynamoError | None = None) -> None:
+        super().finished(request_id, error)
         self.loads.finished(request_id)
 
     def removed(self, instance: InstanceId) -> None:
+        super().removed(instance)
         self.loads.remove_instance(instance)
-        self.inner.removed(instance)
 
     def _free(self, model: str, candidates: Sequence[Instance], now: float) -> Sequence[Instance]:
         """Those that are not busy; the same sequence if all are free. Raises Overloaded if none is."""

@@ -1,17 +1,22 @@
-"""Busy thresholds per model, which may change while requests run."""
+"""From which load on an instance is busy: as configured, and as set for single models while requests run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
-
-from dynamo.frontend.router.load import Thresholds
+from dataclasses import dataclass
 
 
-class Limits(Protocol):
-    """Says from which load on an instance of a model counts as busy."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """From which load on an instance counts as busy and gets no more requests. None: never."""
 
-    def of(self, model: str) -> Thresholds: ...
+    active_decode_blocks: float | None = None
+    """Share of the instance's KV blocks in use, 0 to 1."""
+    active_prefill_tokens: int | None = None
+    """Prompt tokens still to be computed."""
+
+
+NEVER_BUSY = Thresholds()
 
 
 class ThresholdTable:
@@ -20,7 +25,7 @@ class ThresholdTable:
     Each change carries the time at which it was made; of two, the later one stays, in whatever order they are heard of.
     """
 
-    def __init__(self, configured: Thresholds) -> None:
+    def __init__(self, configured: Thresholds = NEVER_BUSY) -> None:
         self.configured = configured
         self._changed: dict[str, tuple[int, Thresholds]] = {}
 
@@ -30,8 +35,7 @@ class ThresholdTable:
 
     def set(self, model: str, thresholds: Thresholds, changed_at_ms: int) -> bool:
         """`changed_at_ms`: Unix time. Whether this is news."""
-        known = self._changed.get(model)
-        if known is not None and known[0] >= changed_at_ms:
+        if self.changed_at_ms(model) >= changed_at_ms:
             return False
         self._changed[model] = (changed_at_ms, thresholds)
         return True

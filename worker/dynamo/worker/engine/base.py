@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from dynamo.common.errors import EngineError
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import ModelCard
@@ -120,6 +121,15 @@ class TracksKv(Protocol):
         ...
 
     def load(self) -> Load: ...
+
+
+@runtime_checkable
+class MayFail(Protocol):
+    """An engine that can end by itself, such as with a process of its own."""
+
+    async def failure(self) -> EngineError:
+        """Returns when the engine can serve nothing more, and why. The worker drains then, and ends with this error."""
+        ...
 
 
 @runtime_checkable

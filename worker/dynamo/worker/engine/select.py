@@ -9,6 +9,7 @@
 | `module:Class`, `path/to/file.py:Class` | python |
 | a `.gguf` file, `smollm2` | llama |
 | a folder of folders with `config.pbtxt` | repository: see `dynamo.worker.repository` |
+| a folder with a `config.json`, as Hugging Face has them | vllm |
 | `sim`, `sim:blocks=512,block_size=16,speedup=0,…` | sim: a simulated engine; see `sim_config` for what can be set |
 """
 
@@ -37,7 +38,19 @@ from dynamo.worker.repository.models import RepositorySettings
 AnyEngine: TypeAlias = Engine | TensorEngine
 
 SIM_SETTINGS = frozenset(
-    ["blocks", "block_size", "batched_tokens", "speedup", "ranks", "role", "seed", "tokens_per_turn", "timing", "tokenizer"]
+    {
+        "batched_tokens",
+        "block_size",
+        "blocks",
+        "ranks",
+        "role",
+        "seed",
+        "speedup",
+        "timing",
+        "tokenizer",
+        "tokens_per_turn",
+        "transfer",
+    }
 )
 BUILT_IN_MODELS = ("smollm2",)
 """Names of small models that come as Python packages."""
@@ -57,12 +70,12 @@ def choose_engine(model: str) -> EngineKind:
     if model and Path(model).is_dir():
         if is_repository(Path(model)):
             return EngineKind.REPOSITORY
-        raise InvalidRequest(
-            f"no engine of this version serves the folder {model}; it serves model repositories, .gguf files and Python classes"
-        )
+        if (Path(model) / "config.json").is_file():
+            return EngineKind.VLLM
+        raise InvalidRequest(f"the folder {model} is no model: it has no config.json, and it is no model repository")
     raise InvalidRequest(
-        f"model {model!r} is nothing that can be served: give a .gguf file, {', '.join(BUILT_IN_MODELS)}, "
-        "module:Class, path/to/file.py:Class, echo or sim"
+        f"model {model!r} is nothing that can be served: give a .gguf file, {', '.join(BUILT_IN_MODELS)}, a model folder, "
+        "module:Class, path/to/file.py:Class, echo or sim; with --engine vllm also a name on Hugging Face"
     )
 
 
@@ -74,12 +87,20 @@ def make_engine(
     threads: int | None = None,
     max_num_seqs: int | None = None,
     context_length: int | None = None,
+    role: Role | None = None,
+    speedup_ratio: float | None = None,
+    engine_args: str = "",
 ) -> AnyEngine:
     """An engine for `model`, not started. `kind` overrides the choice, `name` the model's own name.
 
-    Raises InvalidRequest if there is no such model, or the engine's package is not installed.
+    Raises InvalidRequest if there is no such model, the engine's package is not installed, or a setting is not for this engine.
     """
-    match kind or choose_engine(model):
+    kind = kind or choose_engine(model)
+    if role not in (None, Role.AGGREGATED) and kind not in (EngineKind.SIM, EngineKind.VLLM):
+        raise InvalidRequest(f"the {kind} engine serves whole answers: it takes no --role {role}")
+    if engine_args and kind is not EngineKind.VLLM:
+        raise InvalidRequest(f"--engine-args are for vllm, not for the {kind} engine, which serves {model}")
+    match kind:
         case EngineKind.ECHO:
             return _make_echo(model.removeprefix("echo").removeprefix(":"), name)
         case EngineKind.PYTHON:
@@ -89,7 +110,10 @@ def make_engine(
         case EngineKind.REPOSITORY:
             raise InvalidRequest(f"a model repository has names of its own: give {model} as --model-repository, without a name")
         case EngineKind.SIM:
-            return SimEngine(sim_config(model.removeprefix("sim").removeprefix(":"), name, max_num_seqs, context_length))
+            settings = model.removeprefix("sim").removeprefix(":")
+            return SimEngine(sim_config(settings, name, max_num_seqs, context_length, role, speedup_ratio))
+        case EngineKind.VLLM:
+            return _make_vllm(model, name, engine_args, role or Role.AGGREGATED, max_num_seqs, context_length)
 
 
 def split_repositories(
@@ -122,29 +146,36 @@ def make_repository(options: RepositoryOptions, folders: tuple[Path, ...], drain
     return RepositoryEngine(settings, options.control_mode, options.load, exit_on_error=options.exit_on_error)
 
 
-def sim_config(settings: str, name: str, max_num_seqs: int | None, context_length: int | None) -> SimConfig:
-    """From `key=value,…`. Keys: `blocks`, `block_size`, `batched_tokens`, `speedup` (0: steps take no time), `ranks`, `role`,
-    `seed`, `tokens_per_turn`, `timing` (a CSV file, see `sim.timing`), `tokenizer` (a tokenizer.json; default: bytes).
+def sim_config(
+    settings: str,
+    name: str,
+    max_num_seqs: int | None,
+    context_length: int | None,
+    role: Role | None = None,
+    speedup_ratio: float | None = None,
+) -> SimConfig:
+    """From `key=value,…`, where `role` and `speedup_ratio` come first if they are given. Keys:
+
+    | key | |
+    |---|---|
+    | `blocks`, `block_size` | KV blocks of one rank (16,384) and tokens in one (16) |
+    | `batched_tokens` | tokens computed in one step (8,192) |
+    | `speedup` | how much faster than the timing says; 0: steps take no time |
+    | `timing` | a CSV file of measured steps, see `sim.timing` |
+    | `ranks` | data-parallel ranks, each with blocks of its own |
+    | `role` | aggregated, prefill or decode |
+    | `transfer` | tokens per second whose KV a decode instance fetches from a prefill one; 0: at once |
+    | `seed` | instances of the same seed say the same |
+    | `tokens_per_turn` | at speed 0: tokens in one delta |
+    | `tokenizer` | a tokenizer.json; default: bytes |
 
     Raises InvalidRequest naming what is wrong.
     """
     given = dict(item.partition("=")[::2] for item in settings.split(",") if item)
-    known = {
-        "blocks",
-        "block_size",
-        "batched_tokens",
-        "speedup",
-        "ranks",
-        "role",
-        "seed",
-        "tokens_per_turn",
-        "timing",
-        "tokenizer",
-    }
-    if unknown := sorted(given.keys() - known):
-        raise InvalidRequest(f"the simulated engine has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    if unknown := sorted(given.keys() - SIM_SETTINGS):
+        raise InvalidRequest(f"the simulated engine has no setting {unknown[0]!r}; it has {', '.join(sorted(SIM_SETTINGS))}")
     try:
-        speedup = float(given.get("speedup", "1"))
+        speedup = float(given.get("speedup", "1")) if speedup_ratio is None else speedup_ratio
         timing = TimingModel.load(Path(given["timing"]), speedup) if "timing" in given else TimingModel(speedup=speedup)
         tokenizer = Path(given["tokenizer"]).read_bytes() if "tokenizer" in given else byte_tokenizer()
         scheduler = SchedulerConfig(
@@ -153,6 +184,7 @@ def sim_config(settings: str, name: str, max_num_seqs: int | None, context_lengt
             max_batched_tokens=int(given.get("batched_tokens", "8192")),
             max_num_seqs=max_num_seqs or 256,
             vocabulary=Tokenizer.from_str(tokenizer.decode()).get_vocab_size(),
+            kv_transfer_tokens_per_s=float(given.get("transfer", "0")),
             timing=timing,
         )
         return SimConfig(
@@ -160,7 +192,7 @@ def sim_config(settings: str, name: str, max_num_seqs: int | None, context_lengt
             scheduler=scheduler,
             context_length=context_length or 131_072,
             data_parallel_size=int(given.get("ranks", "1")),
-            role=Role(given.get("role", "aggregated")),
+            role=role or Role(given.get("role", "aggregated")),
             seed=int(given.get("seed", "0")),
             steps_per_turn=int(given.get("tokens_per_turn", "1")),
             tokenizer=tokenizer,
@@ -193,3 +225,17 @@ def _make_llama(model: str, name: str, threads: int | None, max_num_seqs: int | 
             f"{model} needs the llama engine, but the package {error.name} is missing: install dynamo-serving[llama]"
         ) from error
     return LlamaEngine(model, name=name, threads=threads, slots=max_num_seqs, context_length=context_length)
+
+
+def _make_vllm(
+    model: str, name: str, engine_args: str, role: Role, max_num_seqs: int | None, context_length: int | None
+) -> AnyEngine:
+    try:
+        from dynamo.worker.engine.vllm import VllmEngine
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(
+            f"{model} needs the vllm engine, but the package {error.name} is missing: install vllm into the same environment"
+        ) from error
+    return VllmEngine(
+        model, name=name, engine_args=engine_args, role=role, max_num_seqs=max_num_seqs, context_length=context_length
+    )

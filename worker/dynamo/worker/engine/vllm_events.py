@@ -22,7 +22,6 @@ from dynamo.common.kv.vllm_events import Translator, decode_batch
 
 log = logging.getLogger(__name__)
 
-REPLAY_TIMEOUT_S = 5.0
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
@@ -34,6 +33,7 @@ class KvSource:
     rank: int
     events: str
     replay: str | None = None
+    replay_timeout_s: float = 5.0
 
 
 @asynccontextmanager
@@ -88,7 +88,7 @@ class KvFollower:
         with closing(self._context.socket(zmq.DEALER)) as asking:
             asking.connect(self._source.replay)
             try:
-                async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                async with asyncio.timeout(self._source.replay_timeout_s):
                     await asking.send_multipart([b"", self._next.to_bytes(_NUMBER_BYTES, "big")])
                     while True:
                         # Older versions leave out the topic in front of the number.
@@ -97,7 +97,7 @@ class KvFollower:
                             break
                         self._replayed(int.from_bytes(number, "big"), payload)
             except TimeoutError:
-                log.warning("vLLM did not answer within %.0f s which KV events it made", REPLAY_TIMEOUT_S)
+                log.warning("vLLM did not tell within %.0f s which KV events it has made", self._source.replay_timeout_s)
         self._on_change()
 
     def _replayed(self, number: int, payload: bytes) -> None:

@@ -92,7 +92,7 @@ class RepositoryControl:
     async def watch(self, every_s: float) -> None:
         """Looks at the folders again and again, until cancelled; in the mode POLL it loads and unloads what has changed."""
         models = self._engine.models
-        seen = await asyncio.to_thread(models.fingerprints)
+        seen = self._engine.seen
         while True:
             await asyncio.sleep(every_s)
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 
@@ -14,6 +15,7 @@ from dynamo.protos.inference_pb2 import ModelInferResponse
 from dynamo.worker.engine.base import Context, TensorAnswer
 from dynamo.worker.engine.python import read_inputs
 from dynamo.worker.repository.execution import Answer, Request, closing, from_parameter, to_parameter
+from dynamo.worker.repository.layout import Fingerprint
 from dynamo.worker.repository.loaded import LoadedModel
 from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
 
@@ -36,6 +38,8 @@ class RepositoryEngine:
         """`load`: what to load at the start in the mode EXPLICIT; `*` is everything. Raises InvalidRequest."""
         self.mode = mode
         self.models = RepositoryModels(settings)
+        self.seen: dict[str, Fingerprint] = {}
+        """In the mode POLL: what lay in the folders when the models were loaded."""
         self._load = tuple(load)
         self._exit_on_error = exit_on_error
 
@@ -44,7 +48,13 @@ class RepositoryEngine:
         names = self.models.names
         if self.mode is ControlMode.EXPLICIT and ALL not in self._load:
             names = list(self._load)
-        failed = await self.models.load_all(names)
+        try:
+            if self.mode is ControlMode.POLL:
+                self.seen = await asyncio.to_thread(self.models.fingerprints)
+            failed = await self.models.load_all(names)
+        except BaseException:
+            await self.models.close()
+            raise
         if failed and self._exit_on_error and self.mode is not ControlMode.POLL:
             name, error = next(iter(failed.items()))
             more = f" (and {len(failed) - 1} others)" if len(failed) > 1 else ""

@@ -111,6 +111,22 @@ def check_supported(config: ModelConfig) -> None:
         raise InvalidRequest(f"more than {MAX_INSTANCES} instances are declared")
 
 
+def ignored_settings(config: ModelConfig) -> list[str]:
+    """What a configuration asks for that is not done here, and without which results are the same."""
+    batching = config.dynamic_batching
+    policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
+    asked = {
+        "model_warmup": bool(config.model_warmup),
+        "response_cache": config.response_cache.enable,
+        "model_repository_agents": bool(config.model_repository_agents.agents),
+        "cc_model_filenames": bool(config.cc_model_filenames),
+        "rate_limiter": any(group.HasField("rate_limiter") for group in config.instance_group),
+        "priority_levels": batching.priority_levels > 1,
+        "queue timeouts": any(policy.default_timeout_microseconds for policy in policies),
+    }
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInstance:
     """One of the copies of a model that run side by side."""

@@ -24,7 +24,14 @@ from dynamo.worker.repository.ensemble import EnsembleBackend, models_in
 from dynamo.worker.repository.execution import Answer, Backend, Executable, Request, Version, closing
 from dynamo.worker.repository.layout import Fingerprint, fingerprint, model_folders, served_versions, versions_in
 from dynamo.worker.repository.loaded import LoadedModel
-from dynamo.worker.repository.model_config import CONFIG_FILE, check_supported, config_from_json, read_config, settle_backend
+from dynamo.worker.repository.model_config import (
+    CONFIG_FILE,
+    check_supported,
+    config_from_json,
+    ignored_settings,
+    read_config,
+    settle_backend,
+)
 from dynamo.worker.repository.onnx_backend import OnnxBackend
 from dynamo.worker.repository.python_backend import PythonBackend
 from dynamo.worker.repository.source import ModelPaths, relative_path, temporary_folder, write_files
@@ -272,6 +279,8 @@ class RepositoryModels:
                 config = await backend.complete(Version(config.name, versions[-1], config, folder))
                 config.name = request.model
             check_supported(config)
+            if ignored := ignored_settings(config):
+                log.warning("model %s: its configuration has %s, which is not acted on", request.model, ", ".join(ignored))
             loaded = await _open_versions(backend, config, folder, versions)
             try:
                 model = LoadedModel(config, folder, loaded)
@@ -296,14 +305,14 @@ class RepositoryModels:
                 raise InvalidRequest("a request with files of the model needs the parameter 'config', too")
             for name in request.files:
                 relative_path(name)
-            folder = await files.enter_async_context(temporary_folder(request.model))
+            folder = await files.enter_async_context(temporary_folder())
             await write_files(request.files, folder)
             return folder
         if request.path:
             where = await self._paths.find(request.path)
             if isinstance(where, Path):
                 return where
-            folder = await files.enter_async_context(temporary_folder(request.model))
+            folder = await files.enter_async_context(temporary_folder())
             await self._paths.copy(where, folder)
             return folder
         folders = model_folders(self._settings.folders).get(request.model, ())

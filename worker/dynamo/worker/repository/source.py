@@ -35,13 +35,11 @@ def relative_path(text: str) -> PurePosixPath:
 
 
 @asynccontextmanager
-async def temporary_folder(model: str) -> AsyncIterator[Path]:
+async def temporary_folder() -> AsyncIterator[Path]:
     """A folder for the files of one model, gone with the body."""
     folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="dynamo-model-"))
     try:
-        inner = folder / model.replace("/", "_")
-        inner.mkdir()
-        yield inner
+        yield folder
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 

@@ -339,7 +339,7 @@ async def open_stub(name: str, desk: Desk) -> StubProcess:
     ours, theirs = socket.socketpair()
     try:
         # Not by asyncio, whose loop forks: the fork handlers of gRPC crash a process that has other threads. Popen does not.
-        process = subprocess.Popen(  # noqa: ASYNC220
+        process = subprocess.Popen(  # noqa: ASYNC220, S603
             [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),

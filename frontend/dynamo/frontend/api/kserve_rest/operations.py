@@ -54,6 +54,16 @@ OPERATIONS = (
     _get("/v2/health/live", "Whether this process runs"),
     _get("/v2/health/ready", "Whether this server can serve, else 400"),
     Operation(path="/v2/repository/index", summary="All models and versions", group=_GROUP, request=_OBJECT, error=KserveError),
+    *(
+        Operation(
+            path=f"/v2/repository/models/{{model}}/{word}",
+            summary=f"{word.capitalize()} a model of the workers' model repositories",
+            group=_GROUP,
+            request=_OBJECT,
+            error=KserveError,
+        )
+        for word in ("load", "unload")
+    ),
     _get("/v2/models/stats", "Statistics of all models"),
     *_of_model(_MODEL),
     *_of_model(_VERSION),

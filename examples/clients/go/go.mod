@@ -1,0 +1,3 @@
+module example.org/dynamo-client
+
+go 1.19

@@ -1,0 +1,50 @@
+"""The example client in Go, built and run where a Go toolchain is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import frontend, worker
+from tests.support.servers import EtcdServer, NatsServer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GO = shutil.which("go")
+
+
+async def run(*command: str, folder: Path | None = None, env: dict[str, str] | None = None) -> tuple[int | None, str, str]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, cwd=folder, env=env, stdout=pipe, stderr=pipe)
+    output, errors = await process.communicate()
+    return process.returncode, output.decode(), errors.decode()
+
+
+@pytest.mark.skipif(GO is None, reason="no Go toolchain is installed")
+@pytest.mark.timeout(180)
+async def test_the_client_in_go_streams_a_chat_asks_a_classifier_and_says_what_is_wrong(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    env = {**os.environ, "GOCACHE": str(tmp_path / "cache"), "GOFLAGS": "-mod=mod", "GOTOOLCHAIN": "local"}
+    client = str(tmp_path / "client")
+    status, _, errors = await run(str(GO), "build", "-o", client, ".", folder=EXAMPLES / "clients" / "go", env=env)
+    assert status == 0, errors
+    models = ("--model", "echo:llm", "--model", f"{EXAMPLES}/classifier.py:Classifier")
+    async with (
+        worker(etcd_server, nats_server, namespace, *models),
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+    ):
+        await front.serves("echo-llm", "classifier")
+        where = (client, "-url", f"http://127.0.0.1:{front.http_port}")
+        question = "Zürich?"
+        status, output, errors = await run(*where, "-chat", "echo-llm", question)
+        assert (status, errors) == (0, "")
+        assert output.startswith(f"user: {question}\nassistant: user: {question}")  # it says its prompt again, 128 bytes long
+        status, output, errors = await run(*where, "-classify", "classifier")
+        assert (status, errors) == (0, "")
+        assert "digit [7]" in output
+        status, output, errors = await run(*where, "-classify", "nobody")
+        assert (status, errors.strip()) == (1, "404: model 'nobody' is not found")

@@ -1,0 +1,35 @@
+"""KV-aware routing between two workers that run the small language model, by what llama.cpp keeps of earlier prompts."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import pytest
+
+from dynamo.worker.engine.llama import LlamaEngine
+from tests.support.servers import EtcdServer, NatsServer
+from tests.support.sim_fleet import SimFleet, prompt, until
+
+pytestmark = pytest.mark.real_model
+
+
+def engine() -> LlamaEngine:
+    return LlamaEngine("smollm2", slots=2, context_length=512, threads=1)
+
+
+async def test_a_prompt_goes_to_the_worker_whose_slot_has_its_prefix(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    fleet = SimFleet(etcd_server, nats_server, namespace, model="smollm2", make=engine)
+    async with AsyncExitStack() as stack:
+        for _ in range(2):
+            await stack.enter_async_context(fleet.worker())
+        await stack.enter_async_context(fleet.frontend())
+        first = [await fleet.ask(prompt(number)) for number in range(4)]
+        assert all(overlap == 0 and summary.cached_tokens < 16 for _, overlap, summary in first)
+        await until(fleet.is_exact)
+        for number, (instance, _, before) in enumerate(first):
+            again, overlap, summary = await fleet.ask(prompt(number) + "and something else")
+            assert again == instance
+            assert overlap >= before.prompt_tokens // 16 - 1
+            assert summary.cached_tokens >= 16 * overlap

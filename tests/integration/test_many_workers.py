@@ -1,0 +1,69 @@
+"""A fleet of simulated engines in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import httpx2
+import pytest
+
+from dynamo.common.generation import Stop
+from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+from dynamo.frontend.app import serve_frontend
+from dynamo.frontend.config import FrontendConfig, HttpOptions, RouterMode, RouterOptions
+from dynamo.frontend.data_plane import Call
+from dynamo.frontend.preprocess.text import TextRequest
+from tests.support.processes import worker
+from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.sim_fleet import until
+
+COUNT = 100
+
+
+@pytest.mark.timeout(60)
+async def test_a_hundred_workers_in_one_process_register_and_serve(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    config = FrontendConfig(
+        namespace=namespace,
+        router=RouterOptions(mode=RouterMode.ROUND_ROBIN),
+        http=HttpOptions(port=0),
+        settle_s=0,
+        log=LogOptions(),
+        etcd=EtcdOptions(endpoints=(etcd_server.endpoint,)),
+        nats=NatsOptions(servers=(nats_server.url,)),
+    )
+    model = ("--model", "sim:blocks=64", "--speedup-ratio", "0")
+    begun = time.monotonic()
+    async with (
+        serve_frontend(config) as frontend,
+        worker(etcd_server, nats_server, namespace, *model, "--num-workers", str(COUNT)) as process,
+    ):
+        await until(lambda: len(frontend.plane.models.instances("sim")) == COUNT, 30)
+
+        async def ask(number: int) -> int:
+            request = TextRequest(model="sim", prompt=f"request {number}", stop=Stop(max_tokens=4))
+            async with frontend.plane.generate(request, Call(request_id=f"r{number}")) as generation:
+                while await generation.read():
+                    pass
+                assert generation.choice is not None and generation.summary.output_tokens > 0
+                return generation.choice.instance.id
+
+        served = await asyncio.gather(*(ask(number) for number in range(2 * COUNT)))
+        assert {served.count(instance) for instance in served} == {2}, "each of them took two requests"
+        assert time.monotonic() - begun < 15
+        process.terminate()
+        assert await process.ended() == 0
+        await until(lambda: not frontend.plane.models.instances("sim"))
+
+
+async def test_each_worker_of_a_process_has_a_status_port_of_its_own(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    port, _ = free_ports(2)
+    flags = ("--model", "sim", "--num-workers", "2", "--status-port", str(port))
+    async with worker(etcd_server, nats_server, namespace, *flags) as process, httpx2.AsyncClient() as client:
+        await process.logged("serving sim", times=2)
+        told = [(await client.get(f"http://127.0.0.1:{port + number}/health")).json() for number in range(2)]
+        assert told[0] != told[1], "they are different instances"

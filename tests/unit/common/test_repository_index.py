@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.repository import (
+    MAX_INDEX_BYTES,
+    ControlMode,
+    IndexEntry,
+    ModelState,
+    RepositoryInstance,
+    decode_repository,
+    merge_indexes,
+)
+
+
+def instance(number: int, *entries: IndexEntry) -> RepositoryInstance:
+    endpoint, id_ = Endpoint(), InstanceId(number)
+    return RepositoryInstance(
+        id=id_, endpoint=endpoint, subject=endpoint.rpc_subject(id_), mode=ControlMode.EXPLICIT, entries=entries
+    )
+
+
+def entry(name: str, version: str = "", state: str = "UNAVAILABLE", reason: str = "") -> IndexEntry:
+    return IndexEntry(name=name, version=version, state=ModelState(state), reason=reason)
+
+
+def test_a_registration_is_read_as_it_was_written_and_only_where_it_belongs() -> None:
+    given = instance(5, entry("m", "1", "READY"), entry("n", reason="not loaded"))
+    assert decode_repository(given.key, given.encode()) == given
+    for key, value in ((instance(6).key, given.encode()), (given.key, b"{}"), (given.key, b"\xff")):
+        with pytest.raises(InvalidRequest):
+            decode_repository(key, value)
+
+
+def test_an_index_that_is_too_long_goes_without_its_reasons() -> None:
+    many = instance(5, *(entry(f"model-{number}", reason="x" * 500) for number in range(4000)))
+    value = many.encode()
+    assert len(value) <= MAX_INDEX_BYTES
+    assert {each.reason for each in decode_repository(many.key, value).entries} == {""}
+    with pytest.raises(InvalidRequest, match="index of 40000 models"):
+        instance(5, *(entry(f"a-rather-long-name-of-a-model-{number}") for number in range(40_000))).encode()
+
+
+def test_several_workers_are_one_repository() -> None:
+    merged = merge_indexes(
+        [
+            instance(0xA, entry("b", "10", "READY"), entry("b", "2", "READY"), entry("a", reason="not loaded")),
+            instance(0xB, entry("b", "10", reason="no weights"), entry("a", reason="not loaded"), entry("c", "1", "LOADING")),
+            instance(0xC, entry("b"), entry("c", "1", reason="too large")),
+        ]
+    )
+    assert [(each.name, each.version, each.state.value, each.reason) for each in merged] == [
+        ("a", "", "UNAVAILABLE", "not loaded"),
+        ("b", "2", "READY", ""),
+        ("b", "10", "READY", "worker b: no weights"),
+        ("c", "1", "LOADING", "worker b: LOADING; worker c: too large"),
+    ]

@@ -1,0 +1,170 @@
+"""What one answer is made of several workers' answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import (
+    DynamoError,
+    EngineError,
+    Forbidden,
+    InvalidRequest,
+    ModelNotFound,
+    Unavailable,
+    Unsupported,
+)
+from dynamo.common.etcd import Deleted, EtcdUnavailable, Events, KeyValue, Listing, Put, Reset
+from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.repository import ControlMode, IndexEntry, LoadRequest, ModelState, RepositoryInstance, UnloadRequest
+from dynamo.frontend.repository import Repository, RepositoryView
+
+EXPLICIT = ControlMode.EXPLICIT
+
+
+def registered(number: int, mode: ControlMode = EXPLICIT, revision: int = 1, state: str = "UNAVAILABLE") -> KeyValue:
+    endpoint, id_ = Endpoint(), InstanceId(number)
+    entries = (IndexEntry(name="m", version="1", state=ModelState(state)),)
+    instance = RepositoryInstance(id=id_, endpoint=endpoint, subject=endpoint.rpc_subject(id_), mode=mode, entries=entries)
+    return KeyValue(instance.key, instance.encode(), revision)
+
+
+class FakeEtcd:
+    """Tells a list of changes, then waits for ever; lists what it is told to."""
+
+    def __init__(self, *changes: Reset | Events) -> None:
+        self.changes = changes
+        self.listing: Listing | None = None
+
+    async def watch(self, prefix: str) -> AsyncIterator[Reset | Events]:
+        assert prefix == "/dynamo/repositories/v1/dynamo/"
+        for change in self.changes:
+            yield change
+
+    async def range(self, key: str, *, prefix: bool) -> Listing:
+        if self.listing is None:
+            raise EtcdUnavailable("it is away")
+        return self.listing
+
+
+class FakeModels:
+    def __init__(self) -> None:
+        self.serving: list[int] = []
+        self.tell: Callable[[], None] = lambda: None
+
+    def instances(self, name: str) -> Sequence[Instance]:
+        endpoint, card = Endpoint(), ModelCard(name=name, kind=ModelKind.TENSOR)
+        ids = map(InstanceId, self.serving)
+        return [Instance(id=i, endpoint=endpoint, subject=endpoint.rpc_subject(i), card=card, started_at=0) for i in ids]
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        self.tell = callback
+
+
+async def view_of(*changes: Reset | Events) -> RepositoryView:
+    """After these changes."""
+    etcd: Any = FakeEtcd(*changes)
+    view = RepositoryView(etcd, "dynamo")
+    async for change in etcd.watch("/dynamo/repositories/v1/dynamo/"):
+        view._apply(change)
+    return view
+
+
+def ids(view: RepositoryView) -> set[int]:
+    return {instance.id for instance in view.instances()}
+
+
+async def test_the_view_follows_what_is_registered() -> None:
+    both = Reset((registered(1), registered(2, revision=4)), 5)
+    assert ids(await view_of(both)) == {1, 2}
+    gone = Events((Deleted(registered(1).key, 6),), 6)
+    assert ids(await view_of(both, gone)) == {2}
+    assert ids(await view_of(both, gone, Events((Put(registered(3, revision=7)),), 7))) == {2, 3}
+    assert ids(await view_of(both, Reset((registered(2),), 9))) == {2}
+    broken = KeyValue(registered(1).key, b"{", 7)
+    assert ids(await view_of(both, Events((Put(broken),), 7))) == {2}
+
+
+async def test_news_that_are_older_than_a_look_at_the_store_change_nothing() -> None:
+    etcd = FakeEtcd()
+    view = RepositoryView(etcd, "dynamo")  # type: ignore[arg-type]
+    etcd.listing = Listing((registered(1, revision=8, state="READY"),), 9)
+    await view.refresh(1.0)
+    view._apply(Events((Put(registered(1, revision=3)), Deleted(registered(1).key, 4)), 4))
+    [one] = view.instances()
+    assert one.entries[0].state is ModelState.READY
+    etcd.listing = None
+    await view.refresh(1.0)  # etcd is away: what is known stays
+    assert ids(view) == {1}
+
+
+class Fleet:
+    """Workers 1, 2, … that answer with these errors; None: done."""
+
+    def __init__(self, *answers: DynamoError | None, mode: ControlMode = EXPLICIT) -> None:
+        self.answers = answers
+        self.mode = mode
+        self.models = FakeModels()
+        self.asked: list[tuple[int, str]] = []
+
+    async def ask(self, instance: InstanceId, subject: str, verb: str, body: Any, deadline: float) -> bytes:
+        assert subject == Endpoint().rpc_subject(instance)
+        self.asked.append((instance, verb))
+        error = self.answers[instance - 1]
+        if error is not None:
+            raise error
+        self.models.serving = [*self.models.serving, instance] if verb == "repository_load" else []
+        self.models.tell()
+        return b""
+
+    async def repository(self) -> Repository:
+        kvs = tuple(registered(number, self.mode) for number in range(1, len(self.answers) + 1))
+        etcd = FakeEtcd(Reset(kvs, 1))
+        view = RepositoryView(etcd, "dynamo")  # type: ignore[arg-type]
+        for change in etcd.changes:
+            view._apply(change)
+        return Repository(view, self.ask, self.models, 5.0)
+
+
+GONE, BROKEN = ModelNotFound("m"), InvalidRequest("no weights")
+
+
+@pytest.mark.parametrize("answers", [(None,), (None, None), (GONE, None), (Unsupported("not here"), None)])
+async def test_a_model_is_loaded_by_every_worker_that_has_it(answers: tuple[DynamoError | None, ...]) -> None:
+    fleet = Fleet(*answers)
+    repository = await fleet.repository()
+    await repository.load(LoadRequest(model="m"))
+    assert fleet.asked == [(number, "repository_load") for number in range(1, len(answers) + 1)]
+    await repository.unload(UnloadRequest(model="m"))
+    assert fleet.models.serving == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "text"),
+    [
+        ((GONE, GONE), ModelNotFound, "model 'm' is not found"),
+        ((BROKEN,), InvalidRequest, "no weights"),
+        ((None, BROKEN, GONE), InvalidRequest, "model 'm': 1 of 3 workers failed; first: no weights"),
+        ((None, EngineError("boom")), EngineError, "1 of 2 workers failed; first: boom"),
+        ((Unsupported("no root"), GONE), Unsupported, "no root"),
+        ((Forbidden("no"), GONE), Forbidden, "1 of 2 workers failed; first: no"),
+        ((None, Unavailable("left")), Unavailable, "first: left"),
+    ],
+)
+async def test_what_keeps_a_worker_from_it_is_the_answer(
+    answers: tuple[DynamoError | None, ...], kind: type[DynamoError], text: str
+) -> None:
+    with pytest.raises(kind) as error:
+        await (await Fleet(*answers).repository()).load(LoadRequest(model="m"))
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("fleet", [Fleet(), Fleet(None, mode=ControlMode.NONE), Fleet(None, mode=ControlMode.POLL)])
+async def test_without_a_worker_in_explicit_mode_nobody_is_asked(fleet: Fleet) -> None:
+    with pytest.raises(Unsupported, match="--model-control-mode explicit"):
+        await (await fleet.repository()).load(LoadRequest(model="m"))
+    assert not fleet.asked

@@ -1,0 +1,78 @@
+"""What a frontend says at its start about who may come in."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dynamo.common.config import load
+from dynamo.common.security.keys import entry_for, make_key
+from dynamo.common.security.surfaces import Surface
+from dynamo.frontend.api.grpc_guard import guarded
+from dynamo.frontend.api.guard import Guard, make_guards
+from dynamo.frontend.config import FrontendConfig
+
+
+def said(caplog: pytest.LogCaptureFixture, *argv: str) -> list[tuple[str, str]]:
+    """Levels and words of what is logged."""
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    make_guards(load(FrontendConfig, argv, {}, program="dynamo-frontend"))
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    (tmp_path / "keys.yaml").write_text(entry_for(make_key(), "a") + entry_for(make_key(), "b"))
+    return str(tmp_path / "keys.yaml")
+
+
+def test_by_default_only_this_machine_can_connect_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = load(FrontendConfig, [], {}, program="dynamo-frontend")
+    assert config.http.is_local
+    assert config.grpc.is_local
+    assert said(caplog, "--grpc") == [
+        ("INFO", "HTTP listens on 127.0.0.1 without API keys: only this machine can connect"),
+        ("INFO", "gRPC listens on 127.0.0.1 without API keys: only this machine can connect"),
+    ]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", ""])
+def test_a_wider_address_without_keys_is_warned_of(caplog: pytest.LogCaptureFixture, host: str) -> None:
+    [(level, words)] = said(caplog, "--http-host", host)
+    assert level == "WARNING"
+    assert words == f"HTTP listens on {host} without API keys: whoever can connect may use everything"
+
+
+def test_keys_without_tls_are_warned_of_where_others_can_listen(caplog: pytest.LogCaptureFixture, keys: str) -> None:
+    asked = ("INFO", "API keys are asked for; the file holds 2")
+    assert said(caplog, "--api-keys-file", keys) == [asked]
+    first, (level, words) = said(caplog, "--api-keys-file", keys, "--http-host", "0.0.0.0")
+    assert (first, level) == (asked, "WARNING")
+    assert "API keys can be read on the way" in words
+    tls = ("--cert-file", "c", "--key-file", "k")
+    assert said(caplog, "--api-keys-file", keys, "--http-host", "0.0.0.0", *tls) == [asked]
+
+
+def test_several_processes_say_that_limits_are_for_each(caplog: pytest.LogCaptureFixture, keys: str) -> None:
+    lines = said(caplog, "--api-keys-file", keys, "--processes", "3")
+    assert lines[1] == ("INFO", "limits of API keys hold for each of the 3 processes by itself")
+
+
+def test_without_keys_and_restrictions_no_handler_is_wrapped() -> None:
+    config = load(FrontendConfig, ["--grpc"], {}, program="dynamo-frontend")
+    http, grpc = make_guards(config)
+    assert not http.is_on
+    handlers = {"ModelInfer": object(), "ServerLive": object(), "ModelStreamInfer": object()}
+    services = {"inference.GRPCInferenceService": handlers}
+    assert guarded(services, grpc) == services  # type: ignore[arg-type]
+
+
+def test_a_restriction_guards_its_surfaces_only() -> None:
+    access = load(FrontendConfig, [], {"DYN_HTTP_RESTRICTED_API": "metrics:k=v"}, program="dynamo-frontend").access
+    guard = Guard(None, restrictions=access.http_restrictions())
+    assert [surface for surface in Surface if guard.guards(surface)] == [Surface.METRICS]
+    assert replace(access, http_restricted=None).http_restrictions() == ()

@@ -1,0 +1,246 @@
+"""What is vLLM's own in the vLLM engine, with a model of two layers: `make test-vllm`. The rest is in test_engine_contract."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from dynamo.common.errors import DynamoError, InvalidRequest, Unavailable
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
+from dynamo.common.kv.hashes import sequence_hashes, space_hash
+from dynamo.common.model_card import LlmInfo, ModelCard, Role
+from dynamo.worker.config import EngineKind
+from dynamo.worker.engine.base import Context, MayFail
+from dynamo.worker.engine.echo import byte_tokenizer
+from dynamo.worker.engine.select import choose_engine, make_engine
+from tests.support.sim_fleet import until
+from tests.support.tiny_llama import BOS, CONTEXT, EOS, make_tiny_adapter, make_tiny_llama
+
+pytest.importorskip("vllm")
+
+pytestmark = [pytest.mark.real_model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+CPU = "--enforce-eager --dtype float32 --block-size 32 --kv-cache-memory-bytes 64M"
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Started:
+    engine: Any
+    card: ModelCard
+    tokenizer: Tokenizer
+
+    @property
+    def llm(self) -> LlmInfo:
+        assert self.card.llm is not None
+        return self.card.llm
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Started]:
+    folder = tmp_path_factory.mktemp("vllm")
+    model = make_tiny_llama(folder / "tiny")
+    adapter = make_tiny_adapter(folder / "adapter")
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "eos_token_id": [EOS, 7]}))
+    arguments = f"{CPU} --max-lora-rank 8 --lora-modules polite={adapter}"
+    engine = make_engine(str(model), engine_args=arguments, role=Role.PREFILL, max_num_seqs=8)
+    card = await engine.start()
+    assert isinstance(card, ModelCard)
+    yield Started(engine, card, Tokenizer.from_str(engine.files()[0].decode()))  # type: ignore[union-attr]
+    await engine.close()
+
+
+def ask(prompt: list[int], max_tokens: int = 8, **settings: Any) -> GenerateRequest:
+    stop = settings.pop("stop", Stop(max_tokens=max_tokens, ignore_eos=True))
+    return GenerateRequest(model="tiny", prompt=pack_tokens(prompt), **{"sampling": GREEDY, "stop": stop, **settings})
+
+
+async def answer(started: Started, request: GenerateRequest) -> tuple[list[int], Delta, Summary]:
+    """The tokens, the last delta, the summary."""
+    *deltas, summary = [item async for item in started.engine.generate(request, Context("test"))]
+    return [token for delta in deltas for token in delta.tokens], deltas[-1], summary
+
+
+def text(prompt: str) -> list[int]:
+    """As the model's tokenizer, which knows bytes only, has it."""
+    return list(Tokenizer.from_str(byte_tokenizer().decode()).encode(prompt).ids)
+
+
+async def test_the_card_comes_from_the_models_files(started: Started) -> None:
+    llm, card = started.llm, started.card
+    assert (card.name, card.role, card.backend) == ("tiny", Role.PREFILL, "vllm")
+    assert (llm.context_length, llm.block_size, llm.max_num_seqs) == (CONTEXT, 32, 8)
+    assert llm.total_blocks == (64 << 20) // (32 * 2 * 128 * 2 * 4)
+    assert (llm.bos_token, llm.eos_token, llm.eos_token_ids, llm.adapters) == ("<s>", "</s>", (EOS, 7), ("polite",))
+    assert [llm.tokenizer, llm.chat_template] == [sha256(file).hexdigest() for file in started.engine.files()]
+    assert started.tokenizer.token_to_id("<s>") == BOS
+    assert "add_generation_prompt" in started.engine.files()[1].decode()
+
+
+async def test_the_end_of_text_ends_an_answer_and_is_no_part_of_it(started: Started) -> None:
+    forced = Sampling(temperature=0.0, logit_bias={7: 100.0})
+    tokens, end, summary = await answer(started, ask(text("a"), sampling=forced, stop=Stop(max_tokens=9)))
+    assert (tokens, end.finish_reason, end.stop_token, summary.output_tokens) == ([], FinishReason.STOP, 7, 0)
+    tokens, end, _ = await answer(started, ask(text("a"), 4, sampling=forced))
+    assert (tokens, end.finish_reason) == ([7] * 4, FinishReason.LENGTH)
+
+
+async def test_what_the_request_leaves_open_is_the_models_own_default(started: Started) -> None:
+    open_ = ask(text("what"), 12, sampling=Sampling())
+    assert (await answer(started, open_))[0] == (await answer(started, ask(text("what"), 12)))[0], "greedy, as it says"
+
+
+async def test_tokens_can_be_forced_banned_and_penalised(started: Started) -> None:
+    prompt = text("some prompt")
+    usual, _, _ = await answer(started, ask(prompt, 12))
+    banned = Sampling(temperature=0.0, bad_words_token_ids=((usual[0],),))
+    assert usual[0] not in (await answer(started, ask(prompt, 12, sampling=banned)))[0]
+    pair = Sampling(temperature=0.0, bad_words_token_ids=((usual[0], usual[1]),))
+    assert (await answer(started, ask(prompt, 2, sampling=pair)))[0] != usual[:2], "words of several tokens, too"
+    allowed = Sampling(temperature=0.0, allowed_token_ids=(65, 66))
+    assert set((await answer(started, ask(prompt, 12, sampling=allowed)))[0]) <= {65, 66}
+    penalised = Sampling(temperature=0.0, repetition_penalty=5.0, presence_penalty=2.0, frequency_penalty=2.0)
+    long, _, _ = await answer(started, ask(prompt, 60))
+    assert len(set((await answer(started, ask(prompt, 60, sampling=penalised)))[0])) > len(set(long))
+
+
+async def test_prompt_logprobs_come_with_the_summary(started: Started) -> None:
+    prompt = text("four")
+    _, _, summary = await answer(started, ask(prompt, 1, prompt_logprobs=2))
+    steps = summary.prompt_logprobs
+    assert steps is not None and len(steps) == 4
+    assert steps[0] is None, "nothing comes before the first token"
+    assert [step[0][0] for step in steps[1:] if step] == prompt[1:]
+    assert all(step is not None and len(step) == 3 for step in steps[1:])
+
+
+@pytest.mark.parametrize(
+    ("guided", "fits"),
+    [
+        ({"choice": ["yes", 'no "really"']}, lambda text: text in ("yes", 'no "really"')),
+        ({"regex": "[0-9]{3}-[a-c]"}, lambda text: len(text) == 5 and text[3] == "-"),
+        ({"grammar": 'root ::= "ab" [0-9]'}, lambda text: text[:2] == "ab" and text[2:].isdigit()),
+        (
+            {"json_schema": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}},
+            lambda text: json.loads(text)["a"] in (1, 2),
+        ),
+        ({"json_schema": '{"type": "boolean"}'}, lambda text: isinstance(json.loads(text), bool)),
+    ],
+    ids=["choice", "regex", "grammar", "schema", "schema as text"],
+)
+async def test_a_guided_answer_fits_its_grammar(started: Started, guided: dict[str, Any], fits: Any) -> None:
+    sampling = Sampling(temperature=0.0, guided=guided, logit_bias={started.tokenizer.token_to_id("Ġ"): -100})
+    tokens, end, _ = await answer(started, ask(text("x"), sampling=sampling, stop=Stop(max_tokens=60)))
+    assert end.finish_reason is FinishReason.STOP
+    assert fits(started.tokenizer.decode(tokens))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"sampling": Sampling(temperature=-1.0)}, "temperature"),
+        ({"sampling": Sampling(top_p=2.0)}, "top_p"),
+        ({"sampling": Sampling(logit_bias={100_000: 1.0})}, "logit_bias|100000"),
+        ({"sampling": Sampling(allowed_token_ids=(100_000,))}, "allowed_token_ids"),
+        ({"sampling": Sampling(guided={"regex": "a("})}, "regex|grammar|Failed"),
+        ({"sampling": Sampling(guided={"json_schema": "{"})}, "json|JSON"),
+        ({"adapter": "rude"}, "rude"),
+    ],
+)
+async def test_what_vllm_cannot_do_is_the_callers_mistake(started: Started, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        await answer(started, ask(text("x"), **settings))
+    with pytest.raises(InvalidRequest):
+        await answer(started, ask([5, 100_000]))
+    assert (await answer(started, ask(text("x"), 2)))[2].output_tokens == 2, "it goes on"
+
+
+async def test_an_adapter_says_something_else_and_has_prefixes_of_its_own(started: Started) -> None:
+    prompt = text("the same words for both of them, and some more to fill the first blocks of the cache") * 2
+    plain, _, _ = await answer(started, ask(prompt, 12))
+    polite, _, summary = await answer(started, ask(prompt, 12, adapter="polite"))
+    assert plain != polite
+    assert summary.cached_tokens == 0
+    blocks = sequence_hashes(pack_tokens(prompt), 32, space_hash("polite", ""))
+    await until(lambda: all(block in started.engine.kv for block in blocks))
+    assert (await answer(started, ask(prompt, 12, adapter="polite")))[0] == polite
+
+
+async def test_what_the_cache_drops_is_told(started: Started) -> None:
+    kv, size, total = started.engine.kv, 32, started.llm.total_blocks
+    first = text("first of all") * 16
+    await answer(started, ask(first, 1))
+    blocks = sequence_hashes(pack_tokens(first), size)
+    await until(lambda: all(block in kv for block in blocks))
+    longest = CONTEXT - 8
+    for number in range(2 * total * size // longest):
+        await answer(started, ask([number % 200, number // 200, *range(250)] * (longest // 252), 1))
+    await until(lambda: not any(block in kv for block in blocks))
+    assert len(kv) <= total
+
+
+async def test_an_important_request_overtakes_those_that_wait(started: Started) -> None:
+    ended: list[str] = []
+
+    async def run(name: str, priority: int, max_tokens: int) -> None:
+        await answer(started, ask(text(name), max_tokens, priority=priority))
+        ended.append(name)
+
+    running = [asyncio.create_task(run(f"running {number}", 9, 100)) for number in range(8)]
+    await until(lambda: started.engine.load().running == 8)
+    unimportant = [asyncio.create_task(run(f"unimportant {number}", 0, 40)) for number in range(16)]
+    await asyncio.sleep(0)
+    await asyncio.gather(run("important", 5, 40), *running, *unimportant)
+    places = [ended.index(name) for name in ended if name.startswith("unimportant")]
+    assert ended.index("important") < sorted(places)[8], "some of the first may end in the same step"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--no-such-thing", "no-such-thing"),
+        ("--block-size many", "block-size"),
+        ('--dtype "float32', "quot"),
+        ("--lora-modules nameless", "NAME=PATH"),
+    ],
+)
+def test_arguments_that_vllm_does_not_know_are_refused(tmp_path: Path, arguments: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        make_engine(str(tmp_path), EngineKind.VLLM, engine_args=arguments)
+
+
+async def test_a_folder_that_is_no_model_is_refused_when_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert choose_engine(str(tmp_path)) is EngineKind.VLLM
+    with pytest.raises(InvalidRequest, match="vLLM cannot serve"):
+        await make_engine(str(tmp_path), engine_args=CPU).start()
+
+
+async def test_the_engine_process_dies_and_others_can_take_its_requests_over(started: Started) -> None:
+    assert isinstance(started.engine, MayFail)
+    failure = asyncio.create_task(started.engine.failure())
+    endless = started.engine.generate(ask(text("x"), 1900), Context("test"))
+    async with aclosing(endless) as items:
+        await anext(items)
+        assert not failure.done()
+        [process] = [child for child in multiprocessing.active_children() if "EngineCore" in child.name]
+        process.kill()
+        with pytest.raises(Unavailable) as died:
+            async for _ in items:
+                pass
+    assert died.value.retryable
+    async with asyncio.timeout(30):
+        assert "died" in str(await failure)
+    with pytest.raises(DynamoError):
+        await answer(started, ask(text("x")))

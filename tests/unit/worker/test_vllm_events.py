@@ -1,0 +1,156 @@
+"""Following a publisher that speaks as vLLM's does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, closing
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from dynamo.common.generation import pack_tokens
+from dynamo.common.kv.events import KvState
+from dynamo.common.kv.hashes import sequence_hashes
+from dynamo.worker.engine.vllm_events import KvFollower, KvSource, following
+from tests.support.sim_fleet import until
+
+SIZE = 4
+END = b"\xff" * 8
+
+
+def batch(*events: dict[str, object]) -> bytes:
+    return msgspec.msgpack.encode([0.0, [*events], 0])
+
+
+def stored(first: int, count: int = 1) -> dict[str, object]:
+    """So many blocks, whose engine hashes and tokens count up from `first`."""
+    tokens = list(range(first, first + count * SIZE))
+    hashes = [first + number for number in range(count)]
+    return {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "token_ids": tokens, "block_size": SIZE}
+
+
+def removed(*hashes: int) -> dict[str, object]:
+    return {"type": "BlockRemoved", "block_hashes": [*hashes]}
+
+
+def block(first: int) -> int:
+    return sequence_hashes(pack_tokens(range(first, first + SIZE)), SIZE)[0]
+
+
+class Publisher:
+    """Keeps all batches for replay, except those it is told to lose."""
+
+    def __init__(self, folder: Path, context: zmq.asyncio.Context) -> None:
+        self.source = KvSource(0, f"ipc://{folder}/events", f"ipc://{folder}/replay")
+        self._events = context.socket(zmq.XPUB)
+        self._replay = context.socket(zmq.ROUTER)
+        for socket in (self._events, self._replay):
+            socket.linger = 0
+        self._events.bind(self.source.events)
+        self._replay.bind(str(self.source.replay))
+        self.kept: list[tuple[int, bytes]] = []
+        self.asked: list[int] = []
+        self._next = 0
+
+    async def answer(self) -> None:
+        while True:
+            client, _, number = await self._replay.recv_multipart()
+            first = int.from_bytes(number, "big")
+            self.asked.append(first)
+            for number_, payload in self.kept:
+                if number_ >= first:
+                    await self._replay.send_multipart([client, b"", b"", number_.to_bytes(8, "big"), payload])
+            await self._replay.send_multipart([client, b"", b"", END, b""])
+
+    async def publish(self, payload: bytes, *, lost: bool = False, kept: bool = True) -> None:
+        number, self._next = self._next, self._next + 1
+        if kept:
+            self.kept.append((number, payload))
+        if not lost:
+            await self._events.send_multipart([b"", number.to_bytes(8, "big"), payload])
+
+    async def followed(self) -> None:
+        """Returns when somebody has subscribed: what is published before is lost to them."""
+        async with asyncio.timeout(10):
+            await self._events.recv()
+
+    def close(self) -> None:
+        self._events.close()
+        self._replay.close()
+
+
+class Followed:
+    def __init__(self, publisher: Publisher, kv: KvState, follower: KvFollower) -> None:
+        self.publisher = publisher
+        self.kv = kv
+        self.follower = follower
+
+    async def holds(self, blocks: Iterable[int]) -> None:
+        wanted = set(blocks)
+        await until(lambda: set(self.kv._held) == wanted)
+
+
+@asynccontextmanager
+async def followed(folder: Path, *before: bytes) -> AsyncIterator[Followed]:
+    kv = KvState()
+    with zmq.asyncio.Context() as context, closing(Publisher(folder, context)) as publisher:
+        for payload in before:
+            await publisher.publish(payload)
+        answering = asyncio.create_task(publisher.answer())
+        try:
+            async with following(publisher.source, kv, lambda: None) as follower:
+                await publisher.followed()
+                yield Followed(publisher, kv, follower)
+        finally:
+            answering.cancel()
+
+
+async def test_what_was_published_before_is_caught_up_with_at_the_start(tmp_path: Path) -> None:
+    async with followed(tmp_path, batch(stored(100)), batch(stored(200), removed(100))) as f:
+        assert set(f.kv._held) == {block(200)}
+        await f.publisher.publish(batch(stored(300)))
+        await f.holds({block(200), block(300)})
+
+
+async def test_a_batch_that_was_lost_is_asked_for(tmp_path: Path) -> None:
+    async with followed(tmp_path) as f:
+        await f.publisher.publish(batch(stored(100)))
+        await f.holds({block(100)})
+        await f.publisher.publish(batch(removed(100)), lost=True)
+        await f.publisher.publish(batch(stored(200)), lost=True)
+        await f.publisher.publish(batch(stored(300)))
+        await f.holds({block(200), block(300)})
+        assert f.publisher.asked == [0, 1]
+        assert f.follower.lost == 0
+
+
+async def test_what_can_be_had_no_more_leaves_nothing_that_may_be_wrong(tmp_path: Path) -> None:
+    async with followed(tmp_path) as f:
+        await f.publisher.publish(batch(stored(100)))
+        await f.holds({block(100)})
+        await f.publisher.publish(batch(removed(100)), lost=True, kept=False)
+        f.publisher.kept.clear()
+        await f.publisher.publish(batch(stored(200)))
+        await f.holds({block(200)})
+        assert f.follower.lost == 1
+
+
+async def test_a_cleared_cache_and_an_odd_batch_do_not_stop_it(tmp_path: Path) -> None:
+    async with followed(tmp_path) as f:
+        await f.publisher.publish(batch(stored(100)))
+        await f.publisher.publish(b"\xc1")
+        await f.publisher.publish(batch({"type": "AllBlocksCleared"}, stored(200)))
+        await f.holds({block(200)})
+
+
+async def test_a_publisher_that_does_not_answer_is_followed_all_the_same(tmp_path: Path) -> None:
+    kv = KvState()
+    with zmq.asyncio.Context() as context, closing(Publisher(tmp_path, context)) as publisher:
+        async with following(replace(publisher.source, replay_timeout_s=0.05), kv, lambda: None):
+            await publisher.followed()
+            await publisher.publish(batch(stored(100)))
+            await until(lambda: block(100) in kv)
