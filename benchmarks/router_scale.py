@@ -1,6 +1,6 @@
 """What the KV index and a routing decision cost, for fleets of different sizes.
 
-    python benchmarks/router_scale.py --entries 10000000 --instances 10 100 1000 --holders 1
+    python -m benchmarks.router_scale --entries 10000000 --instances 10 100 1000 --holders 1 --plot scale.png
 
 Fills the index with prefixes of `--prompt-tokens` tokens, each held by `--holders` instances, by way of the updates that workers
 send; then routes prompts that share a random part of a held prefix, with bookings and reports as in service. One process per
@@ -136,24 +136,49 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=64, help="requests in flight")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
+    parser.add_argument("--plot", type=Path, help="draw the cost of a decision over the size of the fleet; needs matplotlib")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # this process measures one fleet, the first
     options = parser.parse_args()
-    if len(options.instances) == 1:
+    if options.alone:
         print(json.dumps(measure(options.instances[0], options)))
         return
-    columns: list[str] = []
+    measured: list[dict[str, float]] = []
     for instances in options.instances:
-        passed = [argument for argument in sys.argv[1:] if argument != "--json"]
-        command = [sys.executable, __file__, *passed, "--instances", str(instances)]
+        command = [sys.executable, __file__, *sys.argv[1:], "--alone", "--instances", str(instances)]
         line = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         figures: dict[str, float] = json.loads(line)
         if options.json:
-            print(line.strip())
-            continue
-        if not columns:
-            columns = list(figures)
-            print("| " + " | ".join(columns) + " |")
-            print("|---" * len(columns) + "|")
-        print("| " + " | ".join(f"{figures[column]:,.0f}" for column in columns) + " |", flush=True)
+            print(line.strip(), flush=True)
+        else:
+            if not measured:
+                print("| " + " | ".join(figures) + " |")
+                print("|---" * len(figures) + "|")
+            print("| " + " | ".join(f"{value:,.0f}" for value in figures.values()) + " |", flush=True)
+        measured.append(figures)
+    if options.plot is not None:
+        draw(measured, options.plot)
+
+
+def draw(measured: Sequence[dict[str, float]], path: Path) -> None:
+    """Cost of a decision over the size of the fleet, and what it would be if it grew as the fleet does."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    instances = [each["instances"] for each in measured]
+    for key, label in (
+        ("pick_p99_us", "decision, p99"),
+        ("pick_p50_us", "decision, p50"),
+        ("match_p50_us", "matching alone, p50"),
+    ):
+        axes.plot(instances, [each[key] for each in measured], marker="o", label=label)
+    first = measured[0]["pick_p50_us"]
+    line = [first * each / instances[0] for each in instances]
+    axes.plot(instances, line, linestyle=":", color="grey", label="as the fleet grows")
+    axes.set(xscale="log", yscale="log", xlabel="instances", ylabel="CPU time, µs")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

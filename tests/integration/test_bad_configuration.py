@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -44,6 +45,7 @@ class Attempt:
         errors, output = io.StringIO(), io.StringIO()
         root = logging.getLogger()
         handlers, level = root.handlers[:], root.level
+        on_signal = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "DYNAMO_"))}
         try:
             with (
@@ -58,6 +60,8 @@ class Attempt:
         finally:
             root.handlers[:] = handlers
             root.setLevel(level)
+            for number, handler in on_signal.items():
+                signal.signal(number, handler)
         return self.sentence(ended.value.code, output.getvalue(), errors.getvalue())
 
     def command(self) -> list[str]:

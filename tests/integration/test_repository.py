@@ -74,12 +74,16 @@ async def becomes_true(condition: Callable[[], object], timeout_s: float = 30.0)
             await asyncio.sleep(0.02)
 
 
-async def indexed(client: Client, model: str, state: tuple[str, str] | None, timeout_s: float = 30.0) -> None:
-    """Returns when the index says so of a model; None: nothing."""
+async def indexed(client: Client, model: str, state: str | None, reason: str = "", timeout_s: float = 30.0) -> str:
+    """Returns when the index says so of a model, with the reason in full; None: it says nothing of it."""
     found: dict[str, tuple[str, str]] = {}
     try:
         async with asyncio.timeout(timeout_s):
-            while (found := await client.index()).get(model) != state:
+            while True:
+                found = await client.index()
+                seen = found.get(model, (None, ""))
+                if seen[0] == state and reason in seen[1]:
+                    return seen[1]
                 await asyncio.sleep(0.02)
     except TimeoutError:
         raise AssertionError(f"the index says {found}") from None
@@ -123,7 +127,7 @@ async def test_tritons_clients_load_and_unload(
             client = Client(channel)
             async with asyncio.timeout(30):
                 await channel.channel_ready()
-            await indexed(client, "digits", ("UNAVAILABLE", "not loaded"))
+            await indexed(client, "digits", "UNAVAILABLE", "not loaded")
             await client.load("named", model_path=f"{tmp_path}/root/elsewhere")
             assert await client.infer("named", 3.0) == [6.0]
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -156,9 +160,9 @@ async def test_all_workers_load_and_unload_and_accepted_requests_finish(
             await each.logged("as instance")
         async with asyncio.timeout(30):
             await channel.channel_ready()
-        await indexed(client, "only_there", ("UNAVAILABLE", "not loaded"))
-        await indexed(client, "one_sided", ("UNAVAILABLE", "not loaded"))
-        await indexed(client, "slow", ("UNAVAILABLE", "not loaded"))
+        await indexed(client, "only_there", "UNAVAILABLE", "not loaded")
+        await indexed(client, "one_sided", "UNAVAILABLE", "not loaded")
+        await indexed(client, "slow", "UNAVAILABLE", "not loaded")
 
         await client.load("slow")
         await client.load("only_there")
@@ -166,7 +170,7 @@ async def test_all_workers_load_and_unload_and_accepted_requests_finish(
         open_requests = [asyncio.create_task(client.infer("slow", float(number))) for number in range(2)]
         await becomes_true(lambda: len(list(slow.glob("begun-*"))) == 2)  # one at each worker
         unloading = asyncio.create_task(client.unload("slow"))
-        await indexed(client, "slow", ("UNLOADING", "unloaded"))
+        await indexed(client, "slow", "UNLOADING", "unloaded")
         (slow / "go").touch()
         assert await asyncio.gather(*open_requests) == [[0.0], [1.0]]
         await unloading
@@ -177,12 +181,11 @@ async def test_all_workers_load_and_unload_and_accepted_requests_finish(
 
         with pytest.raises(grpc.aio.AioRpcError, match=r"1 of 2 workers failed; first: .*not here"):
             await client.load("one_sided")
-        state, reason = (await client.index())["one_sided"]
-        assert state == "READY" and "not here" in reason
+        reason = await indexed(client, "one_sided", "READY", "not here")
         assert await client.infer("one_sided", 4.0) == [8.0]
         first.terminate()
         assert await first.ended() == 0
-        await indexed(client, "one_sided", ("UNAVAILABLE", reason.partition(": ")[2]))
+        assert await indexed(client, "one_sided", "UNAVAILABLE", "not here") == reason.partition(": ")[2]
 
 
 @pytest.mark.timeout(120)
@@ -199,13 +202,12 @@ async def test_polling_follows_the_folder(
     ):
         client = Client(channel)
         await front.serves("double")
-        state, reason = (await client.index())["broken"]
-        assert state == "UNAVAILABLE" and "not yet" in reason
+        await indexed(client, "broken", "UNAVAILABLE", "not yet")
         shutil.copy(folder / "1" / "model.py", tmp_path / "broken" / "1" / "model.py")
-        await indexed(client, "broken", ("READY", ""))
+        await indexed(client, "broken", "READY")
         assert await client.infer("broken", 3.0) == [6.0]
         python_model(tmp_path, "late")
-        await indexed(client, "late", ("READY", ""))
+        await indexed(client, "late", "READY")
         shutil.rmtree(folder)
         await indexed(client, "double", None)
         with pytest.raises(grpc.aio.AioRpcError, match="explicit"):

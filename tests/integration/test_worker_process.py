@@ -16,7 +16,7 @@ import pytest
 
 from dynamo.common.directory import Directory, open_directory
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import DynamoError, InvalidRequest
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
 from dynamo.common.etcd import EtcdConfig, connect_etcd
 from dynamo.common.messaging.client import RequestClient, open_client
 from dynamo.common.messaging.connection import Connection, NatsConfig, connect_nats
@@ -24,7 +24,7 @@ from dynamo.common.messaging.store import FileStore
 from dynamo.common.options import EtcdOptions, NatsOptions
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from dynamo.worker.app import Worker, open_worker, serve_worker
+from dynamo.worker.app import Worker, open_worker, serve_fleet, serve_worker
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import Context, TensorAnswer
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens
@@ -257,6 +257,51 @@ async def test_an_engine_that_does_not_start_ends_the_serving_and_closes_those_b
     with pytest.raises(InvalidRequest, match="broken"):
         await serve_worker([First(), Broken()], config(etcd_server, nats_server, namespace), stop=asyncio.Event())
     assert closed.is_set()
+
+
+class Mortal(EchoTensors):
+    """Serves until it is told to die."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dying = asyncio.Event()
+        self.is_closed = False
+
+    async def failure(self) -> EngineError:
+        await self.dying.wait()
+        return EngineError("the engine's process has died")
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_an_engine_that_dies_ends_its_worker_in_order_and_says_why(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    engine = Mortal()
+
+    def started(worker: Worker) -> None:
+        engine.dying.set()
+
+    with pytest.raises(EngineError, match="process has died"):
+        await serve_worker(engine, config(etcd_server, nats_server, namespace), stop=asyncio.Event(), on_started=started)
+    assert engine.is_closed
+
+
+async def test_a_worker_that_fails_ends_the_others_of_its_process(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    engines, workers = [Mortal() for _ in range(3)], set()
+
+    def started(worker: Worker) -> None:
+        workers.add(worker.instance)
+        if len(workers) == 3:
+            engines[1].dying.set()
+
+    with pytest.raises(EngineError, match="process has died"):
+        await serve_fleet(engines, config(etcd_server, nats_server, namespace), stop=asyncio.Event(), on_started=started)
+    assert len(workers) == 3
+    assert all(engine.is_closed for engine in engines)
 
 
 async def test_a_worker_started_without_etcd_serves_and_joins_when_it_comes(

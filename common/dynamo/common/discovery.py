@@ -16,7 +16,7 @@ import msgspec
 
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.model_card import ModelCard
-from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.names import REPOSITORY_ROOT, Endpoint, InstanceId
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +207,8 @@ class View:
     def _read(self, key: str, value: bytes | None) -> Instance | None:
         if value is None:
             self._complaints.discard(key)
+            return None
+        if key.startswith(REPOSITORY_ROOT):  # seen by who follows all namespaces
             return None
         try:
             return decode_registration(key, value)

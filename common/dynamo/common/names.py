@@ -16,7 +16,8 @@ from dynamo.common.errors import InvalidRequest
 InstanceId = NewType("InstanceId", int)
 
 ROOT = "/dynamo/v1"
-REPOSITORY_ROOT = "/dynamo/repositories/v1"
+REPOSITORY_ROOT = f"{ROOT}/%repositories"
+"""Below `ROOT`, so that one permission in etcd covers both; no encoded namespace looks like this."""
 MAX_NAME_CHARS = 256
 _ALLOWED = re.compile(r"[A-Za-z0-9._/\-]")
 _TOKEN = re.compile(r"[A-Za-z0-9_\-%]+")

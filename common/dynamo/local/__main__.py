@@ -12,7 +12,7 @@ from dynamo.local.app import serve
 from dynamo.local.config import LocalConfig
 
 PROGRAM = "dynamo-local"
-TOOLS = {"top": "dynamo.local.top"}
+TOOLS = {"top": "dynamo.local.top", "replay": "dynamo.local.replay.command"}
 """Each a module whose `main` takes the words after its name."""
 
 

@@ -98,6 +98,12 @@ def test_a_malformed_registration_is_said_once_and_left_out(caplog: pytest.LogCa
     assert len(caplog.records) == 2
 
 
+def test_a_registered_repository_is_no_malformed_registration(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert not view_of(instance(1)).apply({Endpoint().repository_key(InstanceId(1)): b"{}"})
+    assert not caplog.records
+
+
 def test_a_registration_that_becomes_malformed_is_gone() -> None:
     view = view_of(instance(1))
     assert view.apply({instance(1).key: b"garbage"}).removed == (instance(1),)

@@ -41,7 +41,7 @@ class FakeEtcd:
         self.listing: Listing | None = None
 
     async def watch(self, prefix: str) -> AsyncIterator[Reset | Events]:
-        assert prefix == "/dynamo/repositories/v1/dynamo/"
+        assert prefix == "/dynamo/v1/%repositories/dynamo/"
         for change in self.changes:
             yield change
 
@@ -69,7 +69,7 @@ async def view_of(*changes: Reset | Events) -> RepositoryView:
     """After these changes."""
     etcd: Any = FakeEtcd(*changes)
     view = RepositoryView(etcd, "dynamo")
-    async for change in etcd.watch("/dynamo/repositories/v1/dynamo/"):
+    async for change in etcd.watch("/dynamo/v1/%repositories/dynamo/"):
         view._apply(change)
     return view
 

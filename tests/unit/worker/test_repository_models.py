@@ -140,6 +140,37 @@ async def test_text_goes_through_onnx_as_text(tmp_path: Path) -> None:
             await answer(models, "same", {"a": np.array([b"\xff"], object)})
 
 
+async def test_a_model_is_warm_before_it_is_ready(tmp_path: Path) -> None:
+    code = DOUBLE.replace(
+        "    def execute(self, requests):\n",
+        """    def execute(self, requests):
+        for r in requests:
+            print(r.request_id(), r.inputs()[0].as_numpy().tolist(), file=open(pb_utils.get_model_dir() + "/seen", "a"))
+            assert r.inputs()[0].as_numpy().sum() < 99
+""",
+    )
+    config = (
+        X_TO_Y
+        + """
+max_batch_size: 4
+model_warmup { name: "zeros" batch_size: 2 count: 2 inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 2 ] zero_data: true } } }
+model_warmup { name: "file" inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 1 ] input_data_file: "one" } } }
+"""
+    )
+    folder = python_model(tmp_path, "warm", code, config)
+    (folder / "warmup").mkdir()
+    (folder / "warmup" / "one").write_bytes(np.array([5], "<f4").tobytes())
+    async with opened(tmp_path, "warm") as models:
+        seen = (folder / "1" / "seen").read_text().splitlines()
+        assert seen == ["warmup zeros [[0.0, 0.0], [0.0, 0.0]]"] * 2 + ["warmup file [[5.0]]"]
+        (folder / "warmup" / "one").write_bytes(np.array([100], "<f4").tobytes())
+        with pytest.raises(InvalidRequest, match="the warm-up 'file' failed: AssertionError"):
+            await models.load_model(LoadRequest(model="warm"))
+        (folder / "config.pbtxt").write_text((folder / "config.pbtxt").read_text().replace('"one"', '"../config.pbtxt"'))
+        with pytest.raises(InvalidRequest, match="no path inside"):
+            await models.load_model(LoadRequest(model="warm"))
+
+
 # Versions
 
 

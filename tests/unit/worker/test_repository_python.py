@@ -307,6 +307,31 @@ async def test_an_async_model_awaits_several_models_at_once(tmp_path: Path) -> N
         assert await answer(models, "caller", x(1)) == {"y": [0.0, 2.0, 4.0, 6.0, 8.0]}
 
 
+async def test_a_model_loads_and_unloads_others_where_that_is_allowed(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        [r] = requests
+        try:
+            pb_utils.load_model("double")
+            found = [pb_utils.is_model_ready("double")]
+            pb_utils.unload_model("double")
+            found.append(pb_utils.is_model_ready("double"))
+        except pb_utils.TritonModelException as error:
+            return [pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.UNAVAILABLE))]
+        return [pb_utils.InferenceResponse([tensor(found)])]
+"""
+    )
+    python_model(tmp_path, "chief", code)
+    python_model(tmp_path, "double")
+    async with opened(tmp_path, "chief") as models:
+        assert await answer(models, "chief", x(1)) == {"y": [1.0, 0.0]}
+    async with opened(tmp_path, "chief", on_request=False) as models:
+        with pytest.raises(Unavailable, match="--model-control-mode explicit"):
+            await answer(models, "chief", x(1))
+
+
 async def test_instances_work_at_the_same_time(tmp_path: Path) -> None:
     """Each waits until a file of the other is there."""
     code = (

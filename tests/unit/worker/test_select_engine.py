@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from dynamo.common.config import ConfigError, load
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.model_card import Role
 from dynamo.common.names import Endpoint
 from dynamo.worker.config import EngineKind, WorkerConfig
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens
 from dynamo.worker.engine.python import PythonEngine
 from dynamo.worker.engine.select import choose_engine, make_engine
+from dynamo.worker.engine.sim.engine import SimEngine
 
 
 @pytest.mark.parametrize(
@@ -35,9 +38,40 @@ def test_a_model_that_nothing_serves_is_refused_with_what_could_be(model: str) -
         choose_engine(model)
 
 
-def test_a_folder_that_no_engine_serves_is_refused(tmp_path: Path) -> None:
+def test_a_folder_is_served_by_what_lies_in_it(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="folder"):
         choose_engine(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert choose_engine(str(tmp_path)) is EngineKind.VLLM
+
+
+def test_settings_of_one_engine_are_refused_for_another() -> None:
+    with pytest.raises(InvalidRequest, match="--role"):
+        make_engine("echo:llm", role=Role.PREFILL)
+    with pytest.raises(InvalidRequest, match="--engine-args"):
+        make_engine("sim", engine_args="--block-size 16")
+    with pytest.raises(InvalidRequest, match=r"timing.*batched_tokens|batched_tokens.*timing"):
+        make_engine("sim:speed=2")
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed here")
+def test_an_engine_that_is_not_installed_says_what_is_missing() -> None:
+    with pytest.raises(InvalidRequest, match="vllm is missing"):
+        make_engine("org/model", EngineKind.VLLM)
+
+
+def test_a_simulated_engine_is_set_up_by_its_model_and_by_flags(tmp_path: Path) -> None:
+    table = tmp_path / "steps.csv"
+    table.write_text("prefill_tokens,decoding,step_ms\n0,1,5\n0,11,15\n100,1,25\n")
+    engine = make_engine(f"sim:speedup=4,ranks=2,role=decode,transfer=1000,seed=3,blocks=10,timing={table}")
+    assert isinstance(engine, SimEngine)
+    config = engine.config
+    assert (config.role, config.data_parallel_size, config.seed) == (Role.DECODE, 2, 3)
+    assert (config.scheduler.kv_transfer_tokens_per_s, config.scheduler.total_blocks) == (1000, 10)
+    assert config.scheduler.timing.step_s(100, 11) == pytest.approx(0.035 / 4), "fitted to the table"
+    overruled = make_engine("sim:speedup=4,role=decode", role=Role.PREFILL, speedup_ratio=0.0)
+    assert isinstance(overruled, SimEngine)
+    assert (overruled.config.role, overruled.config.scheduler.timing.step_s(100, 1)) == (Role.PREFILL, 0)
 
 
 async def test_engines_are_made_with_the_name_that_was_given(tmp_path: Path) -> None:

@@ -213,6 +213,14 @@ async def test_prefill_hands_over_and_decode_takes_up() -> None:
         assert tokens_of(deltas) == tokens_of(plain)
 
 
+async def test_fetching_the_prompts_kv_takes_its_time() -> None:
+    timing = TimingModel(base_ms=1.0, ms_per_prefill_token=0.0, ms_per_decoding=0.0)
+    async with started({"timing": timing, "kv_transfer_tokens_per_s": 100.0}) as engine:
+        start = asyncio.get_running_loop().time()
+        await collect(engine, ask(max_tokens=2, kv_transfer={"do_remote_prefill": True}))
+        assert asyncio.get_running_loop().time() - start >= 0.1 - 0.001, "10 tokens at 100 a second"
+
+
 async def test_several_steps_a_turn_put_several_tokens_into_a_delta() -> None:
     async with started(steps_per_turn=4) as engine:
         deltas, _ = await collect(engine, ask(max_tokens=16))

@@ -106,7 +106,7 @@ def test_a_prefill_makes_one_token_and_takes_the_connectors_parameters_along() -
     ("guided", "field"),
     [
         ({"json_schema": {"type": "object"}}, {"json": {"type": "object"}}),
-        ({"json_schema": '{"type": "object"}', "regex": None}, {"json": '{"type": "object"}'}),
+        ({"json_schema": '{"type": "object"}', "regex": None}, {"json": {"type": "object"}}),
         ({"json_object": True}, {"json_object": True}),
         ({"regex": "a+"}, {"regex": "a+"}),
         ({"choice": ("a", "b")}, {"choice": ["a", "b"]}),
@@ -119,7 +119,8 @@ def test_structured_output_has_other_names_there(guided: dict[str, Any], field: 
 
 
 @pytest.mark.parametrize(
-    "guided", [{}, {"regex": "a", "grammar": "b"}, {"choice": []}, {"choice": [""]}, {"magic": 1}, {"regex": 5}]
+    "guided",
+    [{}, {"regex": "a", "grammar": "b"}, {"choice": []}, {"choice": [""]}, {"json_schema": "{"}, {"magic": 1}, {"regex": 5}],
 )
 def test_structured_output_that_is_none_is_refused(guided: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):

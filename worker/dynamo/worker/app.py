@@ -26,7 +26,7 @@ from pathlib import Path
 
 from dynamo.common.config import ConfigError, project_version
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import InvalidRequest, Unavailable, Unsupported
+from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
 from dynamo.common.etcd import connect_etcd
 from dynamo.common.etcd.background import running
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal, within
@@ -69,7 +69,10 @@ class Worker:
 
 
 async def run(config: WorkerConfig) -> None:
-    """Serves the models of `config` until SIGINT or SIGTERM. Raises ConfigError for a model that cannot be served."""
+    """Serves the models of `config` until SIGINT or SIGTERM. Raises ConfigError for a model that cannot be served.
+
+    An engine that does not start, or dies, ends the process with status 1.
+    """
     if not config.models and not config.repository.folders:
         raise ConfigError("--model is required: name what to serve, or set DYN_MODEL; or name a --model-repository")
     started = count(1)
@@ -85,6 +88,9 @@ async def run(config: WorkerConfig) -> None:
         await serve_fleet(fleet, config, on_started=freeze_at_last)
     except (InvalidRequest, Unsupported, Unavailable) as error:
         raise ConfigError(str(error)) from error
+    except EngineError as error:
+        log.critical("%s", error, exc_info=error.__cause__)
+        raise SystemExit(1) from error
 
 
 def _make_engines(config: WorkerConfig) -> list[AnyEngine]:
@@ -240,7 +246,7 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
         status.is_registered = registration.registered.is_set
         runtime.etcd_stale.set_function(lambda: not registration.registered.is_set())
         stack.callback(status.start_draining)
-        names = ", ".join(model.card.name for model in models)
+        names = ", ".join(model.card.name for model in models) or "no model yet"
         log.info("serving %s at %s as instance %x", names, endpoint, instance)
         yield Worker(instance, endpoint, tuple(model.card for model in models), requests, registration, status_port)
         log.info("leaving: deregistering instance %x", instance)

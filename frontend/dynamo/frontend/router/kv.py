@@ -13,7 +13,7 @@ Where the defaults come from. A block to prefill costs an instance far more time
 about 16 times as much with the timing of `engine/sim/timing.py`, at any block size. A cached block that is passed over costs its
 prefill now, room in another cache, and the same again at the next turn of the conversation: hence a weight above 1. (The prefill
 term may become negative then. It must not be cut off at 0, or the queue of an instance that has much of a prompt would not
-count.) Replayed traces agree (`benchmarks/router_trace.py`): with 4 and 16 the hit rate is near its ceiling and TTFT best, at no
+count.) Replayed traces agree (`dynamo-local replay`): with 4 and 16 the hit rate is near its ceiling and TTFT best, at no
 cost in balance.
 """
 

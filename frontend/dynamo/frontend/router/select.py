@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable
 from typing import assert_never
 
 from dynamo.frontend.config import RouterMode, RouterOptions
@@ -15,11 +16,6 @@ from dynamo.frontend.router.sparing import SparingRouter
 from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
 
 _BY_LOAD = (RouterMode.KV, RouterMode.LEAST_LOADED, RouterMode.POWER_OF_TWO)
-_BLIND: Mapping[RouterMode, Callable[[], Router]] = {
-    RouterMode.ROUND_ROBIN: RoundRobin,
-    RouterMode.RANDOM: RandomChoice,
-    RouterMode.DIRECT: Direct,
-}
 
 
 def effective_mode(options: RouterOptions) -> RouterMode:
@@ -60,7 +56,12 @@ def follows_loads(options: RouterOptions) -> bool:
 
 
 def make_router(
-    options: RouterOptions, loads: LoadTable, clock: Callable[[], float], thresholds: ThresholdTable | None = None
+    options: RouterOptions,
+    loads: LoadTable,
+    clock: Callable[[], float],
+    thresholds: ThresholdTable | None = None,
+    *,
+    rng: random.Random | None = None,
 ) -> Router:
     """A new router. Those that look at loads share `loads`; `clock` is the one by which reports reach it.
 
@@ -69,15 +70,20 @@ def make_router(
     mode = effective_mode(options)
     if thresholds is None:
         thresholds = ThresholdTable(thresholds_of(options))
+    blind: Router
     match mode:
         case RouterMode.KV:
-            return KvRouter(kv_config(options), thresholds, loads, clock=clock)
+            return KvRouter(kv_config(options), thresholds, loads, rng=rng, clock=clock)
         case RouterMode.LEAST_LOADED:
-            return LoadRouter(mode.value, least_loaded, thresholds, loads, clock=clock)
+            return LoadRouter(mode.value, least_loaded, thresholds, loads, rng=rng, clock=clock)
         case RouterMode.POWER_OF_TWO:
-            return LoadRouter(mode.value, power_of_two, thresholds, loads, clock=clock)
-        case RouterMode.ROUND_ROBIN | RouterMode.RANDOM | RouterMode.DIRECT:
-            router = _BLIND[mode]()
-            return SparingRouter(router, thresholds, loads, clock=clock) if follows_loads(options) else router
+            return LoadRouter(mode.value, power_of_two, thresholds, loads, rng=rng, clock=clock)
+        case RouterMode.ROUND_ROBIN:
+            blind = RoundRobin(rng)
+        case RouterMode.RANDOM:
+            blind = RandomChoice(rng)
+        case RouterMode.DIRECT:
+            blind = Direct()
         case _:
             assert_never(mode)
+    return SparingRouter(blind, thresholds, loads, clock=clock) if follows_loads(options) else blind

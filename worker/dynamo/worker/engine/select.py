@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import Role
+from dynamo.common.repository import ControlMode
 from dynamo.worker.config import EngineKind, RepositoryOptions
 from dynamo.worker.engine.base import Engine, TensorEngine
 from dynamo.worker.engine.declaration import PBTXT_SUFFIX, YAML_SUFFIXES, Declaration, read_declaration
@@ -142,6 +143,7 @@ def make_repository(options: RepositoryOptions, folders: tuple[Path, ...], drain
         drain_s=drain_s,
         path_roots=options.path_roots,
         path_max_bytes=options.path_max_bytes,
+        on_request=options.control_mode is ControlMode.EXPLICIT,
     )
     return RepositoryEngine(settings, options.control_mode, options.load, exit_on_error=options.exit_on_error)
 

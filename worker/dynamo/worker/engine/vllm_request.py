@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
 
@@ -128,14 +130,21 @@ def structured_settings(guided: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequest("guided decoding takes exactly one of json_schema, json_object, regex, choice and grammar")
     [(kind, value)] = asked
     match kind, value:
-        case "json_schema", bool():
-            raise InvalidRequest("json_schema must be an object or a text", param=kind)
-        case ("json_object", True) | ("json_schema", dict() | str()) | ("regex" | "grammar", str()):
+        case "json_schema", str():
+            return {"json": _parsed(value)}
+        case ("json_object", True) | ("json_schema", dict()) | ("regex" | "grammar", str()):
             return {_GUIDED[kind]: value}
         case "choice", [_, *_] if all(isinstance(choice, str) and choice for choice in value):
             return {"choice": [*value]}
         case _:
             raise InvalidRequest(f"guided decoding cannot use this value of '{kind:.40}'", param=f"{kind:.40}")
+
+
+def _parsed(schema: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(schema, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRequest(f"json_schema is no JSON schema: {error}", param="json_schema") from error
 
 
 class AnswerReader:

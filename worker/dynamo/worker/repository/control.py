@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dynamo.common.errors import DynamoError, InvalidRequest, Unsupported
+from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.messaging.server import Handler
 from dynamo.common.model_card import ModelCard
 from dynamo.common.repository import LOAD, UNLOAD, ControlMode, Loaded, LoadRequest, UnloadRequest
@@ -56,20 +56,16 @@ class RepositoryControl:
     async def load(self, incoming: Incoming) -> None:
         """A `LoadRequest`, answered with `Loaded`, or with the reason why the model is not."""
         request = _decode(incoming, LoadRequest)
-        self._check_mode()
+        self._engine.models.check_on_request()
         versions = await self._ordered(self._engine.models.load_model(request))
         await incoming.end(msgspec.msgpack.encode(Loaded(versions=versions)))
 
     async def unload(self, incoming: Incoming) -> None:
         """An `UnloadRequest`, answered when the model is gone."""
         request = _decode(incoming, UnloadRequest)
-        self._check_mode()
+        self._engine.models.check_on_request()
         await self._ordered(self._engine.models.unload_model(request.model, dependents=request.dependents))
         await incoming.end()
-
-    def _check_mode(self) -> None:
-        if self._engine.mode is not ControlMode.EXPLICIT:
-            raise Unsupported("models are loaded and unloaded on request only with --model-control-mode explicit")
 
     async def _ordered(self, work: Coroutine[Any, Any, T]) -> T:
         """Completes what was begun, whether the caller waits for it or not: half a model is of use to nobody."""
@@ -96,7 +92,7 @@ class RepositoryControl:
         while True:
             await asyncio.sleep(every_s)
             try:
-                if models.rescan():
+                if models.rescan(await asyncio.to_thread(models.list_names)):
                     await self.publish()
                 if self._engine.mode is ControlMode.POLL:
                     found = await asyncio.to_thread(models.fingerprints)

@@ -45,7 +45,7 @@ class RepositoryEngine:
 
     async def start(self) -> Sequence[ModelCard]:
         """Raises InvalidRequest for a model that does not load, unless polling, or told to go on."""
-        names = self.models.names
+        names = self.models.list_names()
         if self.mode is ControlMode.EXPLICIT and ALL not in self._load:
             names = list(self._load)
         try:

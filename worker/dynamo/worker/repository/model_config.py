@@ -116,7 +116,6 @@ def ignored_settings(config: ModelConfig) -> list[str]:
     batching = config.dynamic_batching
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     asked = {
-        "model_warmup": bool(config.model_warmup),
         "response_cache": config.response_cache.enable,
         "model_repository_agents": bool(config.model_repository_agents.agents),
         "cc_model_filenames": bool(config.cc_model_filenames),

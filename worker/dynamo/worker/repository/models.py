@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from dynamo.common.errors import DynamoError, InvalidRequest, ModelNotFound, Unavailable
+from dynamo.common.errors import DynamoError, InvalidRequest, ModelNotFound, Unavailable, Unsupported
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import check_name
 from dynamo.common.repository import MAX_REASON_CHARS, IndexEntry, LoadRequest, ModelState
@@ -35,6 +35,7 @@ from dynamo.worker.repository.model_config import (
 from dynamo.worker.repository.onnx_backend import OnnxBackend
 from dynamo.worker.repository.python_backend import PythonBackend
 from dynamo.worker.repository.source import ModelPaths, relative_path, temporary_folder, write_files
+from dynamo.worker.repository.warmup import warm_up
 from dynamo.worker.statistics import VersionStatistics
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class RepositorySettings:
     """How long requests to a model that is unloaded may still take."""
     path_roots: tuple[str, ...] = ()
     path_max_bytes: int = 16 * 2**30
+    on_request: bool = True
+    """Models may be loaded and unloaded by who asks for it."""
 
 
 @dataclass(slots=True)
@@ -103,9 +106,8 @@ class RepositoryModels:
 
     # What there is
 
-    @property
-    def names(self) -> list[str]:
-        """Of everything in the repository's folders, loaded or not."""
+    def list_names(self) -> list[str]:
+        """Of everything in the repository's folders, loaded or not. Raises InvalidRequest if they cannot be read."""
         return sorted(model_folders(self._settings.folders))
 
     def cards(self) -> list[ModelCard]:
@@ -140,9 +142,9 @@ class RepositoryModels:
                 ]
         return tuple(entries)
 
-    def rescan(self) -> bool:
-        """Looks for models that came to the folders or went. True if the index has changed."""
-        names = set(self.names)
+    def rescan(self, names: Collection[str] | None = None) -> bool:
+        """Takes over which models came to the folders or went, from `names` or by looking. True if the index has changed."""
+        names = set(self.list_names() if names is None else names)
         known = set(self._states)
         for name in names - known:
             self._states[name] = _State()
@@ -188,14 +190,20 @@ class RepositoryModels:
             statistics.succeeded(time.perf_counter_ns() - start, context.timings)
 
     async def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
-        self._refuse_while_changing()
+        self._check_change()
         await self.load_model(LoadRequest(model=model, config=config, files=files))
 
     async def unload(self, model: str, dependents: bool) -> None:
-        self._refuse_while_changing()
+        self._check_change()
         await self.unload_model(model, dependents=dependents)
 
-    def _refuse_while_changing(self) -> None:
+    def check_on_request(self) -> None:
+        """Raises Unsupported if models are not loaded and unloaded on request."""
+        if not self._settings.on_request:
+            raise Unsupported("models are loaded and unloaded on request only with --model-control-mode explicit")
+
+    def _check_change(self) -> None:
+        self.check_on_request()
         if self._lock.locked():  # a model that waits for its own loading to end would wait for ever
             raise Unavailable("a model of this worker is being loaded or unloaded just now: try again")
 
@@ -284,6 +292,7 @@ class RepositoryModels:
             loaded = await _open_versions(backend, config, folder, versions)
             try:
                 model = LoadedModel(config, folder, loaded)
+                await warm_up(model, folder)
             except BaseException:
                 await asyncio.gather(*(executable.close() for executable in loaded.values()))
                 raise

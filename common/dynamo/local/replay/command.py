@@ -1,0 +1,62 @@
+"""`dynamo-local replay [TRACE] [FLAGS]`: how a trace of requests would fare with several router modes.
+
+dynamo-local replay trace.jsonl --modes round-robin,kv --workers 8 --plot replay.png
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from dynamo.common.config import ConfigError, exit_with, load
+from dynamo.common.errors import InvalidRequest
+from dynamo.local.replay.config import ReplayConfig
+from dynamo.local.replay.figures import Figures, Summary, summary, table
+from dynamo.local.replay.fleet import Replay
+from dynamo.local.replay.trace import read_trace, synthesise
+
+PROGRAM = "dynamo-local replay"
+_DESCRIPTION = (
+    "dynamo-local replay [TRACE] [FLAGS]: replays a trace in Mooncake's format, or a made-up one of the same shape, against "
+    "simulated workers in virtual time, and compares router modes. All options of a frontend's router may be given, too."
+)
+_MADE_UP_REQUESTS = 1000
+
+
+def replay(trace: Path | None, config: ReplayConfig) -> dict[str, tuple[Figures, Summary]]:
+    """By mode. Raises InvalidRequest for a file that cannot be used."""
+    made_up = config.requests or _MADE_UP_REQUESTS
+    rows = synthesise(made_up, config.seed) if trace is None else read_trace(trace, config.requests)
+    results: dict[str, tuple[Figures, Summary]] = {}
+    for mode in config.modes:
+        figures = Replay(rows, mode, config).run()
+        results[mode.value] = (figures, summary(figures))
+    return results
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    trace = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
+    flags = arguments if trace is None else arguments[1:]
+    try:
+        config = load(ReplayConfig, flags, os.environ, program=PROGRAM, description=_DESCRIPTION)
+        if config.plot is not None and find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install 'dynamo-serving[plot]'")
+        results = replay(trace, config)
+        summaries = {mode: each for mode, (_, each) in results.items()}
+        if config.json:
+            print(msgspec.json.encode(summaries).decode())
+        else:
+            print("\n".join(table(summaries)))
+        if config.plot is not None:
+            from dynamo.local.replay.plot import draw  # matplotlib is not always there
+
+            draw(results, config.plot)
+    except (ConfigError, InvalidRequest, OSError, ValueError) as error:
+        exit_with(PROGRAM, error)
+    sys.exit(0)

@@ -1,0 +1,80 @@
+"""What `dynamo-local replay` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from dynamo.common.config import group, option
+from dynamo.frontend.config import RouterOptions
+
+
+class ReplayMode(StrEnum):
+    ROUND_ROBIN = "round-robin"
+    RANDOM = "random"
+    LEAST_LOADED = "least-loaded"
+    POWER_OF_TWO = "power-of-two"
+    KV = "kv"
+    KV_APPROXIMATE = "kv-approximate"
+    """kv without events: caches are guessed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayConfig:
+    """A simulated fleet, how fast requests reach it, and the options of its routers, which are those of a frontend."""
+
+    modes: tuple[ReplayMode, ...] = option(
+        (ReplayMode.ROUND_ROBIN, ReplayMode.LEAST_LOADED, ReplayMode.KV),
+        env=(),
+        file_key=(),
+        repeatable=True,
+        help="Router modes to compare, in place of --router-mode.",
+    )
+    requests: int = option(0, env=(), file_key=(), minimum=0, help="Only so many requests from the start of the trace; 0: all.")
+    rate: float = option(1.0, env=(), file_key=(), minimum=0.001, help="How much faster than in the trace requests arrive.")
+    frontends: int = option(
+        1,
+        env=(),
+        file_key=(),
+        minimum=1,
+        maximum=64,
+        help="Frontends that requests are dealt to in turn, see --router-replica-sync.",
+    )
+    workers: int = option(8, env=(), file_key=(), minimum=1, maximum=10_000, help="Simulated workers.")
+    blocks: int = option(5000, env=(), file_key=(), minimum=1, help="KV blocks of each.")
+    block_size: int = option(512, env=(), file_key=(), minimum=1, help="Tokens of a block.")
+    max_num_seqs: int = option(256, env=(), file_key=(), minimum=1, help="Sequences that a worker runs at once.")
+    max_batched_tokens: int = option(8192, env=(), file_key=(), minimum=1, help="Tokens that a worker computes in one step.")
+    speedup: float = option(1.0, env=(), file_key=(), minimum=0, help="How much faster than its timing a worker is; 0: no time.")
+    timing: Path | None = option(
+        None, env=(), file_key=(), metavar="FILE", help="CSV table of measured steps that the timing of workers is fitted to."
+    )
+    ttft_goal_s: float = option(
+        10.0,
+        flags=("--ttft-goal",),
+        env=(),
+        file_key=(),
+        minimum=0,
+        metavar="SECONDS",
+        help="Goodput counts requests with a TTFT up to this …",
+    )
+    itl_goal_s: float = option(
+        0.1,
+        flags=("--itl-goal",),
+        env=(),
+        file_key=(),
+        minimum=0,
+        metavar="SECONDS",
+        help="… and a mean time between tokens up to this.",
+    )
+    seed: int = option(0, env=(), file_key=(), minimum=0, help="Of all that is random; one seed, one result.")
+    plot: Path | None = option(
+        None,
+        env=(),
+        file_key=(),
+        metavar="FILE",
+        help="Draw the comparison, in the format that the name ends with; needs matplotlib.",
+    )
+    json: bool = option(False, env=(), file_key=(), help="Print one JSON object instead of a table.")
+    router: RouterOptions = group("Routing", prefix="router", default=RouterOptions)

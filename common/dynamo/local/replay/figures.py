@@ -1,0 +1,105 @@
+"""What a replay measured, and how it is shown."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(slots=True)
+class Figures:
+    """Filled while one mode is replayed. Times are virtual, except for those of the router."""
+
+    requests: int = 0
+    rejected: int = 0
+    """Refused by the router, or longer than a worker's whole cache."""
+    prompt_blocks: int = 0
+    """Of requests that were not rejected, as `hit_blocks`."""
+    hit_blocks: int = 0
+    preempted: int = 0
+    good: int = 0
+    """Requests answered within the goals for TTFT and mean ITL."""
+    virtual_s: float = 0.0
+    wall_s: float = 0.0
+    computed_tokens: list[int] = field(default_factory=list)
+    """Prompt tokens computed, per worker."""
+    ttft_s: array[float] = field(default_factory=lambda: array("d"))
+    itl_s: array[float] = field(default_factory=lambda: array("f"))
+    pick_s: array[float] = field(default_factory=lambda: array("d"))
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """One mode in numbers."""
+
+    block_hit_rate: float
+    """Share of the prompt blocks of accepted requests that were found in the cache of the worker that got them."""
+    imbalance: float
+    """Prompt tokens computed by the worker that computed most, against the mean of all; 1: perfectly even."""
+    ttft_p50_ms: float
+    ttft_p90_ms: float
+    ttft_p99_ms: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    rejected_share: float
+    goodput_rps: float
+    """Requests per second that were answered within the goals."""
+    offered_rps: float
+    preempted: int
+    pick_p50_us: float
+    pick_p99_us: float
+    wall_s: float
+
+
+def summary(figures: Figures) -> Summary:
+    mean = sum(figures.computed_tokens) / len(figures.computed_tokens)
+    ttft, itl, pick = (_percentiles_ms(values, 50, 90, 99) for values in (figures.ttft_s, figures.itl_s, figures.pick_s))
+    return Summary(
+        block_hit_rate=figures.hit_blocks / max(1, figures.prompt_blocks),
+        imbalance=max(figures.computed_tokens) / mean if mean else 1.0,
+        ttft_p50_ms=ttft[0],
+        ttft_p90_ms=ttft[1],
+        ttft_p99_ms=ttft[2],
+        itl_p50_ms=itl[0],
+        itl_p99_ms=itl[2],
+        rejected_share=figures.rejected / figures.requests if figures.requests else 0.0,
+        goodput_rps=figures.good / figures.virtual_s if figures.virtual_s else 0.0,
+        offered_rps=figures.requests / figures.virtual_s if figures.virtual_s else 0.0,
+        preempted=figures.preempted,
+        pick_p50_us=pick[0] * 1e3,
+        pick_p99_us=pick[2] * 1e3,
+        wall_s=figures.wall_s,
+    )
+
+
+def _percentiles_ms(values: array[float], *shares: float) -> list[float]:
+    data: NDArray[np.float64] = np.array(values, dtype=np.float64)
+    return [float(np.percentile(data, share)) * 1e3 for share in shares] if len(data) else [0.0] * len(shares)
+
+
+_COLUMNS = (
+    ("hit %", "block_hit_rate", 100.0),
+    ("imbalance", "imbalance", 1.0),
+    ("TTFT p50 ms", "ttft_p50_ms", 1.0),
+    ("p90", "ttft_p90_ms", 1.0),
+    ("p99", "ttft_p99_ms", 1.0),
+    ("ITL p50 ms", "itl_p50_ms", 1.0),
+    ("p99", "itl_p99_ms", 1.0),
+    ("rejected %", "rejected_share", 100.0),
+    ("goodput/s", "goodput_rps", 1.0),
+    ("offered/s", "offered_rps", 1.0),
+    ("preempted", "preempted", 1.0),
+    ("pick p99 µs", "pick_p99_us", 1.0),
+)
+
+
+def table(results: Mapping[str, Summary]) -> Iterator[str]:
+    """Lines of Markdown, a row per mode."""
+    yield "| mode | " + " | ".join(title for title, _, _ in _COLUMNS) + " |"
+    yield "|---" * (len(_COLUMNS) + 1) + "|"
+    for mode, figures in results.items():
+        yield f"| {mode} | " + " | ".join(f"{getattr(figures, key) * scale:.4g}" for _, key, scale in _COLUMNS) + " |"

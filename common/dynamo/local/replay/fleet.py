@@ -1,0 +1,222 @@
+"""A fleet that exists in virtual time only: real routers, real hashing, real scheduling and caching; the clock is made up.
+
+Workers tell routers about their caches and loads as real ones do: after each step, the load at most every 50 ms.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import InvalidRequest, Overloaded
+from dynamo.common.kv.events import KvState, LoadReport, request_key
+from dynamo.common.kv.hashes import pack_hashes
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.frontend.config import RouterMode, RouterOptions
+from dynamo.frontend.router.base import Router, RouteRequest
+from dynamo.frontend.router.hashing import PromptHashes
+from dynamo.frontend.router.kv import KvRouter
+from dynamo.frontend.router.load import BookingEvent, LoadTable
+from dynamo.frontend.router.select import make_router
+from dynamo.local.replay.config import ReplayConfig, ReplayMode
+from dynamo.local.replay.figures import Figures
+from dynamo.local.replay.trace import VOCABULARY, Row, expand
+from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, StepResult
+from dynamo.worker.engine.sim.scheduler import Sequence as SimSequence
+from dynamo.worker.engine.sim.timing import TimingModel
+
+_REPORT_EVERY_S = 0.05
+_MODEL = "trace"
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A scheduler, its published state, and when it may report again."""
+
+    instance: Instance
+    scheduler: Scheduler
+    state: KvState = field(default_factory=KvState)
+    stepping: bool = False
+    report_due_at: float = 0.0
+    accepted: list[int] = field(default_factory=list)
+    accepted_before: list[int] = field(default_factory=list)
+    computed_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request on its way."""
+
+    request_id: str
+    router: Router
+    arrived_at: float
+    first_at: float | None = None
+    last_at: float = 0.0
+
+
+class Replay:
+    """One mode over one trace. Raises InvalidRequest for a timing table that cannot be used."""
+
+    def __init__(self, rows: Sequence[Row], mode: ReplayMode, config: ReplayConfig) -> None:
+        self._rows = rows
+        self._config = config
+        self._now = 0.0
+        self._figures = Figures(requests=len(rows))
+        self._workers = _workers(config)
+        self._by_instance = {worker.instance.id: worker for worker in self._workers}
+        self._instances = tuple(worker.instance for worker in self._workers)
+        self._live: dict[SimSequence, _Live] = {}
+        options = router_options(config.router, mode)
+        share: Callable[[BookingEvent], None] | None = self._share if options.replica_sync else None
+        self._tables = [LoadTable(f"frontend-{number}", share) for number in range(config.frontends)]
+        self._routers = [
+            make_router(options, table, lambda: self._now, rng=random.Random(config.seed + number))
+            for number, table in enumerate(self._tables)
+        ]
+
+    def run(self) -> Figures:
+        """Until every request of the trace is answered or rejected."""
+        start = time.perf_counter()
+        steps: list[tuple[float, int, _Worker, StepResult]] = []
+        count = 0
+        arrivals = iter(enumerate(self._rows))
+        arrival = next(arrivals, None)
+        while arrival is not None or steps:
+            arrives_at = arrival[1].timestamp / 1e3 / self._config.rate if arrival is not None else float("inf")
+            if arrival is not None and (not steps or arrives_at <= steps[0][0]):
+                self._now = arrives_at
+                worker = self._arrive(*arrival)
+                arrival = next(arrivals, None)
+            else:
+                self._now, _, worker, result = heapq.heappop(steps)
+                worker.stepping = False
+                self._finish_step(worker, result)
+            if worker is not None and not worker.stepping and worker.scheduler.busy:
+                worker.stepping = True
+                result = worker.scheduler.step(self._now)
+                count += 1
+                heapq.heappush(steps, (self._now + result.duration_s, count, worker, result))
+        figures = self._figures
+        figures.virtual_s = self._now
+        figures.wall_s = time.perf_counter() - start
+        figures.computed_tokens = [worker.computed_tokens for worker in self._workers]
+        return figures
+
+    def _share(self, event: BookingEvent) -> None:
+        for table in self._tables:
+            table.apply(event, self._now)
+
+    def _arrive(self, number: int, row: Row) -> _Worker | None:
+        """Routes a request; None if it was rejected."""
+        prompt, figures = expand(row.hash_ids), self._figures
+        router = self._routers[number % len(self._routers)]
+        hashes = PromptHashes.of(prompt, self._config.block_size)
+        request = RouteRequest(
+            model=_MODEL, request_id=str(number), prompt=prompt, expected_output_tokens=row.output_length, hashes=hashes
+        )
+        begin = time.perf_counter()
+        try:
+            choice = router.pick(request, self._instances)
+        except Overloaded:
+            figures.rejected += 1
+            return None
+        figures.pick_s.append(time.perf_counter() - begin)
+        worker = self._by_instance[choice.instance.id]
+        sequence = SimSequence(prompt=prompt, hashes=list(hashes.values), limit=max(1, row.output_length))
+        try:
+            worker.scheduler.add(sequence, self._now)
+        except InvalidRequest:
+            router.finished(request.request_id)
+            figures.rejected += 1
+            return None
+        self._live[sequence] = _Live(request.request_id, router, self._now)
+        figures.prompt_blocks += len(hashes.values)
+        worker.accepted.append(request_key(request.request_id))
+        return worker
+
+    def _finish_step(self, worker: _Worker, result: StepResult) -> None:
+        worker.computed_tokens += result.prefill_tokens
+        self._figures.preempted += result.preempted
+        for sequence, _ in result.emitted:
+            self._emit(sequence)
+        for sequence in result.finished:
+            self._end(sequence)
+        if result.removed:
+            worker.state.remove(result.removed)
+        if result.stored:
+            worker.state.store(result.stored)
+        update = worker.state.take_update()
+        if update is not None:
+            for router in self._routers:
+                if isinstance(router, KvRouter):
+                    router.apply(_MODEL, worker.instance.id, update)
+        if self._now >= worker.report_due_at or not worker.scheduler.busy:
+            self._report(worker)
+
+    def _emit(self, sequence: SimSequence) -> None:
+        request, now, figures = self._live[sequence], self._now, self._figures
+        if request.first_at is None:
+            request.first_at = now
+            figures.ttft_s.append(now - request.arrived_at)
+            figures.hit_blocks += sequence.cached_tokens // self._config.block_size
+            request.router.first_token(request.request_id)
+        else:
+            figures.itl_s.append(now - request.last_at)
+        request.last_at = now
+
+    def _end(self, sequence: SimSequence) -> None:
+        request = self._live.pop(sequence)
+        request.router.finished(request.request_id)
+        if request.first_at is not None:
+            itl_s = (request.last_at - request.first_at) / max(1, sequence.generated - 1)
+            in_time = request.first_at - request.arrived_at <= self._config.ttft_goal_s
+            self._figures.good += in_time and itl_s <= self._config.itl_goal_s
+
+    def _report(self, worker: _Worker) -> None:
+        scheduler = worker.scheduler
+        worker.report_due_at = self._now + _REPORT_EVERY_S
+        report = LoadReport(
+            waiting=scheduler.waiting,
+            running=len(scheduler.running),
+            active_blocks=scheduler.blocks.active,
+            total_blocks=scheduler.blocks.total,
+            queued_prefill_tokens=scheduler.queued_prefill_tokens,
+            kv_number=worker.state.number,
+            accepted=pack_hashes(worker.accepted_before + worker.accepted),
+        )
+        worker.accepted_before, worker.accepted = worker.accepted, []
+        for table in self._tables:
+            table.report(worker.instance.id, report, self._now)
+
+
+def router_options(options: RouterOptions, mode: ReplayMode) -> RouterOptions:
+    """Those of a frontend whose router has this mode."""
+    if mode is ReplayMode.KV_APPROXIMATE:
+        return replace(options, mode=RouterMode.KV, use_kv_events=False)
+    return replace(options, mode=RouterMode(mode.value))
+
+
+def _workers(config: ReplayConfig) -> list[_Worker]:
+    timing = TimingModel(speedup=config.speedup)
+    if config.timing is not None:
+        timing = TimingModel.load(config.timing, config.speedup)
+    scheduling = SchedulerConfig(
+        block_size=config.block_size,
+        total_blocks=config.blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+        vocabulary=VOCABULARY,
+        timing=timing,
+    )
+    llm = LlmInfo(context_length=1 << 20, tokenizer="", block_size=config.block_size, total_blocks=config.blocks)
+    card = ModelCard(name=_MODEL, kind=ModelKind.LLM, llm=llm)
+    instances = (
+        Instance(id=InstanceId(number + 1), endpoint=Endpoint(), subject="", card=card, started_at=0.0)
+        for number in range(config.workers)
+    )
+    return [_Worker(instance, Scheduler(scheduling)) for instance in instances]

@@ -1,0 +1,71 @@
+"""The comparison of a replay, drawn. Needs matplotlib, which `pip install 'dynamo-serving[plot]'` brings."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from dynamo.local.replay.figures import Figures, Summary
+
+_CURVE_POINTS = 400
+
+
+def draw(results: Mapping[str, tuple[Figures, Summary]], path: Path) -> None:
+    """Six panels, one colour per mode. Raises ValueError for a format that is not known, OSError."""
+    figure = Figure(figsize=(13, 7.5), layout="constrained")
+    panels = figure.subplots(2, 3)
+    colours = {mode: f"C{number}" for number, mode in enumerate(results)}
+    summaries = {mode: summary for mode, (_, summary) in results.items()}
+    _bars(
+        panels[0, 0],
+        "Prompt blocks found in the cache, %",
+        {mode: each.block_hit_rate * 100 for mode, each in summaries.items()},
+        colours,
+    )
+    _shares(panels[0, 1], "Time to first token", {mode: figures.ttft_s for mode, (figures, _) in results.items()}, colours)
+    _shares(panels[0, 2], "Time between tokens", {mode: figures.itl_s for mode, (figures, _) in results.items()}, colours)
+    _bars(
+        panels[1, 0],
+        "Load imbalance: most / mean prompt tokens",
+        {mode: each.imbalance for mode, each in summaries.items()},
+        colours,
+    )
+    _bars(panels[1, 1], "Rejected requests, %", {mode: each.rejected_share * 100 for mode, each in summaries.items()}, colours)
+    _bars(
+        panels[1, 2], "Goodput (line: offered), requests/s", {mode: each.goodput_rps for mode, each in summaries.items()}, colours
+    )
+    for at, each in enumerate(summaries.values()):
+        panels[1, 2].plot([at - 0.4, at + 0.4], [each.offered_rps] * 2, color="grey", linestyle=":")
+    panels[1, 2].set_ylim(top=1.15 * max(1.0, *(each.offered_rps for each in summaries.values())))
+    figure.savefig(path, dpi=110)
+
+
+def _bars(axes: Axes, title: str, values: Mapping[str, float], colours: Mapping[str, str]) -> None:
+    bars = axes.bar(list(values), list(values.values()), color=[colours[mode] for mode in values])
+    axes.bar_label(bars, fmt="%.3g", padding=2)
+    axes.set_title(title, fontsize=11)
+    axes.set_ylim(0.0, max(1.0, *values.values()) * 1.15)
+    axes.tick_params(axis="x", rotation=20)
+
+
+def _shares(axes: Axes, title: str, values: Mapping[str, array[float]], colours: Mapping[str, str]) -> None:
+    """For each time, the share of observations that took no longer."""
+    shares = np.linspace(0, 100, _CURVE_POINTS)
+    for mode, observed in values.items():
+        if observed:
+            axes.plot(np.percentile(np.array(observed, dtype=np.float64), shares) * 1e3, shares, color=colours[mode], label=mode)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("ms")
+    axes.set_ylabel("% of them within")
+    axes.set_title(title, fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)

@@ -1,0 +1,181 @@
+"""`dynamo-local replay`: a trace against a simulated fleet in virtual time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.config import RouterOptions
+from dynamo.local.replay.command import main
+from dynamo.local.replay.config import ReplayConfig, ReplayMode
+from dynamo.local.replay.figures import Figures, summary
+from dynamo.local.replay.fleet import Replay
+from dynamo.local.replay.trace import BLOCK_TOKENS, Row, expand, read_trace, synthesise
+
+SAMPLE = Path(__file__).parents[3] / "examples" / "trace.jsonl"
+FLEET = ReplayConfig(workers=4, blocks=400, rate=3.0)
+
+
+def run(config: ReplayConfig = FLEET, mode: ReplayMode = ReplayMode.KV, rows: list[Row] | None = None) -> Figures:
+    return Replay(read_trace(SAMPLE) if rows is None else rows, mode, config).run()
+
+
+def ideal_hits(rows: list[Row]) -> int:
+    """Blocks that one endless cache would have had; at least the last one of a prompt is always computed."""
+    seen: set[int] = set()
+    hits = 0
+    for row in rows:
+        known = next((at for at, each in enumerate(row.hash_ids) if each not in seen), len(row.hash_ids))
+        hits += min(known, len(row.hash_ids) - 1)
+        seen.update(row.hash_ids)
+    return hits
+
+
+def test_an_endless_cache_finds_all_that_can_be_found() -> None:
+    rows = read_trace(SAMPLE)
+    one = run(ReplayConfig(workers=1, blocks=100_000, rate=0.001), rows=rows)
+    assert one.hit_blocks == ideal_hits(rows)
+    assert one.prompt_blocks == sum(len(row.hash_ids) for row in rows)
+    assert one.computed_tokens == [(one.prompt_blocks - one.hit_blocks) * BLOCK_TOKENS]
+
+
+@pytest.mark.parametrize("mode", list(ReplayMode))
+def test_every_request_is_answered_once_and_every_token_is_timed(mode: ReplayMode) -> None:
+    rows = read_trace(SAMPLE, 60)
+    figures = run(mode=mode, rows=rows)
+    assert (len(figures.ttft_s), figures.rejected, len(figures.pick_s)) == (60, 0, 60)
+    assert len(figures.itl_s) == sum(row.output_length - 1 for row in rows)
+    assert min(figures.ttft_s) > 0
+    assert figures.virtual_s >= rows[-1].timestamp / 1e3 / FLEET.rate
+
+
+def test_one_seed_has_one_result() -> None:
+    one, again, other = run(), run(), run(replace(FLEET, seed=1))
+    assert (one.ttft_s, one.itl_s, one.computed_tokens) == (again.ttft_s, again.itl_s, again.computed_tokens)
+    assert one.computed_tokens != other.computed_tokens
+
+
+def test_kv_routing_finds_more_and_answers_sooner_than_turns() -> None:
+    kv, turns = summary(run()), summary(run(mode=ReplayMode.ROUND_ROBIN))
+    assert kv.block_hit_rate > 1.5 * turns.block_hit_rate
+    assert kv.ttft_p50_ms < turns.ttft_p50_ms
+    assert kv.goodput_rps >= turns.goodput_rps
+
+
+def test_guesses_are_nearly_as_good_as_events() -> None:
+    events, guesses = summary(run()), summary(run(mode=ReplayMode.KV_APPROXIMATE))
+    assert 0.8 * events.block_hit_rate < guesses.block_hit_rate
+
+
+def test_two_frontends_that_share_bookings_do_as_well_as_one() -> None:
+    shared = RouterOptions(replica_sync=True)
+    one, two = run(), run(replace(FLEET, frontends=2, router=shared))
+    assert abs(summary(one).block_hit_rate - summary(two).block_hit_rate) < 0.02
+    assert abs(summary(one).imbalance - summary(two).imbalance) < 0.2
+
+
+def test_busy_thresholds_reject_and_what_is_rejected_is_not_good() -> None:
+    limited = replace(FLEET, router=RouterOptions(active_prefill_tokens_threshold=8000))
+    for mode in (ReplayMode.KV, ReplayMode.LEAST_LOADED, ReplayMode.ROUND_ROBIN):
+        figures = run(limited, mode)
+        assert 0 < figures.rejected < figures.requests
+        assert len(figures.ttft_s) == figures.requests - figures.rejected
+        assert figures.good <= figures.requests - figures.rejected
+        assert summary(figures).rejected_share == figures.rejected / figures.requests
+
+
+def test_a_prompt_longer_than_a_whole_cache_is_rejected_and_its_booking_released() -> None:
+    rows = [Row(0, 1, list(range(50))), Row(1, 1, [1])]
+    replay = Replay(rows, ReplayMode.KV, ReplayConfig(workers=1, blocks=50))
+    assert replay.run().rejected == 1
+    assert len(replay._tables[0]) == 0
+
+
+def test_equal_ids_are_equal_tokens_and_others_are_not() -> None:
+    one, two = expand([7, 8]), expand([8])
+    assert one[BLOCK_TOKENS * 4 :] == two
+    assert one[: BLOCK_TOKENS * 4] != two
+
+
+def test_made_up_traces_share_prefixes_and_come_in_order() -> None:
+    rows = synthesise(200, 3)
+    assert [row.timestamp for row in rows] == sorted(row.timestamp for row in rows)
+    assert 0.3 < ideal_hits(rows) / sum(len(row.hash_ids) for row in rows) < 0.95
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"timestamp": 1, "output_length": 1, "hash_ids": [1]}\n\n{"timestamp": 2}', "line 3: Object missing required field"),
+        ('{"timestamp": 1, "output_length": 1, "hash_ids": []}', "line 1: Expected `array` of length >= 1"),
+        ('{"timestamp": -1, "output_length": 1, "hash_ids": [1]}', "line 1: Expected `float` >= 0"),
+        ("{", "line 1: Input data was truncated"),
+        ("\n", "has no requests"),
+    ],
+)
+def test_a_bad_trace_is_refused_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest) as refused:
+        read_trace(path)
+    assert sentence in str(refused.value)
+
+
+def test_requests_out_of_order_are_put_in_order_before_the_first_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f'{{"timestamp": {at}, "output_length": 1, "hash_ids": [1]}}\n' for at in (30, 10, 20)))
+    assert [row.timestamp for row in read_trace(path, 2)] == [10, 20]
+
+
+def test_the_command_prints_a_row_per_mode_and_draws(tmp_path: Path) -> None:
+    picture = tmp_path / "replay.png"
+    command = [
+        sys.executable,
+        "-m",
+        "dynamo.local",
+        "replay",
+        str(SAMPLE),
+        "--requests=30",
+        "--modes=kv,random",
+        f"--plot={picture}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert [line.split("|")[1].strip() for line in lines] == ["mode", "---", "kv", "random"]
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def test_the_command_speaks_json_and_takes_the_options_of_a_router(capsys: pytest.CaptureFixture[str]) -> None:
+    def figures(*flags: str) -> dict[str, float]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(SAMPLE), "--modes=kv", "--json", *flags])
+        assert ended.value.code == 0
+        found: dict[str, dict[str, float]] = json.loads(capsys.readouterr().out)
+        return found["kv"]
+
+    assert figures("--overlap-score-weight=0")["block_hit_rate"] < figures()["block_hit_rate"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["nowhere.jsonl"], "dynamo-local replay: trace nowhere.jsonl cannot be read: No such file or directory"),
+        (["--modes=fastest"], "fastest"),
+        (["--requests=3", "--plot=picture.wrong"], "wrong"),
+        (["--requests=3", "--timing=nowhere.csv"], "timing table nowhere.csv cannot be read"),
+        (["--blokcs=3"], "--blocks"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert sentence in said and "Traceback" not in said

@@ -1,0 +1,70 @@
+"""Requests that a model answers before it is called ready, as its configuration asks for (`model_warmup`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from dynamo.common.errors import DynamoError, InvalidRequest
+from dynamo.common.tensors import Array, bf16_to_float32, datatype_of_config, element_count, to_numpy
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelWarmup
+from dynamo.worker.engine.base import Context
+from dynamo.worker.repository.execution import Request, closing
+from dynamo.worker.repository.loaded import LoadedModel
+from dynamo.worker.repository.source import relative_path
+
+FOLDER = "warmup"
+MAX_REQUESTS = 10_000
+MAX_BYTES = 2**30
+
+
+async def warm_up(model: LoadedModel, folder: Path) -> None:
+    """Raises InvalidRequest if the model does not answer, or the request cannot be made. `folder` is the model's."""
+    for warmup in model.config.model_warmup:
+        try:
+            inputs = dict(_inputs(model.config, warmup, folder))
+            for version in model.card.versions:
+                for _ in range(min(max(1, warmup.count), MAX_REQUESTS)):
+                    request = Request(inputs, Context(f"warmup {warmup.name}", version=version))
+                    model.check(request, version)
+                    async with closing(model.run(request)) as answers:
+                        async for _answer in answers:
+                            pass
+        except DynamoError as error:
+            raise InvalidRequest(f"the warm-up '{warmup.name}' failed: {error}") from error
+
+
+def _inputs(config: ModelConfig, warmup: ModelWarmup, folder: Path) -> Iterator[tuple[str, Array]]:
+    for name, given in warmup.inputs.items():
+        data = _data(name, given, folder)
+        if config.max_batch_size:
+            data = np.repeat(data[np.newaxis], max(1, warmup.batch_size), axis=0)
+        yield name, data
+
+
+def _data(name: str, given: ModelWarmup.Input, folder: Path) -> Array:
+    """One element of a batch."""
+    datatype = datatype_of_config(given.data_type)
+    if datatype is None:
+        raise InvalidRequest(f"input '{name}' has no data_type")
+    count = element_count(given.dims, f"input '{name}'")
+    if count * max(1, datatype.size) > MAX_BYTES:
+        raise InvalidRequest(f"input '{name}' has {count} elements, which is too much")
+    shape = tuple(given.dims)
+    if given.WhichOneof("input_data_type") == "input_data_file":
+        path = folder / FOLDER / relative_path(given.input_data_file)
+        try:
+            array = to_numpy(path.read_bytes(), datatype.name, shape, f"input '{name}'")
+        except OSError as error:
+            raise InvalidRequest(f"{FOLDER}/{given.input_data_file} cannot be read: {error.strerror}") from error
+        return bf16_to_float32(array) if datatype.name == "BF16" else array
+    if datatype.name == "BYTES":
+        return np.full(shape, b"", object)
+    dtype = np.dtype(np.float32) if datatype.name == "BF16" else datatype.dtype
+    if not given.random_data:
+        return np.zeros(shape, dtype)
+    numbers = np.random.default_rng(0).random(math.prod(shape)).reshape(shape)
+    return (numbers if dtype.kind == "f" else numbers * 2).astype(dtype)
