@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,38 @@ async def test_a_real_model_answers(etcd_server: EtcdServer, nats_server: NatsSe
         assert answer.choices[0].message.content == streamed
         known = await ours.completions.create(model="smollm2", prompt="The capital of France is", max_tokens=1, temperature=0)
         assert known.choices[0].text == " Paris"
+        # The conversation as the library of the model's authors has it in tokens.
+        system, question = "You are a helpful AI assistant named SmolLM, trained by Hugging Face", USER[0]["content"]
+        tokens: Any = await ours.post("/tokenize", body={"model": "smollm2", "messages": USER}, cast_to=object)
+        assert tokens["tokens"] == [
+            *(1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198),
+            *(1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198),
+        ]
+        text: Any = await ours.post("/detokenize", body={"model": "smollm2", "tokens": tokens["tokens"]}, cast_to=object)
+        turns = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        assert text["prompt"] == turns
+
+        person = {
+            "type": "object",
+            "properties": {"age": {"type": "integer"}},
+            "required": ["age"],
+            "additionalProperties": False,
+        }
+        structured = await ours.chat.completions.create(
+            model="smollm2",
+            messages=USER,
+            response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": person, "strict": True}},
+        )
+        assert list(json.loads(structured.choices[0].message.content or "")) == ["age"]
+        chosen = await ours.chat.completions.create(**greedy, extra_body={"guided_choice": ["red", "blue"]})
+        assert chosen.choices[0].message.content in ("red", "blue")
+        counting: Any = {"model": "smollm2", "prompt": "Count: 1, 2, 3,", "temperature": 0, "max_tokens": 40}
+        stopped = await ours.completions.create(**counting, stop="6, 7")  # four tokens
+        assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (" 4, 5, ", "stop")
+        least = await ours.chat.completions.create(**{**greedy, "max_tokens": 40}, extra_body={"min_tokens": 40})
+        assert least.usage is not None
+        assert least.usage.completion_tokens == 40
+
         scored = await ours.chat.completions.create(**greedy, logprobs=True, top_logprobs=2)
         logprobs = scored.choices[0].logprobs
         assert logprobs is not None

@@ -240,6 +240,9 @@ class RecordingRouter:
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> None:
         return None
 
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> None:
+        return None
+
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
         assert request.request_id not in self.open, "booked twice"
         self.requests.append(request)

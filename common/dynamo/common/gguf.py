@@ -13,15 +13,16 @@ The tokenizer comes out as a `tokenizer.json`, the form that the library `tokeni
 
 from __future__ import annotations
 
-import json
 import mmap
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
+from dynamo.common import sentencepiece
 from dynamo.common.errors import InvalidRequest, Unsupported
+from dynamo.common.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 Scalar: TypeAlias = int | float | bool | str
 Value: TypeAlias = Scalar | Sequence[Any]
@@ -224,15 +225,7 @@ class GgufModel:
             parts = self._sentencepiece()
         else:
             raise Unsupported(f"the GGUF file's tokenizer is of the kind {kind!r}; understood are 'gpt2' and 'llama'")
-        document = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": self._added_tokens(),
-            "post_processor": self._post_processor(),
-            **parts,
-        }
-        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        return sentencepiece.tokenizer_json(added_tokens=self._added_tokens(), post_processor=self._post_processor(), **parts)
 
     @property
     def _is_sentencepiece(self) -> bool:
@@ -250,29 +243,14 @@ class GgufModel:
 
     def _added_tokens(self) -> list[dict[str, Any]]:
         return [
-            {
-                "id": id,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": kind != USER_DEFINED,
-            }
+            sentencepiece.added_token(id, token, special=kind != USER_DEFINED)
             for id, (token, kind) in enumerate(zip(self.tokens, self.token_types, strict=True))
             if kind in _ADDED and token
         ]
 
     def _post_processor(self) -> dict[str, Any] | None:
-        bos = self.token_text(self.bos_token_id)
-        if not self.add_bos:
-            return None
-        return {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {bos: {"id": bos, "ids": [self.bos_token_id], "tokens": [bos]}},
-        }
+        bos = self.bos_token_id
+        return sentencepiece.bos_in_front(self.token_text(bos), bos) if self.add_bos and bos is not None else None
 
     def _byte_level(self) -> dict[str, Any]:
         name = self._get("tokenizer.ggml.pre", str, "default")
@@ -291,7 +269,7 @@ class GgufModel:
             "normalizer": None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
             "decoder": byte_level,
-            "model": _bpe(
+            "model": sentencepiece.bpe(
                 {token: id for id, token in enumerate(self.tokens)},
                 [_merge(merge) for merge in merges],
                 ignore_merges=pre_tokenizer.ignore_merges,
@@ -305,31 +283,19 @@ class GgufModel:
         vocabulary = {token: id for id, token in enumerate(self.tokens)}
         normal = [token for token, kind in zip(self.tokens, self.token_types, strict=True) if kind == NORMAL]
         prefix = self._get("tokenizer.ggml.add_space_prefix", bool, True)
-        replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-        decoders: list[dict[str, Any]] = [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-        ]
-        if prefix:
-            decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
         return {
-            "normalizer": {
-                "type": "Sequence",
-                "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace] if prefix else [replace],
-            },
-            "pre_tokenizer": None,
-            "decoder": {"type": "Sequence", "decoders": decoders},
-            "model": _bpe(
+            "normalizer": {"type": "Sequence", "normalizers": sentencepiece.space_normalizers(prefix)},
+            "decoder": sentencepiece.decoder(prefix),
+            "model": sentencepiece.bpe(
                 vocabulary,
-                _merges_from_scores(normal, {token: float(scores[id]) for token, id in vocabulary.items()}),
+                sentencepiece.merges_from_scores(normal, {token: float(scores[id]) for token, id in vocabulary.items()}),
                 unknown=self.token_text(self._token_id("tokenizer.ggml.unknown_token_id")) or None,
                 byte_fallback=True,
+                fuse_unknown=True,
             ),
         }
 
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _ADDED = (UNKNOWN, CONTROL, USER_DEFINED)
 
 END_TOKENS = frozenset(
@@ -339,45 +305,11 @@ END_TOKENS = frozenset(
 """Tokens that end an answer in the model families that have them."""
 
 
-def _bpe(
-    vocabulary: Mapping[str, int],
-    merges: Sequence[tuple[str, str]],
-    *,
-    unknown: str | None = None,
-    byte_fallback: bool = False,
-    ignore_merges: bool = False,
-) -> dict[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": unknown,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": byte_fallback,
-        "byte_fallback": byte_fallback,
-        "ignore_merges": ignore_merges,
-        "vocab": vocabulary,
-        "merges": merges,
-    }
-
-
 def _merge(text: str) -> tuple[str, str]:
     left, space, right = text[1:].partition(" ")  # the left half may itself begin with a space
     if not text or not space:
         raise InvalidRequest(f"the GGUF file has a merge that is no pair: {text!r:.80}")
     return text[0] + left, right
-
-
-def _merges_from_scores(tokens: Iterable[str], scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best: the same as merges ranked by the union's score."""
-    ranked = [
-        (-scores[token], token[:cut], token[cut:])
-        for token in tokens
-        for cut in range(1, len(token))
-        if token[:cut] in scores and token[cut:] in scores
-    ]
-    ranked.sort(key=lambda item: item[0])
-    return [(left, right) for _, left, right in ranked]
 
 
 def _sentencepiece_bytes(token: str, kind: int) -> bytes:

@@ -152,6 +152,10 @@ class FrontendMetrics:
         self.requests = self._counter("requests", "Requests answered.", (*by_request, "status", "error_type"))
         self.inflight = self._gauge("inflight_requests", "Requests being answered.", by_model)
         self.queued = self._gauge("queued_requests", "Requests waiting for their first answer.", by_model)
+        self.router_queue = self._gauge("router_queue_requests", "Requests waiting while all instances are busy.", by_model)
+        self.queue_refusals = self._counter(
+            "router_queue_refusals", "Requests that found the router's queue full, or had no time for it.", ("model", "reason")
+        )
         self.ready = self._gauge("model_ready", "1 if an instance serves the model.", by_model, "livemax")
         self.duration = self._histogram("request_duration_seconds", "From arrival to the last byte.", by_model)
         self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", by_model)
@@ -306,6 +310,14 @@ class ModelMetrics:
     def canary(self, outcome: str) -> None:
         """A canary came back: `passed` or `failed`."""
         self._all.canaries.labels(self.label, outcome).inc()
+
+    def set_router_queue(self, waiting: int) -> None:
+        """So many requests wait while all instances of the model are busy."""
+        self._all.router_queue.labels(self.label).set(waiting)
+
+    def queue_refused(self, reason: str) -> None:
+        """Why a request may not wait (longer) in the router's queue: `full`, `late` or `expired`."""
+        self._all.queue_refusals.labels(self.label, reason).inc()
 
     def set_left_out(self, count: int) -> None:
         """So many instances of the model are left out because they failed a canary."""

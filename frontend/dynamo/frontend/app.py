@@ -69,6 +69,7 @@ from dynamo.frontend.api.routing_routes import RoutingControl, routing_routes
 from dynamo.frontend.api.text_routes import text_routes
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.data_plane import DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.disaggregation import DisaggregationSettings
 from dynamo.frontend.dispatch import DispatchSettings
 from dynamo.frontend.kv_feed import Bookings, open_kv_feed
 from dynamo.frontend.kv_history import KvHistory
@@ -212,7 +213,18 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             settings = DataPlaneSettings(
                 declared=config.models,
                 repository_timeout_s=config.repository_timeout_s,
-                dispatch=DispatchSettings(request_timeout_s=config.request_timeout_s),
+                migration_limit=config.retry.migration_limit,
+                dispatch=DispatchSettings(
+                    request_timeout_s=config.request_timeout_s,
+                    max_attempts=config.retry.max_attempts,
+                    retry_ratio=config.retry.ratio,
+                    retry_floor_per_s=config.retry.floor_per_s,
+                ),
+                disaggregation=DisaggregationSettings(
+                    enforce=config.disaggregation.enforce, min_prompt_tokens=config.disaggregation.min_prompt_tokens
+                ),
+                queue_size=config.queue.size,
+                queue_policy=config.queue.policy,
                 canary_wait_s=config.canary.wait_s,
                 canary_timeout_s=config.canary.timeout_s,
             )

@@ -57,6 +57,13 @@ class AffinityMode(StrEnum):
     """It moves."""
 
 
+class QueuePolicy(StrEnum):
+    """Which waiting request is next; see `admission`."""
+
+    FCFS = "fcfs"
+    WSPT = "wspt"
+
+
 class OverloadStatus(StrEnum):
     """What overload looks like to callers. Peers differ, and gateways in front expect one or the other."""
 
@@ -569,6 +576,71 @@ class CanaryOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RetryOptions:
+    """What happens to a request whose instance fails: sent again before its first answer, moved after it."""
+
+    migration_limit: int = option(
+        3,
+        flags=("--migration-limit",),
+        env=("DYN_MIGRATION_LIMIT",),
+        file_key="migration_limit",
+        minimum=0,
+        maximum=100,
+        help="How often one text stream may go on at another instance when its own dies; 0: it fails.",
+    )
+    max_attempts: int = option(
+        5, flags=("--max-attempts",), minimum=1, maximum=100, help="Instances asked for one request; a move counts anew."
+    )
+    ratio: float = option(
+        0.2,
+        minimum=0,
+        maximum=1,
+        help="Retries and moves allowed per request, over all: a dying fleet is not asked twice.",
+    )
+    floor_per_s: float = option(10.0, minimum=0, help="Retries and moves allowed per second however few requests there are.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueOptions:
+    """Whether requests wait while all instances are busy, which thresholds decide."""
+
+    size: int = option(
+        0,
+        flags=("--router-queue-size",),
+        env=("DYN_ROUTER_QUEUE_SIZE",),
+        minimum=0,
+        maximum=1_000_000,
+        help="Requests of a model that may wait while all its instances are busy; 0: they are refused as overload at once.",
+    )
+    policy: QueuePolicy = option(
+        QueuePolicy.FCFS,
+        flags=("--router-queue-policy",),
+        env=("DYN_ROUTER_QUEUE_POLICY",),
+        help="Who is next: fcfs by priority, then arrival; wspt by priority per token, so that short ones wait least.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisaggregationOptions:
+    """For models that have instances of the roles prefill and decode."""
+
+    enforce: bool = option(
+        False,
+        flags=("--enforce-disagg",),
+        env=("DYN_ENFORCE_DISAGG",),
+        file_key="enforce_disagg",
+        help="Refuse requests that no prefill and decode instances can serve together, rather than have one instance do all.",
+    )
+    min_prompt_tokens: int = option(
+        0,
+        flags=("--disagg-min-prompt-tokens",),
+        env=("DYN_DISAGG_MIN_PROMPT_TOKENS",),
+        minimum=0,
+        help="Shorter prompts are computed by the instance that answers: moving their KV blocks would take longer.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
     """A stateless front door: KServe v2 and HTTP in front, workers found in etcd and reached over NATS behind."""
 
@@ -615,6 +687,9 @@ class FrontendConfig:
     access: AccessOptions = group("Access", prefix="access", default=AccessOptions)
     text: TextOptions = group("Text", prefix="text", default=TextOptions)
     router: RouterOptions = group("Routing", prefix="router", default=RouterOptions)
+    queue: QueueOptions = group("Queue", prefix="queue", default=QueueOptions)
+    disaggregation: DisaggregationOptions = group("Disaggregated serving", prefix="disaggregation", default=DisaggregationOptions)
+    retry: RetryOptions = group("Retries and migration", prefix="retry", default=RetryOptions)
     canary: CanaryOptions = group("Canaries", prefix="canary", default=CanaryOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
     etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)

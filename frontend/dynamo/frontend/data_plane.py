@@ -37,7 +37,10 @@ from dynamo.common.security.accounts import Ticket, admit, permit, permits
 from dynamo.common.telemetry import FrontendMetrics, ModelMetrics, Request, RequestType
 from dynamo.common.tensor_request import RequestChecker, TensorRequest
 from dynamo.common.tracing import Tracing
+from dynamo.frontend.admission import AdmissionQueue
 from dynamo.frontend.canary import Canaries, watching_instances
+from dynamo.frontend.config import QueuePolicy
+from dynamo.frontend.disaggregation import Disaggregation, DisaggregationSettings
 from dynamo.frontend.dispatch import Call, Client, DispatchedStream, Dispatcher, DispatchSettings, Instances, Link, Work
 from dynamo.frontend.generation import Generation
 from dynamo.frontend.preprocess.text import TextRequest
@@ -83,6 +86,10 @@ class DataPlaneSettings:
     declared: tuple[ModelCard, ...] = ()
     """Models known before a worker serves them."""
     dispatch: DispatchSettings = field(default_factory=DispatchSettings)
+    disaggregation: DisaggregationSettings = field(default_factory=DisaggregationSettings)
+    queue_size: int = 0
+    """Requests of a model that may wait while all its instances are busy; 0: they are refused."""
+    queue_policy: QueuePolicy = QueuePolicy.FCFS
     canary_wait_s: float | None = None
     """How often instances are asked whether their engine works; None: never."""
     canary_timeout_s: float = 3.0
@@ -117,6 +124,7 @@ class DataPlane:
         self._metrics = metrics
         self._settings = settings
         self._loop = asyncio.get_running_loop()
+        self._disaggregation = Disaggregation(dispatcher, settings.disaggregation)
         self.reuse = dispatcher.reuse
         self._draining = False
         self._cards: dict[str, list[ModelCard]] = {}
@@ -144,6 +152,8 @@ class DataPlane:
             return False
         tokenizer = card.llm.tokenizer if card.llm is not None else ""
         if not self._dispatcher.able_to_serve(model, version, tokenizer):
+            return False
+        if card.llm is not None and not self._disaggregation.is_complete(model, tokenizer):
             return False
         return card.llm is None or self._texts.is_loaded(card)
 
@@ -201,7 +211,8 @@ class DataPlane:
         model = self._find(request.model, "")
         if model.card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{model.card.name}' takes tensors; it does not generate text")
-        return Generation(self._dispatcher, self._texts, model.metrics, self._settings.migration_limit, model.card, request, call)
+        limit = self._settings.migration_limit
+        return Generation(self._dispatcher, self._disaggregation, self._texts, model.metrics, limit, model.card, request, call)
 
     def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
         """A protocol's edge answers a request with this failure; it counts, unless it did so before."""
@@ -416,7 +427,17 @@ async def open_data_plane(
 ) -> AsyncIterator[DataPlane]:
     """A data plane that follows `directory`. `load_text` reads the tokenizer of a card; `link` is the client's connection."""
     settings = settings or DataPlaneSettings()
-    dispatcher = Dispatcher(directory, client, link, router, settings.dispatch, tracing)
+    queue: AdmissionQueue | None = None
+    if settings.queue_size:
+
+        def changed(model: str, waiting: int) -> None:
+            metrics.for_model(model).set_router_queue(waiting)
+
+        def refused(model: str, reason: str) -> None:
+            metrics.for_model(model).queue_refused(reason)
+
+        queue = AdmissionQueue(settings.queue_size, settings.queue_policy, changed, refused)
+    dispatcher = Dispatcher(directory, client, link, router, settings.dispatch, tracing, queue)
     async with TextModels(load_text) as texts:
         repository = None
         if repositories is not None:

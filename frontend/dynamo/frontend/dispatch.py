@@ -34,13 +34,16 @@ from dynamo.common.errors import (
     DynamoError,
     InstanceGone,
     NoInstances,
+    Overloaded,
     Unavailable,
 )
+from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import ModelMetrics, Request, RequestType
 from dynamo.common.tracing import Attributes, Span, Tracing
+from dynamo.frontend.admission import AdmissionQueue
 from dynamo.frontend.prefix_reuse import PrefixReuse
 from dynamo.frontend.router.base import Choice, Router, RouteRequest
 from dynamo.frontend.router.explanation import Explanation
@@ -181,21 +184,25 @@ class Work(msgspec.Struct, kw_only=True):
     adapter: str = ""
     cache_salt: str = ""
     expected_output_tokens: int = 0
+    role: Role | None = None
+    """Only instances of this role; None: any that answers requests, which those of role `prefill` do not."""
+    is_prefilled: bool = False
+    """The prompt was computed elsewhere: what is cached does not matter, nor does its length."""
+    otherwise: Work | None = None
+    """What is asked instead once an instance failed, or if there is none."""
 
 
-def able_to_serve(instances: Sequence[Instance], version: str = "", tokenizer: str = "") -> tuple[Instance, ...]:
-    """The instances that a request can be sent to. A decode instance needs a prefill instance somewhere to be one of them."""
-    able = tuple(
+def able_to_serve(
+    instances: Sequence[Instance], version: str = "", tokenizer: str = "", role: Role | None = None
+) -> tuple[Instance, ...]:
+    """The instances that a request can be sent to: of this role, or all that answer requests."""
+    return tuple(
         instance
         for instance in instances
         if (not version or version in instance.card.versions)
         and (not tokenizer or (instance.card.llm is not None and instance.card.llm.tokenizer == tokenizer))
+        and (instance.card.role is role if role is not None else instance.card.role is not Role.PREFILL)
     )
-    if all(instance.card.role is Role.AGGREGATED for instance in able):
-        return able
-    if any(instance.card.role is Role.PREFILL for instance in able):
-        return tuple(instance for instance in able if instance.card.role is not Role.PREFILL)
-    return tuple(instance for instance in able if instance.card.role is Role.AGGREGATED)
 
 
 class RetryBudget:
@@ -233,8 +240,10 @@ class Dispatcher:
         router: Router,
         settings: DispatchSettings | None = None,
         tracing: Tracing | None = None,
+        queue: AdmissionQueue | None = None,
     ) -> None:
         self._tracing = tracing
+        self._queue = queue
         self._directory = directory
         self._client = client
         self._link = link
@@ -247,7 +256,7 @@ class Dispatcher:
         # Clients choose request ids and may use one twice; bookings have ids of their own, unique among frontends too.
         self._origin = secrets.token_hex(6)
         self._bookings = itertools.count()
-        self._able: dict[tuple[str, str, str], tuple[Sequence[Instance], tuple[Instance, ...]]] = {}
+        self._able: dict[tuple[str, str, str, Role | None], tuple[Sequence[Instance], tuple[Instance, ...]]] = {}
         self._refusing: dict[InstanceId, float] = {}
 
     async def call(self, work: Work, call: Call) -> Buffer:
@@ -299,22 +308,39 @@ class Dispatcher:
         self.reuse.forget(instance)
         self._router.removed(instance)
 
-    def able_to_serve(self, name: str, version: str = "", tokenizer: str = "") -> tuple[Instance, ...]:
+    def able_to_serve(self, name: str, version: str = "", tokenizer: str = "", role: Role | None = None) -> tuple[Instance, ...]:
         """`able_to_serve` of the instances of a model, alias or adapter; the same tuple until they change."""
         instances = self._directory.instances(name)
-        key = (name, version, tokenizer)
+        key = (name, version, tokenizer, role)
         known = self._able.get(key)
         if known is not None and known[0] is instances:
             return known[1]
-        able = able_to_serve(instances, version, tokenizer)
-        if isinstance(instances, tuple) and able:  # a tuple cannot change under us, so being the same one says enough
+        able = able_to_serve(instances, version, tokenizer, role)
+        if isinstance(instances, tuple) and instances:  # a tuple cannot change under us, so being the same one says enough
             self._able[key] = (instances, able)
         else:
             self._able.pop(key, None)
         return able
 
+    async def hash_prompt(self, work: Work, candidates: Sequence[Instance]) -> bool:
+        """Hashes a prompt in steps, if that was not done and the router will look at its hashes. Whether it took any time."""
+        if work.hashes is not None:
+            return False
+        hashes = self._router.prompt_hashes(_about_prompt(work), candidates)
+        if hashes is None:
+            return False
+        for _ in hashes.steps():
+            await asyncio.sleep(0)
+        work.hashes = hashes
+        return True
+
+    async def missing_tokens(self, work: Work, candidates: Sequence[Instance]) -> int | None:
+        """The fewest tokens of the prompt that one of `candidates` has not cached, as the router has it; None: not known."""
+        await self.hash_prompt(work, candidates)
+        return self._router.missing_tokens(_about_prompt(work), candidates)
+
     def _candidates(self, work: Work, call: Call, failed: Sequence[InstanceId]) -> Sequence[Instance]:
-        able = self.able_to_serve(work.name or work.model, work.version, work.tokenizer)
+        able = self.able_to_serve(work.name or work.model, work.version, work.tokenizer, work.role)
         if call.instance is not None:
             return [instance for instance in able if instance.id == call.instance]
         if failed:
@@ -433,6 +459,10 @@ class DispatchedStream:
         self._failure = None
         self._work = work
 
+    def redirect(self, work: Work) -> None:
+        """Before the first `read`, or after `move`: asks for `work` instead."""
+        self._work = work
+
     async def _ask(self, ask: Callable[[Stream], Awaitable[T]]) -> T:
         if self._failure is not None:
             raise self._failure
@@ -466,28 +496,44 @@ class DispatchedStream:
             if not dispatcher._link.is_connected:
                 error = Unavailable("the frontend has no connection to its workers now")
             elif candidates := dispatcher._candidates(self._work, self._call, self._failed):
-                if len(self._work.prompt) < LONG_PROMPT_BYTES or self._work.hashes is not None:
+                work, queue = self._work, dispatcher._queue
+                if len(work.prompt) >= LONG_PROMPT_BYTES and await dispatcher.hash_prompt(work, candidates):
+                    continue  # meanwhile, others had their turns
+                if queue is None or self._call.instance is not None:
                     return self._book(candidates)
-                if not await self._hash(candidates):
-                    return self._book(candidates)
-                continue  # meanwhile, others had their turns
+                if not queue.waiting(work.model, work.role):
+                    try:
+                        return self._book(candidates)
+                    except Overloaded:
+                        pass  # from here on in line
+                stream = await self._queued(queue)
+                if stream is not None:
+                    return stream
+                continue
+            elif self._work.otherwise is not None:
+                self._work = self._work.otherwise
+                continue
             else:
                 error = self._nobody()
             if not dispatcher._is_disturbed(dispatcher._loop.time()):
                 raise error
             await self._wait(error)
 
-    async def _hash(self, candidates: Sequence[Instance]) -> bool:
-        """Hashes a long prompt in steps, if the router will look at its hashes. Whether that took any time."""
-        work = self._work
-        request = RouteRequest(model=work.model, prompt=work.prompt, adapter=work.adapter, cache_salt=work.cache_salt)
-        hashes = self._dispatcher._router.prompt_hashes(request, candidates)
-        if hashes is None:
-            return False
-        for _ in hashes.steps():
-            await asyncio.sleep(0)
-        work.hashes = hashes
-        return True
+    async def _queued(self, queue: AdmissionQueue) -> Stream | None:
+        """Books when some instance may take more and it is this request's turn. None: the fleet is no longer what it was.
+
+        Raises Overloaded if too many wait already, or for too long, and DeadlineExceeded.
+        """
+        dispatcher, work, call = self._dispatcher, self._work, self._call
+        tokens = len(work.prompt) // TOKEN_BYTES + work.expected_output_tokens
+        with queue.place(work.model, work.role, priority=call.priority, tokens=tokens, deadline=self._deadline) as place:
+            while True:
+                await place.turn()
+                candidates = dispatcher._candidates(work, call, self._failed)
+                if not candidates or not dispatcher._link.is_connected:
+                    return None
+                with contextlib.suppress(Overloaded):
+                    return self._book(candidates)
 
     def _book(self, candidates: Sequence[Instance]) -> Stream:
         """Picks, books and opens in one step."""
@@ -502,6 +548,7 @@ class DispatchedStream:
                 adapter=work.adapter,
                 cache_salt=work.cache_salt,
                 expected_output_tokens=work.expected_output_tokens,
+                is_prefilled=work.is_prefilled,
                 priority=call.priority,
                 pinned=call.instance,
                 session=call.session,
@@ -536,7 +583,10 @@ class DispatchedStream:
 
     def _release(self, error: DynamoError | None) -> None:
         self._stream = None
-        self._dispatcher._router.finished(self._booking, error)
+        dispatcher = self._dispatcher
+        dispatcher._router.finished(self._booking, error)
+        if dispatcher._queue is not None:
+            dispatcher._queue.poke()
 
     def _nobody(self) -> Unavailable:
         if self._call.instance is None:
@@ -556,6 +606,8 @@ class DispatchedStream:
             return await self._wait(error)
         self._failed.append(self.choice.instance.id)
         self._attempts += 1
+        if self._work.otherwise is not None:
+            self._work = self._work.otherwise
         if (
             call.instance is not None
             or self._attempts >= dispatcher._settings.max_attempts
@@ -582,6 +634,12 @@ class DispatchedStream:
         pause_s = self._pause_s * (0.5 + random.random() / 2)
         self._pause_s = min(self._pause_s * 2, _LONGEST_PAUSE_S)
         await asyncio.sleep(min(pause_s, max(until - dispatcher._loop.time(), 0.0)))
+
+
+def _about_prompt(work: Work) -> RouteRequest:
+    return RouteRequest(
+        model=work.model, prompt=work.prompt, adapter=work.adapter, cache_salt=work.cache_salt, hashes=work.hashes
+    )
 
 
 def _trace_choice(span: Span, began_ns: int, choice: Choice, candidates: int, failed: int) -> None:

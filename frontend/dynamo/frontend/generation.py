@@ -40,6 +40,7 @@ from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard
 from dynamo.common.security.accounts import Ticket, admit
 from dynamo.common.telemetry import ModelMetrics, Request
+from dynamo.frontend.disaggregation import Disaggregation, Prefill
 from dynamo.frontend.dispatch import Call, DispatchedStream, Dispatcher, Work
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import Choice
@@ -55,6 +56,7 @@ class Generation:
     def __init__(
         self,
         dispatcher: Dispatcher,
+        disaggregation: Disaggregation,
         texts: TextModels,
         metrics: ModelMetrics,
         migration_limit: int,
@@ -63,6 +65,11 @@ class Generation:
         call: Call,
     ) -> None:
         self._dispatcher = dispatcher
+        self._disaggregation = disaggregation
+        self._prefill: Prefill | None = None
+        """Of the prompt, if another instance computed it."""
+        self._is_placed = False
+        """It was decided which instances may work on the prompt."""
         self._texts = texts
         self._metrics = metrics
         self._migrations_left = migration_limit
@@ -165,6 +172,12 @@ class Generation:
         adapter = self._request.model if self._request.model in self._card.llm.adapters else prompt.adapter
         return msgspec.structs.replace(prompt, model=self._card.name, adapter=adapter, priority=self._call.priority)
 
+    async def _place(self, prompt: GenerateRequest) -> None:
+        """Decides who answers; where there are prefill instances, one computes the prompt before."""
+        placed = await self._disaggregation.place(self._work(prompt), prompt, self._call)
+        self._prefill = placed.prefill
+        self._stream.redirect(placed.work)
+
     def _work(self, prompt: GenerateRequest) -> Work:
         assert self._card.llm is not None
         return Work(
@@ -184,6 +197,9 @@ class Generation:
         """What the engine made since the last call; [] at the end."""
         while True:
             try:
+                if not self._is_placed:
+                    self._is_placed = True
+                    await self._place(self._prompt)
                 return [_decoded(body) for body in await self._stream.read()]
             except DynamoError as error:
                 if not isinstance(error, Unavailable) or not self._stream.started:
@@ -211,6 +227,7 @@ class Generation:
         )
         self._migrations_left -= 1
         await self._stream.move(error, self._work(rest))
+        await self._place(rest)
         self._migrated = True
         self._metrics.migrated(ongoing=True)
 
@@ -261,9 +278,18 @@ class Generation:
                 cached_tokens=min(summary.cached_tokens, prompt_tokens),
                 prompt_logprobs=summary.prompt_logprobs and summary.prompt_logprobs[:prompt_tokens],
             )
+        prefill, choice = self._prefill, self._stream.choice
+        if prefill is not None and not self._migrated:  # what the decode instance found, it had been given
+            summary = msgspec.structs.replace(
+                summary,
+                cached_tokens=prefill.summary.cached_tokens,
+                queue_ms=summary.queue_ms + prefill.summary.queue_ms,
+                prefill_ms=prefill.summary.prefill_ms,
+            )
         self.summary = summary
-        if (choice := self._stream.choice) is not None:
-            self._dispatcher.reuse.add(choice.instance.id, summary.prompt_tokens, summary.cached_tokens)
+        computed_at = prefill.instance if prefill is not None else choice.instance.id if choice is not None else None
+        if computed_at is not None:
+            self._dispatcher.reuse.add(computed_at, summary.prompt_tokens, summary.cached_tokens)
         self._over(None)
 
     def _over(self, error: BaseException | None) -> None:

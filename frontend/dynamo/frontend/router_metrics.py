@@ -18,7 +18,7 @@ class RouterMetrics:
         model = self._metrics.for_model(request.model)
         model.decided(choice.reason, seconds)
         llm = choice.instance.card.llm
-        if request.prompt and llm is not None:
+        if request.prompt and llm is not None and not request.is_prefilled:
             tokens = len(request.prompt) / _TOKEN_BYTES
             model.overlapped(choice.overlap_blocks, min(1.0, choice.overlap_blocks * llm.block_size / tokens))
 

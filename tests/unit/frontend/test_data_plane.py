@@ -23,6 +23,7 @@ from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import FrontendMetrics
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.data_plane import Call, DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.disaggregation import DisaggregationSettings
 from dynamo.frontend.text_models import LoadText, TextModel
 from dynamo.protos.inference_pb2 import (
     InferBatchStatistics,
@@ -142,8 +143,11 @@ async def test_readiness_is_shown_in_the_metrics() -> None:
         assert f.count("model_ready", model="adder") == 0
 
 
-async def test_decode_instances_alone_are_not_ready() -> None:
+async def test_decode_instances_alone_are_ready_unless_they_may_not_serve_alone() -> None:
     async with front(FakeDirectory(instance(1, llm_card(role=Role.DECODE)))) as f:
+        assert f.plane.model_ready("talker")
+    enforced = DataPlaneSettings(disaggregation=DisaggregationSettings(enforce=True))
+    async with front(FakeDirectory(instance(1, llm_card(role=Role.DECODE))), settings=enforced) as f:
         assert not f.plane.model_ready("talker")
         f.directory.add(instance(2, llm_card(role=Role.PREFILL)))
         await settled()

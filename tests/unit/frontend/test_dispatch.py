@@ -405,10 +405,11 @@ def test_tokens_go_only_to_instances_of_the_same_tokenizer() -> None:
 def test_a_decode_instance_serves_only_beside_a_prefill_instance() -> None:
     decode, prefill = instance(1, llm_card(role=Role.DECODE)), instance(2, llm_card(role=Role.PREFILL))
     both = instance(3, llm_card())
-    assert able_to_serve((decode,)) == ()
+    assert able_to_serve((decode,)) == (decode,)
     assert able_to_serve((prefill,)) == ()
-    assert able_to_serve((decode, prefill)) == (decode,)
-    assert able_to_serve((decode, both)) == (both,)
+    assert able_to_serve((decode, prefill, both)) == (decode, both)
+    assert able_to_serve((decode, prefill, both), role=Role.PREFILL) == (prefill,)
+    assert able_to_serve((decode, prefill, both), role=Role.DECODE) == (decode,)
 
 
 async def test_candidates_are_computed_once_per_change_of_the_fleet() -> None:

@@ -253,6 +253,16 @@ async def test_choices_differ_by_seed_and_repeat_with_it(engine: LlamaEngine) ->
     assert len({tuple(tokens) for tokens in first}) == 3
 
 
+async def test_what_a_request_leaves_open_is_as_the_models_authors_recommend(engine: LlamaEngine) -> None:
+    async def said(**settings: float) -> list[int]:
+        sampling = Sampling(seed=3, **settings)  # type: ignore[arg-type]
+        return (await answer(engine, ask(noise(17, 20), sampling=sampling, stop=Stop(max_tokens=24)))).tokens
+
+    left_open = await said()
+    assert left_open == await said(temperature=0.2, top_p=0.9)
+    assert left_open != await said(temperature=0.8, top_p=0.95)
+
+
 async def test_a_bias_bans_and_forces_tokens(engine: LlamaEngine) -> None:
     prompt = noise(17, 20)
     [usual] = (await answer(engine, ask(prompt, stop=Stop(max_tokens=1)))).tokens

@@ -153,7 +153,10 @@ async def test_a_model_is_warm_before_it_is_ready(tmp_path: Path) -> None:
         X_TO_Y
         + """
 max_batch_size: 4
-model_warmup { name: "zeros" batch_size: 2 count: 2 inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 2 ] zero_data: true } } }
+model_warmup {
+  name: "zeros" batch_size: 2 count: 2
+  inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 2 ] zero_data: true } }
+}
 model_warmup { name: "file" inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 1 ] input_data_file: "one" } } }
 """
     )

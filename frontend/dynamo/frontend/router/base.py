@@ -24,6 +24,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     adapter: str = ""
     cache_salt: str = ""
     expected_output_tokens: int = 0
+    is_prefilled: bool = False
+    """Another instance has computed the prompt: neither what is cached nor the prompt's length matters."""
     priority: int = 0
     """Higher is more important."""
     pinned: InstanceId | None = None
@@ -67,6 +69,13 @@ class Router(Protocol):
         """What `pick` would hash first, not hashed yet: a long prompt is hashed in steps. None: it looks at no hashes."""
         ...
 
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
+        """The fewest tokens of the prompt that a candidate has not cached. None: the router looks at no caches.
+
+        0 if all whole blocks of it are cached: what is left over never is.
+        """
+        ...
+
     def first_token(self, request_id: str) -> None:
         """The prefill of a booked request is done."""
         ...
@@ -88,6 +97,9 @@ class RouterAround:
 
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
         return self.inner.prompt_hashes(request, candidates)
+
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
+        return self.inner.missing_tokens(request, candidates)
 
     def first_token(self, request_id: str) -> None:
         self.inner.first_token(request_id)

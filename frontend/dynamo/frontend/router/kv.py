@@ -175,8 +175,20 @@ class KvRouter:
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
         return PromptHashes(request.prompt, self._block_size(candidates), space_hash(request.adapter, request.cache_salt))
 
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
+        hashes = self._hashes(request, candidates)
+        if not hashes.block_size:
+            return None
+        overlaps = self._overlaps(self._model(request.model), hashes.values, candidates, self._clock())
+        overlap = int(overlaps.max())
+        if overlap and overlap == len(hashes.values):
+            return 0
+        return len(request.prompt) // TOKEN_BYTES - overlap * hashes.block_size
+
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
         config = self.config.overridden(request.overrides) if request.overrides else self.config
+        if request.is_prefilled:
+            config = replace(config, prefill_load_scale=0.0)
         now = self._clock()
         prompt = _Prompt(len(request.prompt) // TOKEN_BYTES, self._hashes(request, candidates))
         hashes = prompt.hashes.values
@@ -283,6 +295,8 @@ class KvRouter:
     ) -> None:
         # An engine computes at least the last token of a prompt that it has cached completely.
         prefill_tokens = max(prompt.tokens - overlap * prompt.block_size, min(prompt.tokens, 1))
+        if request.is_prefilled:
+            prefill_tokens = 0
         blocks: Sequence[int] = ()
         extra_blocks = 0
         if config.track_active_blocks and prompt.block_size:

@@ -25,8 +25,9 @@ from dynamo.common.errors import Overloaded
 from dynamo.common.kv.events import LoadReport, request_key
 from dynamo.common.kv.hashes import pack_hashes, unpack_hashes
 from dynamo.common.names import InstanceId
+from dynamo.frontend.router.prefixes import PrefixCounts
 from dynamo.frontend.router.rows import Rows
-from dynamo.frontend.router.thinning import DENSE, STRIDE, covered, kept
+from dynamo.frontend.router.thinning import covered, kept
 from dynamo.frontend.router.thresholds import Thresholds
 
 Floats = NDArray[np.float64]
@@ -70,48 +71,23 @@ class _Booking:
 
 
 class _ActiveBlocks:
-    """The distinct blocks of the bookings on one instance: shared prefixes count once, long ones to within 15 blocks.
-
-    A node's count is its children plus the bookings that end in it, so taking or giving back a prompt touches only those of its
-    blocks that nobody else shares.
-    """
+    """The distinct blocks of the bookings on one instance: shared prefixes count once, long ones to within 15 blocks."""
 
     __slots__ = ("_counts", "size")
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+        self._counts = PrefixCounts()
         self.size = 0
 
     def take(self, blocks: Sequence[int]) -> int:
         """Adds a prompt; returns how many of its blocks are new."""
-        if not blocks:
-            return 0
-        counts, nodes = self._counts, kept(blocks)
-        low, high = 0, len(nodes)  # nodes before `low` are held, those from `high` on are not
-        while low < high:
-            middle = (low + high) // 2
-            if nodes[middle] in counts:
-                low = middle + 1
-            else:
-                high = middle
-        if low:
-            counts[nodes[low - 1]] += 1
-        counts.update(dict.fromkeys(nodes[low:], 1))
-        new = len(blocks) - covered(low)
+        new = len(blocks) - covered(self._counts.take(kept(blocks)))
         self.size += new
         return new
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        counts, nodes = self._counts, kept(blocks)
-        self.size -= len(blocks) - covered(len(nodes))  # those at the end that are not kept are counted for each booking
-        for position in range(len(nodes) - 1, -1, -1):
-            node = nodes[position]
-            count = counts[node]
-            if count > 1:
-                counts[node] = count - 1
-                return
-            del counts[node]
-            self.size -= 1 if position < DENSE else STRIDE
+        # Those at the end that are not kept are counted for each booking.
+        self.size -= len(blocks) - covered(self._counts.give_back(kept(blocks)))
 
 
 @dataclass(slots=True)

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.index import Match, PrefixIndex
+from dynamo.frontend.router.prefixes import PrefixCounts
 from dynamo.frontend.router.thinning import covered, kept
 
 _MAX_LISTED = 8
 """How many times a guess may be listed by decisions, on average, before the oldest decisions are dropped early."""
-_BLOCKS_PER_TURN = 512
+_BLOCKS_PER_TURN = 256
 """About how many outdated guesses one call drops, so that no request waits for all of them after a pause."""
 
 
@@ -34,9 +35,9 @@ class PredictedIndex:
         self._prune_to = int(max_blocks * prune_ratio)
         self._pruning = False
         self.index = PrefixIndex()
-        self._decisions: deque[tuple[float, InstanceId, Sequence[int]]] = deque()
-        """(expires at, instance, kept blocks), oldest first."""
-        self._expires_at: dict[InstanceId, dict[int, float]] = {}
+        self._decisions: deque[tuple[float, InstanceId, PrefixCounts, Sequence[int]]] = deque()
+        """(expires at, instance, its counts, kept blocks), oldest first."""
+        self._counts: dict[InstanceId, PrefixCounts] = {}
         self._size = 0
         self._listed = 0
         """Blocks in all decisions together."""
@@ -50,14 +51,14 @@ class PredictedIndex:
         if not blocks:
             return
         blocks = kept(blocks)
-        expires_at = now + self.ttl_s
-        own = self._expires_at.setdefault(instance, {})
-        new = [block for block in blocks if block not in own]
-        own.update(dict.fromkeys(blocks, expires_at))
-        self._size += len(new)
-        if new:
-            self.index.store(instance, new)
-        self._decisions.append((expires_at, instance, blocks))
+        counts = self._counts.get(instance)
+        if counts is None:
+            counts = self._counts[instance] = PrefixCounts()
+        known = counts.take(blocks)
+        if known < len(blocks):
+            self._size += len(blocks) - known
+            self.index.store(instance, blocks[known:])
+        self._decisions.append((now + self.ttl_s, instance, counts, blocks))
         self._listed += len(blocks)
         self._prune()
 
@@ -74,7 +75,7 @@ class PredictedIndex:
         self.index.sweep(1)
 
     def remove_instance(self, instance: InstanceId) -> None:
-        self._size -= len(self._expires_at.pop(instance, ()))
+        self._size -= len(self._counts.pop(instance, ()))
         self.index.remove_instance(instance)
 
     def _prune(self) -> None:
@@ -92,13 +93,11 @@ class PredictedIndex:
 
     def _drop_oldest(self) -> None:
         """Drops what the oldest decision left, except for what a later one used again."""
-        expires_at, instance, blocks = self._decisions.popleft()
+        _, instance, counts, blocks = self._decisions.popleft()
         self._listed -= len(blocks)
-        own = self._expires_at.get(instance)
-        if own is None:
+        if self._counts.get(instance) is not counts:  # the instance left since
             return
-        dropped = [block for block in blocks if own.get(block) == expires_at]
-        for block in dropped:
-            own.pop(block, None)
-        self._size -= len(dropped)
-        self.index.remove(instance, dropped)
+        left = counts.give_back(blocks)
+        if left < len(blocks):
+            self._size -= len(blocks) - left
+            self.index.remove(instance, blocks[left:])

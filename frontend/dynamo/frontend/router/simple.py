@@ -48,6 +48,9 @@ class _Unbooked:
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
         return None
 
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
+        return None
+
     def first_token(self, request_id: str) -> None: ...
 
     def finished(self, request_id: str, error: DynamoError | None = None) -> None: ...

@@ -32,7 +32,7 @@ class SparingRouter(RouterAround):
         if request.pinned is None:
             candidates = self._free(request.model, candidates, now)
         choice = self.inner.pick(request, candidates, explain=explain)
-        tokens = len(request.prompt) // TOKEN_BYTES
+        tokens = 0 if request.is_prefilled else len(request.prompt) // TOKEN_BYTES
         self.loads.book(request.request_id, choice.instance.id, now, prefill_tokens=tokens)
         return choice
 

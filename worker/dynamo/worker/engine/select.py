@@ -5,7 +5,7 @@
 | `echo` | echo: input `INPUT0`, FP32 of any length |
 | `echo:NAME=DATATYPE[dims],…` | echo with these inputs |
 | `echo:file.yaml`, `echo:config.pbtxt` | echo with the inputs that the file declares |
-| `echo:llm`, `echo:llm:tokenizer.json` | echo as a language model, of bytes or of that tokenizer's tokens |
+| `echo:llm`, `echo:llm:tokenizer.json` | echo as a language model, of bytes or of that tokenizer's tokens: see `read_tokenizer` |
 | `module:Class`, `path/to/file.py:Class` | python |
 | a `.gguf` file, `smollm2` | llama |
 | a folder of folders with `config.pbtxt` | repository: see `dynamo.worker.repository` |
@@ -22,8 +22,10 @@ from typing import TypeAlias
 from tokenizers import Tokenizer
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.gguf import GgufModel
 from dynamo.common.model_card import Role
 from dynamo.common.repository import ControlMode
+from dynamo.common.sentencepiece import SentencePieceModel
 from dynamo.worker.config import EngineKind, RepositoryOptions
 from dynamo.worker.engine.base import Engine, TensorEngine
 from dynamo.worker.engine.declaration import PBTXT_SUFFIX, YAML_SUFFIXES, Declaration, read_declaration
@@ -169,7 +171,7 @@ def sim_config(
     | `transfer` | tokens per second whose KV a decode instance fetches from a prefill one; 0: at once |
     | `seed` | instances of the same seed say the same |
     | `tokens_per_turn` | at speed 0: tokens in one delta |
-    | `tokenizer` | a tokenizer.json; default: bytes |
+    | `tokenizer` | a tokenizer, as `read_tokenizer` takes it; default: bytes |
 
     Raises InvalidRequest naming what is wrong.
     """
@@ -179,7 +181,7 @@ def sim_config(
     try:
         speedup = float(given.get("speedup", "1")) if speedup_ratio is None else speedup_ratio
         timing = TimingModel.load(Path(given["timing"]), speedup) if "timing" in given else TimingModel(speedup=speedup)
-        tokenizer = Path(given["tokenizer"]).read_bytes() if "tokenizer" in given else byte_tokenizer()
+        tokenizer = read_tokenizer(Path(given["tokenizer"])) if "tokenizer" in given else byte_tokenizer()
         scheduler = SchedulerConfig(
             block_size=int(given.get("block_size", "16")),
             total_blocks=int(given.get("blocks", "16384")),
@@ -204,11 +206,25 @@ def sim_config(
         raise InvalidRequest(f"the simulated engine cannot be set up by {settings!r}: {error}") from error
 
 
+def read_tokenizer(path: Path) -> bytes:
+    """A `tokenizer.json`, which is made from the file if that is a SentencePiece model (`.model`) or a GGUF file.
+
+    Raises OSError, and InvalidRequest or Unsupported for what cannot be read.
+    """
+    match path.suffix:
+        case ".model":
+            return SentencePieceModel.read(path.read_bytes()).tokenizer_json()
+        case ".gguf":
+            return GgufModel.read(path).tokenizer_json()
+        case _:
+            return path.read_bytes()
+
+
 def _make_echo(what: str, name: str) -> AnyEngine:
     kind, _, tokenizer = what.partition(":")
     if kind == "llm":
         try:
-            return EchoTokens(name or "echo-llm", tokenizer=Path(tokenizer).read_bytes() if tokenizer else None)
+            return EchoTokens(name or "echo-llm", tokenizer=read_tokenizer(Path(tokenizer)) if tokenizer else None)
         except OSError as error:
             raise InvalidRequest(f"the tokenizer {tokenizer} cannot be read: {error}") from error
     declaration: Declaration | None = None

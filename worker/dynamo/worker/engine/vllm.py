@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import shlex
 import socket
@@ -41,6 +42,7 @@ from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overl
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
+from dynamo.common.sentencepiece import SentencePieceModel
 from dynamo.worker.engine.base import Context, Load
 from dynamo.worker.engine.vllm_events import KvSource, following
 from dynamo.worker.engine.vllm_request import MAX_LOGPROBS, AnswerReader, check_request, sampling_settings, structured_settings
@@ -176,7 +178,13 @@ class VllmEngine:
         async with AsyncExitStack() as stack:
             # Its engine process binds its sockets there.
             folder = stack.enter_context(TemporaryDirectory(prefix="dynamo-vllm-"))
-            self._engine = await asyncio.to_thread(self._start, folder)
+            try:
+                self._engine = await asyncio.to_thread(self._start, folder)
+            except asyncio.CancelledError:
+                # Loading may take minutes, and the thread cannot be told to stop. Without its processes it fails.
+                for process in multiprocessing.active_children():
+                    process.kill()
+                raise
             stack.push_async_callback(asyncio.to_thread, self._engine.shutdown)
             for source in self._kv_sources():
                 await stack.enter_async_context(following(source, self.kv, self._stepped))
@@ -215,7 +223,7 @@ class VllmEngine:
         self._defaults = model.get_diff_sampling_param()
         self._context_length = model.max_model_len
         self._ranks = config.parallel_config.data_parallel_size
-        self._total_blocks = (cache.num_gpu_blocks or 0) * self._ranks
+        self._total_blocks = cache.num_gpu_blocks or 0  # of all ranks
         self._traced = config.observability_config.otlp_traces_endpoint is not None
         files = _tokenizer_files(tokenizer)
         self._files = [file for file in files if file]
@@ -383,12 +391,18 @@ def _publishes(config: Any) -> bool:
 def _tokenizer_files(tokenizer: Any) -> tuple[bytes, bytes]:
     """`tokenizer.json` and the chat template; empty where there is none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        log.warning("the model has no fast tokenizer: requests must give token ids")
+    vocabulary = Path(getattr(tokenizer, "vocab_file", None) or "")
+    file = b""
+    if backend is not None:
+        file = backend.to_str().encode()
+    elif vocabulary.suffix == ".model":
+        file = SentencePieceModel.read(vocabulary.read_bytes()).tokenizer_json(add_bos=getattr(tokenizer, "add_bos_token", True))
+    else:
+        log.warning("the model's tokenizer is of a kind that is not known: requests must give token ids")
     template = getattr(tokenizer, "chat_template", None) or ""
     if isinstance(template, dict):
         template = template.get("default", "")
-    return backend.to_str().encode() if backend is not None else b"", template.encode()
+    return file, template.encode()
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

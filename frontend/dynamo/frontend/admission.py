@@ -1,0 +1,207 @@
+"""Requests that wait for an instance while all are busy.
+
+Which instances are busy is the router's word: it raises Overloaded when none may take more. Without a queue that is the answer.
+With one, up to so many requests per model wait, and the first in line tries again whenever a request ends and every few
+milliseconds. Who is first:
+
+| policy | order |
+|---|---|
+| `fcfs` | higher priority first; of equal ones, who came first |
+| `wspt` | most priority per token first: (1 + priority) / (prompt tokens + expected output tokens) |
+
+Negative priorities count as 0 there. `wspt` makes the mean wait short at the expense of long requests, which may wait as long as
+shorter ones keep coming.
+
+A request is refused at once if the queue is full, or if, by the pace of late, its turn would come after its deadline. Where
+prompts are computed apart, those that wait for prefill instances and those that wait for decode instances stand in two lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from dynamo.common.errors import DeadlineExceeded, Overloaded
+from dynamo.common.model_card import Role
+from dynamo.frontend.config import QueuePolicy
+
+_RETRY_S = 0.02
+"""Loads also change by reports, of which nobody tells the queue."""
+_PACE_WEIGHT = 0.2
+
+
+class Place:
+    """One request's place in line; a context manager, on whose end the next one's turn comes."""
+
+    __slots__ = ("_deadline", "_line", "_loop", "_turn", "key")
+
+    def __init__(self, line: _Line, key: tuple[float, int], deadline: float | None) -> None:
+        self.key = key
+        self._line = line
+        self._deadline = deadline
+        self._loop = asyncio.get_running_loop()
+        self._turn: asyncio.Future[None] | None = None
+
+    def __lt__(self, other: Place) -> bool:
+        return self.key < other.key
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._line.leave(self, served=kind is None)
+
+    async def turn(self) -> None:
+        """Returns when this request is the one to try. Raises DeadlineExceeded."""
+        self._turn = self._loop.create_future()
+        self._line.enter(self)
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self._turn
+        except TimeoutError:
+            self._line.refused("expired")
+            raise DeadlineExceeded() from None
+
+    def call(self) -> None:
+        """It is this request's turn."""
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(None)
+
+
+class _Line:
+    """Those who wait for one model. At most one of them tries at a time."""
+
+    def __init__(self, changed: Callable[[], None], refused: Callable[[str], None]) -> None:
+        self.interval_s = 0.0
+        """Between two turns that led somewhere, smoothed; 0: not known yet."""
+        self.refused = refused
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[Place] = []
+        self._trying: Place | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._paced_from = 0.0
+        """When the last turn led somewhere, or somebody came to an empty line: pauses say nothing about the pace."""
+        self._changed = changed
+
+    def __len__(self) -> int:
+        return len(self._waiting) + (self._trying is not None)
+
+    def before(self, key: tuple[float, int]) -> int:
+        """How many have their turn earlier."""
+        return sum(place.key < key for place in self._waiting) + (self._trying is not None)
+
+    def enter(self, place: Place) -> None:
+        """A place waits for its turn, for the first time or after a try that failed."""
+        failed = self._trying is place
+        if failed:
+            self._trying = None
+        elif not len(self):
+            self._paced_from = self._loop.time()
+        heapq.heappush(self._waiting, place)
+        self._changed()
+        if not failed:
+            self.advance()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(_RETRY_S, self._again)
+
+    def leave(self, place: Place, *, served: bool) -> None:
+        if self._trying is place:
+            self._trying = None
+        elif place in self._waiting:
+            self._waiting.remove(place)
+            heapq.heapify(self._waiting)
+        if served:
+            self._pace()
+        self._changed()
+        self.advance()
+
+    def advance(self) -> None:
+        """Lets the first in line try, unless somebody does."""
+        if self._trying is None and self._waiting and self._timer is None:
+            self._trying = heapq.heappop(self._waiting)
+            self._trying.call()
+
+    def poke(self) -> None:
+        """Something ended: there may be room now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._again()
+
+    def _again(self) -> None:
+        self._timer = None
+        self.advance()
+
+    def _pace(self) -> None:
+        now = self._loop.time()
+        since_s = now - self._paced_from
+        self.interval_s += _PACE_WEIGHT * (since_s - self.interval_s) if self.interval_s else since_s
+        self._paced_from = now
+
+
+class AdmissionQueue:
+    """The lines of all models.
+
+    `size` requests may wait in each; `changed` hears how many wait for a model, and `refused` why one may not: `full`, `late`
+    (it would have its turn after its deadline) or `expired` (the deadline passed in line).
+    """
+
+    def __init__(
+        self,
+        size: int,
+        policy: QueuePolicy = QueuePolicy.FCFS,
+        changed: Callable[[str, int], None] = lambda model, waiting: None,
+        refused: Callable[[str, str], None] = lambda model, reason: None,
+    ) -> None:
+        self._size = size
+        self._policy = policy
+        self._changed = changed
+        self._refused = refused
+        self._lines: dict[tuple[str, Role | None], _Line] = {}
+        self._numbers = itertools.count()
+        self._loop = asyncio.get_running_loop()
+
+    def waiting(self, model: str, role: Role | None = None) -> int:
+        """How many requests wait for the instances of a model: who comes now has to queue up behind them."""
+        line = self._lines.get((model, role))
+        return 0 if line is None else len(line)
+
+    def place(self, model: str, role: Role | None = None, *, priority: int, tokens: int, deadline: float | None) -> Place:
+        """A place in line; `tokens` are those of the prompt and of the expected answer. Raises Overloaded."""
+        line = self._line(model, role)
+        number = next(self._numbers)
+        key = (-float(priority), number)
+        if self._policy is QueuePolicy.WSPT:
+            key = (-(1 + max(priority, 0)) / max(tokens, 1), number)
+        if len(line) >= self._size:
+            line.refused("full")
+            wait_s = len(line) * line.interval_s
+            raise Overloaded(f"{len(line)} requests wait for model '{model}', and no more may", retry_after_s=max(1.0, wait_s))
+        if deadline is not None:
+            wait_s = line.before(key) * line.interval_s
+            left_s = deadline - self._loop.time()
+            if wait_s > left_s:
+                line.refused("late")
+                raise Overloaded(
+                    f"requests for model '{model}' wait for about {wait_s:.1f} s now, and this one has {left_s:.1f} s left",
+                    retry_after_s=wait_s,
+                )
+        return Place(line, key, deadline)
+
+    def poke(self) -> None:
+        """A request has ended."""
+        for line in self._lines.values():
+            line.poke()
+
+    def _line(self, model: str, role: Role | None) -> _Line:
+        line = self._lines.get((model, role))
+        if line is None:
+            line = _Line(lambda: self._changed(model, self._all_waiting(model)), lambda reason: self._refused(model, reason))
+            self._lines[model, role] = line
+        return line
+
+    def _all_waiting(self, model: str) -> int:
+        return sum(len(line) for (name, _), line in self._lines.items() if name == model)

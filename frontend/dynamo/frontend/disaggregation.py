@@ -1,0 +1,163 @@
+"""Prompts that one instance computes and another one answers.
+
+Where a model has instances of role `prefill` and of role `decode`, a prompt goes to one of the former first: the router chooses
+by what they have cached. Its answer carries what the engines' connector needs to fetch the KV blocks (`kv_transfer`), and with
+that the request goes to a decode instance, chosen by load alone. A prompt goes to a decode instance at once if
+
+1. one of them has all whole blocks of it cached, or
+2. less of it than `min_prompt_tokens` is missing there: moving the blocks would take longer than computing them.
+
+Whatever keeps that from working costs speed and no request: without a prefill instance that can take it, or after a decode
+instance failed, one instance does all. `enforce` forbids it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from dynamo.common.discovery import Instance
+from dynamo.common.errors import EngineError, Overloaded, Unavailable, Unsupported
+from dynamo.common.generation import GenerateRequest, Stop, Summary, request_encoder, summary_decoder
+from dynamo.common.model_card import Role
+from dynamo.common.names import InstanceId
+from dynamo.frontend.dispatch import Call, Dispatcher, Work
+
+log = logging.getLogger(__name__)
+
+OFFER: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""Asks an instance to keep the KV blocks of a prompt for another one; in the words of vLLM's connectors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisaggregationSettings:
+    enforce: bool = False
+    """Requests fail rather than being served by one instance alone."""
+    min_prompt_tokens: int = 0
+    """Prompts of which less is missing are computed where they are answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A prompt that has been computed."""
+
+    instance: InstanceId
+    summary: Summary
+    """Its `kv_transfer` is what the decode instance needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What to ask of the instance that will answer."""
+
+    work: Work
+    prefill: Prefill | None = None
+    """None: that instance computes the prompt itself."""
+
+
+class Disaggregation:
+    """Whether and how a prompt is computed apart. One per process."""
+
+    def __init__(self, dispatcher: Dispatcher, settings: DisaggregationSettings) -> None:
+        self._dispatcher = dispatcher
+        self._settings = settings
+
+    def is_complete(self, name: str, tokenizer: str) -> bool:
+        """Whether the instances of a model, some of which can answer, may do so: with `enforce`, both roles must be there."""
+        able = self._dispatcher.able_to_serve
+        return not self._settings.enforce or all(able(name, "", tokenizer, role) for role in (Role.PREFILL, Role.DECODE))
+
+    async def place(self, work: Work, prompt: GenerateRequest, call: Call) -> Placed:
+        """Has `prompt` computed by a prefill instance, if it should be. `work` is to let one instance do all.
+
+        Raises DynamoError: what the prefill instance did not like about the request, and, if one instance may not do all,
+        Unavailable, Overloaded or Unsupported where it had to.
+        """
+        decode = self._decode_instances(work, prompt, call)
+        if not decode:
+            return Placed(work)
+        enforce = self._settings.enforce
+        answered = msgspec.structs.replace(work, role=Role.DECODE, otherwise=None if enforce else work)
+        if not await self._is_worth_moving(work, prompt, decode):
+            answered.hashes = work.hashes
+            return Placed(answered)
+        try:
+            prefill = await self._prefill(work, prompt, call)
+        except (Unavailable, Overloaded) as error:
+            if enforce:
+                raise
+            log.info("no prefill instance of model '%s' takes a prompt, one instance does all: %s", work.model, error)
+            return Placed(work)
+        if prefill is None:
+            return Placed(work)
+        answered.body = request_encoder.encode(msgspec.structs.replace(prompt, kv_transfer=prefill.summary.kv_transfer))
+        answered.hashes = work.hashes
+        answered.is_prefilled = True
+        return Placed(answered, prefill)
+
+    def _decode_instances(self, work: Work, prompt: GenerateRequest, call: Call) -> Sequence[Instance]:
+        """Those that may answer what was computed elsewhere; none: one instance does all. Raises Unavailable and Unsupported."""
+        name = work.name or work.model
+        prefill = self._dispatcher.able_to_serve(name, work.version, work.tokenizer, Role.PREFILL)
+        decode: Sequence[Instance] = self._dispatcher.able_to_serve(name, work.version, work.tokenizer, Role.DECODE)
+        if call.instance is not None:
+            decode = [instance for instance in decode if instance.id == call.instance]
+        enforce = self._settings.enforce
+        if not prefill or not decode:
+            if enforce:
+                missing = "decode" if prefill else "prefill"
+                raise Unavailable(f"no {missing} instance is serving model '{work.model}', and one alone may not do all")
+            return ()
+        if prompt.prompt_logprobs is not None:  # the decode instance, which answers, would not know them
+            if enforce:
+                raise Unsupported("log probabilities of the prompt are not known where prompts are computed apart")
+            return ()
+        return decode
+
+    async def _is_worth_moving(self, work: Work, prompt: GenerateRequest, decode: Sequence[Instance]) -> bool:
+        if prompt.prompt_tokens < self._settings.min_prompt_tokens:
+            return False
+        missing = await self._dispatcher.missing_tokens(work, decode)
+        return missing is None or missing >= max(1, self._settings.min_prompt_tokens)
+
+    async def _prefill(self, work: Work, prompt: GenerateRequest, call: Call) -> Prefill | None:
+        """None: the instance's engine hands nothing over. Raises DynamoError."""
+        asked = msgspec.structs.replace(
+            prompt, n=1, logprobs=None, stop=Stop(max_tokens=1, ignore_eos=True), data_parallel_rank=None, kv_transfer=OFFER
+        )
+        body = request_encoder.encode(asked)
+        first = msgspec.structs.replace(work, body=body, role=Role.PREFILL, expected_output_tokens=1)
+        anyone = msgspec.structs.replace(call, instance=None, session="")  # what is named is who answers
+        async with self._dispatcher.stream(first, anyone) as stream:
+            while True:
+                try:
+                    while await stream.read():
+                        pass  # the one token is made again by the decode instance
+                    break
+                except Unavailable as error:
+                    if not stream.started:
+                        raise
+                    await stream.move(error, first)  # nothing of it was used: another one may do it all again
+            assert stream.choice is not None
+            instance = stream.choice.instance.id
+            try:
+                summary = summary_decoder.decode(stream.trailer)
+            except msgspec.MsgspecError:
+                raise EngineError("the summary of the prefill engine cannot be read") from None
+            if summary.kv_transfer is None:
+                log.warning("instance %x of model '%s' has the role prefill and hands nothing over", instance, work.model)
+                if self._settings.enforce:
+                    raise EngineError(f"the prefill instance {instance:x} hands nothing over")
+                return None
+            return Prefill(instance, summary)

@@ -1,0 +1,51 @@
+"""Which blocks are in use, by how many prompts, at a price that does not grow with what prompts share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PrefixCounts:
+    """The blocks of some prompts, each prompt given as the sequence hashes of its blocks, or of the same part of them.
+
+    A block's count is its children plus the prompts that end in it. So taking in a prompt, or giving it back, touches only the
+    blocks that no other prompt shares, and the last one that is shared.
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """How many different blocks there are."""
+        return len(self._counts)
+
+    def take(self, blocks: Sequence[int]) -> int:
+        """Adds a prompt; returns how many of its leading blocks were there before."""
+        counts = self._counts
+        low, high = 0, len(blocks)  # blocks before `low` are there, those from `high` on are not
+        if blocks and blocks[-1] in counts:
+            low = high
+        while low < high:
+            middle = (low + high) // 2
+            if blocks[middle] in counts:
+                low = middle + 1
+            else:
+                high = middle
+        if low:
+            counts[blocks[low - 1]] += 1
+        if low < len(blocks):
+            counts.update(dict.fromkeys(blocks[low:], 1))
+        return low
+
+    def give_back(self, blocks: Sequence[int]) -> int:
+        """Takes out a prompt that was added; returns how many of its leading blocks are still there."""
+        counts = self._counts
+        for position in range(len(blocks) - 1, -1, -1):
+            count = counts[blocks[position]]
+            if count > 1:
+                counts[blocks[position]] = count - 1
+                return position + 1
+            del counts[blocks[position]]
+        return 0

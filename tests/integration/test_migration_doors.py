@@ -1,0 +1,196 @@
+"""Streams of every protocol whose worker is killed in the middle, and prompts that one worker computes and another answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.fleet import connect, text_request
+from tests.support.processes import FrontendProcess, frontend, worker
+from tests.support.servers import EtcdServer, NatsServer
+
+TOKENS = 60
+PROMPT = "Once upon a time"
+SETTINGS: dict[str, Any] = {"model": "sim", "stream": True, "seed": 7, "temperature": 1}
+MESSAGES = [{"role": "user", "content": PROMPT}]
+
+
+@dataclass(frozen=True)
+class Door:
+    path: str
+    body: dict[str, Any]
+    text: Callable[[dict[str, Any]], str]
+
+
+def _choice(event: dict[str, Any]) -> dict[str, Any]:
+    choices: list[dict[str, Any]] = event["choices"]
+    return choices[0] if choices else {}
+
+
+DOORS = {
+    "completions": Door(
+        "/v1/completions",
+        {**SETTINGS, "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True},
+        lambda event: _choice(event).get("text", ""),
+    ),
+    "chat": Door(
+        "/v1/chat/completions",
+        {**SETTINGS, "messages": MESSAGES, "max_tokens": TOKENS, "ignore_eos": True},
+        lambda event: _choice(event).get("delta", {}).get("content") or "",
+    ),
+    "responses": Door(
+        "/v1/responses",
+        {"model": "sim", "stream": True, "temperature": 1, "input": PROMPT, "max_output_tokens": TOKENS},
+        lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
+    ),
+    "messages": Door(
+        "/v1/messages",
+        {"model": "sim", "stream": True, "temperature": 1, "messages": MESSAGES, "max_tokens": TOKENS},
+        lambda event: event["delta"]["text"] if event["type"] == "content_block_delta" else "",
+    ),
+    "kserve rest": Door(
+        "/v2/models/sim/generate_stream",
+        {"text_input": PROMPT, "parameters": {"max_tokens": TOKENS, "ignore_eos": True, "seed": 7}},
+        lambda event: event.get("text_output", ""),
+    ),
+}
+
+
+@dataclass
+class Told:
+    """What a client of one door has read."""
+
+    text: str = ""
+    pieces: int = 0
+    error: str = ""
+
+    async def read(self, front: FrontendProcess, door: Door) -> None:
+        async with (
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=60) as client,
+            client.stream("POST", door.path, json=door.body) as answer,
+        ):
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    if event.get("error"):
+                        self.error = str(event["error"])
+                        continue
+                    piece = door.text(event)
+                    self.text += piece
+                    self.pieces += bool(piece)
+
+
+async def read_grpc(front: FrontendProcess, told: Told) -> None:
+    async with connect(front.grpc_target) as client:
+        async for message in client.stream([text_request(PROMPT, TOKENS, model="sim")]):
+            told.error = told.error or message.error_message
+            for output, raw in zip(message.infer_response.outputs, message.infer_response.raw_output_contents, strict=False):
+                if output.name == "text_output":
+                    told.text += raw[4:].decode()
+                    told.pieces += 1
+            for output in message.infer_response.outputs:
+                if output.name == "text_output":
+                    told.text += b"".join(output.contents.bytes_contents).decode()
+                    told.pieces += bool(output.contents.bytes_contents)
+
+
+async def through_all_doors(front: FrontendProcess, tasks: asyncio.TaskGroup) -> dict[str, Told]:
+    """What comes of a request through each door; it has all been read when `tasks` are done."""
+    told = {name: Told() for name in (*DOORS, "kserve grpc")}
+    for name, door in DOORS.items():
+        tasks.create_task(told[name].read(front, door))
+    tasks.create_task(read_grpc(front, told["kserve grpc"]))
+    return told
+
+
+async def under_way(told: dict[str, Told]) -> None:
+    async with asyncio.timeout(30):
+        while min(one.pieces for one in told.values()) < 3:
+            await asyncio.sleep(0.02)
+
+
+def texts(told: dict[str, Told]) -> dict[str, str]:
+    assert {name: one.error for name, one in told.items() if one.error} == {}
+    return {name: one.text for name, one in told.items()}
+
+
+SLOW = ("--model", "sim:speedup=0.2")
+
+
+@pytest.mark.timeout(120)
+async def test_a_stream_of_any_protocol_goes_on_elsewhere_without_a_seam_when_its_worker_is_killed(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with (
+        worker(etcd_server, nats_server, namespace, *SLOW) as first,
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        frontend(etcd_server.endpoint, nats_server.url, namespace, "--migration-limit", "0") as rigid,
+    ):
+        await front.serves("sim")
+        await rigid.serves("sim")
+        async with asyncio.TaskGroup() as tasks:
+            undisturbed = await through_all_doors(front, tasks)
+        assert all(len(text) > TOKENS / 4 for text in texts(undisturbed).values())
+        async with asyncio.TaskGroup() as tasks:
+            moved = await through_all_doors(front, tasks)
+            failed = Told()
+            tasks.create_task(failed.read(rigid, DOORS["completions"]))
+            await under_way({**moved, "rigid": failed})
+            async with worker(etcd_server, nats_server, namespace, *SLOW) as second:
+                await second.logged("registered")
+                first.process.kill()
+                async with asyncio.timeout(60):
+                    while not all(one.error or len(one.text) >= len(undisturbed[name].text) for name, one in moved.items()):
+                        await asyncio.sleep(0.05)
+                    while not failed.error:
+                        await asyncio.sleep(0.05)
+        assert texts(moved) == texts(undisturbed)
+        assert undisturbed["completions"].text.startswith(
+            failed.text
+        )  # what it got was right, and it was told that the rest is missing
+        assert len(failed.text) < len(undisturbed["completions"].text)
+
+
+@pytest.mark.timeout(120)
+async def test_prompts_computed_apart_give_the_same_answers_through_every_door(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    prefill, decode = ("--model", "sim:speedup=5,role=prefill"), ("--model", "sim:speedup=5,role=decode")
+    flags = ("--status-port", "0")
+    async with (
+        worker(etcd_server, nats_server, namespace, *prefill, *flags) as computing,
+        worker(etcd_server, nats_server, namespace, *decode, *flags),
+        frontend(etcd_server.endpoint, nats_server.url, namespace, "--router-mode", "kv") as front,
+        frontend(etcd_server.endpoint, nats_server.url, namespace, "--enforce-disagg") as strict,
+    ):
+        await front.serves("sim")
+        await strict.serves("sim")
+        async with asyncio.TaskGroup() as tasks:
+            apart = await through_all_doors(front, tasks)
+        assert all(len(text) > TOKENS / 4 for text in texts(apart).values())
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30) as client:
+            explained = {"x-dynamo-explain": "true"}
+            body = {"model": "sim", "prompt": PROMPT, "max_tokens": 4}
+            answer = await client.post("/v1/completions", json=body, headers=explained)
+            decisions = json.loads(answer.headers["x-dynamo-explain"])
+            assert len({decision["instance"] for decision in decisions}) == 2  # one computed, another one answered
+            strictly = await client.post(f"http://127.0.0.1:{strict.http_port}/v1/completions", json=body)
+            assert strictly.json()["choices"][0]["text"] == answer.json()["choices"][0]["text"]
+
+            computing.process.kill()
+            await computing.process.wait()
+            async with asyncio.TaskGroup() as tasks:
+                alone = await through_all_doors(front, tasks)
+            assert texts(alone) == texts(apart)
+            refused = await client.post(f"http://127.0.0.1:{strict.http_port}/v1/completions", json=body)
+            assert refused.status_code == 503
+            assert "no prefill instance is serving model 'sim'" in refused.json()["error"]["message"] or (
+                "is not there" in refused.json()["error"]["message"]
+            )

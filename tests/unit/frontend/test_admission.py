@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.errors import DeadlineExceeded, NoInstances, Overloaded
+from dynamo.common.names import InstanceId
+from dynamo.common.telemetry import FrontendMetrics
+from dynamo.frontend.admission import AdmissionQueue
+from dynamo.frontend.config import QueuePolicy
+from dynamo.frontend.dispatch import Call, Dispatcher, Work
+from dynamo.frontend.router.base import Choice
+from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, RecordingRouter, instance
+from tests.support.virtual_time import in_virtual_time
+
+
+class OneAtATime(RecordingRouter):
+    """A router for which an instance with a request is busy."""
+
+    def __init__(self, room: int = 1) -> None:
+        super().__init__()
+        self.room = room
+
+    def pick(self, request, candidates, *, explain=False) -> Choice:  # type: ignore[no-untyped-def]
+        if len(self.open) >= self.room:
+            raise Overloaded("all instances are busy", retry_after_s=1)
+        return super().pick(request, candidates, explain=explain)
+
+
+class Fleet:
+    """One instance that answers when told to, behind a dispatcher with a queue."""
+
+    def __init__(self, size: int, policy: QueuePolicy = QueuePolicy.FCFS) -> None:
+        self.directory, self.client, self.router = FakeDirectory(instance(1)), FakeClient(lambda stream: None), OneAtATime()
+        self.waiting: list[int] = []
+        self.queue = AdmissionQueue(size, policy, lambda model, waiting: self.waiting.append(waiting))
+        self.metrics = FrontendMetrics(CollectorRegistry()).for_model("adder")
+        self.dispatcher = Dispatcher(self.directory, self.client, FakeLink(), self.router, queue=self.queue)
+        self.done: list[str] = []
+
+    def ask(self, name: str, *, prompt: int = 1, **call: object) -> asyncio.Task[None]:
+        work = Work(model="adder", verb="infer", body=name.encode(), metrics=self.metrics, prompt=bytes(4 * prompt))
+
+        async def asked() -> None:
+            await self.dispatcher.call(work, Call(request_id=name, **call))  # type: ignore[arg-type]
+            self.done.append(name)
+
+        return asyncio.create_task(asked())
+
+    @property
+    def asked(self) -> list[str]:
+        return [bytes(stream.body).decode() for stream in self.client.streams]
+
+    async def answer(self) -> None:
+        """The instance answers its oldest request; everything that follows from it happens."""
+        next(stream for stream in self.client.streams if not stream.is_over).end(b"answer")
+        await asyncio.sleep(0.1)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@in_virtual_time
+async def test_requests_wait_while_all_are_busy_and_are_served_in_the_order_they_came() -> None:
+    fleet = Fleet(10)
+    tasks = [fleet.ask(name) for name in "abcd"]
+    await asyncio.sleep(0.1)
+    assert fleet.asked == ["a"]
+    assert max(fleet.waiting) == 3
+    for _ in tasks:
+        await fleet.answer()
+    await asyncio.gather(*tasks)
+    assert fleet.done == list("abcd")
+    assert fleet.waiting[-1] == 0
+
+
+@in_virtual_time
+async def test_who_is_more_important_goes_first_and_nobody_overtakes_equals() -> None:
+    fleet = Fleet(10)
+    first = fleet.ask("first")
+    await asyncio.sleep(0)
+    tasks = [fleet.ask("low"), fleet.ask("high", priority=5), fleet.ask("high too", priority=5)]
+    await asyncio.sleep(0.1)
+    fleet.router.room = 0  # nobody may begin until all stand in line
+    await fleet.answer()
+    fleet.router.room = 1
+    late = fleet.ask("late")
+    for _ in range(4):
+        await asyncio.sleep(0.1)
+        await fleet.answer()
+    await asyncio.gather(first, late, *tasks)
+    assert fleet.done == ["first", "high", "high too", "low", "late"]
+
+
+@in_virtual_time
+async def test_by_wspt_short_requests_go_first_unless_a_long_one_is_important_enough() -> None:
+    fleet = Fleet(10, QueuePolicy.WSPT)
+    tasks = [fleet.ask("running")]
+    await asyncio.sleep(0.01)
+    for name, prompt, priority in (("long", 1000, 0), ("short", 10, 0), ("long and important", 1000, 999), ("middle", 100, 0)):
+        tasks.append(fleet.ask(name, prompt=prompt, priority=priority))
+        await asyncio.sleep(0.01)
+    for _ in tasks:
+        await fleet.answer()
+    await asyncio.gather(*tasks)
+    assert fleet.done == ["running", "long and important", "short", "middle", "long"]
+
+
+@in_virtual_time
+async def test_one_more_than_may_wait_is_refused_at_once_and_told_when_to_come_back() -> None:
+    fleet = Fleet(2)
+    tasks = [fleet.ask(name) for name in "abc"]
+    await asyncio.sleep(0.1)
+    with pytest.raises(Overloaded, match="2 requests wait for model 'adder', and no more may") as refused:
+        await fleet.ask("d")
+    assert refused.value.retry_after_s is not None and refused.value.retry_after_s >= 1
+    for _ in tasks:
+        await fleet.answer()
+    assert fleet.done == list("abc")
+
+
+@in_virtual_time
+async def test_whose_deadline_passes_in_line_hears_so_and_makes_room() -> None:
+    fleet = Fleet(1)
+    running = fleet.ask("running")
+    await asyncio.sleep(0.01)
+    begun = now()
+    with pytest.raises(DeadlineExceeded):
+        await fleet.ask("late", deadline=begun + 2)
+    assert now() - begun == pytest.approx(2, abs=0.01)
+    waiting = fleet.ask("patient")
+    await fleet.answer()
+    await fleet.answer()
+    await asyncio.gather(running, waiting)
+    assert fleet.asked == ["running", "patient"]
+
+
+@in_virtual_time
+async def test_who_cannot_be_served_in_time_is_refused_early() -> None:
+    fleet = Fleet(10)
+    tasks = [fleet.ask(str(number)) for number in range(9)]
+    for _ in range(4):
+        await asyncio.sleep(1)
+        await fleet.answer()  # from here on the pace is known: one in about a second
+    with pytest.raises(Overloaded, match=r"wait for about \d\.\d s now, and this one has 1\.0 s left"):
+        await fleet.ask("in a hurry", deadline=now() + 1)
+    in_time = fleet.ask("in time", deadline=now() + 60)
+    for _ in range(6):
+        await fleet.answer()
+    await asyncio.gather(in_time, *tasks)
+    assert "in a hurry" not in fleet.asked
+
+
+@in_virtual_time
+async def test_who_gives_up_in_line_is_not_served_and_holds_up_nobody() -> None:
+    fleet = Fleet(10)
+    tasks = [fleet.ask(name) for name in "abc"]
+    await asyncio.sleep(0.1)
+    tasks[1].cancel()
+    await fleet.answer()
+    await fleet.answer()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert fleet.asked == ["a", "c"]
+    assert fleet.queue.waiting("adder") == 0
+
+
+@in_virtual_time
+async def test_room_that_only_a_load_report_shows_is_taken_soon() -> None:
+    fleet = Fleet(10)
+    fleet.router.room = 0
+    task = fleet.ask("a")
+    await asyncio.sleep(1)
+    assert fleet.asked == []
+    fleet.router.room = 1
+    await asyncio.sleep(0.05)
+    assert fleet.asked == ["a"]
+    await fleet.answer()
+    await task
+
+
+@in_virtual_time
+async def test_when_the_last_instance_leaves_those_in_line_hear_so() -> None:
+    fleet = Fleet(10)
+    fleet.router.room = 0
+    tasks = [fleet.ask("a"), fleet.ask("b")]
+    await asyncio.sleep(0.1)
+    fleet.directory.remove(InstanceId(1))
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [NoInstances, NoInstances]
+    assert fleet.queue.waiting("adder") == 0
+
+
+@in_virtual_time
+async def test_a_pinned_request_does_not_wait_for_others() -> None:
+    fleet = Fleet(10)
+    tasks = [fleet.ask(name) for name in "ab"]
+    await asyncio.sleep(0.1)
+    with pytest.raises(Overloaded, match="all instances are busy"):
+        await fleet.ask("pinned", instance=InstanceId(1))
+    for _ in tasks:
+        await fleet.answer()

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.errors import DynamoError, InstanceGone, Overloaded, Unavailable, Unsupported
+from dynamo.common.generation import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    Stop,
+    Summary,
+    delta_encoder,
+    request_decoder,
+    summary_encoder,
+)
+from dynamo.common.model_card import Role
+from dynamo.common.names import InstanceId
+from dynamo.common.telemetry import FrontendMetrics, RequestType
+from dynamo.frontend.data_plane import Call, DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.disaggregation import OFFER, DisaggregationSettings
+from dynamo.frontend.preprocess.text import TextRequest
+from tests.support.fakes import (
+    FakeClient,
+    FakeDirectory,
+    FakeLink,
+    FakeStream,
+    FakeText,
+    RecordingRouter,
+    continuation,
+    instance,
+    llm_card,
+)
+
+PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, BOTH = map(InstanceId, (1, 2, 11, 12, 21))
+PROMPT = [3, 1, 4, 1, 5]
+HANDED_OVER = {"do_remote_prefill": True, "remote_engine_id": "e1", "remote_block_ids": [7, 8]}
+CALL = Call(request_id="r", endpoint="completions", request_type=RequestType.STREAM)
+
+
+class Engines:
+    """What every instance of the fleet was asked, and what it answers."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[InstanceId, GenerateRequest]] = []
+        self.failures: dict[InstanceId, DynamoError] = {}
+        """Before anything is answered."""
+        self.deaths: dict[InstanceId, DynamoError] = {}
+        """After the first token."""
+        self.hands_over = True
+
+    def __call__(self, stream: FakeStream) -> None:
+        request = request_decoder.decode(stream.body)
+        self.requests.append((stream.instance, request))
+        if failure := self.failures.get(stream.instance):
+            return stream.fail(failure)
+        limit = request.stop.max_tokens
+        assert limit is not None
+        tokens = continuation(request.tokens, limit)
+        stream.data(delta_encoder.encode(Delta((tokens[0],), finish_reason=FinishReason.LENGTH if limit == 1 else None)))
+        if death := self.deaths.pop(stream.instance, None):
+            return stream.fail(death)
+        if limit > 1:
+            stream.data(delta_encoder.encode(Delta(tuple(tokens[1:]), finish_reason=FinishReason.LENGTH)))
+        is_prefill = request.kv_transfer == OFFER
+        transfer = HANDED_OVER if is_prefill and self.hands_over else None
+        cached = 4 if is_prefill else request.prompt_tokens if request.kv_transfer else 0
+        summary = Summary(prompt_tokens=5, output_tokens=limit, cached_tokens=cached, kv_transfer=transfer, prefill_ms=2.0)
+        stream.end(summary_encoder.encode(summary))
+
+    @property
+    def asked(self) -> list[InstanceId]:
+        return [instance for instance, _ in self.requests]
+
+
+class Front:
+    def __init__(self, plane: DataPlane, engines: Engines, router: RecordingRouter) -> None:
+        self.plane = plane
+        self.engines = engines
+        self.router = router
+
+    async def ask(self, max_tokens: int = 4, call: Call = CALL, **more: object) -> tuple[list[int], Summary]:
+        settings: dict[str, Any] = {"model": "talker", "prompt": PROMPT, "stop": Stop(max_tokens=max_tokens), **more}
+        tokens: list[int] = []
+        async with self.plane.generate(TextRequest(**settings), call) as generation:
+            while batch := await generation.read():
+                tokens += [token for text in batch for token in text.tokens]
+            return tokens, generation.summary
+
+
+@asynccontextmanager
+async def front(*roles: tuple[InstanceId, Role], **settings: Any) -> AsyncIterator[Front]:
+    directory = FakeDirectory(*(instance(int(id_), llm_card(role=role)) for id_, role in roles))
+    engines, router = Engines(), RecordingRouter()
+
+    async def load(card: object) -> FakeText:
+        return FakeText()
+
+    chosen = DataPlaneSettings(disaggregation=DisaggregationSettings(**settings))
+    metrics = FrontendMetrics(CollectorRegistry())
+    async with open_data_plane(directory, FakeClient(engines), FakeLink(), router, load, metrics, chosen) as plane:  # type: ignore[arg-type]
+        yield Front(plane, engines, router)
+    assert not router.open
+
+
+PAIR = ((PREFILL, Role.PREFILL), (DECODE, Role.DECODE))
+ANSWER = continuation(PROMPT, 4)
+
+
+def gone(id_: InstanceId) -> InstanceGone:
+    return InstanceGone(id_)
+
+
+async def test_one_instance_computes_the_prompt_and_another_one_answers() -> None:
+    async with front(*PAIR) as f:
+        tokens, summary = await f.ask()
+        assert tokens == ANSWER
+        (first, prefill), (second, decode) = f.engines.requests
+        assert (first, second) == (PREFILL, DECODE)
+        assert (prefill.stop.max_tokens, prefill.kv_transfer, prefill.prompt) == (1, OFFER, decode.prompt)
+        assert (decode.stop.max_tokens, decode.kv_transfer) == (4, HANDED_OVER)
+        chosen, booked = f.router.requests
+        assert (chosen.is_prefilled, booked.is_prefilled) == (False, True)
+        assert (summary.cached_tokens, summary.prefill_ms) == (4, 2.0)  # what the prefill instance found and took
+
+
+async def test_the_instance_that_computed_the_prompt_is_credited_with_what_it_had_cached() -> None:
+    async with front(*PAIR) as f:
+        await f.ask()
+        assert (f.plane.reuse.hit_rate(PREFILL), f.plane.reuse.hit_rate(DECODE)) == (0.8, None)
+
+
+async def test_a_prefill_instance_never_answers() -> None:
+    async with front((PREFILL, Role.PREFILL)) as f:
+        with pytest.raises(Unavailable):
+            await f.ask()
+        assert f.engines.asked == []
+
+
+@pytest.mark.parametrize("when", ["failures", "deaths"])
+async def test_a_prompt_whose_prefill_instance_is_lost_is_computed_by_another_one(when: str) -> None:
+    async with front((PREFILL, Role.PREFILL), (OTHER_PREFILL, Role.PREFILL), (DECODE, Role.DECODE)) as f:
+        getattr(f.engines, when)[PREFILL] = gone(PREFILL)
+        assert (await f.ask())[0] == ANSWER
+        assert f.engines.asked == [PREFILL, OTHER_PREFILL, DECODE]
+
+
+@pytest.mark.parametrize("error", [gone(PREFILL), Overloaded("busy", retry_after_s=1)])
+async def test_without_a_prefill_instance_that_can_one_instance_does_all(error: DynamoError) -> None:
+    async with front(*PAIR) as f:
+        f.engines.failures[PREFILL] = error
+        assert (await f.ask())[0] == ANSWER
+        assert f.engines.asked == [PREFILL, DECODE]
+        assert f.engines.requests[-1][1].kv_transfer is None
+
+
+@pytest.mark.parametrize("roles", [((DECODE, Role.DECODE),), ((BOTH, Role.AGGREGATED),), ((BOTH, Role.AGGREGATED), PAIR[0])])
+async def test_fleets_that_lack_a_role_serve_as_one_unless_they_may_not(roles: tuple[tuple[InstanceId, Role], ...]) -> None:
+    async with front(*roles) as f:
+        assert (await f.ask())[0] == ANSWER
+        assert f.engines.asked == [roles[0][0]]
+    async with front(*roles, enforce=True) as f:
+        with pytest.raises(Unavailable, match=r"no (prefill|decode) instance is serving model 'talker'"):
+            await f.ask()
+        assert f.engines.asked == []
+
+
+async def test_where_it_is_enforced_a_prefill_that_fails_is_the_answer() -> None:
+    async with front(*PAIR, enforce=True) as f:
+        f.engines.failures[PREFILL] = gone(PREFILL)
+        with pytest.raises(InstanceGone):
+            await f.ask()
+        assert f.engines.asked == [PREFILL]
+
+
+async def test_a_prefill_instance_that_hands_nothing_over_is_made_up_for(caplog: pytest.LogCaptureFixture) -> None:
+    async with front(*PAIR) as f:
+        f.engines.hands_over = False
+        assert (await f.ask())[0] == ANSWER
+        assert f.engines.requests[-1][1].kv_transfer is None
+        assert "hands nothing over" in caplog.text
+
+
+async def test_after_a_decode_instance_failed_the_next_one_computes_the_prompt_itself() -> None:
+    """What was handed over may have been fetched already."""
+    async with front(*PAIR, (OTHER_DECODE, Role.DECODE)) as f:
+        f.engines.failures[DECODE] = gone(DECODE)
+        assert (await f.ask())[0] == ANSWER
+        assert f.engines.asked == [PREFILL, DECODE, OTHER_DECODE]
+        assert [request.kv_transfer for _, request in f.engines.requests] == [OFFER, HANDED_OVER, None]
+
+
+async def test_a_stream_whose_decode_instance_dies_goes_on_with_its_prompt_computed_anew() -> None:
+    async with front(*PAIR, (OTHER_DECODE, Role.DECODE)) as f:
+        f.engines.deaths[DECODE] = gone(DECODE)
+        assert (await f.ask())[0] == ANSWER
+        assert f.engines.asked == [PREFILL, DECODE, PREFILL, OTHER_DECODE]
+        assert list(f.engines.requests[-1][1].tokens) == [*PROMPT, ANSWER[0]]
+
+
+async def test_a_short_prompt_is_computed_where_it_is_answered() -> None:
+    async with front(*PAIR, min_prompt_tokens=6) as f:
+        await f.ask()
+        assert f.engines.asked == [DECODE]
+    async with front(*PAIR, min_prompt_tokens=5) as f:
+        await f.ask()
+        assert f.engines.asked == [PREFILL, DECODE]
+
+
+async def test_a_pin_names_who_answers() -> None:
+    async with front(*PAIR, (OTHER_DECODE, Role.DECODE), (BOTH, Role.AGGREGATED)) as f:
+        await f.ask(call=Call(request_id="r", instance=OTHER_DECODE))
+        await f.ask(call=Call(request_id="r", instance=BOTH))
+        assert f.engines.asked == [PREFILL, OTHER_DECODE, BOTH]
+
+
+async def test_log_probabilities_of_the_prompt_need_one_instance_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    to_generate: Callable[..., Any] = FakeText.to_generate
+
+    async def with_logprobs(self: FakeText, request: TextRequest) -> GenerateRequest:
+        made: GenerateRequest = await to_generate(self, request)
+        return GenerateRequest(model=made.model, prompt=made.prompt, stop=made.stop, prompt_logprobs=1)
+
+    monkeypatch.setattr(FakeText, "to_generate", with_logprobs)
+    async with front(*PAIR) as f:
+        await f.ask()
+        assert f.engines.asked == [DECODE]
+    async with front(*PAIR, enforce=True) as f:
+        with pytest.raises(Unsupported, match="log probabilities of the prompt"):
+            await f.ask()
+
+
+async def test_leaving_while_the_prompt_is_computed_ends_the_prefill() -> None:
+    client = FakeClient(lambda stream: None)
+    directory = FakeDirectory(*(instance(int(id_), llm_card(role=role)) for id_, role in PAIR))
+
+    async def load(card: object) -> FakeText:
+        return FakeText()
+
+    metrics, router = FrontendMetrics(CollectorRegistry()), RecordingRouter()
+    async with open_data_plane(directory, client, FakeLink(), router, load, metrics) as plane:  # type: ignore[arg-type]
+        async with plane.generate(TextRequest(model="talker", prompt=PROMPT), CALL) as generation:
+            reading = asyncio.create_task(generation.read())
+            while not client.streams:
+                await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        assert [stream.cancelled for stream in client.streams] == [True]
+        assert not router.open

@@ -1,0 +1,76 @@
+"""Guesses about caches, against a plain list of decisions."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.common.names import InstanceId
+from dynamo.frontend.router.predicted import PredictedIndex
+from dynamo.frontend.router.prefixes import PrefixCounts
+from tests.support.fakes import instance
+
+TTL_S = 10.0
+FLEET = tuple(map(instance, (1, 2, 3)))
+PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+def chained(path: list[int]) -> list[int]:
+    """Like sequence hashes: equal ones mean equal prefixes."""
+    hashes: list[int] = []
+    for each in path:
+        hashes.append(hash((hashes[-1] if hashes else 0, each)) & (2**63 - 1))
+    return hashes
+
+
+def overlap(held: set[int], blocks: list[int]) -> int:
+    return next((at for at, block in enumerate(blocks) if block not in held), len(blocks))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(0, 2), PATHS),
+            st.tuples(st.just("leave"), st.integers(0, 2), st.just([0])),
+            st.tuples(st.just("wait"), st.integers(1, 8), st.just([0])),
+        ),
+        max_size=40,
+    ),
+    PATHS,
+)
+def test_guesses_are_what_the_decisions_of_the_last_seconds_make(
+    events: list[tuple[str, int, list[int]]], asked: list[int]
+) -> None:
+    predicted, now = PredictedIndex(TTL_S), 0.0
+    decisions: list[tuple[float, InstanceId, list[int]]] = []
+    for kind, number, path in events:
+        if kind == "wait":
+            now += number
+        elif kind == "add":
+            predicted.add(FLEET[number].id, chained(path), now)
+            decisions.append((now + TTL_S, FLEET[number].id, chained(path)))
+        else:
+            predicted.remove_instance(FLEET[number].id)
+            decisions = [each for each in decisions if each[1] != FLEET[number].id]
+    match = predicted.match(chained(asked), now)
+    found = match.overlap_by_slot(predicted.index.slots + 1)[predicted.index.rows(FLEET)] if match.groups else [0] * 3
+    size = 0
+    for each, overlap_found in zip(FLEET, found, strict=True):
+        held = {block for until, owner, blocks in decisions if owner == each.id and until > now for block in blocks}
+        assert overlap_found == overlap(held, chained(asked))
+        size += len(held)
+    assert len(predicted) == size
+
+
+@given(st.lists(PATHS, max_size=20), st.data())
+def test_counts_know_what_is_shared_and_forget_what_is_given_back(paths: list[list[int]], data: st.DataObject) -> None:
+    counts, taken = PrefixCounts(), [chained(path) for path in paths]
+    held: set[int] = set()
+    for blocks in taken:
+        assert counts.take(blocks) == overlap(held, blocks)
+        held.update(blocks)
+    for blocks in data.draw(st.permutations(taken)):
+        taken.remove(blocks)
+        left = {block for each in taken for block in each}
+        assert counts.give_back(blocks) == overlap(left, blocks)
+        assert len(counts) == len(left)
