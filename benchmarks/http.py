@@ -5,7 +5,9 @@
 
 Both sides have the same tokenizer, prompts of words that are one token each, and answers of 128 tokens, one SSE event per
 token (none for the first half of a character). In the fast cases the engines are each side's own simulator without any pace,
-so the servers are what is measured. In the paced case both workers make the first token at once and 40 a second from then on.
+so the servers are what is measured. In the paced cases both workers make the first token at once and 40 a second from then on.
+All answers take the same time then, so clients that start together go on asking together: in one case they do, in the other
+each starts at a moment of its own.
 Each round runs every case on every system in turn; the table gives medians over rounds and ratios to the peer.
 """
 
@@ -30,6 +32,8 @@ from benchmarks.http_client import connect
 from benchmarks.measuring import Meter, Result, median, percentile, table
 
 TOKENS = 128
+_PACED_S = 8.0
+"""A paced case takes so long at least: an answer takes 3.2 s."""
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "group")
 
 
@@ -40,6 +44,8 @@ class Case:
     prompt_tokens: int = 128
     chat: bool = False
     paced: bool = False
+    at_once: bool = False
+    """Of a paced case: all clients ask at the same moment, again and again, instead of each at its own."""
 
 
 CASES = (
@@ -49,6 +55,7 @@ CASES = (
     Case("completions, 1024 in, c=64", 64, prompt_tokens=1024),
     Case("chat c=64", 64, chat=True),
     Case("chat, paced, c=128", 128, chat=True, paced=True),
+    Case("chat, paced, c=128, all at once", 128, chat=True, paced=True, at_once=True),
 )
 
 
@@ -73,6 +80,8 @@ async def run(case: Case, system: System, seconds: float) -> Result:
 
     async def client(number: int, until: float, record: bool) -> None:
         connection = connections[number]
+        if case.paced and not case.at_once:
+            await asyncio.sleep(rng.random() * TOKENS / PACED_TOKENS_PER_S)
         for request in itertools.islice(itertools.cycle(requests), number * 7, None):
             if loop.time() >= until or connection.broken:
                 return
@@ -93,7 +102,7 @@ async def run(case: Case, system: System, seconds: float) -> Result:
 
     await load(min(0.5, seconds / 3), record=False)
     with Meter(system.pids) as meter:
-        await load(max(seconds, 4.0) if case.paced else seconds, record=True)
+        await load(max(seconds, _PACED_S) if case.paced else seconds, record=True)
     result.wall_s, result.cpu_s = meter.wall_s, meter.cpu_s
     for connection in connections:
         connection.close()

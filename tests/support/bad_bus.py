@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from random import Random
 
 from dynamo.common.kv.events import KvState
-from dynamo.common.messaging.frames import Body, joined
 from dynamo.worker.engine.base import Load
 
 Publish = Callable[[str, bytes, str], bool]
@@ -30,16 +29,15 @@ class BadBus:
     def be_good(self) -> None:
         self.lost = self.repeated = self.delayed = 0.0
 
-    def publish_nowait(self, subject: str, payload: Body, reply: str = "") -> bool:
-        data = bytes(joined(payload))
+    def publish_soon(self, subject: str, payload: bytes, reply: str = "") -> bool:
         if self.rng.random() < self.lost:
             return True
         for _ in range(2 if self.rng.random() < self.repeated else 1):
             if self.rng.random() < self.delayed:
                 loop, delay_s = asyncio.get_running_loop(), self.rng.random() * self.longest_delay_s
-                loop.call_later(delay_s, self.publish, subject, data, reply)
+                loop.call_later(delay_s, self.publish, subject, payload, reply)
             else:
-                self.publish(subject, data, reply)
+                self.publish(subject, payload, reply)
         return True
 
 

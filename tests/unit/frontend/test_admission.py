@@ -6,12 +6,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import DeadlineExceeded, NoInstances, Overloaded
+from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import FrontendMetrics
 from dynamo.frontend.admission import AdmissionQueue
 from dynamo.frontend.config import QueuePolicy
+from dynamo.frontend.data_plane import DataPlaneSettings, open_data_plane
 from dynamo.frontend.dispatch import Call, Dispatcher, Work
 from dynamo.frontend.router.base import Choice
+from dynamo.frontend.text_models import TextModel
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, RecordingRouter, instance
 from tests.support.virtual_time import in_virtual_time
 
@@ -202,3 +205,78 @@ async def test_a_pinned_request_does_not_wait_for_others() -> None:
         await fleet.ask("pinned", instance=InstanceId(1))
     for _ in tasks:
         await fleet.answer()
+
+
+@in_virtual_time
+async def test_a_quiet_hour_says_nothing_about_the_pace() -> None:
+    fleet = Fleet(10)
+    for _ in range(3):
+        tasks = [fleet.ask("running"), fleet.ask("waiting")]
+        await asyncio.sleep(0.5)
+        await fleet.answer()
+        await fleet.answer()
+        await asyncio.gather(*tasks)
+        await asyncio.sleep(3600)
+    tasks = [fleet.ask("running"), fleet.ask("first"), fleet.ask("second", deadline=now() + 5)]
+    await asyncio.sleep(0.1)
+    assert fleet.queue.waiting("adder") == 2
+    for _ in tasks:
+        await fleet.answer()
+    await asyncio.gather(*tasks)
+
+
+@in_virtual_time
+async def test_the_first_in_line_is_let_wait_however_slow_it_was_before() -> None:
+    """Or a pace once measured as slow would stay the last one measured."""
+    fleet = Fleet(10)
+    slow = [fleet.ask("running"), fleet.ask("waiting")]
+    await asyncio.sleep(100)
+    await fleet.answer()
+    await fleet.answer()
+    running, hasty = fleet.ask("running"), fleet.ask("hasty", deadline=now() + 1)
+    await asyncio.sleep(0.01)
+    await fleet.answer()
+    await fleet.answer()
+    await asyncio.gather(*slow, running, hasty)
+
+
+@in_virtual_time
+async def test_decode_instances_that_are_busy_hold_up_nobody_who_wants_a_prefill_instance() -> None:
+    queue = AdmissionQueue(1)
+    with queue.place("talker", Role.DECODE, priority=0, tokens=1, deadline=None) as busy:
+        await busy.turn()
+        assert (queue.waiting("talker", Role.DECODE), queue.waiting("talker", Role.PREFILL)) == (1, 0)
+        with queue.place("talker", Role.PREFILL, priority=0, tokens=1, deadline=None) as other:
+            await other.turn()
+
+
+@in_virtual_time
+async def test_metrics_say_how_many_wait_and_why_others_may_not() -> None:
+    registry = CollectorRegistry()
+    metrics, client, router = FrontendMetrics(registry), FakeClient(lambda stream: None), OneAtATime()
+    settings = DataPlaneSettings(queue_size=1)
+    directory = FakeDirectory(instance(1))
+    async with open_data_plane(directory, client, FakeLink(), router, load_text, metrics, settings) as plane:
+        dispatcher = plane._dispatcher
+        work = Work(model="adder", verb="infer", body=b"", metrics=metrics.for_model("adder"))
+
+        def count(name: str, **labels: str) -> float:
+            return registry.get_sample_value(f"dynamo_frontend_router_queue_{name}", {"model": "adder", **labels}) or 0.0
+
+        running = asyncio.create_task(dispatcher.call(work, Call(request_id="running")))
+        await asyncio.sleep(0.01)
+        expiring = asyncio.create_task(dispatcher.call(work, Call(request_id="expiring", deadline=now() + 1)))
+        await asyncio.sleep(0.01)
+        assert count("requests") == 1
+        with pytest.raises(Overloaded):
+            await dispatcher.call(work, Call(request_id="one too many"))
+        with pytest.raises(DeadlineExceeded):
+            await expiring
+        assert count("requests") == 0
+        assert (count("refusals_total", reason="full"), count("refusals_total", reason="expired")) == (1, 1)
+        client.streams[0].end(b"answer")
+        await running
+
+
+async def load_text(card: object) -> TextModel:
+    raise NotImplementedError

@@ -132,6 +132,19 @@ async def test_a_conversation_with_calls_becomes_messages() -> None:
     assert count.json() == {"input_tokens": len(expected)}
 
 
+async def test_an_answer_goes_on_where_a_last_message_of_the_assistant_ends() -> None:
+    speaker = Speaker(("42",))
+    messages = [*HELLO["messages"], {"role": "assistant", "content": "It is "}]
+    async with open_http_edge(respond=speaker) as edge:
+        answer = (await edge.post(PATH, HELLO | {"messages": messages})).json()
+        called = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "weather", "input": {}}]}
+        prompt = speaker.prompt
+        await edge.post(PATH, HELLO | {"messages": [*HELLO["messages"], called]})
+    assert prompt.endswith("\n<assistant>It is")
+    assert answer["content"] == [{"type": "text", "text": "42"}]
+    assert speaker.prompt.endswith("\n<assistant>[weather {}]\n<assistant>")
+
+
 async def test_a_demanded_tool_is_demanded_of_the_engine() -> None:
     speaker = Speaker(('{"city":', '"Rome"}'))
     async with open_http_edge(respond=speaker) as edge:

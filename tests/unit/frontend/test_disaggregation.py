@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, InstanceGone, Overloaded, Unavailable, Unsupported
 from dynamo.common.generation import (
     Delta,
@@ -16,15 +17,19 @@ from dynamo.common.generation import (
     Stop,
     Summary,
     delta_encoder,
+    pack_tokens,
     request_decoder,
     summary_encoder,
 )
+from dynamo.common.kv.hashes import sequence_hashes
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import FrontendMetrics, RequestType
 from dynamo.frontend.data_plane import Call, DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.frontend.disaggregation import OFFER, DisaggregationSettings
 from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.router.base import RouteRequest
+from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
 from tests.support.fakes import (
     FakeClient,
     FakeDirectory,
@@ -94,14 +99,16 @@ class Front:
 
 
 @asynccontextmanager
-async def front(*roles: tuple[InstanceId, Role], **settings: Any) -> AsyncIterator[Front]:
+async def front(
+    *roles: tuple[InstanceId, Role], router: RecordingRouter | None = None, migration_limit: int = 3, **settings: Any
+) -> AsyncIterator[Front]:
     directory = FakeDirectory(*(instance(int(id_), llm_card(role=role)) for id_, role in roles))
-    engines, router = Engines(), RecordingRouter()
+    engines, router = Engines(), router or RecordingRouter()
 
     async def load(card: object) -> FakeText:
         return FakeText()
 
-    chosen = DataPlaneSettings(disaggregation=DisaggregationSettings(**settings))
+    chosen = DataPlaneSettings(disaggregation=DisaggregationSettings(**settings), migration_limit=migration_limit)
     metrics = FrontendMetrics(CollectorRegistry())
     async with open_data_plane(directory, FakeClient(engines), FakeLink(), router, load, metrics, chosen) as plane:  # type: ignore[arg-type]
         yield Front(plane, engines, router)
@@ -252,3 +259,61 @@ async def test_leaving_while_the_prompt_is_computed_ends_the_prefill() -> None:
             await asyncio.gather(reading, return_exceptions=True)
         assert [stream.cancelled for stream in client.streams] == [True]
         assert not router.open
+
+
+class Remembering(RecordingRouter):
+    """A router for which instances miss so many tokens of any prompt."""
+
+    def __init__(self, missing: int) -> None:
+        super().__init__()
+        self.missing = missing
+        self.looked_at: list[InstanceId] = []
+
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int:  # type: ignore[override]
+        self.looked_at = [candidate.id for candidate in candidates]
+        return self.missing
+
+
+async def test_a_prompt_that_a_decode_instance_has_cached_is_not_computed_elsewhere() -> None:
+    router = Remembering(missing=0)
+    async with front(*PAIR, (BOTH, Role.AGGREGATED), router=router) as f:
+        assert (await f.ask())[0] == ANSWER
+        assert f.engines.asked == router.looked_at == [DECODE]
+        assert f.engines.requests[0][1].kv_transfer is None
+        assert not router.requests[0].is_prefilled  # what is cached decides where it goes
+        router.missing = 1
+        await f.ask()
+        assert f.engines.asked == [DECODE, PREFILL, DECODE]
+
+
+async def test_what_little_is_missing_is_computed_where_it_is_answered() -> None:
+    router = Remembering(missing=3)
+    async with front(*PAIR, router=router, min_prompt_tokens=4) as f:
+        await f.ask()
+        assert f.engines.asked == [DECODE]
+        router.missing = 4
+        await f.ask()
+        assert f.engines.asked == [DECODE, PREFILL, DECODE]
+
+
+def test_the_router_knows_how_much_of_a_prompt_the_best_candidate_lacks() -> None:
+    fleet = [instance(id_, llm_card(role=Role.DECODE)) for id_ in (1, 2)]
+    kv = KvRouter(KvRouterConfig(block_size=4))
+    prompt = pack_tokens(range(10))
+    request = RouteRequest(model="talker", prompt=prompt)
+    assert kv.missing_tokens(request, fleet) == 10
+    hashes = sequence_hashes(prompt, 4)
+    kv.index("talker").store(InstanceId(2), hashes[:1])
+    assert kv.missing_tokens(request, fleet) == 6
+    assert kv.missing_tokens(request, fleet[:1]) == 10
+    kv.index("talker").store(InstanceId(2), hashes)
+    assert kv.missing_tokens(request, fleet) == 0
+    assert kv.missing_tokens(RouteRequest(model="talker", prompt=pack_tokens(range(3))), fleet) == 3
+
+
+async def test_a_prefill_costs_no_retry_when_the_answer_may_not_move() -> None:
+    async with front(*PAIR, (OTHER_DECODE, Role.DECODE), migration_limit=0) as f:
+        f.engines.deaths[DECODE] = gone(DECODE)
+        with pytest.raises(InstanceGone):
+            await f.ask()
+        assert f.engines.asked == [PREFILL, DECODE]

@@ -139,7 +139,8 @@ async def test_a_client_that_leaves_ends_the_request_at_the_instance() -> None:
         assert stream.cancelled
 
 
-async def test_a_client_that_leaves_before_the_first_token_does_too() -> None:
+async def test_a_client_that_leaves_before_the_first_token_does_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "dynamo.frontend.api.exchange")
     async with open_http_edge() as edge:
         asking = asyncio.create_task(edge.post(CHAT, HELLO))
         stream = await edge.client.next_stream()
@@ -147,6 +148,10 @@ async def test_a_client_that_leaves_before_the_first_token_does_too() -> None:
         await asyncio.gather(asking, return_exceptions=True)
         await over(stream)
         assert stream.cancelled
+        async with asyncio.timeout(5):
+            while not caplog.messages:
+                await asyncio.sleep(0.001)
+    assert "(499)" in caplog.text and CHAT in caplog.text
 
 
 async def test_a_failure_before_the_first_token_has_its_own_status() -> None:
@@ -322,9 +327,21 @@ async def test_conversations_reach_the_template_whole() -> None:
     assert "<tool>sunny\n<assistant>" in speaker.prompt
 
 
+async def test_an_answer_can_go_on_where_the_last_message_ends() -> None:
+    speaker = Speaker()
+    body = HELLO | {"messages": [*HELLO["messages"], {"role": "assistant", "content": "It is"}], "continue_final_message": True}
+    async with open_http_edge(respond=speaker) as edge:
+        answer = await edge.post(CHAT, body)
+        error = await edge.error(CHAT, body | {"add_generation_prompt": True})
+    assert answer.status_code == 200, answer.text
+    assert speaker.prompt.endswith("<assistant>It is")
+    assert error["param"] == "continue_final_message"
+
+
 async def test_images_go_to_models_that_take_them_and_to_no_others() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    body = HELLO | {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]}]}
+    parts = [{"type": "text", "text": "What is it?"}, {**image, "prompt_cache_breakpoint": {"mode": "explicit"}}]
+    body = HELLO | {"messages": [{"role": "user", "content": parts}]}
     speaker = Speaker()
     async with open_http_edge(chat_card(), chat_card("seer", modalities=("image",)), respond=speaker) as edge:
         error = await edge.error(CHAT, body)

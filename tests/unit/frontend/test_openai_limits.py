@@ -10,13 +10,23 @@ from typing import Any
 
 import msgspec
 import pytest
-from openai.types import completion_create_params, embedding_create_params
+from openai.types import chat, completion_create_params, embedding_create_params, responses, shared_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from dynamo.common.config import ConfigError
-from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, EmbeddingRequest
-from dynamo.frontend.api.openai.response_requests import ResponsesRequest
+from dynamo.frontend.api.openai.requests import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    EmbeddingRequest,
+    FunctionDefinition,
+    PastToolCall,
+    StreamOptions,
+    Tool,
+)
+from dynamo.frontend.api.openai.response_requests import InputItem, InputPart, ResponsesRequest
 from dynamo.frontend.api.openai.routes import read_request_template
 from dynamo.frontend.config import HttpOptions, TextOptions
 from tests.support.fakes import tensor_card
@@ -33,6 +43,22 @@ HELLO: dict[str, Any] = {"model": "talker", "messages": [{"role": "user", "conte
         (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
         (EmbeddingRequest, embedding_create_params.EmbeddingCreateParams),
         (ResponsesRequest, response_create_params.ResponseCreateParamsBase),
+        (ChatMessage, chat.ChatCompletionSystemMessageParam),
+        (ChatMessage, chat.ChatCompletionUserMessageParam),
+        (ChatMessage, chat.ChatCompletionAssistantMessageParam),
+        (ChatMessage, chat.ChatCompletionToolMessageParam),
+        (ContentPart, chat.ChatCompletionContentPartTextParam),
+        (ContentPart, chat.ChatCompletionContentPartImageParam),
+        (ContentPart, chat.ChatCompletionContentPartInputAudioParam),
+        (PastToolCall, chat.ChatCompletionMessageFunctionToolCallParam),
+        (Tool, chat.ChatCompletionFunctionToolParam),
+        (FunctionDefinition, shared_params.FunctionDefinition),
+        (StreamOptions, chat.ChatCompletionStreamOptionsParam),
+        (InputItem, responses.EasyInputMessageParam),
+        (InputItem, responses.ResponseOutputMessageParam),
+        (InputItem, responses.ResponseFunctionToolCallParam),
+        (InputPart, responses.ResponseInputTextParam),
+        (InputPart, responses.ResponseInputImageParam),
     ],
 )
 def test_every_field_of_openai_is_known(ours: type[msgspec.Struct], theirs: type) -> None:

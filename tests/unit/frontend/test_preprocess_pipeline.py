@@ -91,6 +91,18 @@ async def test_parts_of_text_are_joined_and_arguments_of_calls_are_objects() -> 
     assert text_model.render(asking(messages=messages)) == "user: a\nb\nassistant: [Bern]\nassistant: "
 
 
+async def test_a_last_message_of_the_assistant_can_be_continued() -> None:
+    text_model = await model()
+    begun = (*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "a message: "}]})
+    assert text_model.render(asking(messages=begun, continues_last=True)) == "user: hi\nassistant: a message:"
+    for messages in (HELLO, (*HELLO, {"role": "assistant", "content": " "}), (*HELLO, {"role": "assistant", "content": None})):
+        with pytest.raises(InvalidRequest, match="only a last message that is a text of the assistant"):
+            text_model.render(asking(messages=messages, continues_last=True))
+    deaf = await model(Files(b"{{ messages[0].content }}"))
+    with pytest.raises(InvalidRequest, match="cannot continue a message"):
+        deaf.render(asking(messages=begun, continues_last=True))
+
+
 async def test_the_answer_may_be_as_long_as_the_prompt_leaves_room() -> None:
     text_model = await model()
     assert (await text_model.to_generate(asking("x" * 30))).stop.max_tokens == CONTEXT - 30

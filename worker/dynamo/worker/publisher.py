@@ -52,7 +52,7 @@ _CHECK_S = 60.0
 class Bus(Protocol):
     """The part of `messaging.connection.Connection` that publishing needs."""
 
-    def publish_nowait(self, subject: str, payload: Body, reply: str = "") -> bool: ...
+    def publish_soon(self, subject: str, payload: bytes, reply: str = "") -> bool: ...
 
     @property
     def is_connected(self) -> bool: ...
@@ -122,7 +122,7 @@ class KvPublisher:
             reply = f"{self._receipts}.{update.number}"
             if len(self._unrecorded) <= _MAX_UNRECORDED:
                 self._unrecorded[update.number] = self._loop.time()
-        return self._bus.publish_nowait(self._kv_subject, payload, reply)
+        return self._bus.publish_soon(self._kv_subject, payload, reply)
 
     def record(self, receipts: str) -> None:
         """From now on updates are recorded; `receipts.N` is where the record acknowledges update N. Empty: they are not.
@@ -189,7 +189,7 @@ class KvPublisher:
         named = pack_hashes(self._accepted_before + self._accepted)
         self._accepted_before, self._accepted = self._accepted, []
         message = LoadMessage(self.model, msgspec.structs.replace(report, accepted=named))
-        self._bus.publish_nowait(self._load_subject, message_encoder.encode(message))
+        self._bus.publish_soon(self._load_subject, message_encoder.encode(message))
         self._next_report_at = self._loop.time() + REPORT_S
 
     def report_idle(self) -> None:

@@ -28,6 +28,8 @@ from dynamo.frontend.preprocess.tokenizer import Tokenizer
 
 _MANY_MESSAGES = 32
 """Longer conversations are rendered in a thread."""
+_CONTINUE = "[goes on here]"
+"""Stands for the end of a message that is to be continued, while the template is rendered."""
 _MODALITIES = {
     **dict.fromkeys(("image", "image_url", "input_image"), "image"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
@@ -132,12 +134,21 @@ class TextModel:
             raise InvalidRequest(
                 f"the conversation has {len(messages)} messages; at most {self._limits.max_messages} are taken", param="messages"
             )
-        return self._template.render(
-            [_message(message, self._info.modalities) for message in messages],
+        shaped = [_message(message, self._info.modalities) for message in messages]
+        if request.continues_last:
+            shaped[-1] = _marked(shaped[-1])
+        text = self._template.render(
+            shaped,
             tools=request.tools,
-            add_generation_prompt=request.add_generation_prompt,
+            add_generation_prompt=request.add_generation_prompt and not request.continues_last,
             variables=request.chat_template_kwargs,
         )
+        if not request.continues_last:
+            return text
+        text, marker, _ = text.rpartition(_CONTINUE)
+        if not marker:
+            raise InvalidRequest(f"the chat template of model '{self._name}' cannot continue a message", param="messages")
+        return text
 
     async def _tokens(self, request: TextRequest) -> Sequence[int]:
         prompt = request.prompt
@@ -232,6 +243,14 @@ def _message(message: Mapping[str, Any], modalities: Collection[str]) -> dict[st
     if isinstance(calls := result.get("tool_calls"), list | tuple):
         result["tool_calls"] = [_tool_call(call) for call in calls]
     return result
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with a mark where its text ends, so that what the template puts behind it can be told apart."""
+    content = message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, str) or not content.strip():
+        raise InvalidRequest("only a last message that is a text of the assistant can be continued", param="messages")
+    return {**message, "content": content.rstrip() + _CONTINUE}
 
 
 def _check_part(kind: object, modalities: Collection[str]) -> None:

@@ -26,6 +26,8 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: Sequence[Mapping[str, Any]] = ()
     chat_template_kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     add_generation_prompt: bool = True
+    continues_last: bool = False
+    """The answer goes on where the last message ends, which is a text of the assistant."""
     sampling: Sampling = Sampling()
     stop: Stop = Stop()
     stop_strings: tuple[str, ...] = ()

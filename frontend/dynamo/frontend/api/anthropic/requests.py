@@ -198,7 +198,16 @@ def conversation(request: CountRequest, llm: LlmInfo, limits: TextLimits) -> Tex
         variables["enable_thinking"] = request.thinking.type != "disabled"
     if request.output_config is not None and request.output_config.effort is not None:
         variables["reasoning_effort"] = request.output_config.effort
-    return TextRequest(model=request.model, messages=messages, media=tuple(media), tools=tools, chat_template_kwargs=variables)
+    last = messages[-1] if messages else {}
+    beginning = last.get("content") if last.get("role") == "assistant" and "tool_calls" not in last else None
+    return TextRequest(
+        model=request.model,
+        messages=messages,
+        media=tuple(media),
+        tools=tools,
+        chat_template_kwargs=variables,
+        continues_last=isinstance(beginning, str) and bool(beginning.strip()),
+    )
 
 
 def _chars(message: Mapping[str, Any]) -> int:

@@ -141,6 +141,7 @@ class ContentPart(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True,
     refusal: str | None = None
     image_url: ImageUrl | None = None
     input_audio: InputAudio | None = None
+    prompt_cache_breakpoint: Annotated[Json, Meta(description="Accepted; prompts are cached by themselves.")] | None = None
 
 
 class CalledFunction(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -219,6 +220,7 @@ class ChatRequest(Sampled, kw_only=True, frozen=True, forbid_unknown_fields=True
     # Beyond OpenAI
     chat_template_kwargs: Json | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[bool, Meta(description="The answer goes on where the last message ends.")] | None = None
 
     def refused(self) -> dict[str, str]:
         """Fields that are set although they cannot be served, each with what to say."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.openai.requests import (
@@ -37,6 +37,7 @@ class InputPart(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     file_id: str | None = None
     detail: Literal["auto", "low", "high"] | None = None
     input_audio: InputAudio | None = None
+    prompt_cache_breakpoint: Json | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
@@ -55,6 +56,8 @@ class InputItem(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     encrypted_content: str | None = None
+    caller: Json | None = None
+    is_async: bool | None = field(name="async", default=None)
 
 
 class ResponseTool(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

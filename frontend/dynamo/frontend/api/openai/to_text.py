@@ -58,6 +58,10 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
     llm = llm_of(card)
     if not request.logprobs and request.top_logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise InvalidRequest(
+            "'continue_final_message' and 'add_generation_prompt' cannot go together", param="continue_final_message"
+        )
     _at_most("top_logprobs", request.top_logprobs, limits.max_logprobs)
     text = _common(request, limits)
     text = msgspec.structs.replace(text, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
@@ -100,6 +104,7 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
             tools=tools,
             chat_template_kwargs=variables,
             add_generation_prompt=request.add_generation_prompt is not False,
+            continues_last=bool(request.continue_final_message),
         )
     return Asked(texts=(text,), parsers=kinds, tools=tools, n=text.n)
 
@@ -173,6 +178,7 @@ def messages_to_text(
                 chars += len(part.text or part.refusal or "")
                 plain["content"][place] = {"type": "text", "text": part.text or part.refusal or ""}
             elif kind in llm.modalities:
+                plain["content"][place].pop("prompt_cache_breakpoint", None)
                 media.append(plain["content"][place])
             else:
                 raise InvalidRequest(f"the model takes no {kind}; there is one in the messages", param=there)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from time import perf_counter
@@ -166,8 +165,11 @@ class SimEngine:
                 rank.streams[sequence] = (stream, index)
                 stream.choices.append(sequence)
             rank.work.set()
-            async with aclosing(self._deltas(stream, request)) as deltas:
-                async for delta in deltas:
+            unfinished = request.n
+            while unfinished:
+                for delta in await self._deltas(stream, request):
+                    if delta.finish_reason is not None:
+                        unfinished -= 1
                     yield delta
             yield self._summary(stream, request)
         finally:
@@ -176,31 +178,29 @@ class SimEngine:
                     rank.aborted.append(sequence)
                     rank.work.set()
 
-    async def _deltas(self, stream: _Stream, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        open_choices = request.n
-        loop = asyncio.get_running_loop()
-        while open_choices:
-            if not stream.new and not stream.finished:
-                if stream.error is not None:
-                    raise stream.error
-                stream.waiter = loop.create_future()
-                await stream.waiter
-                stream.waiter = None
+    async def _deltas(self, stream: _Stream, request: GenerateRequest) -> list[Delta]:
+        """What was made since the last call, at least one delta. A list, as a generator in a generator costs more per token."""
+        while not stream.new and not stream.finished:
+            if stream.error is not None:
+                raise stream.error
+            stream.waiter = asyncio.get_running_loop().create_future()
+            await stream.waiter
+            stream.waiter = None
+        new, stream.new = stream.new, {}
+        finished, stream.finished = stream.finished, []
+        deltas: list[Delta] = []
+        for index, tokens in new.items():
+            logprobs = None if request.logprobs is None else [_logprobs(token, request.logprobs) for token in tokens]
+            if index not in finished:
+                deltas.append(Delta(tuple(tokens), index, None, logprobs))
                 continue
-            new, stream.new = stream.new, {}
-            finished, stream.finished = stream.finished, []
-            open_choices -= len(finished)
-            for index, tokens in new.items():
-                logprobs = None if request.logprobs is None else [_logprobs(token, request.logprobs) for token in tokens]
-                if index not in finished:
-                    yield Delta(tuple(tokens), index, None, logprobs)
-                    continue
-                finished.remove(index)
-                choice = stream.choices[index]
-                yield Delta(tuple(tokens), index, choice.finish_reason, logprobs, choice.stop_token)
-            for index in finished:
-                choice = stream.choices[index]
-                yield Delta((), index, choice.finish_reason, None, choice.stop_token)
+            finished.remove(index)
+            choice = stream.choices[index]
+            deltas.append(Delta(tuple(tokens), index, choice.finish_reason, logprobs, choice.stop_token))
+        for index in finished:
+            choice = stream.choices[index]
+            deltas.append(Delta((), index, choice.finish_reason, None, choice.stop_token))
+        return deltas
 
     def _check(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest for what this engine cannot take."""

@@ -1,0 +1,51 @@
+"""Requests that wait in line at a real frontend while its only worker is busy."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import httpx2
+import pytest
+
+from tests.support.processes import FrontendProcess, frontend, worker
+from tests.support.servers import EtcdServer, NatsServer
+
+QUEUE = ("--router-mode", "kv", "--active-decode-blocks-threshold", "0.01", "--router-queue-size", "1")
+BUSY = {"model": "sim", "prompt": "some words that fill blocks, " * 20, "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+SHORT = {"model": "sim", "prompt": "others", "max_tokens": 2}
+
+
+async def waiting(client: httpx2.AsyncClient) -> int:
+    found = re.search(r'^dynamo_frontend_router_queue_requests\{model="sim"\} (\S+)$', (await client.get("/metrics")).text, re.M)
+    return int(float(found[1])) if found else 0
+
+
+def client_of(front: FrontendProcess) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30)
+
+
+@pytest.mark.timeout(90)
+async def test_one_waits_until_there_is_room_and_one_more_is_told_to_come_back(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with (
+        worker(etcd_server, nats_server, namespace, "--model", "sim:blocks=1000,context=200000,speedup=0.5"),
+        frontend(etcd_server.endpoint, nats_server.url, namespace, *QUEUE) as front,
+        client_of(front) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await front.serves("sim")
+        async with client.stream("POST", "/v1/completions", json=BUSY) as answer:
+            await anext(answer.aiter_lines())
+            in_line = tasks.create_task(client.post("/v1/completions", json=SHORT))
+            async with asyncio.timeout(20):
+                while await waiting(client) != 1:
+                    await asyncio.sleep(0.02)
+            refused = await client.post("/v1/completions", json=SHORT)
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["message"] == "1 requests wait for model 'sim', and no more may"
+            assert not in_line.done()
+        assert (await in_line).status_code == 200  # the long one was left: there is room
+        assert await waiting(client) == 0
