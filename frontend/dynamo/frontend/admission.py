@@ -179,7 +179,7 @@ class AdmissionQueue:
         if len(line) >= self._size:
             line.refused("full")
             wait_s = len(line) * line.interval_s
-            raise Overloaded(f"{len(line)} requests wait for model '{model}', and no more may", retry_after_s=max(1.0, wait_s))
+            raise Overloaded(f"the queue for model '{model}' is full: {len(line)} waiting", retry_after_s=max(1.0, wait_s))
         if deadline is not None:
             wait_s = line.before(key) * line.interval_s
             left_s = deadline - self._loop.time()

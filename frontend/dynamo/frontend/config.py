@@ -636,7 +636,7 @@ class DisaggregationOptions:
         flags=("--disagg-min-prompt-tokens",),
         env=("DYN_DISAGG_MIN_PROMPT_TOKENS",),
         minimum=0,
-        help="Prompts of which a decode instance lacks fewer tokens are computed there: moving their KV blocks would take longer.",
+        help="Prompts of which a decode instance lacks fewer tokens are computed there: moving KV blocks would take longer.",
     )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import re
 import secrets
+import shutil
 import signal
 import ssl
 import sys
@@ -18,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx2
 import nats
@@ -27,6 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo.common.messaging.connection import NatsConfig, connect_nats
 from dynamo.common.messaging.kv_stream import KvStream
+from dynamo.common.security.keys import entry_for, make_key
 from dynamo.local.servers import etcd_binary, nats_binary
 from tests.support.manifests import (
     DEPLOY,
@@ -39,6 +42,7 @@ from tests.support.manifests import (
     render,
     workloads,
 )
+from tests.support.repositories import python_model
 
 PASSWORDS = {"frontend-password": "p4frontends", "worker-password": "p4workers"}
 OVERLAYS = DEPLOY / "k8s" / "overlays"
@@ -65,6 +69,17 @@ class Pod:
     process: asyncio.subprocess.Process
     lines: list[str] = field(default_factory=list)
 
+    @property
+    def scheme(self) -> str:
+        """Of the port that probes ask."""
+        return str(self.placed.container.spec["livenessProbe"]["httpGet"].get("scheme", "HTTP")).lower()
+
+    def client(self, port: str, key: str = "") -> httpx2.AsyncClient:
+        """For one of its HTTP ports, with an API key if there is one."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = f"{self.scheme}://{self.address}:{self.placed.container.port(port)}"
+        return httpx2.AsyncClient(base_url=url, headers=headers, verify=False)
+
     def log(self) -> str:
         return "\n".join(self.lines[-60:])
 
@@ -76,8 +91,8 @@ class Pod:
     async def probe(self, kind: str) -> int:
         """Status that a probe of the manifest sees; 0 if nobody answers."""
         get = self.placed.container.spec[kind]["httpGet"]
-        url = f"http://{self.address}:{self.placed.container.port(get['port'])}{get['path']}"
-        async with httpx2.AsyncClient() as client:
+        url = f"{self.scheme}://{self.address}:{self.placed.container.port(get['port'])}{get['path']}"
+        async with httpx2.AsyncClient(verify=False) as client:  # as the kubelet, which checks no certificates
             try:
                 return (await client.get(url, timeout=5)).status_code
             except httpx2.TransportError:
@@ -160,14 +175,29 @@ async def running(placed: Placed, address: str) -> AsyncIterator[Pod]:
 
 
 @asynccontextmanager
-async def fleet(overlay: str, folder: Path, *, tls: bool = False) -> AsyncIterator[Fleet]:
-    """All pods of an overlay, one of each Deployment, started at the same time and ready by their own probes."""
+async def fleet(
+    overlay: str,
+    folder: Path,
+    *,
+    tls: bool = False,
+    secrets_given: Mapping[str, Files] = MappingProxyType({}),
+    models: Path | None = None,
+) -> AsyncIterator[Fleet]:
+    """All pods of an overlay, one of each Deployment, started at the same time and ready by their own probes.
+
+    `models` is what lies on the volume that is mounted at /models.
+    """
     manifests = render(OVERLAYS / overlay)
     net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"
     given: dict[str, Files] = {} if of_kind(manifests, "Secret") else {"dynamo-nats-auth": PASSWORDS}
+    given |= secrets_given
     if tls:
         given |= certificates(net)
     placed = place(tuple(one_of_each(manifest) for manifest in manifests), given, folder, net)
+    if models is not None:
+        for pod, _ in placed.values():
+            if "/models" in pod.container.mounts:
+                shutil.copytree(models, pod.localise("/models"))
     async with AsyncExitStack() as stack:
         pods = {name: await stack.enter_async_context(running(*found)) for name, found in placed.items()}
         try:
@@ -212,7 +242,7 @@ def certificates(net: str) -> dict[str, Files]:
 
 async def ask(pod: Pod, question: str = "Say one word.") -> str:
     """One chat completion."""
-    async with httpx2.AsyncClient(base_url=f"http://{pod.address}:{pod.placed.container.port('http')}") as client:
+    async with pod.client("http") as client:
         [model] = (await client.get("/v1/models")).json()["data"]
         body = {"model": model["id"], "messages": [{"role": "user", "content": question}], "max_tokens": 4}
         answer = await client.post("/v1/chat/completions", json=body, timeout=60)
@@ -231,9 +261,17 @@ def shown_metrics(*dashboards: str) -> set[str]:
     }
 
 
+async def count(pod: Pod, name: str) -> float:
+    """Sum of a metric over its labels, at a worker's status port."""
+    async with pod.client("status") as client:
+        text = (await client.get("/metrics")).text
+    families = text_string_to_metric_families(text)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
 async def scraped(pod: Pod, port: str) -> set[str]:
     """Families of metrics that a Prometheus would see."""
-    async with httpx2.AsyncClient(base_url=f"http://{pod.address}:{pod.placed.container.port(port)}") as client:
+    async with pod.client(port) as client:
         text = (await client.get("/metrics")).text
     return {family.name for family in text_string_to_metric_families(text)}
 
@@ -285,6 +323,33 @@ async def test_the_tls_overlay_serves_over_three_etcd_and_three_nats(folder: Pat
         certificate = await asyncio.to_thread(ssl.get_server_certificate, address)
         assert certificate.strip() in frontend.placed.container.mounts["/etc/dynamo/tls"]["tls.crt"].strip()
         assert await is_refused_without_certificate(found.hosts["dynamo-etcd"])
+
+
+async def test_the_disaggregated_overlay_computes_prompts_in_one_pool_and_answers_in_the_other(folder: Path) -> None:
+    async with fleet("disaggregated", folder) as found:
+        [frontend] = found.named("frontend")
+        pools = {pod.placed.container.command[-1]: pod for pod in found.named("worker")}
+        assert pools.keys() == {"--role=prefill", "--role=decode"}
+        assert await ask(frontend)
+        assert_nobody_was_refused(found)
+        assert await count(pools["--role=prefill"], "dynamo_component_requests_total") == 1
+        assert await count(pools["--role=decode"], "dynamo_component_requests_total") == 1
+
+
+async def test_the_repository_overlay_serves_what_lies_on_the_volume_to_those_with_a_key(folder: Path, tmp_path: Path) -> None:
+    key = make_key()
+    given = {"dynamo-api-keys": {"keys.yaml": entry_for(key, "caller")}}
+    python_model(tmp_path / "models", "double")
+    async with fleet("repository", folder, secrets_given=given, models=tmp_path / "models") as found:
+        [frontend] = found.named("frontend")
+        async with frontend.client("http") as client:
+            assert (await client.get("/v2/models/double")).status_code == 401
+        async with frontend.client("http", key) as client:
+            body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}]}
+            answer = await client.post("/v2/models/double/infer", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["outputs"][0]["data"] == [2, 4]
+        assert_nobody_was_refused(found)
 
 
 async def test_a_nats_of_the_manifests_stops_as_its_pod_is_told_to(folder: Path) -> None:

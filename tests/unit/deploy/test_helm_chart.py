@@ -27,7 +27,18 @@ import yaml
 from dynamo.common.config import load
 from dynamo.frontend.config import FrontendConfig, RouterMode
 from dynamo.worker.config import WorkerConfig
-from tests.support.manifests import BASE, DEPLOY, Manifest, Placed, manifest_files, parse, pod_containers, render, workloads
+from tests.support.manifests import (
+    BASE,
+    DEPLOY,
+    Manifest,
+    Placed,
+    manifest_files,
+    of_kind,
+    parse,
+    pod_containers,
+    render,
+    workloads,
+)
 
 CHART = DEPLOY / "helm" / "dynamo"
 DEFAULTS: Mapping[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -35,8 +46,11 @@ SCHEMA: Mapping[str, Any] = json.loads((CHART / "values.schema.json").read_text(
 PYTHON = os.environ.get("HELM_PYTHON") or (sys.executable if find_spec("helm_python") else None)
 SECRETS = {
     "dynamo-nats-auth": {"frontend-password": "pf", "worker-password": "pw"},
+    "keys": {"keys.yaml": "[]"},
     "front-tls": {"tls.crt": "certificate", "tls.key": "key"},
 }
+
+MONITORED: Mapping[str, Any] = {"podMonitor": {"enabled": True, "apiKeySecret": "metrics-key"}}
 
 rendering = pytest.mark.skipif(
     PYTHON is None, reason="helm-python-sdk is not installed; HELM_PYTHON can name a Python that has it"
@@ -88,6 +102,8 @@ def test_the_defaults_fit_the_schema() -> None:
         {"frontend": {"routerMode": "best"}},
         {"frontend": {"replicas": 3}},
         {"frontend": {"extraArgs": ["router-mode=kv"]}},
+        {"frontend": {"httpTls": True}},
+        {"frontend": {"apiKeysSecret": "Keys"}},
         {"pools": {"default": {"models": []}}},
         {"pools": {"Default_": {"models": ["echo"], "resources": {"requests": {"cpu": 1}}}}},
         {"etcd": {"enabled": False}},
@@ -126,6 +142,8 @@ def test_the_defaults_install_what_the_base_does() -> None:
     "change",
     [
         {"frontend": {"tlsSecret": "front-tls", "service": {"type": "LoadBalancer", "annotations": {"a": "b"}}}},
+        {"frontend": {"tlsSecret": "front-tls", "httpTls": True}},
+        {"frontend": {"apiKeysSecret": "keys"}},
         {
             "etcd": {"enabled": False, "endpoints": ["https://etcd.example:2379"]},
             "nats": {"enabled": False, "servers": ["nats://n:4222"]},
@@ -162,6 +180,18 @@ def test_other_values_make_valid_objects_that_our_programs_understand(change: Ma
                 assert load(FrontendConfig, placed.command[1:], placed.environment, program="f").grpc.wanted
             elif container.command[0] == "dynamo-worker":
                 assert load(WorkerConfig, placed.command[1:], placed.environment, program="w").models
+
+
+@rendering
+def test_with_http_over_tls_probes_and_scrapes_use_it_too() -> None:
+    manifests = helm({"frontend": {"tlsSecret": "front-tls", "httpTls": True, "apiKeysSecret": "keys"}} | MONITORED)
+    [frontend] = [found for found in workloads(manifests) if found["metadata"]["name"] == "dynamo-frontend"]
+    [container] = frontend["spec"]["template"]["spec"]["containers"]
+    assert {container[probe]["httpGet"]["scheme"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")} == {"HTTPS"}
+    assert {"DYN_HTTP_TLS_CERT_FILE", "DYN_API_KEYS_FILE"} <= {variable["name"] for variable in container["env"]}
+    [endpoint] = of_kind(manifests, "PodMonitor")["dynamo-frontend"]["spec"]["podMetricsEndpoints"]
+    assert endpoint["scheme"] == "https"
+    assert endpoint["authorization"]["credentials"] == {"name": "metrics-key", "key": "key"}
 
 
 @rendering

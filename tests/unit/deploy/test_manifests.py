@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from tests.support.manifests import (
 CERTIFICATE: Files = {"tls.crt": "certificate", "tls.key": "key", "ca.crt": "authority"}
 SECRETS: Mapping[str, Files] = {
     "dynamo-nats-auth": {"frontend-password": "pf", "worker-password": "pw"},
+    "dynamo-api-keys": {"keys.yaml": "[]"},
     **dict.fromkeys(("dynamo-frontend-tls", "dynamo-client-tls", "dynamo-etcd-tls", "dynamo-nats-tls"), CERTIFICATE),
 }
 CLOSE_S = 10
@@ -63,7 +66,7 @@ def config_of(found: Placed) -> FrontendConfig | WorkerConfig | None:
 
 
 def test_all_overlays_are_found() -> None:
-    assert {"dev", "disaggregated", "gpu", "tls"} <= {folder.name for folder in OVERLAYS}
+    assert {"dev", "disaggregated", "gpu", "repository", "tls"} <= {folder.name for folder in OVERLAYS}
 
 
 @folders
@@ -93,7 +96,7 @@ def test_our_programs_understand_the_flags_and_variables_they_are_given(folder: 
             assert str(config.cache_dir).startswith(str(tmp_path)), "the cache lies outside of what can be written"
             namespaces.add(config.namespace)
         else:
-            assert config.models
+            assert config.models or config.repository.folders
             namespaces.add(config.served_endpoint.namespace)
     assert len(namespaces) == 1, "frontends do not see the workers"
 
@@ -225,3 +228,11 @@ def test_images_start_our_programs_as_a_user_without_rights() -> None:
         if workload["kind"] == "Deployment"
     }
     assert uids == {65532}
+
+
+def test_images_have_what_our_programs_can_use() -> None:
+    stages = re.findall(r"^FROM \S+ AS (build-\w+)$(.*?)(?=^FROM )", (DEPLOY / "Dockerfile").read_text(), re.M | re.S)
+    installed = {name: set(re.findall(r"whl\)\[([a-z,]+)\]", text)[0].split(",")) for name, text in stages}
+    assert installed == {"build-frontend": {"fast", "otel"}, "build-worker": {"llama", "onnx", "otel", "store"}}
+    extras = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set().union(*installed.values()) <= extras.keys()

@@ -117,7 +117,7 @@ async def test_one_more_than_may_wait_is_refused_at_once_and_told_when_to_come_b
     fleet = Fleet(2)
     tasks = [fleet.ask(name) for name in "abc"]
     await asyncio.sleep(0.1)
-    with pytest.raises(Overloaded, match="2 requests wait for model 'adder', and no more may") as refused:
+    with pytest.raises(Overloaded, match="the queue for model 'adder' is full: 2 waiting") as refused:
         await fleet.ask("d")
     assert refused.value.retry_after_s is not None and refused.value.retry_after_s >= 1
     for _ in tasks:

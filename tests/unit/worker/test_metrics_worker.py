@@ -42,7 +42,7 @@ class Busy:
         yield Summary(prompt_tokens=8, output_tokens=2, cached_tokens=6, queue_ms=4.0, prefill_ms=40.0)
 
     def load(self) -> Load:
-        return Load(waiting=2, running=3, active_blocks=30, total_blocks=120)
+        return Load(waiting=2, running=3, active_blocks=30, total_blocks=120, queued_prefill_tokens=700)
 
     async def close(self) -> None:
         return
@@ -117,6 +117,7 @@ async def test_a_scrape_asks_the_engine_how_busy_it_is(registry: CollectorRegist
     engine = Busy()
     service(registry, engine, await engine.start())
     assert (read("waiting_requests"), read("running_requests")) == (2, 3)
+    assert read("queued_prefill_tokens") == 700
     assert (read("active_blocks"), read("total_blocks")) == (30, 120)
     assert read("gpu_cache_usage_percent") == 0.25
 

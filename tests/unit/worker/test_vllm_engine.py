@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import struct
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from dynamo.common.errors import DynamoError, InvalidRequest, Unavailable
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, Role
+from dynamo.common.protobuf_wire import delimited
+from dynamo.common.sentencepiece import CONTROL, NORMAL, UNKNOWN
 from dynamo.worker.config import EngineKind
 from dynamo.worker.engine.base import Context, MayFail
 from dynamo.worker.engine.echo import byte_tokenizer
@@ -86,6 +90,22 @@ async def test_the_card_comes_from_the_models_files(started: Started) -> None:
     assert [llm.tokenizer, llm.chat_template] == [sha256(file).hexdigest() for file in started.engine.files()]
     assert started.tokenizer.token_to_id("<s>") == BOS
     assert "add_generation_prompt" in started.engine.files()[1].decode()
+
+
+def test_a_sentencepiece_model_is_read_where_the_library_has_no_fast_tokenizer(tmp_path: Path) -> None:
+    def piece(text: str, score: float, kind: int) -> bytes:
+        return delimited(b"\x0a", delimited(b"\x0a", text.encode()) + b"\x15" + struct.pack("<f", score) + bytes((0x18, kind)))
+
+    pieces = (("<unk>", 0, UNKNOWN), ("<s>", 0, CONTROL), ("▁", -3, NORMAL), ("a", -2, NORMAL), ("▁a", -1, NORMAL))
+    is_bpe = delimited(b"\x12", b"\x18\x02")
+    model = tmp_path / "tokenizer.model"
+    model.write_bytes(b"".join(piece(*each) for each in pieces) + is_bpe)
+    from dynamo.worker.engine.vllm import _tokenizer_files
+
+    slow = SimpleNamespace(vocab_file=str(model), add_bos_token=True, chat_template="{{ messages }}")
+    file, template = _tokenizer_files(slow)
+    assert Tokenizer.from_buffer(file).encode("a a").tokens == ["<s>", "▁a", "▁a"]
+    assert template == b"{{ messages }}"
 
 
 async def test_the_end_of_text_ends_an_answer_and_is_no_part_of_it(started: Started) -> None:

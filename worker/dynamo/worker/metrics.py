@@ -39,6 +39,7 @@ class WorkerMetrics:
         self.errors = self._counter("errors", "Requests that failed.", (*_BY_MODEL, "error_type"))
         self.waiting = self._gauge("waiting_requests", "Requests waiting for the engine.")
         self.running = self._gauge("running_requests", "Requests the engine works on.")
+        self.queued_tokens = self._gauge("queued_prefill_tokens", "Prompt tokens that the engine has yet to compute.")
         self.total_blocks = self._gauge("total_blocks", "Blocks of the KV cache.")
         self.active_blocks = self._gauge("active_blocks", "Blocks of the KV cache in use by running requests.")
         self.cache_usage = self._gauge("gpu_cache_usage_percent", "Used share of the KV cache, 0 to 1.")
@@ -104,6 +105,7 @@ class WorkerModelMetrics:
         worker, labels = self._worker, self._labels
         worker.waiting.labels(*labels).set_function(lambda: load().waiting)
         worker.running.labels(*labels).set_function(lambda: load().running)
+        worker.queued_tokens.labels(*labels).set_function(lambda: load().queued_prefill_tokens)
         worker.total_blocks.labels(*labels).set_function(lambda: load().total_blocks)
         worker.active_blocks.labels(*labels).set_function(lambda: load().active_blocks)
         worker.cache_usage.labels(*labels).set_function(lambda: _share(load().active_blocks, load().total_blocks))

@@ -158,16 +158,23 @@ class SimEngine:
         stream = _Stream()
         # What is left over ends with the iterator, however it ends: at the end, by an error, or closed by the caller.
         try:
-            loop_time = asyncio.get_running_loop().time
+            loop = asyncio.get_running_loop()
             for index in range(request.n):
                 sequence = self._sequence(request, hashes, space, index)
-                rank.scheduler.add(sequence, loop_time())
+                rank.scheduler.add(sequence, loop.time())
                 rank.streams[sequence] = (stream, index)
                 stream.choices.append(sequence)
             rank.work.set()
             unfinished = request.n
             while unfinished:
-                for delta in await self._deltas(stream, request):
+                if not stream.new and not stream.finished:
+                    if stream.error is not None:
+                        raise stream.error
+                    stream.waiter = loop.create_future()
+                    await stream.waiter
+                    stream.waiter = None
+                    continue
+                for delta in _take(stream, request.logprobs):
                     if delta.finish_reason is not None:
                         unfinished -= 1
                     yield delta
@@ -177,30 +184,6 @@ class SimEngine:
                 if rank.streams.pop(sequence, None) is not None:
                     rank.aborted.append(sequence)
                     rank.work.set()
-
-    async def _deltas(self, stream: _Stream, request: GenerateRequest) -> list[Delta]:
-        """What was made since the last call, at least one delta. A list, as a generator in a generator costs more per token."""
-        while not stream.new and not stream.finished:
-            if stream.error is not None:
-                raise stream.error
-            stream.waiter = asyncio.get_running_loop().create_future()
-            await stream.waiter
-            stream.waiter = None
-        new, stream.new = stream.new, {}
-        finished, stream.finished = stream.finished, []
-        deltas: list[Delta] = []
-        for index, tokens in new.items():
-            logprobs = None if request.logprobs is None else [_logprobs(token, request.logprobs) for token in tokens]
-            if index not in finished:
-                deltas.append(Delta(tuple(tokens), index, None, logprobs))
-                continue
-            finished.remove(index)
-            choice = stream.choices[index]
-            deltas.append(Delta(tuple(tokens), index, choice.finish_reason, logprobs, choice.stop_token))
-        for index in finished:
-            choice = stream.choices[index]
-            deltas.append(Delta((), index, choice.finish_reason, None, choice.stop_token))
-        return deltas
 
     def _check(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest for what this engine cannot take."""
@@ -351,6 +334,25 @@ class SimEngine:
         for stream, _ in rank.streams.values():
             stream.error = error
             stream.wake()
+
+
+def _take(stream: _Stream, alternatives: int | None) -> list[Delta]:
+    """What was made since the last call. No generator, each of which costs more per token than all of this."""
+    new, stream.new = stream.new, {}
+    finished, stream.finished = stream.finished, []
+    deltas: list[Delta] = []
+    for index, tokens in new.items():
+        logprobs = None if alternatives is None else [_logprobs(token, alternatives) for token in tokens]
+        if index not in finished:
+            deltas.append(Delta(tuple(tokens), index, None, logprobs))
+            continue
+        finished.remove(index)
+        choice = stream.choices[index]
+        deltas.append(Delta(tuple(tokens), index, choice.finish_reason, logprobs, choice.stop_token))
+    for index in finished:
+        choice = stream.choices[index]
+        deltas.append(Delta((), index, choice.finish_reason, None, choice.stop_token))
+    return deltas
 
 
 def _logprobs(token: int, alternatives: int) -> list[tuple[int, float]]:
