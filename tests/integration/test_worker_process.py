@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -16,7 +18,7 @@ import pytest
 
 from dynamo.common.directory import Directory, open_directory
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unavailable
 from dynamo.common.etcd import EtcdConfig, connect_etcd
 from dynamo.common.messaging.client import RequestClient, open_client
 from dynamo.common.messaging.connection import Connection, NatsConfig, connect_nats
@@ -29,7 +31,7 @@ from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import Context, TensorAnswer
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens
 from dynamo.worker.engine.python import PythonEngine, Tensor
-from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.servers import EtcdServer, NatsServer, free_ports, start_nats
 
 
 class Caller:
@@ -121,6 +123,29 @@ async def test_one_process_serves_several_models_and_leaves_in_order(
         assert (await slow).raw_output_contents == answer.raw_output_contents
         async with asyncio.timeout(10):
             assert await process.wait() == 0
+
+
+async def test_files_of_models_are_stored_again_in_a_nats_that_lost_them(
+    etcd_server: EtcdServer, namespace: str, tmp_path: Path
+) -> None:
+    async with (
+        start_nats(tmp_path / "nats") as nats,
+        calling(etcd_server, nats, namespace) as caller,
+        worker_process(etcd_server, nats, namespace, "--model", "echo:llm", "--model-name=words"),
+    ):
+        [words] = await caller.instances("words", 1)
+        assert words.card.llm is not None
+        key = words.card.llm.tokenizer
+        await nats.stop()
+        shutil.rmtree(tmp_path / "nats" / "jetstream")
+        await nats.restart()
+        async with asyncio.timeout(20):
+            for attempt in itertools.count():  # another cache each time: only the store may have it
+                try:
+                    await FileStore(caller.nats, tmp_path / f"cache-{attempt}").get(key)
+                    return
+                except Unavailable:
+                    await asyncio.sleep(0.1)
 
 
 async def test_no_request_fails_when_a_worker_is_told_to_stop_under_load(

@@ -261,12 +261,12 @@ def shown_metrics(*dashboards: str) -> set[str]:
     }
 
 
-async def count(pod: Pod, name: str) -> float:
-    """Sum of a metric over its labels, at a worker's status port."""
-    async with pod.client("status") as client:
+async def count(pod: Pod, port: str, name: str) -> int:
+    """Sum of a metric over its labels."""
+    async with pod.client(port) as client:
         text = (await client.get("/metrics")).text
     families = text_string_to_metric_families(text)
-    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+    return int(sum(sample.value for family in families for sample in family.samples if sample.name == name))
 
 
 async def scraped(pod: Pod, port: str) -> set[str]:
@@ -330,10 +330,11 @@ async def test_the_disaggregated_overlay_computes_prompts_in_one_pool_and_answer
         [frontend] = found.named("frontend")
         pools = {pod.placed.container.command[-1]: pod for pod in found.named("worker")}
         assert pools.keys() == {"--role=prefill", "--role=decode"}
+        await frontend.until(lambda: count(frontend, "http", "dynamo_frontend_model_instances"), lambda seen: seen == 2, 20)
         assert await ask(frontend)
         assert_nobody_was_refused(found)
-        assert await count(pools["--role=prefill"], "dynamo_component_requests_total") == 1
-        assert await count(pools["--role=decode"], "dynamo_component_requests_total") == 1
+        assert await count(pools["--role=prefill"], "status", "dynamo_component_requests_total") == 1
+        assert await count(pools["--role=decode"], "status", "dynamo_component_requests_total") == 1
 
 
 async def test_the_repository_overlay_serves_what_lies_on_the_volume_to_those_with_a_key(folder: Path, tmp_path: Path) -> None:

@@ -226,6 +226,7 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
         runtime.nats_connected.set_function(lambda: nats.is_connected)
         etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
         await _store_files(models, nats)
+        await stack.enter_async_context(running(_store_files_again(service, nats), "model files"))
         tracked = [(model.card.name, model.engine) for model in models if isinstance(model.engine, TracksKv)]
         record = KvStream(nats) if config.durable_kv_events else None
         publishers = await stack.enter_async_context(publishing(nats, endpoint, instance, tracked, record))
@@ -307,6 +308,15 @@ async def _store_files(models: Sequence[ServedModel], nats: Connection) -> None:
                     log.warning("model %s waits for its files to be stored: %s", model.card.name, error)
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def _store_files_again(service: Service, nats: Connection) -> None:
+    """Stores them after each reconnect: the NATS that is back may have lost what it held."""
+    reconnected = asyncio.Event()
+    nats.on_reconnect(reconnected.set)
+    while await reconnected.wait():
+        reconnected.clear()
+        await _store_files(service.models, nats)
 
 
 async def _finish(control: RepositoryControl, timeout_s: float) -> None:

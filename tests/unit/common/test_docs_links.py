@@ -1,0 +1,133 @@
+"""The documentation names only what exists: links and anchors, flags, variables, files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from dynamo.common.config import markdown_table, variables
+from dynamo.frontend.config import FrontendConfig
+from dynamo.local.config import LocalConfig
+from dynamo.local.replay.config import ReplayConfig
+from dynamo.worker.config import WorkerConfig
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+CONFIGS = (FrontendConfig, WorkerConfig, LocalConfig, ReplayConfig)
+FOLDERS = ("protos", "common", "frontend", "worker", "tests", "docs", "deploy", "examples", "benchmarks")
+
+FLAGS_OF_OTHERS = {
+    "vLLM": "--dtype --enforce-eager --gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-transfer-config"
+    " --max-lora-rank --quantization --scheduling-policy --tensor-parallel-size",
+    "NVIDIA Dynamo": "--dyn-chat-processor --frontend-route-extension --grpc-metrics-port --metrics-prefix --migration-max-seq-len"
+    " --reasoning-field-name --router-event-threads --router-min-initial-workers --router-policy-config"
+    " --router-predicted-ttl-secs --serve-indexer --use-remote-indexer",
+    "Triton": "--backend-config --disable-auto-complete-config --exit-timeout-secs",
+    "kubectl, helm, docker": "--all --build-arg --for --from-file --from-literal --set --target --timeout",
+    "curl, etcdctl, pip, mypy": "--cacert --cert --key --prefix --no-deps --strict",
+}
+VARIABLES_OF_OTHERS = {
+    "NVIDIA Dynamo": "DYN_DISABLE_FRONTEND_ADMIN_API DYN_HTTP_BODY_LIMIT_MB DYN_HTTP_OVERLOAD_STATUS_CODE"
+    " DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS DYN_LOGGING_JSONL",
+}
+
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`+[^`\n]+`+")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FLAG = re.compile(r"(?<![\w-])--[a-z](?:[a-z0-9-]*[a-z0-9])?(?![\w…-])")
+VARIABLE = re.compile(r"\bDYN(?:AMO)?_[A-Z0-9_]*[A-Z0-9](?![\w…])")
+ARGUMENT = re.compile(r'add_argument\(\s*"(?:-\w", ")?(--[a-z-]+)"')
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that headings get: lower case, without punctuation, with hyphens for spaces, numbered when repeated."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ +(.+)$", FENCED.sub("", page.read_text()), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+        again = found.count(slug)
+        found.append(f"{slug}-{again}" if again else slug)
+    return set(found)
+
+
+def known_flags() -> set[str]:
+    found = {"--help", "--version", "--config"}
+    for config in CONFIGS:
+        found.update(re.findall(r"`(--[a-z0-9-]+)`", markdown_table(config)))
+    for folder in ("common", "worker", "benchmarks"):
+        for source in (ROOT / folder).rglob("*.py"):
+            found.update(ARGUMENT.findall(source.read_text()))
+    return found
+
+
+def known_variables() -> set[str]:
+    return {"DYN_CONFIG"}.union(*(variables(config) for config in CONFIGS))
+
+
+def of_others(listed: dict[str, str]) -> set[str]:
+    return set(" ".join(listed.values()).split())
+
+
+def missing(names: Iterable[str], *known: set[str]) -> list[str]:
+    return sorted(set(names).difference(*known))
+
+
+def exists(name: str) -> bool:
+    """Whether a file or folder has this name, or one that ends so; `…` stands for folders, and `.py` may be left out."""
+    top, _, rest = name.rstrip("/").replace("…", "**").partition("/")
+    return any(any(ROOT.glob(f"{top}/{within}{rest}{ending}")) for within in ("", "dynamo/*/") for ending in ("", ".py"))
+
+
+@pages
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(INLINE.sub("", FENCED.sub("", page.read_text()))):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pages
+def test_flags_exist(page: Path) -> None:
+    assert missing(FLAG.findall(page.read_text()), known_flags(), of_others(FLAGS_OF_OTHERS)) == []
+
+
+@pages
+def test_variables_exist(page: Path) -> None:
+    assert missing(VARIABLE.findall(page.read_text()), known_variables(), of_others(VARIABLES_OF_OTHERS)) == []
+
+
+@pages
+def test_files_exist(page: Path) -> None:
+    for span in INLINE.findall(FENCED.sub("", page.read_text())):
+        for name in span.strip("`").split():
+            top, slash, _ = name.partition("/")
+            if slash and top in FOLDERS and re.fullmatch(r"[\w./…*-]+", name):
+                assert exists(name), name
+
+
+@pages
+def test_every_page_can_be_found_from_the_readme(page: Path) -> None:
+    seen: set[Path] = set()
+    open_ = [ROOT / "README.md"]
+    while open_:
+        here = open_.pop()
+        if here in seen:
+            continue
+        seen.add(here)
+        links = [link.partition("#")[0] for link in LINK.findall(here.read_text())]
+        open_ += [(here.parent / link).resolve() for link in links if link.endswith(".md") and "://" not in link]
+    assert page in seen
+
+
+def test_the_lists_of_other_programs_hold_only_what_pages_name_and_nothing_of_ours() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    flags, names = of_others(FLAGS_OF_OTHERS), of_others(VARIABLES_OF_OTHERS)
+    assert missing(flags, set(FLAG.findall(text))) == [] == missing(names, set(VARIABLE.findall(text)))
+    assert flags & known_flags() == set() == names & known_variables()
