@@ -22,8 +22,8 @@ FOLDERS = ("protos", "common", "frontend", "worker", "tests", "docs", "deploy", 
 FLAGS_OF_OTHERS = {
     "vLLM": "--dtype --enforce-eager --gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-transfer-config"
     " --max-lora-rank --quantization --scheduling-policy --tensor-parallel-size",
-    "NVIDIA Dynamo": "--dyn-chat-processor --frontend-route-extension --grpc-metrics-port --metrics-prefix --migration-max-seq-len"
-    " --reasoning-field-name --router-event-threads --router-min-initial-workers --router-policy-config"
+    "NVIDIA Dynamo": "--dyn-chat-processor --frontend-route-extension --grpc-metrics-port --metrics-prefix"
+    " --migration-max-seq-len --reasoning-field-name --router-event-threads --router-min-initial-workers --router-policy-config"
     " --router-predicted-ttl-secs --serve-indexer --use-remote-indexer",
     "Triton": "--backend-config --disable-auto-complete-config --exit-timeout-secs",
     "kubectl, helm, docker": "--all --build-arg --for --from-file --from-literal --set --target --timeout",
