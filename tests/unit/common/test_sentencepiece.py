@@ -50,7 +50,7 @@ def both(name: str) -> tuple[sentencepiece.SentencePieceProcessor, Tokenizer]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_text_has_the_tokens_that_sentencepiece_gives_it(name: str, data: st.DataObject) -> None:
     theirs, ours = both(name)

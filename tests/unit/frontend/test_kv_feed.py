@@ -286,7 +286,7 @@ async def something_happens(w: World) -> None:
                 w.nats.record.events = w.nats.record.events[rng.randrange(10) :]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32), st.integers(1, 150), st.booleans(), st.sampled_from([0.0, 0.1, 0.4]))
 def test_after_a_quiet_second_the_index_equals_the_workers_own_copies(
     seed: int, events: int, durable: bool, silent: float

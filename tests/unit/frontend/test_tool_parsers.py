@@ -211,7 +211,7 @@ PIECES = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", KNOWN_PARSERS.tools)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_whatever_a_model_writes_random_cuts_change_nothing(name: str, data: st.DataObject) -> None:
     own = [text for kind, text, _ in OUTPUTS if KNOWN_PARSERS.tools[kind] == KNOWN_PARSERS.tools[name]]
@@ -228,7 +228,7 @@ def test_whatever_a_model_writes_random_cuts_change_nothing(name: str, data: st.
 
 
 @pytest.mark.parametrize("name", KNOWN_PARSERS.tools)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text('abc d{}:",;()=.é🤔\n<>|', max_size=60).map(lambda text: "x" + text))
 def test_text_without_a_marker_is_content_as_it_is(name: str, text: str) -> None:
     assert read(parser(name), text) == [content(text)]
