@@ -167,8 +167,10 @@ async def test_cancelling_reaches_the_handler(nats_server: NatsServer) -> None:
 async def test_a_deadline_ends_the_request_on_both_sides(nats_server: NatsServer) -> None:
     held = Held()
     async with plane(nats_server.url, {"held": held}) as p:
+        stream = p.open("held", deadline_s=1.5)  # time enough to arrive on a busy machine: what arrives late is not run
+        await asyncio.wait_for(held.started.wait(), 5)
         with pytest.raises(DeadlineExceeded):
-            await p.open("held", deadline_s=0.2).result()
+            await stream.result()
         await asyncio.wait_for(held.cancelled.wait(), 5)
 
 

@@ -51,7 +51,7 @@ class CachingEngine:
 
     @property
     def held(self) -> set[int]:
-        return set(self.kv._held)
+        return set(self.kv.held())
 
     def on_step(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)

@@ -124,7 +124,7 @@ class SimFleet:
     def is_exact(self, frontend: int = 0) -> bool:
         """Whether the frontend's index holds just what every engine holds."""
         index = self.router(frontend).index(self.model)
-        return all(index.held(instance) == set(engine.kv._held) for instance, engine in self.engines.items())
+        return all(index.held(instance) == set(engine.kv.held()) for instance, engine in self.engines.items())
 
 
 @asynccontextmanager

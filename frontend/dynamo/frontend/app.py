@@ -208,7 +208,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
                     max_messages=config.text.max_messages,
                     max_stop_strings=config.text.max_stop_strings,
                 )
-                return await pipeline.load_text_model(card, store, limits)
+                return await pipeline.load_text_model(card, store, limits, fast_tokenizer=config.text.fast_tokenizer)
 
             settings = DataPlaneSettings(
                 declared=config.models,

@@ -243,6 +243,12 @@ class TextOptions:
         MAX_LOGPROBS, minimum=0, maximum=MAX_LOGPROBS, help="Most alternatives that log probabilities are shown of."
     )
     max_embedding_inputs: int = option(2048, minimum=1, maximum=1_000_000, help="Texts in a request for embeddings.")
+    fast_tokenizer: bool = option(
+        True,
+        flags=("--fast-tokenizer",),
+        env=("DYN_FAST_TOKENIZER",),
+        help="Tokenize with fastokens (extra `fast`) where it gives the same ids as tokenizers, which is checked for each model.",
+    )
     request_template: Path | None = option(
         None,
         flags=("--request-template",),

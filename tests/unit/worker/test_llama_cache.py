@@ -83,4 +83,4 @@ def test_whatever_comes_the_record_tells_what_it_holds() -> None:
         prompt = tokens(0, (number * 7) % 23) + tokens(100 * (number % 9), (number * 5) % 31)
         record.add(prompt or [1], tokens(5000 + number % 3, number % 6 + 1), found=number % 40)
         held = {block for kept in record._kept._kept for block in kept.hashes}
-        assert set(record.kv._held) == held == set(record._kept._references)
+        assert set(record.kv.held()) == held == set(record._kept._references)

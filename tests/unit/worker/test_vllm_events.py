@@ -91,7 +91,7 @@ class Followed:
 
     async def holds(self, blocks: Iterable[int]) -> None:
         wanted = set(blocks)
-        await until(lambda: set(self.kv._held) == wanted)
+        await until(lambda: set(self.kv.held()) == wanted)
 
 
 @asynccontextmanager
@@ -111,7 +111,7 @@ async def followed(folder: Path, *before: bytes) -> AsyncIterator[Followed]:
 
 async def test_what_was_published_before_is_caught_up_with_at_the_start(tmp_path: Path) -> None:
     async with followed(tmp_path, batch(stored(100)), batch(stored(200), removed(100))) as f:
-        assert set(f.kv._held) == {block(200)}
+        assert set(f.kv.held()) == {block(200)}
         await f.publisher.publish(batch(stored(300)))
         await f.holds({block(200), block(300)})
 

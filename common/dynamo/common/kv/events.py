@@ -8,8 +8,8 @@ as of one number. Applying the same update twice changes nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, islice
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -102,19 +102,13 @@ class KvChange:
     def __bool__(self) -> bool:
         return self.cleared or bool(self.stored) or bool(self.removed)
 
-    def store(self, block: int) -> None:
-        """`block` was absent and is present now."""
-        if block in self.removed:
-            del self.removed[block]
-        else:
-            self.stored[block] = None
+    def store(self, blocks: Iterable[int]) -> None:
+        """`blocks` were absent and are present now."""
+        _move(blocks, self.removed, self.stored)
 
-    def remove(self, block: int) -> None:
-        """`block` was present and is absent now."""
-        if block in self.stored:
-            del self.stored[block]
-        else:
-            self.removed[block] = None
+    def remove(self, blocks: Iterable[int]) -> None:
+        """`blocks` were present and are absent now."""
+        _move(blocks, self.stored, self.removed)
 
     def clear(self) -> None:
         """Everything is absent now."""
@@ -128,6 +122,18 @@ class KvChange:
 
     def take_stored(self, limit: int) -> list[int]:
         return _take(self.stored, limit)
+
+
+def _move(blocks: Iterable[int], undone: dict[int, None], done: dict[int, None]) -> None:
+    """Notes `blocks` in `done`, or takes them out of its opposite."""
+    if not undone:
+        done.update(dict.fromkeys(blocks))
+        return
+    for block in blocks:
+        if block in undone:
+            del undone[block]
+        else:
+            done[block] = None
 
 
 def _take(blocks: dict[int, None], limit: int) -> list[int]:
@@ -149,9 +155,8 @@ class KvState:
     """
 
     def __init__(self, log_bytes: int = 4 << 20) -> None:
-        self._held: dict[int, int] = {}
-        """Block → how many ranks hold it."""
-        self._ranks: dict[int, set[int]] = {}
+        self._ranks: dict[int, dict[int, None]] = {}
+        """What each rank holds: dictionaries as ordered sets."""
         self._change = KvChange()
         self._next = 0
         self._log: deque[KvUpdate] = deque()
@@ -160,10 +165,16 @@ class KvState:
 
     def __len__(self) -> int:
         """How many blocks are held."""
-        return len(self._held)
+        return len(self.held())
 
     def __contains__(self, block: int) -> bool:
-        return block in self._held
+        return any(block in held for held in self._ranks.values())
+
+    def held(self) -> Collection[int]:
+        """The blocks held, parents before children."""
+        if len(self._ranks) == 1:
+            return next(iter(self._ranks.values())).keys()
+        return dict.fromkeys(chain.from_iterable(self._ranks.values())).keys()
 
     @property
     def number(self) -> int:
@@ -177,29 +188,18 @@ class KvState:
 
     def store(self, blocks: Iterable[int], rank: int = 0) -> None:
         """Parents before children. Blocks already there are left alone."""
-        own, held, change = self._ranks.setdefault(rank, set()), self._held, self._change
-        for block in blocks:
-            if block in own:
-                continue
-            own.add(block)
-            count = held.get(block, 0)
-            held[block] = count + 1
-            if not count:
-                change.store(block)
+        own = self._ranks.setdefault(rank, {})
+        new = dict.fromkeys([block for block in blocks if block not in own])
+        own.update(new)
+        self._change.store(self._nowhere_else(new, rank))
 
     def remove(self, blocks: Iterable[int], rank: int = 0) -> None:
         """Blocks that are not there are left alone."""
-        own, held, change = self._ranks.setdefault(rank, set()), self._held, self._change
-        for block in blocks:
-            if block not in own:
-                continue
-            own.remove(block)
-            count = held[block]
-            if count > 1:
-                held[block] = count - 1
-            else:
-                del held[block]
-                change.remove(block)
+        own = self._ranks.setdefault(rank, {})
+        gone = dict.fromkeys([block for block in blocks if block in own])
+        for block in gone:
+            del own[block]
+        self._change.remove(self._nowhere_else(gone, rank))
 
     def clear(self, rank: int = 0) -> None:
         own = self._ranks.get(rank)
@@ -207,8 +207,14 @@ class KvState:
             self.remove(list(own), rank)
         elif own:
             own.clear()
-            self._held.clear()
             self._change.clear()
+
+    def _nowhere_else(self, blocks: Iterable[int], rank: int) -> Iterable[int]:
+        """Those of `blocks` that no other rank holds."""
+        if len(self._ranks) == 1:
+            return blocks
+        others = [held for number, held in self._ranks.items() if number != rank]
+        return [block for block in blocks if not any(block in held for held in others)]
 
     def take_update(self) -> KvUpdate | None:
         """The net change since the last call, numbered; None if there is none. What is too much for one leaves a rest."""
@@ -230,7 +236,7 @@ class KvState:
         """Makes the next update one that clears everything and stores what is held: readers need none of those before it."""
         self._change = KvChange()
         self._change.clear()
-        self._change.stored = dict.fromkeys(self._held)
+        self._change.stored = dict.fromkeys(self.held())
 
     def since(self, number: int) -> Sequence[KvUpdate] | None:
         """Every update from `number` on, or None if some of them are no longer kept: then a snapshot is needed."""
@@ -243,12 +249,12 @@ class KvState:
         """All blocks as of `number`: changes not yet taken as an update are left out."""
         change = self._change
         if not change:
-            return KvSnapshot(self.number, pack_hashes(self._held))
+            return KvSnapshot(self.number, pack_hashes(self.held()))
         if change.cleared:
             # What was there before the clear is forgotten. Readers get the state after it now and the update, which changes
             # nothing for them, later.
-            return KvSnapshot(self.number, pack_hashes(self._held))
-        published = [block for block in self._held if block not in change.stored]
+            return KvSnapshot(self.number, pack_hashes(self.held()))
+        published = [block for block in self.held() if block not in change.stored]
         published.extend(change.removed)
         return KvSnapshot(self.number, pack_hashes(published))
 

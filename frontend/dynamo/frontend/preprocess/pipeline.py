@@ -59,8 +59,13 @@ class TextLimits:
     max_stop_string_chars: int = 1024
 
 
-async def load_text_model(card: ModelCard, store: FileReader, limits: TextLimits | None = None) -> TextModel:
-    """Reads the card's tokenizer and chat template. Raises EngineError if they are not what they should be."""
+async def load_text_model(
+    card: ModelCard, store: FileReader, limits: TextLimits | None = None, *, fast_tokenizer: bool = True
+) -> TextModel:
+    """Reads the card's tokenizer and chat template. Raises EngineError if they are not what they should be.
+
+    `fast_tokenizer` is `fast` of `Tokenizer`.
+    """
     info = card.llm
     if info is None:
         raise InvalidRequest(f"model '{card.name}' is no language model")
@@ -68,7 +73,7 @@ async def load_text_model(card: ModelCard, store: FileReader, limits: TextLimits
     files = [await store.get(key) if key else b"" for key in (info.tokenizer, info.chat_template)]
 
     def read() -> tuple[Tokenizer, ChatTemplate | None]:
-        tokenizer = Tokenizer(files[0], bos_token=info.bos_token, add_bos=info.add_bos)
+        tokenizer = Tokenizer(files[0], bos_token=info.bos_token, add_bos=info.add_bos, fast=fast_tokenizer)
         return tokenizer, _template(files[1], info, limits) if files[1] else None
 
     tokenizer, template = await asyncio.to_thread(read)

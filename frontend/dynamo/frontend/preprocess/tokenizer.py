@@ -12,13 +12,15 @@ import msgspec
 import tokenizers
 
 from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.frontend.preprocess.fast_tokens import fast_encode
 
 Piece: TypeAlias = str | bytes
 """What a token adds to a text: whole characters, or, as bytes, something with halves of characters in it."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONG_TEXT_CHARS = 2_000
-"""Longer texts take about a millisecond and more: too long for the event loop."""
+_LONG_TEXT_CHARS_FAST = 20_000
+"""Longer texts take about a millisecond and more: too long for the event loop. The second is for fastokens."""
 _ANCHOR = "a"
 """A token in front of another, so that decoders which treat the first one differently do not see the other as first."""
 
@@ -26,8 +28,11 @@ _ANCHOR = "a"
 class Tokenizer:
     """Immutable after it was made; threads may share it."""
 
-    def __init__(self, data: bytes, *, bos_token: str = "", add_bos: bool = False) -> None:
-        """`data` is a `tokenizer.json`. With `add_bos`, `bos_token` begins every text. Raises EngineError."""
+    def __init__(self, data: bytes, *, bos_token: str = "", add_bos: bool = False, fast: bool = True) -> None:
+        """`data` is a `tokenizer.json`. With `add_bos`, `bos_token` begins every text. Raises EngineError.
+
+        With `fast`, the ids are made by fastokens where it is installed and gives the same ones.
+        """
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(data)
             self._decoders = _decoders(data)
@@ -47,26 +52,35 @@ class Tokenizer:
             self._bos = self.token_id(bos_token)
             if self._bos is None:
                 raise EngineError(f"the model's tokenizer has no token {bos_token!r}, which should begin each prompt")
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        quick = fast_encode(data, self._reference, added) if fast else None
+        self.is_fast = quick is not None
+        self._encode = quick or self._reference
+        self._long_text_chars = _LONG_TEXT_CHARS_FAST if self.is_fast else _LONG_TEXT_CHARS
 
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """`encode_now`, in a thread if the text is long; the tokenizer lets other threads run."""
-        if len(text) < _LONG_TEXT_CHARS:
+        if len(text) < self._long_text_chars:
             return self.encode_now(text, special_tokens=special_tokens)
         return await asyncio.to_thread(self.encode_now, text, special_tokens=special_tokens)
 
     def encode_now(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Token ids of `text`; takes about 0.5 µs per character.
+        """Token ids of `text`; takes about 0.3 µs per character, or 0.02 µs if fastokens makes them.
 
         Names of special tokens in the text are these tokens. `special_tokens` adds those that the tokenizer puts around a
         text, such as BOS; a rendered conversation has its own. Raises InvalidRequest for what the tokenizer cannot take.
         """
         try:
-            # The batch call lets other threads run while it works; `encode` holds the interpreter for all of it.
-            ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
+            ids = self._encode(text, special_tokens)
         except Exception as error:  # lone surrogates; characters that a vocabulary without an unknown token lacks
             raise InvalidRequest(f"the prompt cannot be tokenized: {error}", param="prompt") from error
         if special_tokens and self._bos is not None and ids[:1] != [self._bos]:
             ids.insert(0, self._bos)
+        return ids
+
+    def _reference(self, text: str, special_tokens: bool) -> list[int]:
+        # The batch call lets other threads run while it works; `encode` holds the interpreter for all of it.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
         return ids
 
     def check_ids(self, tokens: Sequence[int]) -> None:
