@@ -5,9 +5,10 @@
 
 Both sides have the same tokenizer, prompts of words that are one token each, and answers of 128 tokens, one SSE event per
 token (none for the first half of a character). In the fast cases the engines are each side's own simulator without any pace,
-so the servers are what is measured. In the paced cases both workers make the first token at once and 40 a second from then on.
-All answers take the same time then, so clients that start together go on asking together: in one case they do, in the other
-each starts at a moment of its own.
+so the servers are what is measured; both make several tokens between two looks at their streams, and `pieces per answer`
+says how finely an answer arrives at the client: fewer pieces are less work for everybody. In the paced cases both workers
+make the first token at once and 40 a second from then on. All answers take the same time then, so clients that start together
+go on asking together: in one case they do, in the other each starts at a moment of its own.
 Each round runs every case on every system in turn; the table gives medians over rounds and ratios to the peer.
 """
 
@@ -18,6 +19,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -34,7 +36,9 @@ from benchmarks.measuring import Meter, Result, median, percentile, table
 TOKENS = 128
 _PACED_S = 8.0
 """A paced case takes so long at least: an answer takes 3.2 s."""
-_WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "group")
+_PROMPTS = 256
+_STEPS_PER_TURN = 4
+"""Of our simulator without a pace. The peer's sends its tokens in longer bursts: see `pieces per answer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,14 @@ CASES = (
 )
 
 
-def http_request(case: Case, model: str, rng: random.Random) -> bytes:
-    text = " ".join(rng.choices(_WORDS, k=case.prompt_tokens))
+def words_of(tokenizer: Path) -> list[str]:
+    """Words that are one token each behind a space."""
+    vocabulary: dict[str, int] = json.loads(tokenizer.read_text())["model"]["vocab"]
+    return sorted(token[1:] for token in vocabulary if re.fullmatch("Ġ[a-z]{4,}", token))
+
+
+def http_request(case: Case, model: str, words: Sequence[str], rng: random.Random) -> bytes:
+    text = "".join(f" {word}" for word in rng.choices(words, k=case.prompt_tokens))
     prompt = {"messages": [{"role": "user", "content": text}]} if case.chat else {"prompt": text}
     settings = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps({"model": model, **settings, **prompt}).encode()
@@ -69,11 +79,11 @@ def http_request(case: Case, model: str, rng: random.Random) -> bytes:
     return head.encode() + body
 
 
-async def run(case: Case, system: System, seconds: float) -> Result:
+async def run(case: Case, system: System, words: Sequence[str], seconds: float) -> Result:
     """One case on one system, in a closed loop."""
     rng = random.Random(7)
     model = "m" if system.name.startswith("peer") else "paced" if case.paced else "sim"
-    requests = [http_request(case, model, rng) for _ in range(64)]
+    requests = [http_request(case, model, words, rng) for _ in range(_PROMPTS)]
     connections = [await connect(system.http_port, TOKENS) for _ in range(case.concurrency)]
     result = Result(case.name, system.name, 0, 0.0)
     loop = asyncio.get_running_loop()
@@ -95,6 +105,7 @@ async def run(case: Case, system: System, seconds: float) -> Result:
             result.done += 1
             result.latencies_s.append(answer.ended_at - answer.sent_at)
             result.first_s.append(answer.first_at - answer.sent_at)
+            result.pieces += answer.pieces
 
     async def load(duration: float, record: bool) -> None:
         until = loop.time() + duration
@@ -126,25 +137,24 @@ def report(results: Sequence[Result], cases: Sequence[Case]) -> str:
             ratio = {name: f"{figures[name] / base[name]:.2f}" if base.get(name) else "-" for name in figures}
             errors = sum(sum(run.errors.values()) for run in runs)
             latency = median([percentile(run.latencies_s, 0.5) for run in runs]) * 1e3
+            pieces = median([run.pieces / max(1, run.done) for run in runs])
             cells = [f"{figures['rate']:,.0f}", ratio["rate"], f"{figures['first']:.1f}", ratio["first"]]
-            rows.append([case.name, system, *cells, f"{figures['cpu']:.1f}", ratio["cpu"], f"{latency:.1f}", str(errors)])
-    head = ["case", "system", "tok/s", "× peer", "first p50 ms", "× peer", "frontend CPU µs/token", "× peer", "p50 ms", "errors"]
-    return table(head, rows)
+            cells += [f"{figures['cpu']:.1f}", ratio["cpu"], f"{latency:.1f}", f"{pieces:.0f}", str(errors)]
+            rows.append([case.name, system, *cells])
+    head = ["case", "system", "tok/s", "× peer", "first p50 ms", "× peer", "frontend CPU µs/token", "× peer", "p50 ms"]
+    return table([*head, "pieces per answer", "errors"], rows)
 
 
 async def systems_under_test(
-    stack: AsyncExitStack, arguments: argparse.Namespace, cases: Sequence[Case]
+    stack: AsyncExitStack, arguments: argparse.Namespace, cases: Sequence[Case], tokenizer: Path
 ) -> list[tuple[System, bool]]:
     """Each with whether it has the paced model."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-model-")))
-    await make_model(sys.executable, folder)
-    tokenizer = folder / "model" / "tokenizer.json"
     found: list[tuple[System, bool]] = []
     for paced in sorted({case.paced for case in cases}):
         if paced:
             worker = ("-m", "benchmarks.paced_worker", str(tokenizer), str(PACED_TOKENS_PER_S))
         else:
-            worker = ("-m", "dynamo.worker", "--model", f"sim:speedup=0,tokenizer={tokenizer}")
+            worker = ("-m", "dynamo.worker", "--model", f"sim:speedup=0,steps_per_turn={_STEPS_PER_TURN},tokenizer={tokenizer}")
         system = await stack.enter_async_context(ours(worker_command=worker, wait_for=(), name="ours"))
         await http_ready(system.http_port)
         found.append((system, paced))
@@ -157,12 +167,16 @@ async def main(arguments: argparse.Namespace) -> None:
     cases = [case for case in CASES if not arguments.case or any(part in case.name for part in arguments.case)]
     results: list[Result] = []
     async with AsyncExitStack() as stack:
-        systems = await systems_under_test(stack, arguments, cases)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-model-")))
+        await make_model(sys.executable, folder)
+        tokenizer = folder / "model" / "tokenizer.json"
+        words = words_of(tokenizer)
+        systems = await systems_under_test(stack, arguments, cases, tokenizer)
         for number in range(arguments.rounds):
             for case in cases:
                 for system, paced in systems:
                     if paced == case.paced:
-                        results.append(await run(case, system, arguments.seconds))
+                        results.append(await run(case, system, words, arguments.seconds))
             print(f"round {number + 1} of {arguments.rounds} done", file=sys.stderr)
     print(report(results, cases))
     for result in results:

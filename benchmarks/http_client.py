@@ -22,6 +22,8 @@ class Answer:
     done: asyncio.Future[None]
     status: int = 0
     events: int = 0
+    pieces: int = 0
+    """Times that something of it was read."""
     first_at: float = 0.0
     ended_at: float = 0.0
     error: str = ""
@@ -66,6 +68,7 @@ class HttpConnection(asyncio.Protocol):
         answer = self._answer
         if answer is None:
             return
+        answer.pieces += 1
         if not answer.status:
             self._head += data
             head, found, data = self._head.partition(b"\r\n\r\n")

@@ -55,6 +55,8 @@ class Result:
     first_s: list[float] = field(default_factory=list)
     cpu_s: dict[str, float] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
+    pieces: int = 0
+    """In how many pieces all streamed answers arrived."""
 
     @property
     def rate(self) -> float:

@@ -221,13 +221,27 @@ async def test_fetching_the_prompts_kv_takes_its_time() -> None:
         assert asyncio.get_running_loop().time() - start >= 0.1 - 0.001, "10 tokens at 100 a second"
 
 
-async def test_several_steps_a_turn_put_several_tokens_into_a_delta() -> None:
-    async with started(steps_per_turn=4) as engine:
-        deltas, _ = await collect(engine, ask(max_tokens=16))
-        assert [len(delta.tokens) for delta in deltas] == [4, 4, 4, 4]
+async def test_several_steps_a_turn_bring_several_deltas_at_once() -> None:
     async with started() as engine:
         one_by_one, _ = await collect(engine, ask(max_tokens=16))
-        assert tokens_of(deltas) == tokens_of(one_by_one)
+    async with started(steps_per_turn=4) as engine:
+        turns = 0
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        counting = asyncio.create_task(count_turns())
+        came: list[int] = []
+        deltas: list[Delta | Summary] = []
+        async for delta in answer(engine, ask(max_tokens=16)):
+            deltas.append(delta)
+            came.append(turns)
+        counting.cancel()
+        assert deltas[:-1] == one_by_one, "a delta for each step"
+        assert [came.count(turn) for turn in sorted(set(came[:-1]))][:3] == [4, 4, 4]
 
 
 async def test_steps_take_their_time() -> None:

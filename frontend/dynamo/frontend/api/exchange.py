@@ -180,7 +180,7 @@ class Exchange:
         try:
             yield stream
         finally:
-            stream.stop_keepalive()
+            stream.close()
 
     def refused(self, error: BaseException) -> None:
         """The request fails; it is counted, unless the data plane has done so."""
@@ -240,12 +240,17 @@ class EventStream:
 
     async def end(self, events: bytes) -> None:
         """The last events."""
-        self.stop_keepalive()
+        self._stop_keepalive()
         if not self.begun:
             await self._begin()
         await self._send({"type": "http.response.body", "body": events})
 
-    def stop_keepalive(self) -> None:
+    def close(self) -> None:
+        """Nothing more is written, unless the stream has begun and ends with `end`."""
+        self._stop_keepalive()
+        self._headers = tuple  # the exchange's method, and so the exchange, which knows this: no work for the garbage collector
+
+    def _stop_keepalive(self) -> None:
         self._timer.cancel()
         if self._writing is not None:
             self._writing.cancel()

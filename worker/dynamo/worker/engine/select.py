@@ -51,7 +51,7 @@ SIM_SETTINGS = frozenset(
         "speedup",
         "timing",
         "tokenizer",
-        "tokens_per_turn",
+        "steps_per_turn",
         "transfer",
     }
 )
@@ -170,7 +170,7 @@ def sim_config(
     | `role` | aggregated, prefill or decode |
     | `transfer` | tokens per second whose KV a decode instance fetches from a prefill one; 0: at once |
     | `seed` | instances of the same seed say the same |
-    | `tokens_per_turn` | at speed 0: tokens in one delta |
+    | `steps_per_turn` | at speed 0: steps made before streams get their turn |
     | `tokenizer` | a tokenizer, as `read_tokenizer` takes it; default: bytes |
 
     Raises InvalidRequest naming what is wrong.
@@ -198,7 +198,7 @@ def sim_config(
             data_parallel_size=int(given.get("ranks", "1")),
             role=role or Role(given.get("role", "aggregated")),
             seed=int(given.get("seed", "0")),
-            steps_per_turn=int(given.get("tokens_per_turn", "1")),
+            steps_per_turn=int(given.get("steps_per_turn", "1")),
             tokenizer=tokenizer,
             chat_template=CHAT_TEMPLATE.encode(),
         )

@@ -35,7 +35,7 @@ class SimConfig:
     seed: int = 0
     default_max_tokens: int = 256
     steps_per_turn: int = 1
-    """At infinite speed: steps made before streams get their turn. More than one puts several tokens into a delta."""
+    """At infinite speed: steps made before streams get their turn, so that the deltas of several steps come at once."""
     tokenizer: bytes = b""
     """A `tokenizer.json`. Empty: text cannot be served, token ids can."""
     chat_template: bytes = b""
@@ -337,18 +337,23 @@ class SimEngine:
 
 
 def _take(stream: _Stream, alternatives: int | None) -> list[Delta]:
-    """What was made since the last call. No generator, each of which costs more per token than all of this."""
+    """What was made since the last call, a delta per step. No generator, each of which costs more per token than all of this."""
     new, stream.new = stream.new, {}
     finished, stream.finished = stream.finished, []
     deltas: list[Delta] = []
     for index, tokens in new.items():
-        logprobs = None if alternatives is None else [_logprobs(token, alternatives) for token in tokens]
-        if index not in finished:
-            deltas.append(Delta(tuple(tokens), index, None, logprobs))
-            continue
-        finished.remove(index)
-        choice = stream.choices[index]
-        deltas.append(Delta(tuple(tokens), index, choice.finish_reason, logprobs, choice.stop_token))
+        last = None
+        if index in finished:
+            finished.remove(index)
+            last = tokens.pop()
+        if alternatives is None:
+            deltas += [Delta((token,), index) for token in tokens]
+        else:
+            deltas += [Delta((token,), index, None, [_logprobs(token, alternatives)]) for token in tokens]
+        if last is not None:
+            choice = stream.choices[index]
+            logprobs = None if alternatives is None else [_logprobs(last, alternatives)]
+            deltas.append(Delta((last,), index, choice.finish_reason, logprobs, choice.stop_token))
     for index in finished:
         choice = stream.choices[index]
         deltas.append(Delta((), index, choice.finish_reason, None, choice.stop_token))
