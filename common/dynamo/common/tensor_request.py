@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 from google.protobuf.message import DecodeError
 
 from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound, Unsupported
@@ -31,8 +31,7 @@ _RAW_OUTPUT = tag(ModelInferResponse, "raw_output_contents")
 _RAW_OUTPUT_KEY = ModelInferResponse.DESCRIPTOR.fields_by_name["raw_output_contents"].number << 3 | BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRequest:
+class TensorRequest(msgspec.Struct, frozen=True, gc=False):
     """A ModelInferRequest, split so that tensor data stays where it arrived."""
 
     raw: Buffer
@@ -87,7 +86,8 @@ class TensorRequest:
 
 
 def _parameter(head: ModelInferRequest, key: str) -> InferParameter:
-    return head.parameters.get(key, _NOTHING)
+    parameters = head.parameters
+    return parameters.get(key, _NOTHING) if parameters else _NOTHING
 
 
 _NOTHING = InferParameter()
@@ -155,10 +155,13 @@ class _Declared:
         if self.count >= 0 and shape == self.shape:
             return self.count
         count = element_count(shape, self.what)
-        fits = len(shape) == len(self.shape) and all(want in (-1, have) for want, have in zip(self.shape, shape, strict=True))
-        if not fits:
-            raise InvalidRequest(f"{self.what} has the shape {list(shape)}; the model takes {self.shape}")
-        return count
+        if len(shape) == len(self.shape):
+            for want, have in zip(self.shape, shape, strict=True):
+                if want != have and want != -1:
+                    break
+            else:
+                return count
+        raise InvalidRequest(f"{self.what} has the shape {list(shape)}; the model takes {self.shape}")
 
 
 class RequestChecker:
@@ -269,8 +272,8 @@ def _check_raw(declared: _Declared, raw: Buffer, shape: Sequence[int], count: in
     if not kind.size:
         check_bytes(raw, count, declared.what)
         return
-    needed = expected_bytes(kind, count, declared.what)
-    if len(raw) != needed:
+    if len(raw) != kind.size * count:
+        needed = expected_bytes(kind, count, declared.what)
         raise InvalidRequest(
             f"{declared.what} has {len(raw)} bytes of raw data where {kind.name} of shape {list(shape)} needs {needed}"
         )

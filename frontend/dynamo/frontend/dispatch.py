@@ -20,10 +20,10 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self
 
 import msgspec
 
@@ -48,8 +48,6 @@ from dynamo.frontend.prefix_reuse import PrefixReuse
 from dynamo.frontend.router.base import Choice, Router, RouteRequest
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES, PromptHashes
-
-T = TypeVar("T")
 
 REQUEST_ID_HEADER = "request-id"
 """Where `messaging.server` looks for the request id."""
@@ -261,8 +259,11 @@ class Dispatcher:
 
     async def call(self, work: Work, call: Call) -> Buffer:
         """The one answer to a request. Raises DynamoError."""
-        async with DispatchedStream(self, work, call) as stream:
+        stream = DispatchedStream(self, work, call)
+        try:
             return await stream.result()
+        finally:
+            stream.close()
 
     def stream(self, work: Work, call: Call) -> DispatchedStream:
         """A request with any number of answers. An instance is picked at the first `read`."""
@@ -420,20 +421,25 @@ class DispatchedStream:
 
     def close(self) -> None:
         """Ends the request at its instance if it has not ended."""
-        if self._failure is None:
-            self._failure = Cancelled()
         if self._stream is not None:
+            self._failure = self._failure or Cancelled()
             self._stream.cancel()
             self._release(self._failure)
+        elif not self._ended:
+            self._failure = self._failure or Cancelled()
 
     async def read(self) -> list[Buffer]:
         """All answers that arrived so far, at least one; [] at the end. Raises DynamoError; see `move` for what then."""
         if self._ended:
             return []
-        bodies = await self._ask(_read)
+        while True:
+            stream = self._stream or await self._open()
+            try:
+                bodies = await stream.read()
+                break
+            except DynamoError as error:
+                await self._after_failure(stream, error)
         if not bodies:
-            stream = self._stream
-            assert stream is not None
             self.trailer = stream.trailer
             self._ended = True
             self._release(None)
@@ -444,7 +450,14 @@ class DispatchedStream:
 
     async def result(self) -> Buffer:
         """The one answer of a request that has just one. Raises DynamoError."""
-        body = await self._ask(_result)
+        while True:
+            stream = self._stream or await self._open()
+            try:
+                body = await stream.result()
+                break
+            except DynamoError as error:
+                await self._after_failure(stream, error)
+        self._ended = True
         self._release(None)
         return body
 
@@ -463,31 +476,31 @@ class DispatchedStream:
         """Before the first `read`, or after `move`: asks for `work` instead."""
         self._work = work
 
-    async def _ask(self, ask: Callable[[Stream], Awaitable[T]]) -> T:
+    async def _after_failure(self, stream: Stream, error: DynamoError) -> None:
+        """After `error` at an instance: returns when another one may be asked, or raises what there is to say instead."""
+        assert self.choice is not None
+        self._dispatcher._note(self.choice.instance.id, error)
+        self._release(error)
+        try:
+            if self.started or stream.started:
+                raise error
+            await self._after(error)
+        except DynamoError as last:
+            self._failure = last
+            raise
+        self._work.metrics.retries.inc()
+
+    async def _open(self) -> Stream:
+        """A stream at an instance that can do the work. Raises DynamoError, the same again if one did before."""
         if self._failure is not None:
             raise self._failure
         try:
-            return await self._try(ask)
+            return await self._opened()
         except DynamoError as error:
             self._failure = error
             raise
 
-    async def _try(self, ask: Callable[[Stream], Awaitable[T]]) -> T:
-        """Asks one instance after another."""
-        while True:
-            stream = self._stream or await self._open()
-            try:
-                return await ask(stream)
-            except DynamoError as error:
-                assert self.choice is not None
-                self._dispatcher._note(self.choice.instance.id, error)
-                self._release(error)
-                if self.started or stream.started:
-                    raise
-                await self._after(error)
-                self._work.metrics.retries.inc()
-
-    async def _open(self) -> Stream:
+    async def _opened(self) -> Stream:
         dispatcher = self._dispatcher
         while True:
             if self._deadline is not None and dispatcher._loop.time() >= self._deadline:
@@ -627,7 +640,7 @@ class DispatchedStream:
         self._failed.clear()  # what failed before may be back, too
         until = self._wait_until if self._deadline is None else min(self._wait_until, self._deadline)
         if not dispatcher._link.is_connected:
-            with contextlib.suppress(TimeoutError):  # the loop in `_open` says which bound was reached
+            with contextlib.suppress(TimeoutError):  # the loop in `_opened` says which bound was reached
                 async with asyncio.timeout_at(until):
                     await dispatcher._link.connected()
         # Everybody waits for the same workers: some earlier, some later, lest they be asked by all at once.
@@ -652,11 +665,3 @@ def _trace_choice(span: Span, began_ns: int, choice: Choice, candidates: int, fa
         "dynamo.route.failed_attempts": failed,
     }
     span.child("route", began_ns, time.time_ns(), about)
-
-
-def _read(stream: Stream) -> Awaitable[list[Buffer]]:
-    return stream.read()
-
-
-def _result(stream: Stream) -> Awaitable[Buffer]:
-    return stream.result()
