@@ -1,6 +1,6 @@
 """pygrpc-native's server with a shorter way for unary calls, and an end that loses no answer.
 
-The original asks of each call anew whether its handler is a coroutine function, how to serialize its answer, and more, in four
+The original asks of each call anew whether its handler is a coroutine function, how to serialize its answer, and more, in three
 nested coroutines. Here every unary handler is a coroutine function from bytes to bytes that checks the size of its answer and
 fails by `abort` only. Overrides private methods: the version is pinned, and every gRPC test runs against this server too.
 """
@@ -24,18 +24,29 @@ _LAST_WRITES_S = 0.2
 class NativeServer(pygrpc_native.aio.Server):
     """A `grpc.aio.Server` for handlers that take and give bytes."""
 
-    async def _run_unary(self, call: _Call, context: _Context, request: bytes) -> None:
-        handler = call.handler.unary_unary
-        assert handler is not None
+    async def _run(self, call: _Call, payload: bytes) -> None:
+        if call.streaming:
+            await super()._run(call, payload)
+            return
+        front, handler = self._front, call.handler.unary_unary
+        assert front is not None and handler is not None
+        context = _Context(self, call)
         try:
+            ok, request = self._request(call, payload)
+            if not ok:  # it was too large, and the call has failed
+                return
             response = await handler(request, context)  # type: ignore[arg-type]  # it does all that handlers use
+            initial, trailing = context._initial_metadata, context._trailing_metadata
+            front.respond(call.call_id, response, initial and list(initial), trailing and list(trailing))
         except Exception as error:
             self._failed(call, context, error)
-            return
-        front = self._front
-        assert front is not None
-        initial, trailing = context._initial_metadata, context._trailing_metadata
-        front.respond(call.call_id, response, initial and list(initial), trailing and list(trailing))
+        except asyncio.CancelledError:
+            # Of one that was cancelled by its client or by our end, nobody hears any more.
+            if not call.cancelled and not self._stopping:
+                front.fail(call.call_id, grpc.StatusCode.CANCELLED.value[0], "Cancelled")
+        finally:
+            self._calls.pop(call.call_id, None)
+            call.finish(context)
 
     async def _start_fallback(
         self, streamed: dict[str, dict[str, grpc.RpcMethodHandler[bytes, bytes]]], generic: list[grpc.GenericRpcHandler]
