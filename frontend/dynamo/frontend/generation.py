@@ -200,7 +200,7 @@ class Generation:
                 if not self._is_placed:
                     self._is_placed = True
                     await self._place(self._prompt)
-                return [_decoded(body) for body in await self._stream.read()]
+                return _decoded(await self._stream.read())
             except DynamoError as error:
                 if not isinstance(error, Unavailable) or not self._stream.started:
                     raise
@@ -237,24 +237,27 @@ class Generation:
 
     def _feed(self, deltas: list[Delta]) -> list[TextDelta]:
         texts = []
-        tokens = 0
+        count = 0
+        unfinished, feed = self._unfinished, self._detokenizer.feed
+        received = self._received if self._prompt.n == 1 else None
         for delta in deltas:
-            if delta.index not in self._unfinished:
+            if delta.index not in unfinished:
                 raise EngineError("the engine went on with a choice that it had finished, or that was not asked for")
-            tokens += len(delta.tokens)
-            if self._prompt.n == 1:
-                self._received.extend(delta.tokens)
+            tokens = delta.tokens
+            count += len(tokens)
+            if received is not None:
+                received.extend(tokens)
             if delta.finish_reason is not None:
-                self._unfinished.remove(delta.index)
-            text = self._detokenizer.feed(delta)
+                unfinished.remove(delta.index)
+            text = feed(delta)
             if text is not None:
                 texts.append(text)
-        if tokens:
-            self._output_tokens += tokens
+        if count:
+            self._output_tokens += count
             if self._ticket is not None:
-                self._ticket.charge(tokens)
+                self._ticket.charge(count)
             if self._measured is not None:
-                self._measured.tokens(tokens)
+                self._measured.tokens(count)
         return texts
 
     def _trailer(self) -> Summary | None:
@@ -312,8 +315,9 @@ def _encoded(prompt: GenerateRequest) -> bytes:
         raise InvalidRequest("a number in the request has more than 64 bits") from None
 
 
-def _decoded(body: Buffer) -> Delta:
+def _decoded(bodies: list[Buffer]) -> list[Delta]:
+    decode = delta_decoder.decode
     try:
-        return delta_decoder.decode(body)
+        return [decode(body) for body in bodies]
     except msgspec.MsgspecError:
         raise EngineError("the engine's answer cannot be read") from None

@@ -230,17 +230,20 @@ class Stream:
             self._consumed(frame.body.nbytes + FRAME_COST)
 
     def on_data(self, frame: frames.Data) -> None:
-        self._reacted()
+        if self._unheard:
+            self._reacted()
         if frame.seq != self._expected:
             return self._lost()
         self._expected += 1
         self.started = True
         if self._parts:
             self._consumed(FRAME_COST)
+            self._answers.append(self._whole(frame.body))
         else:
             self._uncredited += frame.body.nbytes + FRAME_COST
-        self._answers.append(self._whole(frame.body))
-        self._wake()
+            self._answers.append(frame.body)
+        if self._waiter is not None:
+            self._wake()
 
     def on_end(self, frame: frames.End) -> None:
         if frame.seq != self._expected:

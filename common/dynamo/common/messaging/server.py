@@ -112,7 +112,7 @@ class Incoming:
         if self._outgoing or self._ended:
             self._queue(False, body)
             return False
-        cost = frames.size_of(body) + FRAME_COST
+        cost = (len(body) if isinstance(body, bytes) else frames.size_of(body)) + FRAME_COST
         if cost > self._window or cost > self._server.chunk_bytes:
             self._queue(False, body)
             return not self._outgoing
