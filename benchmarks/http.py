@@ -37,8 +37,8 @@ TOKENS = 128
 _PACED_S = 8.0
 """A paced case takes so long at least: an answer takes 3.2 s."""
 _PROMPTS = 256
-_STEPS_PER_TURN = 4
-"""Of our simulator without a pace. The peer's sends its tokens in longer bursts: see `pieces per answer`."""
+_STEPS_PER_TURN = 16
+"""Of our simulator without a pace, so that its bursts are about as long as those of the peer's: see `pieces per answer`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors import Buffer
-from dynamo.frontend.api.calls import EXPLAIN, Caller
+from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.refusals import REFUSED
 from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
@@ -192,6 +192,8 @@ class Exchange:
         if self.client_left:
             log.info("the client of %s left before its answer was complete (499), request %s", self.path, self.request_id)
             return
+        if not self.request_id:  # what is wrong with the headers may be said before they are read to their end
+            self.request_id = usable_id(self.headers.get("x-request-id", "")) or secrets.token_hex(12)
         self.refused(error)
         log_failure(error, self.request_id, self.path)
         status = http_status(error, self.settings.overload)
