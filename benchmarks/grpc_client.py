@@ -114,6 +114,8 @@ class GrpcConnection(asyncio.Protocol):
         self._consumed = 0
         self._header_parts = bytearray()
         self._decoder = hpack.Decoder()
+        self._known_headers: dict[bytes, dict[str, str]] = {}
+        """Header blocks that are references into the server's table, as most are, since the table last changed."""
         self.broken = ""
         """Why the connection cannot be used any more."""
 
@@ -212,10 +214,21 @@ class GrpcConnection(asyncio.Protocol):
             self._header_parts += payload
         if not flags & _END_HEADERS:
             return
-        fields = {str(key): str(value) for key, value in self._decoder.decode(bytes(self._header_parts))}
+        fields = self._decoded(bytes(self._header_parts))
         self._header_parts.clear()
         if self._last and (reply := self._replies.pop(stream, None)):
             self._end(reply, int(fields.get("grpc-status", -1)), unquote(fields.get("grpc-message", "")))
+
+    def _decoded(self, block: bytes) -> dict[str, str]:
+        known = self._known_headers.get(block)
+        if known is not None:
+            return known
+        fields = {str(key): str(value) for key, value in self._decoder.decode(block)}
+        if min(block, default=0) >= 0x80:
+            self._known_headers[block] = fields
+        else:
+            self._known_headers.clear()
+        return fields
 
     def _on_settings(self, payload: bytes) -> None:
         for key, value in struct.iter_unpack(">HI", payload):
