@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from dynamo.common.errors import EngineError, InvalidRequest
@@ -30,8 +30,7 @@ from dynamo.protos.inference_pb2 import InferParameter, ModelInferResponse
 OutputTensor = ModelInferResponse.InferOutputTensor
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
+class AnswerForm(msgspec.Struct, frozen=True):
     """How all answers to one request look. Made once per request."""
 
     model: str

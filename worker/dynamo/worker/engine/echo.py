@@ -94,8 +94,9 @@ class EchoTensors:
                 output = head.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
                 if not request.raw_inputs:
                     output.contents.CopyFrom(tensor.contents)
-            for key, value in asked.parameters.items():
-                head.parameters[key].CopyFrom(value)
+            if asked.parameters:
+                for key, value in asked.parameters.items():
+                    head.parameters[key].CopyFrom(value)
             yield TensorAnswer(head, list(request.raw_inputs))
 
     async def close(self) -> None:
