@@ -14,9 +14,9 @@ Memory per (block, instance) entry: 81 to 107 bytes where every block is held by
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,8 +33,7 @@ _SHARD_SHIFT = 64 - _SHARD_BITS
 _SHARDS_SWEPT_PER_UPDATE = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """How much of one prompt each instance holds, as groups of instances of equal overlap."""
 
     groups: Sequence[tuple[int, int]]

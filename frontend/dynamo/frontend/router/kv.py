@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,6 +44,11 @@ from dynamo.frontend.router.rows import RowCache, Rows
 from dynamo.frontend.router.simple import pinned, position
 from dynamo.frontend.router.thresholds import ThresholdTable
 
+Overlaps = NDArray[np.int32]
+
+_WORTH_GUESSING = 8
+"""A decision is guessed to be cached from here on if its instance has not told of at least one in so many of the prompt's blocks:
+those who share the rest of it find that instance by what it told."""
 _KV_FULL_FROM = 0.5
 _KV_FULL_LIMIT = 0.99
 """k is cut off here: past it, instances differ by their other terms."""
@@ -113,14 +119,12 @@ class _Model:
         self.predicted_rows = None if predicted is None else RowCache(predicted.index)
 
 
-def _raise_to(overlaps: NDArray[np.int32], index: PrefixIndex, match: Match, rows: Rows) -> None:
-    if match.groups:
-        # One more than the slots there are: it stays 0, and row -1 is the last one.
-        np.maximum(overlaps, match.overlap_by_slot(index.slots + 1)[rows], out=overlaps)
+def _by_candidate(index: PrefixIndex, match: Match, rows: Rows) -> Overlaps:
+    # One more than the slots there are: it stays 0, and row -1 is the last one.
+    return match.overlap_by_slot(index.slots + 1)[rows]
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
+class _Prompt(msgspec.Struct, frozen=True):
     tokens: int
     hashes: PromptHashes
 
@@ -179,7 +183,7 @@ class KvRouter:
         hashes = self._hashes(request, candidates)
         if not hashes.block_size:
             return None
-        overlaps = self._overlaps(self._model(request.model), hashes.values, candidates, self._clock())
+        overlaps, _ = self._overlaps(self._model(request.model), hashes.values, candidates, self._clock())
         overlap = int(overlaps.max())
         if overlap and overlap == len(hashes.values):
             return 0
@@ -194,7 +198,7 @@ class KvRouter:
         hashes = prompt.hashes.values
         model = self._model(request.model)
         loads = self.loads.read(model.load_rows.rows(candidates), now)
-        overlaps = self._overlaps(model, hashes, candidates, now)
+        overlaps, told = self._overlaps(model, hashes, candidates, now)
         costs = _costs(config, prompt, loads, overlaps)
         at = pinned(request, candidates)
         if at is not None:
@@ -203,7 +207,7 @@ class KvRouter:
             at, reason = self._choose(request, candidates, config, loads, costs)
         instance, overlap = candidates[at], int(overlaps[at])
         self._book(request, config, prompt, instance.id, overlap, now)
-        if self._predicted is not None:
+        if self._predicted is not None and (len(hashes) - int(told[at])) * _WORTH_GUESSING >= len(hashes):
             self._predicted.add(instance.id, hashes, now)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
@@ -231,15 +235,23 @@ class KvRouter:
             model = self._models[name] = _Model(self.loads, self._predicted)
         return model
 
-    def _overlaps(self, model: _Model, hashes: Sequence[int], candidates: Sequence[Instance], now: float) -> NDArray[np.int32]:
-        """Overlap in blocks per candidate: what it told, or what is guessed if that is more."""
-        overlaps = np.zeros(len(candidates), dtype=np.int32)
+    def _overlaps(
+        self, model: _Model, hashes: Sequence[int], candidates: Sequence[Instance], now: float
+    ) -> tuple[Overlaps, Overlaps]:
+        """Overlap in blocks per candidate: what it told, or what is guessed if that is more; and what it told."""
+        told = None
         if self.config.use_kv_events:
-            _raise_to(overlaps, model.index, model.index.match(hashes), model.rows.rows(candidates))
+            match = model.index.match(hashes)
+            if match.groups:
+                told = _by_candidate(model.index, match, model.rows.rows(candidates))
+        if told is None:
+            told = np.zeros(len(candidates), dtype=np.int32)
         if self._predicted is not None and model.predicted_rows is not None:
             match = self._predicted.match(hashes, now)
-            _raise_to(overlaps, self._predicted.index, match, model.predicted_rows.rows(candidates))
-        return overlaps
+            if match.groups:
+                guessed = _by_candidate(self._predicted.index, match, model.predicted_rows.rows(candidates))
+                return np.maximum(told, guessed), told
+        return told, told
 
     def _block_size(self, candidates: Sequence[Instance]) -> int:
         """Tokens per block. Instances of one model that differ in it share no hashes: the first one's counts."""
@@ -312,7 +324,7 @@ class KvRouter:
         )
 
 
-def _costs(config: KvRouterConfig, prompt: _Prompt, loads: Loads, overlaps: NDArray[np.int32]) -> Floats:
+def _costs(config: KvRouterConfig, prompt: _Prompt, loads: Loads, overlaps: Overlaps) -> Floats:
     if not prompt.block_size:
         return loads.requests
     prefill = (loads.prefill_tokens + prompt.tokens) / prompt.block_size
@@ -328,7 +340,7 @@ def _costs(config: KvRouterConfig, prompt: _Prompt, loads: Loads, overlaps: NDAr
 
 def _explain(
     candidates: Sequence[Instance],
-    overlaps: NDArray[np.int32],
+    overlaps: Overlaps,
     loads: Loads,
     costs: Floats,
     chosen: int,

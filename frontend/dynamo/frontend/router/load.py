@@ -12,6 +12,7 @@ frontend also books what its siblings tell it they book.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -102,10 +103,14 @@ class _InstanceLoad:
     """By identity of the booking."""
     unreflected_prefill_tokens: int = 0
     unreflected_blocks: int = 0
+    total_blocks: int = 0
+    """0: not known."""
+
+    def usage(self, blocks: int) -> float:
+        return min(blocks / self.total_blocks, 1.0) if self.total_blocks else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Loads:
+class Loads(msgspec.Struct, frozen=True):
     """The loads of some instances; all arrays in their order."""
 
     requests: Floats
@@ -129,7 +134,7 @@ def all_busy(model: str, retry_after_s: float = 1.0) -> Overloaded:
     return Overloaded(f"all instances of model '{model}' are busy", retry_after_s=retry_after_s)
 
 
-_REQUESTS, _PREFILL, _BLOCKS = 0, 1, 2
+_REQUESTS, _PREFILL, _BLOCKS, _USAGE = range(4)
 """Columns of the two matrices of a LoadTable."""
 
 
@@ -164,12 +169,14 @@ class LoadTable:
         """By origin and request key. A list, because nothing keeps two requests from having one id."""
         self._siblings: dict[str, float] = {}
         """When each sibling was last heard of."""
-        self._booked: Floats = np.zeros((8, 3))
-        """All bookings: requests, prefill tokens and blocks per row."""
-        self._seen: Floats = np.zeros((8, 3))
+        self._booked: Floats = np.zeros((8, 4))
+        """All bookings: requests, prefill tokens, blocks and the share of all blocks that these are, per row."""
+        self._seen: Floats = np.zeros((8, 4))
         """Last report plus the bookings that it does not reflect."""
         self._reported_at: Floats = np.full(8, -np.inf)
-        self._total_blocks: Floats = np.zeros(8)
+        self._fresh_until = -math.inf
+        """Until then, at least, no instance of `_fresh_rows` counts as silent."""
+        self._fresh_rows: Rows = np.zeros(0, dtype=np.intp)
 
     def __len__(self) -> int:
         """How many bookings are not finished, siblings' included."""
@@ -219,7 +226,7 @@ class LoadTable:
         load.report = report
         self._reported_at[load.row] = now
         if report.total_blocks:
-            self._total_blocks[load.row] = report.total_blocks
+            load.total_blocks = report.total_blocks
         if load.unreflected:
             accepted = frozenset(unpack_hashes(report.accepted))
             settled = now - self._settle_s
@@ -259,8 +266,9 @@ class LoadTable:
     def set_total_blocks(self, instance: InstanceId, blocks: int) -> None:
         """How many KV blocks an instance has, by its card. Its reports have the last word."""
         load = self._load(instance)
-        if not self._total_blocks[load.row]:
-            self._total_blocks[load.row] = blocks
+        if not load.total_blocks:
+            load.total_blocks = blocks
+            self._write(load)
 
     def remove_instance(self, instance: InstanceId) -> None:
         load = self._loads.pop(instance, None)
@@ -273,8 +281,9 @@ class LoadTable:
             else:
                 del self._bookings[key]
         row = load.row
-        self._booked[row] = self._seen[row] = self._total_blocks[row] = 0
+        self._booked[row] = self._seen[row] = 0
         self._reported_at[row] = -np.inf
+        self._fresh_until = -math.inf
         self._free_rows.append(row)
         self.epoch += 1
 
@@ -291,12 +300,15 @@ class LoadTable:
 
     def read(self, rows: Rows, now: float) -> Loads:
         """The loads of the instances of `rows`, in that order."""
-        fresh = self._reported_at[rows] >= now - self._report_ttl_s
-        values = np.where(fresh[:, None], self._seen[rows], self._booked[rows])
-        total = self._total_blocks[rows]
-        usage = np.minimum(values[:, _BLOCKS] / np.maximum(total, 1.0), 1.0)
-        usage[total == 0] = 0.0
-        return Loads(values[:, _REQUESTS], values[:, _PREFILL], values[:, _BLOCKS], usage)
+        values = self._seen[rows]
+        if rows is not self._fresh_rows or now > self._fresh_until:
+            reported_at = self._reported_at[rows]
+            silent = reported_at < now - self._report_ttl_s
+            if silent.any():
+                values = np.where(silent[:, None], self._booked[rows], values)
+            else:  # reports only get younger: this need not be looked at again for a while
+                self._fresh_rows, self._fresh_until = rows, float(reported_at.min(initial=now)) + self._report_ttl_s
+        return Loads(values[:, _REQUESTS], values[:, _PREFILL], values[:, _BLOCKS], values[:, _USAGE])
 
     # Inside
 
@@ -312,21 +324,22 @@ class LoadTable:
             return self._free_rows.pop()
         row, size = len(self._loads), len(self._reported_at)
         if row == size:
-            self._booked = np.concatenate([self._booked, np.zeros((size, 3))])
-            self._seen = np.concatenate([self._seen, np.zeros((size, 3))])
+            self._booked = np.concatenate([self._booked, np.zeros((size, 4))])
+            self._seen = np.concatenate([self._seen, np.zeros((size, 4))])
             self._reported_at = np.concatenate([self._reported_at, np.full(size, -np.inf)])
-            self._total_blocks = np.concatenate([self._total_blocks, np.zeros(size)])
         return row
 
     def _write(self, load: _InstanceLoad) -> None:
         blocks = load.active.size + load.booked_extra_blocks
-        self._booked[load.row] = (load.booked_requests, load.booked_prefill_tokens, blocks)
+        self._booked[load.row] = (load.booked_requests, load.booked_prefill_tokens, blocks, load.usage(blocks))
         report = load.report
         if report is not None:
+            blocks = report.active_blocks + load.unreflected_blocks
             self._seen[load.row] = (
                 report.waiting + report.running + len(load.unreflected),
                 report.queued_prefill_tokens + load.unreflected_prefill_tokens,
-                report.active_blocks + load.unreflected_blocks,
+                blocks,
+                load.usage(blocks),
             )
 
     def _add(
