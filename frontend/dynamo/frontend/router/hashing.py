@@ -6,6 +6,7 @@ interpreter lock for up to 5 ms at a time. Steps with a turn of the event loop b
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from dynamo.common.kv.hashes import TOKEN_BYTES, Buffer, sequence_hashes
@@ -13,6 +14,7 @@ from dynamo.common.kv.hashes import TOKEN_BYTES, Buffer, sequence_hashes
 LONG_PROMPT_BYTES = 16_384 * TOKEN_BYTES
 """From here on a prompt is hashed in steps."""
 _STEP_BLOCKS = 512
+_WORTH_KEEPING_BLOCKS = 8
 
 
 class PromptHashes:
@@ -30,9 +32,13 @@ class PromptHashes:
     @classmethod
     def of(cls, prompt: Buffer, block_size: int, parent: int | None = None) -> PromptHashes:
         """All of them, computed now."""
+        return cls.known(sequence_hashes(prompt, block_size, parent) if block_size else [], block_size)
+
+    @classmethod
+    def known(cls, values: list[int], block_size: int) -> PromptHashes:
+        """Those computed before."""
         hashes = cls(b"", block_size)
-        if block_size:
-            hashes.values = sequence_hashes(prompt, block_size, parent)
+        hashes.values = values
         return hashes
 
     def steps(self) -> Iterator[None]:
@@ -43,3 +49,44 @@ class PromptHashes:
                 yield
             self.values += sequence_hashes(self._prompt[at : at + step_bytes], self.block_size, self._parent)
             self._parent = self.values[-1] if self.values else None
+
+
+class RecentPrompts:
+    """Hashes prompts that begin like one before, such as the next turn of a conversation, from where they differ.
+
+    Keeps the last `most` prompts that begin with different blocks; of those that begin with the same one, the last.
+    """
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._recent: OrderedDict[tuple[bytes, int, int | None], tuple[bytes, list[int]]] = OrderedDict()
+
+    def hashes(self, prompt: bytes, block_size: int, parent: int | None = None) -> list[int]:
+        """As `sequence_hashes`. The list is not to be changed."""
+        step = block_size * TOKEN_BYTES
+        if not _WORTH_KEEPING_BLOCKS * step <= len(prompt) < LONG_PROMPT_BYTES:
+            return sequence_hashes(prompt, block_size, parent)
+        key = (prompt[:step], block_size, parent)
+        before = self._recent.pop(key, None)
+        if before is None:
+            values = sequence_hashes(prompt, block_size, parent)
+            if len(self._recent) >= self._most:
+                self._recent.popitem(last=False)
+        else:
+            shared = _shared_blocks(prompt, *before, step)
+            known = before[1][:shared]
+            values = known + sequence_hashes(memoryview(prompt)[shared * step :], block_size, known[-1])
+        self._recent[key] = (prompt, values)
+        return values
+
+
+def _shared_blocks(prompt: bytes, other: bytes, hashes: list[int], step: int) -> int:
+    """How many leading blocks two prompts share, of which the first is equal."""
+    low, high = 1, min(len(hashes), len(prompt) // step)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if prompt.startswith(other[low * step : middle * step], low * step):
+            low = middle
+        else:
+            high = middle - 1
+    return low

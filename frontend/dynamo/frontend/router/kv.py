@@ -36,7 +36,7 @@ from dynamo.common.kv.hashes import TOKEN_BYTES, space_hash
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import Choice, RouteRequest
 from dynamo.frontend.router.explanation import shown
-from dynamo.frontend.router.hashing import PromptHashes
+from dynamo.frontend.router.hashing import PromptHashes, RecentPrompts
 from dynamo.frontend.router.index import Match, PrefixIndex
 from dynamo.frontend.router.load import Floats, Loads, LoadTable, all_busy
 from dynamo.frontend.router.predicted import PredictedIndex
@@ -159,6 +159,7 @@ class KvRouter:
         if ttl_s > 0.0:
             self._predicted = PredictedIndex(ttl_s, self.config.max_tree_size, self.config.prune_target_ratio)
             self.loads.on_sibling_booking = self._predicted.add
+        self._recent = RecentPrompts()
         self._rng = rng or random.Random()
         self._clock = clock
 
@@ -265,7 +266,10 @@ class KvRouter:
         known = request.hashes
         if known is not None and known.block_size == block_size:
             return known
-        return PromptHashes.of(request.prompt, block_size, space_hash(request.adapter, request.cache_salt))
+        if not block_size:
+            return PromptHashes.known([], 0)
+        space = space_hash(request.adapter, request.cache_salt)
+        return PromptHashes.known(self._recent.hashes(request.prompt, block_size, space), block_size)
 
     def _choose(
         self,
@@ -327,12 +331,12 @@ class KvRouter:
 def _costs(config: KvRouterConfig, prompt: _Prompt, loads: Loads, overlaps: Overlaps) -> Floats:
     if not prompt.block_size:
         return loads.requests
-    prefill = (loads.prefill_tokens + prompt.tokens) / prompt.block_size
-    costs: Floats = config.prefill_load_scale * (prefill - config.overlap_score_weight * overlaps)
+    costs: Floats = (loads.prefill_tokens + prompt.tokens) * (config.prefill_load_scale / prompt.block_size)
+    costs -= overlaps * (config.prefill_load_scale * config.overlap_score_weight)
     if config.track_active_blocks:
         costs += loads.decode_blocks
-        full = loads.usage > _KV_FULL_FROM
-        if config.kv_full_penalty and full.any():
+        if config.kv_full_penalty and loads.usage.max() > _KV_FULL_FROM:
+            full = loads.usage > _KV_FULL_FROM
             usage = np.minimum(loads.usage, _KV_FULL_LIMIT)
             costs += np.where(full, config.kv_full_penalty * prompt.blocks * usage / (1.0 - usage), 0.0)
     return costs

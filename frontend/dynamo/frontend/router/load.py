@@ -174,6 +174,8 @@ class LoadTable:
         self._seen: Floats = np.zeros((8, 4))
         """Last report plus the bookings that it does not reflect."""
         self._reported_at: Floats = np.full(8, -np.inf)
+        self._unwritten: dict[int, _InstanceLoad] = {}
+        """By row: loads that have changed since somebody looked at the matrices."""
         self._fresh_until = -math.inf
         """Until then, at least, no instance of `_fresh_rows` counts as silent."""
         self._fresh_rows: Rows = np.zeros(0, dtype=np.intp)
@@ -234,7 +236,7 @@ class LoadTable:
                 # Whoever is not named after a while was lost on the way, or the engine does not name requests at all.
                 if booking.key in accepted or booking.booked_at <= settled:
                     self._reflect(load, booking)
-        self._write(load)
+        self._unwritten[load.row] = load
 
     def apply(self, event: BookingEvent, now: float) -> None:
         """A sibling tells about one of its bookings. One's own events, which come back, are ignored."""
@@ -268,7 +270,7 @@ class LoadTable:
         load = self._load(instance)
         if not load.total_blocks:
             load.total_blocks = blocks
-            self._write(load)
+            self._unwritten[load.row] = load
 
     def remove_instance(self, instance: InstanceId) -> None:
         load = self._loads.pop(instance, None)
@@ -281,6 +283,7 @@ class LoadTable:
             else:
                 del self._bookings[key]
         row = load.row
+        self._unwritten.pop(row, None)
         self._booked[row] = self._seen[row] = 0
         self._reported_at[row] = -np.inf
         self._fresh_until = -math.inf
@@ -300,6 +303,9 @@ class LoadTable:
 
     def read(self, rows: Rows, now: float) -> Loads:
         """The loads of the instances of `rows`, in that order."""
+        for load in self._unwritten.values():
+            self._write(load)
+        self._unwritten.clear()
         values = self._seen[rows]
         if rows is not self._fresh_rows or now > self._fresh_until:
             reported_at = self._reported_at[rows]
@@ -362,14 +368,14 @@ class LoadTable:
         load.unreflected[id(booking)] = booking
         load.unreflected_prefill_tokens += prefill_tokens
         load.unreflected_blocks += new_blocks + extra_blocks
-        self._write(load)
+        self._unwritten[load.row] = load
 
     def _end_prefill(self, origin: str, key: int) -> bool:
         for booking in self._bookings.get((origin, key), ()):
             if booking.prefilling:
                 load = self._loads[booking.instance]
                 self._stop_prefilling(load, booking)
-                self._write(load)
+                self._unwritten[load.row] = load
                 return True
         return False
 
@@ -387,7 +393,7 @@ class LoadTable:
         load.booked_extra_blocks -= booking.extra_blocks
         if id(booking) in load.unreflected:
             self._reflect(load, booking)
-        self._write(load)
+        self._unwritten[load.row] = load
         return True
 
     @staticmethod
