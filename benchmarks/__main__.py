@@ -1,21 +1,57 @@
-"""`make bench FLAGS="[WHAT] [FLAGS]"`: the tables that a change to a hot path is measured by.
+"""`make bench FLAGS="[NAME] [FLAGS]"`: the tables that a change to a hot path is measured by.
 
-WHAT is a benchmark's name, each with flags of its own (`make bench FLAGS="http --help"`). Without it: `kserve`, then `http`.
+NAME is a benchmark, with flags of its own (`make bench FLAGS="http --help"`). Without it all but `soak` run, one after the other;
+what may be said of all of them then: `make bench FLAGS=--help`.
 """
 
-import runpy
+from __future__ import annotations
+
+import argparse
+import subprocess
 import sys
+from collections.abc import Iterator
 
 NAMES = ("kserve", "http", "router_trace", "router_scale", "router_peer", "soak")
+_TIMED = ("kserve", "http", "router_peer")
+"""Those that run in rounds of some seconds, and beside the peer if there is one."""
 
 
-def main(arguments: list[str]) -> None:
-    chosen = arguments[:1] if arguments[:1] and arguments[0] in NAMES else ["kserve", "http"]
-    flags = arguments[1:] if arguments[:1] == chosen else arguments
-    for name in chosen:
-        sys.argv = [f"benchmarks.{name}", *flags]
-        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+def main(arguments: list[str]) -> int:
+    """Exit status: 0 if every benchmark ran to its end."""
+    if arguments[:1] and arguments[0] in NAMES:
+        return _run(arguments[0], arguments[1:])
+    failed = []
+    for name, flags in _all(arguments):
+        print(f"\n## {name}\n", flush=True)
+        if _run(name, flags):
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _all(arguments: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """What to run, with the flags that each understands."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, usage="%(prog)s [NAME] [FLAGS]")
+    parser.add_argument("--peer", metavar="PYTHON", help="interpreter that has NVIDIA Dynamo installed, to measure beside it")
+    parser.add_argument("--rounds", help="of those that run in rounds, in place of their own number")
+    parser.add_argument("--seconds", help="per case, system and round, in place of their own number")
+    parser.add_argument("--trace", metavar="FILE", help="for router_trace; otherwise one is made up")
+    parser.add_argument("--entries", help="for router_scale: (block, instance) pairs in the index")
+    asked = parser.parse_args(arguments)
+    timed = [f"--{name}={value}" for name in ("peer", "rounds", "seconds") if (value := getattr(asked, name))]
+    flags = {
+        **dict.fromkeys(_TIMED, timed),
+        "router_trace": [asked.trace] if asked.trace else [],
+        "router_scale": [f"--entries={asked.entries}"] if asked.entries else [],
+    }
+    return ((name, flags[name]) for name in NAMES if name in flags)
+
+
+def _run(name: str, flags: list[str]) -> int:
+    """In a process of its own: nothing that one leaves behind slows the next one down."""
+    return subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *flags], check=False).returncode
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

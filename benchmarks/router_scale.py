@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from dynamo.common.discovery import Instance
-from dynamo.common.kv.events import KvUpdate, LoadReport, request_key, update_decoder, update_encoder
+from dynamo.common.kv.events import KvMessage, KvUpdate, LoadReport, message_encoder, read_message, request_key
 from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
@@ -65,10 +65,11 @@ def measure(instances: int, options: argparse.Namespace) -> dict[str, float]:
             held.append(packed)
         for instance in rng.sample(fleet, holders):
             for start in range(0, len(packed), options.update_blocks * 8):
-                wire = update_encoder.encode(KvUpdate(updates, stored=packed[start : start + options.update_blocks * 8]))
+                update = KvUpdate(updates, stored=packed[start : start + options.update_blocks * 8])
+                wire = message_encoder.encode(KvMessage(MODEL, update))
                 updates += 1
                 begin = time.thread_time()
-                index.apply(instance.id, update_decoder.decode(wire))
+                index.apply(instance.id, read_message(wire).update)
                 apply_s += time.thread_time() - begin
         applied += blocks * holders
     used = resident_bytes() - before - sum(map(len, held))

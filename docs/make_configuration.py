@@ -8,6 +8,7 @@ from pathlib import Path
 from dynamo.common.config import markdown_table
 from dynamo.frontend.config import FrontendConfig
 from dynamo.local.config import LocalConfig
+from dynamo.local.replay.config import ReplayConfig
 from dynamo.worker.config import WorkerConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -54,6 +55,7 @@ PROCESSES = (
     ("dynamo-frontend", FrontendConfig),
     ("dynamo-worker", WorkerConfig),
     ("dynamo-local", LocalConfig),
+    ("dynamo-local replay", ReplayConfig),
 )
 
 

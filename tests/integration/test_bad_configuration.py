@@ -156,6 +156,17 @@ def pair(tmp_path: Path) -> Pair:
             {},
             "--nats-nkey-seed-file and --nats-credentials-file are different ways to log in to NATS; keep one of them",
         ),
+        (
+            ["--namespace", "a b"],
+            {},
+            "--namespace: 'a b' is not usable: the name has the character ' '; allowed are letters, digits and . _ / -",
+        ),
+        (
+            [],
+            {"DYN_NAMESPACE": "prod>"},
+            "variable DYN_NAMESPACE: 'prod>' is not usable: the name has the character '>'; "
+            "allowed are letters, digits and . _ / -",
+        ),
         (["--log-level", "loud"], {}, "--log-level: 'loud' names the level 'loud'; there are debug, info, warning and error"),
         (["--config", "none.yaml"], {}, "the configuration file none.yaml cannot be read: No such file or directory"),
     ],
@@ -226,9 +237,14 @@ def taken_port() -> Iterator[int]:
 def test_a_port_that_is_taken_ends_the_start(tmp_path: Path, taken_port: int, processes: tuple[str, ...]) -> None:
     http, grpc = free_ports(2)
     for flag, other in (("--http-port", ("--grpc-port", str(grpc))), ("--grpc-port", ("--http-port", str(http)))):
-        flags = ["--grpc", flag, str(taken_port), *other, *processes]
+        flags = [flag, str(taken_port), *other, *processes]
         refusal = Attempt("frontend", tmp_path, flags).refusal()
         assert refusal == f"{flag}: cannot listen on 127.0.0.1:{taken_port}: Address already in use"
+
+
+def test_a_status_port_that_is_taken_ends_the_start_of_a_worker(tmp_path: Path, taken_port: int) -> None:
+    refusal = Attempt("worker", tmp_path, ["--status-port", str(taken_port)]).refusal()
+    assert refusal == f"--status-port: cannot listen on 127.0.0.1:{taken_port}: Address already in use"
 
 
 @pytest.mark.parametrize("processes", [(), ("--processes", "2")])

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
+from dynamo.common.security.surfaces import Scope
+from tests.support.doors import KeyFile
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
 
@@ -164,7 +166,7 @@ def _ask(driver: Chrome, model: str) -> None:
 @pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="chromium and chromedriver are not installed")
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (380, True)], ids=["desktop", "phone-dark"])
 async def test_the_page_shows_the_fleet_and_tries_models(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, width: int, dark: bool
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path, width: int, dark: bool
 ) -> None:
     async with fleet(etcd_server, nats_server, namespace) as front, load(front):
 
@@ -183,10 +185,52 @@ async def test_the_page_shows_the_fleet_and_tries_models(
             assert shape[0] <= shape[1], "the page scrolls sideways"
             ground = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
             assert (sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(","))) < 3 * 128) == dark
-            assert [entry["message"] for entry in driver.get_log("browser")] == []
+            assert [entry["message"] for entry in driver.get_log("browser") if entry["level"] != "DEBUG"] == []
+            assert await asyncio.to_thread(driver.save_screenshot, str(tmp_path / "console.png"))  # for people to look at
 
         def opened() -> Any:
             return stack.enter_context(browser(width=width, dark=dark))
+
+        with contextlib.ExitStack() as stack:
+            await look(await asyncio.to_thread(opened))
+
+
+@pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="chromium and chromedriver are not installed")
+async def test_with_keys_the_page_says_what_is_missing_and_asks_models_with_a_key_of_its_own(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    keys = KeyFile(tmp_path / "keys.yaml", {})
+    looks = keys.add("looks", Scope.CONSOLE)
+    asks = keys.add("asks", Scope.INFER, Scope.METRICS)
+    flags = ("--api-keys-file", str(keys.path), "--api-open", "metadata")
+    async with fleet(etcd_server, nats_server, namespace, *flags) as front:
+
+        async def look(driver: Chrome) -> None:
+            page = f"127.0.0.1:{front.http_port}/console"
+            await asyncio.to_thread(driver.get, f"http://looks:{looks}@{page}")
+            await until(lambda: "classifier" in _text(driver, "#models"))
+            problem = await until(lambda: _text(driver, "#problem"))
+            assert problem.startswith("Traffic figures need a key with the scope “metrics” (403: "), problem
+            await asyncio.to_thread(_ask, driver, "classifier")
+            assert (await until(lambda: _answered(driver))).startswith("401: an API key is needed")
+
+            field = driver.find_element("id", "key")
+            await asyncio.to_thread(field.send_keys, f"{asks}x\n")  # a wrong one opens no window of the browser's own
+            await asyncio.to_thread(_ask, driver, "classifier")
+            assert await until(lambda: _answered(driver)) == "401: the API key is not valid"
+            await asyncio.to_thread(field.send_keys, "\ue003\n")  # backspace
+            await until(lambda: "TTFT" in _text(driver, "#tiles") and not _text(driver, "#problem"))
+            assert "classifier" in _text(driver, "#models"), "what the login may read is no longer read"
+            for model, answer in (("classifier", "answered after"), ("sim", "tokens, the first after")):
+                await asyncio.to_thread(_ask, driver, model)
+                assert answer in await until(lambda: _answered(driver))
+
+            await asyncio.to_thread(driver.save_screenshot, str(tmp_path / "console-with-keys.png"))
+            kept = "return JSON.stringify([location.href, document.cookie, {...sessionStorage}, {...localStorage}])"
+            assert asks not in driver.execute_script(kept)
+
+        def opened() -> Any:
+            return stack.enter_context(browser())
 
         with contextlib.ExitStack() as stack:
             await look(await asyncio.to_thread(opened))

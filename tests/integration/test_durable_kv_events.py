@@ -88,6 +88,27 @@ async def test_snapshots_keep_the_record_short_and_frontends_exact(
             await until(lambda: f.is_exact(late))
 
 
+async def test_a_higher_snapshot_threshold_leaves_the_record_longer(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    subject = Endpoint(namespace=namespace).kv_subject()
+    async with recording(etcd_server, nats_server, namespace, workers=1) as f, record_of(nats_server) as record:
+        (engine,) = f.engines.values()
+        async with f.frontend(snapshot_threshold=1000):
+            number = 0
+            while engine.kv.number < 60:
+                await f.ask(prompt(number))
+                number += 1
+            await all_is_recorded(record, f)
+            await until(f.is_exact)  # so it has heard of them all
+            assert await record.count(subject) >= 60
+            assert await record.load(subject.removesuffix(".*")) is None
+        async with f.frontend(snapshot_threshold=20), asyncio.timeout(10):
+            while await record.count(subject) >= 20:
+                await asyncio.sleep(0.02)
+            assert await record.load(subject.removesuffix(".*")) is not None
+
+
 async def test_reset_states_forgets_what_is_on_record(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
     subject = Endpoint(namespace=namespace).kv_subject()
     async with recording(etcd_server, nats_server, namespace, workers=1) as f, record_of(nats_server) as record:

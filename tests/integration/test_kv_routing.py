@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AsyncExitStack
 
 from dynamo.common.generation import Stop
@@ -81,3 +82,16 @@ async def test_bookings_are_shared_between_frontends(etcd_server: EtcdServer, na
             await generation.read()
             await until(lambda: len(other) == 1)
         await until(lambda: len(other) == 0)
+
+
+async def test_without_replica_sync_a_frontend_knows_the_others_requests_from_reports_only(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with sim_fleet(etcd_server, nats_server, namespace, frontends=2) as f:
+        other = f.router(1).loads
+        rows = other.rows(f.frontends[1].plane.models.instances("sim"))
+        request = TextRequest(model="sim", prompt=prompt(1), stop=Stop(max_tokens=20_000, ignore_eos=True))
+        async with f.frontends[0].plane.generate(request, Call(request_id="long")) as generation:
+            await generation.read()
+            await until(lambda: other.read(rows, time.monotonic()).requests.sum() == 1)
+            assert len(other) == 0  # a booking would have come before the report

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
+from pathlib import Path
 
 import grpc.aio
 import httpx2
@@ -28,6 +31,22 @@ async def becomes(port: int, value: float, name: str, **labels: str) -> None:
             await asyncio.sleep(0.05)
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that a supervisor has spawned to serve."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def memory_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def cpu_s(pid: int) -> float:
+    """Of user and system, which follow the command's name and nine other fields."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.timeout(120)
 async def test_a_scrape_shows_what_all_processes_counted(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
@@ -50,3 +69,15 @@ async def test_a_scrape_shows_what_all_processes_counted(
         await becomes(front.http_port, 48, "dynamo_frontend_router_decisions_total", model="echo")
         await becomes(front.http_port, 0, "dynamo_frontend_inflight_requests", model="echo")
         assert await total(front.http_port, "dynamo_frontend_model_instances", model="echo") == 1, "a fact is no sum"
+
+        children = children_of(front.process.pid)
+        assert len(children) == 2
+        assert await total(front.http_port, "process_resident_memory_bytes") == pytest.approx(
+            sum(memory_bytes(pid) for pid in children), rel=0.1
+        )
+        assert await total(front.http_port, "process_open_fds") > max(
+            len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in children
+        )
+        before = sum(cpu_s(pid) for pid in children)
+        assert before <= await total(front.http_port, "process_cpu_seconds_total") <= sum(cpu_s(pid) for pid in children)
+        assert await total(front.http_port, "python_info") == 1

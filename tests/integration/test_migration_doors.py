@@ -33,6 +33,14 @@ def _choice(event: dict[str, Any]) -> dict[str, Any]:
     return choices[0] if choices else {}
 
 
+def of_two(index: int) -> Door:
+    """One of two choices."""
+    body = {**SETTINGS, "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "n": 2}
+    return Door(
+        "/v1/completions", body, lambda event: "".join(each["text"] for each in event["choices"] if each["index"] == index)
+    )
+
+
 DOORS = {
     "completions": Door(
         "/v1/completions",
@@ -44,6 +52,8 @@ DOORS = {
         {**SETTINGS, "messages": MESSAGES, "max_tokens": TOKENS, "ignore_eos": True},
         lambda event: _choice(event).get("delta", {}).get("content") or "",
     ),
+    "first of two choices": of_two(0),
+    "second of two choices": of_two(1),
     "responses": Door(
         "/v1/responses",
         {"model": "sim", "stream": True, "temperature": 1, "input": PROMPT, "max_output_tokens": TOKENS},
@@ -152,6 +162,7 @@ async def test_a_stream_of_any_protocol_goes_on_elsewhere_without_a_seam_when_it
                     while not failed.error:
                         await asyncio.sleep(0.05)
         assert texts(moved) == texts(undisturbed)
+        assert moved["first of two choices"].text != moved["second of two choices"].text
         assert undisturbed["completions"].text.startswith(
             failed.text
         )  # what it got was right, and it was told that the rest is missing

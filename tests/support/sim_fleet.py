@@ -17,7 +17,7 @@ from dynamo.frontend.data_plane import Call
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.worker.app import Worker, open_worker
-from dynamo.worker.config import WorkerConfig
+from dynamo.worker.config import StatusOptions, WorkerConfig
 from dynamo.worker.engine.select import sim_config
 from dynamo.worker.engine.sim.engine import SimEngine
 from tests.support.servers import EtcdServer, NatsServer
@@ -39,6 +39,8 @@ class SimFleet:
     nats: NatsServer
     namespace: str
     durable: bool = False
+    status: StatusOptions = field(default_factory=StatusOptions)
+    drain_timeout_s: float = 5
     model: str = "sim"
     make: Callable[[], SimEngine | LlamaEngine] = lambda: SimEngine(sim_config(SIM, "sim", None, None))
     frontends: list[Frontend] = field(default_factory=list)
@@ -51,8 +53,9 @@ class SimFleet:
         engine = self.make()
         config = WorkerConfig(
             endpoint=Endpoint(namespace=self.namespace),
-            drain_timeout_s=5,
+            drain_timeout_s=self.drain_timeout_s,
             durable_kv_events=self.durable,
+            status=self.status,
             log=LogOptions(),
             etcd=EtcdOptions(endpoints=(self.etcd.endpoint,)),
             nats=NatsOptions(servers=(self.nats.url,)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
 
@@ -85,6 +85,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Disaggregated serving: what the engine's connector needs to fetch or to offer the prompt's KV blocks."""
     media: tuple[dict[str, Any], ...] = ()
     """Content parts besides text, for engines whose card declares the modality."""
+    first_choice: int = 0
+    """The choices are those from this index on of a larger request, a part of which moved here: engines whose choices have random
+    numbers of their own by index go on with theirs. `Delta.index` counts from 0 all the same."""
 
     @property
     def tokens(self) -> array[int]:
@@ -96,10 +99,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         return len(self.prompt) // 4
 
 
-Logprobs = Sequence[tuple[int, float]]
-"""For one position: (token id, log probability), the chosen token first, then the best alternatives."""
-
-
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What one engine step added to one choice. Fields at their default at the end do not travel."""
 
@@ -108,7 +107,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Which of the request's `n` choices."""
     finish_reason: FinishReason | None = None
     logprobs: list[list[tuple[int, float]]] | None = None
-    """One entry per token of `tokens`."""
+    """One entry per token of `tokens`: (token id, log probability), the token first, then the best alternatives."""
     stop_token: int | None = None
     """The stop token that ended the choice, if one did; it is not part of `tokens`."""
 

@@ -40,6 +40,14 @@ def check_name(name: str, what: str = "model name") -> str:
     return name
 
 
+def parse_name(text: str) -> str:
+    """A name that was given as an option; ValueError says what is wrong with it."""
+    try:
+        return check_name(text, "name")
+    except InvalidRequest as error:
+        raise ValueError(f"is not usable: {error}") from error
+
+
 def encode(name: str, what: str = "model name") -> str:
     """One NATS token and etcd path part for `name`: `.` and `/` are percent-encoded, anything else odd is refused."""
     return check_name(name, what).replace(".", "%2E").replace("/", "%2F")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections import Counter as Totals
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -24,7 +26,9 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from dynamo.common.errors import Code, DynamoError
 from dynamo.common.model_card import ModelCard
@@ -44,8 +48,10 @@ TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 655
 BLOCKS = (0, *(1 << power for power in range(16)))
 RATIOS = tuple(step / 20 for step in range(21))
 
+MAX_MODELS = 500
+"""Models with a label of their own: the cap on the cardinality of metrics."""
 OTHER_MODEL = "other"
-"""Label of models past the cardinality cap."""
+"""Label of models past it."""
 UNKNOWN_MODEL = "unknown_model"
 """Label of names that no instance serves: clients choose them, so they may not become labels."""
 
@@ -71,7 +77,33 @@ def render(registry: CollectorRegistry, multiprocess_folder: str | None = None) 
     if multiprocess_folder is not None:
         registry = CollectorRegistry()
         MultiProcessCollector(registry, path=multiprocess_folder)  # type: ignore[no-untyped-call]
+        registry.register(_ProcessesCollector(Path(multiprocess_folder)))
+        PlatformCollector(registry=registry)
     return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+class _ProcessesCollector(Collector):
+    """CPU time, memory and open files of all live processes that share a folder of metrics, added up.
+
+    A process that ends takes its CPU time along, which Prometheus reads as a counter that was reset.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # Files of gauges that count live processes only are removed when their process ends; all of us have such gauges.
+        self._pids = {int(file.stem.rpartition("_")[2]) for file in folder.glob("gauge_live*.db")}
+
+    def collect(self) -> Iterator[Metric]:
+        totals: Totals[str] = Totals()
+        for pid in self._pids:
+            for metric in ProcessCollector(pid=lambda pid=pid: pid, registry=None).collect():  # type: ignore[misc]
+                totals.update({sample.name: sample.value for sample in metric.samples})
+        for name, family, help in (
+            ("process_cpu_seconds_total", CounterMetricFamily, "CPU time of all processes."),
+            ("process_resident_memory_bytes", GaugeMetricFamily, "Resident memory of all processes."),
+            ("process_open_fds", GaugeMetricFamily, "Open file descriptors of all processes."),
+        ):
+            if name in totals:  # only Linux tells
+                yield family(name, help, totals[name])
 
 
 class RequestType(StrEnum):
@@ -142,7 +174,7 @@ class RuntimeMetrics:
 class FrontendMetrics:
     """`dynamo_frontend_*`. `for_model` gives the bound children of one model."""
 
-    def __init__(self, registry: CollectorRegistry, *, max_models: int = 500) -> None:
+    def __init__(self, registry: CollectorRegistry, *, max_models: int = MAX_MODELS) -> None:
         self._max_models = max_models
         self._models: dict[str, ModelMetrics] = {}
         self._registry = registry

@@ -81,7 +81,7 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def timeout_us(self) -> int:
-        """How long the request may wait to be run; 0: no bound of its own."""
+        """Microseconds within which the request must be answered; 0: no bound of its own."""
         return _whole_number(_parameter(self.head, "timeout"))
 
 

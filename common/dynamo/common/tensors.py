@@ -68,7 +68,6 @@ def _datatypes() -> Mapping[str, DataType]:
 
 
 DATATYPES = _datatypes()
-CONTENT_FIELDS = tuple(field.name for field in InferTensorContents.DESCRIPTOR.fields)
 _BY_CONFIG_TYPE = {datatype.config_type: datatype for datatype in DATATYPES.values()}
 _BY_NUMPY = {datatype.dtype.newbyteorder("="): datatype for datatype in DATATYPES.values() if datatype.name != "BF16"}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo.common.config import group, option, parse_port
+from dynamo.common.names import parse_name
 from dynamo.common.options import LogOptions
 
 
@@ -55,7 +56,7 @@ class LocalConfig:
         file_key=("local.grpc_port", "grpc.port", "grpc_service.port"),
         help="KServe gRPC port; unset: 8001, or a free one if that is taken.",
     )
-    namespace: str = option("dynamo", help="Namespace of the deployment.")
+    namespace: str = option("dynamo", parse=parse_name, help="Namespace of the deployment.")
     etcd_endpoints: tuple[str, ...] = option(
         (),
         env=("DYN_ETCD_ENDPOINTS", "ETCD_ENDPOINTS"),

@@ -175,7 +175,14 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
         *text_routes(readiness, config.http, config.text, config.overload_status),
         *kserve_rest_routes(readiness, config.http, config.overload_status),
     ]
-    console = Console(readiness, config.namespace, effective_mode(config.router).value, explains=config.http.admin_api)
+    console = Console(
+        readiness,
+        config.namespace,
+        effective_mode(config.router).value,
+        explains=config.http.admin_api,
+        asks_keys=config.access.keys_file is not None,
+        processes=config.processes,
+    )
     if config.http.console:
         routes += console_routes(console)
     if config.http.admin_api:

@@ -14,6 +14,7 @@ from dynamo.common.config import group, option, parse_bytes, parse_port
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation_rules import MAX_CHOICES, MAX_LOGPROBS
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.names import parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, TraceOptions
 from dynamo.common.security.surfaces import Restriction, Surface, parse_restrictions
 from dynamo.common.security.tls import TlsFiles
@@ -22,6 +23,7 @@ MIB = 2**20
 GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
 """Before the names of headers that restrict gRPC calls, as Triton has it."""
 MAX_WINDOW_BYTES = 2**31 - 1
+DEFAULT_GRPC_PORT = 8001
 
 
 class GrpcServerChoice(StrEnum):
@@ -263,26 +265,27 @@ class TextOptions:
 class GrpcOptions:
     """The KServe v2 gRPC side."""
 
-    enabled: bool = option(
-        False,
+    enabled: bool | None = option(
+        None,
         flags=("--grpc", "--kserve-grpc-server", "--kserve-mode"),
         env=("DYN_GRPC", "DYN_KSERVE_GRPC_SERVER"),
-        help="Serve KServe v2 over gRPC. A section grpc_service in the configuration file does so too.",
+        help="Serve KServe v2 over gRPC, or do not. Unset: if a gRPC port or a section grpc_service in the file asks for it.",
     )
     section: bool = option(
         False, flags=(), env=(), file_key="grpc_service", from_file=_grpc_section, help="Host and ports of this side."
     )
     host: str = option("127.0.0.1", file_key=("grpc.host", "grpc_service.host"), help="Address to listen on.")
-    port: int = option(
-        8001,
+    port: int | None = option(
+        None,
         parse=parse_port,
         env=("DYN_GRPC_PORT", "DYNAMO_GRPC_PORT"),
         file_key=("grpc.port", "grpc_service.port"),
-        help="Port; 0 lets the system choose.",
+        help=f"Port, {DEFAULT_GRPC_PORT} if this is not given; 0 lets the system choose. Giving it turns this side on.",
     )
     server: GrpcServerChoice = option(
         GrpcServerChoice.AUTO,
-        help="Which server runs: auto takes the native one (extra `fast`) if it is installed and can do all that is asked.",
+        help="Which server runs: auto takes the native one (extra `fast`) if it is installed, can do all that is asked, and the"
+        " host is this machine's alone; elsewhere it takes grpcio, since native does not bound what strangers send.",
     )
     workers: int = option(
         2,
@@ -314,14 +317,16 @@ class GrpcOptions:
         parse=parse_bytes,
         minimum=1,
         maximum=MAX_WINDOW_BYTES,
-        help="HTTP/2 window of a connection, in bytes; taken by grpcio only.",
+        help="HTTP/2 window of a connection, in bytes; taken by grpcio only. It has one setting for this and that of a call:"
+        " the larger of the two counts.",
     )
     initial_stream_window_size: int | None = option(
         None,
         parse=parse_bytes,
         minimum=1,
         maximum=MAX_WINDOW_BYTES,
-        help="HTTP/2 window of a call, in bytes; taken by grpcio only.",
+        help="HTTP/2 window of a call, in bytes; taken by grpcio only. It has one setting for this and that of a connection:"
+        " the larger of the two counts.",
     )
     keepalive_s: float = option(60.0, minimum=1, help="A silent connection is pinged after this many seconds.")
     keepalive_timeout_s: float = option(20.0, minimum=1, help="An unanswered ping closes the connection.")
@@ -329,7 +334,8 @@ class GrpcOptions:
         5.0, minimum=0, help="Clients that ping more often than this are disconnected; enforced by grpcio only."
     )
     compression: GrpcCompression = option(
-        GrpcCompression.NONE, help="Compression of answers; compressed requests are always accepted."
+        GrpcCompression.NONE,
+        help="Compression of answers to clients that accept it, by grpcio only; compressed requests are always accepted.",
     )
     max_connection_age_s: float | None = option(
         None, minimum=1, help="Connections older than this are closed in peace, so that load can be spread anew."
@@ -357,8 +363,15 @@ class GrpcOptions:
         return is_local(self.host)
 
     @property
+    def listen_port(self) -> int:
+        return DEFAULT_GRPC_PORT if self.port is None else self.port
+
+    @property
     def wanted(self) -> bool:
-        return self.enabled or self.section
+        """Who names a port wants it to be open; a plain yes or no goes before that."""
+        if self.enabled is not None:
+            return self.enabled
+        return self.section or self.port is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -650,7 +663,7 @@ class DisaggregationOptions:
 class FrontendConfig:
     """A stateless front door: KServe v2 and HTTP in front, workers found in etcd and reached over NATS behind."""
 
-    namespace: str = option("dynamo", help="Namespace whose workers are served.")
+    namespace: str = option("dynamo", parse=parse_name, help="Namespace whose workers are served.")
     processes: int = option(1, minimum=1, maximum=256, help="Processes that share the same ports.")
     drain_timeout_s: float = option(
         30.0, flags=("--drain-timeout",), minimum=0, help="After SIGTERM, requests may finish for this many seconds."
@@ -709,9 +722,9 @@ class FrontendConfig:
             raise ValueError("--use-tls needs --cert-file and --key-file")
         if self.tls.client_ca_file is not None and self.http.tls is None and self.grpc.tls is None:
             raise ValueError("--client-ca-file needs --cert-file and --key-file")
-        if self.processes > 1 and (self.http.port == 0 or (self.grpc.wanted and self.grpc.port == 0)):
+        if self.processes > 1 and (self.http.port == 0 or (self.grpc.wanted and self.grpc.listen_port == 0)):
             raise ValueError("--processes shares ports between processes, so they need fixed --http-port and --grpc-port")
-        same = self.grpc.wanted and self.http.port == self.grpc.port != 0
+        same = self.grpc.wanted and self.http.port == self.grpc.listen_port != 0
         if same and self.http.host == self.grpc.host:
             raise ValueError(f"--http-port and --grpc-port are both {self.http.port}")
 

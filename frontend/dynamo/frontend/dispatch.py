@@ -42,7 +42,7 @@ from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import ModelMetrics, Request, RequestType
-from dynamo.common.tracing import Attributes, Span, Tracing
+from dynamo.common.tracing import Span, Tracing
 from dynamo.frontend.admission import AdmissionQueue
 from dynamo.frontend.prefix_reuse import PrefixReuse
 from dynamo.frontend.router.base import Choice, Router, RouteRequest
@@ -472,6 +472,22 @@ class DispatchedStream:
         self._failure = None
         self._work = work
 
+    def split(self, error: DynamoError, work: Work) -> DispatchedStream:
+        """After `move`, with the same `error`: one more stream, for another part of the rest, under the same conditions.
+
+        Raises `error` if the retry budget does not allow it.
+        """
+        dispatcher = self._dispatcher
+        # Nothing has failed if it was our own connection that was away.
+        if self._failed and not dispatcher._budget.take(dispatcher._loop.time()):
+            raise error
+        other = DispatchedStream(dispatcher, work, self._call)
+        other._deadline = self._deadline
+        other._failed = list(self._failed)
+        other._attempts = self._attempts
+        other._wait_until = self._wait_until
+        return other
+
     def redirect(self, work: Work) -> None:
         """Before the first `read`, or after `move`: asks for `work` instead."""
         self._work = work
@@ -571,6 +587,7 @@ class DispatchedStream:
                 explanation=call.explanation,
             ),
             candidates,
+            explain=call.span is not None,
         )
         if call.span is not None:
             _trace_choice(call.span, began_ns, choice, len(candidates), self._attempts)
@@ -656,7 +673,7 @@ def _about_prompt(work: Work) -> RouteRequest:
 
 
 def _trace_choice(span: Span, began_ns: int, choice: Choice, candidates: int, failed: int) -> None:
-    about: Attributes = {
+    about: dict[str, str | int | float | bool] = {
         "dynamo.instance": f"{choice.instance.id:x}",
         "dynamo.route.reason": choice.reason,
         "dynamo.route.candidates": candidates,
@@ -664,4 +681,6 @@ def _trace_choice(span: Span, began_ns: int, choice: Choice, candidates: int, fa
         "dynamo.route.cost": choice.cost,
         "dynamo.route.failed_attempts": failed,
     }
+    if choice.candidates:  # by modes that look at loads
+        about["dynamo.route.explanation"] = msgspec.json.encode(choice.candidates).decode()
     span.child("route", began_ns, time.time_ns(), about)

@@ -3,8 +3,9 @@
 Migration re-sends the prompt and all tokens received so far, with what is left of `max_tokens`; the text goes on without a seam.
 The tokens are the ones that an undisturbed run had given if the next token depends on those before it only: greedy sampling, and
 engines that derive randomness from seed and position. An engine that draws from one stream of random numbers per request begins
-that stream anew, and presence or frequency penalties count only tokens generated since. Not moved, but failed: requests with
-several choices, and structured output, whose grammar an engine would begin anew in the middle.
+that stream anew, and presence or frequency penalties count only tokens generated since. Choices part there: each goes on by
+itself, as a request for the one choice that says which it is. Not moved, but failed: structured output, whose grammar an engine
+would begin anew in the middle.
 """
 
 from __future__ import annotations
@@ -50,6 +51,36 @@ _END_TOKENS = 16
 """Enough for the tags that a chat template ends with."""
 
 
+class _Part:
+    """What one stream answers: all choices, or, after they had to move, one of them."""
+
+    __slots__ = ("is_moved", "is_placed", "migrations_left", "prompt", "reading", "stream")
+
+    def __init__(
+        self, stream: DispatchedStream, prompt: GenerateRequest, migrations_left: int, *, is_moved: bool = False
+    ) -> None:
+        self.stream = stream
+        self.prompt = prompt
+        """As it is asked for in `stream`."""
+        self.migrations_left = migrations_left
+        self.is_moved = is_moved
+        self.is_placed = False
+        """It was decided which instances may work on the prompt."""
+        self.reading: asyncio.Task[list[Delta]] | None = None
+        """Waits for the next deltas, where there are several parts."""
+
+    def go_on(self, rest: GenerateRequest) -> None:
+        """`stream` was moved, for `rest`."""
+        self.prompt = rest
+        self.migrations_left -= 1
+        self.is_moved = True
+        self.is_placed = False
+
+    @property
+    def choices(self) -> range:
+        return range(self.prompt.first_choice, self.prompt.first_choice + self.prompt.n)
+
+
 class Generation:
     """Made by `DataPlane.generate`. Entering it tokenizes; leaving it early cancels the engine."""
 
@@ -68,11 +99,9 @@ class Generation:
         self._disaggregation = disaggregation
         self._prefill: Prefill | None = None
         """Of the prompt, if another instance computed it."""
-        self._is_placed = False
-        """It was decided which instances may work on the prompt."""
         self._texts = texts
         self._metrics = metrics
-        self._migrations_left = migration_limit
+        self._migration_limit = migration_limit
         self._card = card
         self._request = request
         self._call = call
@@ -80,6 +109,10 @@ class Generation:
         """None before the generation is entered, and when it is over."""
         self._ticket: Ticket | None = None
         self._stream: DispatchedStream
+        """The one that the request began with; later it answers the first of the choices that moved."""
+        self._parts: list[_Part] = []
+        """Those that have not ended."""
+        self._is_split = False
         self._detokenizer: Detokenizer
         self._vocabulary: Vocabulary
         self._prompt: GenerateRequest
@@ -87,8 +120,8 @@ class Generation:
         self._migrated = False
         self._unfinished: set[int] = set()
         """Choices that the engine has not finished."""
-        self._received: array[int] = array("I")
-        """Tokens of the only choice, for migration."""
+        self._received: list[array[int]] = []
+        """Tokens of each choice, for migration."""
         self._output_tokens = 0
         self.summary = Summary()
         """What it took, after `read` returned []."""
@@ -133,9 +166,11 @@ class Generation:
             if self._ticket is not None:
                 self._ticket.charge(self._input_tokens)
             self._unfinished = set(range(self._prompt.n))
+            self._received = [array("I") for _ in range(self._prompt.n)]
             self._vocabulary = text.tokenizer
             self._detokenizer = text.detokenizer(self._request, self._prompt)
             self._stream = self._dispatcher.stream(self._work(self._prompt), self._call)
+            self._parts = [_Part(self._stream, self._prompt, self._migration_limit)]
         except BaseException as error:
             self._over(error)
             raise
@@ -144,7 +179,7 @@ class Generation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stream.close()
+        await self._close()
         self._over(Cancelled())
 
     async def read(self) -> list[TextDelta]:
@@ -157,7 +192,7 @@ class Generation:
                     break
                 texts = self._feed(deltas)
                 if self._detokenizer.done and self._unfinished:  # by stop strings, of which the engine knows nothing
-                    self._stream.close()
+                    await self._close()
                     self._complete(None)
                 if texts:
                     return texts
@@ -172,11 +207,28 @@ class Generation:
         adapter = self._request.model if self._request.model in self._card.llm.adapters else prompt.adapter
         return msgspec.structs.replace(prompt, model=self._card.name, adapter=adapter, priority=self._call.priority)
 
-    async def _place(self, prompt: GenerateRequest) -> None:
+    async def _place(self, part: _Part) -> None:
         """Decides who answers; where there are prefill instances, one computes the prompt before."""
-        placed = await self._disaggregation.place(self._work(prompt), prompt, self._call)
+        part.is_placed = True
+        placed = await self._disaggregation.place(self._work(part.prompt), part.prompt, self._call)
         self._prefill = placed.prefill
-        self._stream.redirect(placed.work)
+        part.stream.redirect(placed.work)
+        if part.is_moved:
+            self._migrated = True
+            self._metrics.migrated(ongoing=True)
+
+    async def _close(self) -> None:
+        """Ends what has not ended, here and at the engines."""
+        parts, self._parts = self._parts, []
+        readings = [part.reading for part in parts if part.reading is not None]
+        try:
+            for reading in readings:
+                reading.cancel()
+            if readings:
+                await asyncio.wait(readings)
+        finally:
+            for part in parts:
+                part.stream.close()
 
     def _work(self, prompt: GenerateRequest) -> Work:
         assert self._card.llm is not None
@@ -194,59 +246,92 @@ class Generation:
         )
 
     async def _deltas(self) -> list[Delta]:
-        """What the engine made since the last call; [] at the end."""
+        """What the engines made since the last call; [] at the end."""
+        if not self._is_split:
+            deltas = await self._read(self._parts[0])
+            if deltas or not self._is_split:
+                return deltas
+        return await self._read_any()
+
+    async def _read_any(self) -> list[Delta]:
+        """What the first of several streams to have any has made; [] when all have ended."""
+        while parts := self._parts:
+            for part in parts:
+                if part.reading is None:
+                    part.reading = asyncio.create_task(self._read(part))
+            await asyncio.wait([part.reading for part in parts if part.reading is not None], return_when=asyncio.FIRST_COMPLETED)
+            deltas: list[Delta] = []
+            for part in list(parts):
+                if part.reading is not None and part.reading.done():
+                    read, part.reading = part.reading.result(), None
+                    deltas += read
+                    if not read:
+                        parts.remove(part)
+            if deltas:
+                return deltas
+        return []
+
+    async def _read(self, part: _Part) -> list[Delta]:
+        """What the engine made for this part since the last call; [] at its end, or if it was split."""
         while True:
             try:
-                if not self._is_placed:
-                    self._is_placed = True
-                    await self._place(self._prompt)
-                return _decoded(await self._stream.read())
+                if not part.is_placed:
+                    await self._place(part)
+                deltas = _decoded(await part.stream.read())
+                return _numbered(deltas, part.prompt.first_choice) if self._is_split else deltas
             except DynamoError as error:
-                if not isinstance(error, Unavailable) or not self._stream.started:
+                if not isinstance(error, Unavailable) or not part.stream.started:
                     raise
-                if not self._unfinished:
-                    return []  # all was said; only the trailer is lost
-                if self._received and self._tokens_left() == 0:
-                    return [Delta(finish_reason=FinishReason.LENGTH)]
-                await self._migrate(error)
+                unfinished = [choice for choice in part.choices if choice in self._unfinished]
+                complete = [choice for choice in unfinished if self._received[choice] and self._tokens_left(choice) == 0]
+                rest = [choice for choice in unfinished if choice not in complete]
+                if rest:
+                    await self._migrate(part, rest, error)
+                if complete or len(rest) != 1:  # of those that are complete, only the end was lost
+                    return [Delta(index=choice, finish_reason=FinishReason.LENGTH) for choice in complete]
 
-    async def _migrate(self, error: Unavailable) -> None:
-        """Lets another instance generate the rest. Raises `error` if that cannot be."""
-        prompt = self._prompt
-        if prompt.n != 1 or prompt.sampling.guided is not None or self._migrations_left == 0:
+    async def _migrate(self, part: _Part, choices: list[int], error: Unavailable) -> None:
+        """Lets other instances generate the rest of these choices, each by itself. Raises `error` if that cannot be."""
+        if self._prompt.sampling.guided is not None or part.migrations_left == 0:
             raise error
-        received = len(self._received)
-        rest = msgspec.structs.replace(
+        rests = [self._rest(choice) for choice in choices]
+        await part.stream.move(error, self._work(rests[0]))
+        part.go_on(rests[0])
+        self._parts += [
+            _Part(part.stream.split(error, self._work(rest)), rest, part.migrations_left, is_moved=True) for rest in rests[1:]
+        ]
+        self._is_split = self._prompt.n > 1
+
+    def _rest(self, choice: int) -> GenerateRequest:
+        """What is left to do for one choice."""
+        prompt, received = self._prompt, self._received[choice]
+        return msgspec.structs.replace(
             prompt,
-            prompt=prompt.prompt + pack_tokens(self._received),
+            prompt=prompt.prompt + pack_tokens(received),
             stop=msgspec.structs.replace(
-                prompt.stop, max_tokens=self._tokens_left(), min_tokens=max(0, prompt.stop.min_tokens - received)
+                prompt.stop, max_tokens=self._tokens_left(choice), min_tokens=max(0, prompt.stop.min_tokens - len(received))
             ),
+            n=1,
+            first_choice=choice,
             data_parallel_rank=None,
             kv_transfer=None,
         )
-        self._migrations_left -= 1
-        await self._stream.move(error, self._work(rest))
-        await self._place(rest)
-        self._migrated = True
-        self._metrics.migrated(ongoing=True)
 
-    def _tokens_left(self) -> int | None:
+    def _tokens_left(self, choice: int) -> int | None:
         limit = self._prompt.stop.max_tokens
-        return None if limit is None else max(0, limit - len(self._received))
+        return None if limit is None else max(0, limit - len(self._received[choice]))
 
     def _feed(self, deltas: list[Delta]) -> list[TextDelta]:
         texts = []
         count = 0
         unfinished, feed = self._unfinished, self._detokenizer.feed
-        received = self._received if self._prompt.n == 1 else None
+        received = self._received
         for delta in deltas:
             if delta.index not in unfinished:
                 raise EngineError("the engine went on with a choice that it had finished, or that was not asked for")
             tokens = delta.tokens
             count += len(tokens)
-            if received is not None:
-                received.extend(tokens)
+            received[delta.index].extend(tokens)
             if delta.finish_reason is not None:
                 unfinished.remove(delta.index)
             text = feed(delta)
@@ -313,6 +398,13 @@ def _encoded(prompt: GenerateRequest) -> bytes:
         return request_encoder.encode(prompt)
     except OverflowError:  # JSON, of which a schema for structured output is made, has no such bound
         raise InvalidRequest("a number in the request has more than 64 bits") from None
+
+
+def _numbered(deltas: list[Delta], choice: int) -> list[Delta]:
+    """What was answered to a request for one choice, as deltas of that choice."""
+    if any(delta.index for delta in deltas):
+        raise EngineError("the engine answered a choice that was not asked for")
+    return [msgspec.structs.replace(delta, index=choice) for delta in deltas] if choice else deltas
 
 
 def _decoded(bodies: list[Buffer]) -> list[Delta]:

@@ -21,7 +21,7 @@ FOLDERS = ("protos", "common", "frontend", "worker", "tests", "docs", "deploy", 
 
 FLAGS_OF_OTHERS = {
     "vLLM": "--dtype --enforce-eager --gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-transfer-config"
-    " --max-lora-rank --quantization --scheduling-policy --tensor-parallel-size",
+    " --enable-sleep-mode --max-lora-rank --quantization --scheduling-policy --tensor-parallel-size",
     "NVIDIA Dynamo": "--dyn-chat-processor --frontend-route-extension --grpc-metrics-port --metrics-prefix"
     " --migration-max-seq-len --reasoning-field-name --router-event-threads --router-min-initial-workers --router-policy-config"
     " --router-predicted-ttl-secs --serve-indexer --use-remote-indexer",

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from dynamo.common.kv.archive import fold
 from dynamo.common.kv.events import (
+    KvMessage,
     KvSnapshot,
     KvState,
     KvUpdate,
+    LoadMessage,
     LoadReport,
-    load_decoder,
-    load_encoder,
+    load_message_decoder,
+    message_encoder,
+    read_message,
     snapshot_decoder,
-    snapshot_encoder,
-    update_decoder,
-    update_encoder,
 )
 from dynamo.common.kv.follow import Follower
 
@@ -99,12 +99,13 @@ def test_updates_are_kept_for_readers_that_missed_a_few() -> None:
 
 def test_the_wire_form_costs_eight_bytes_per_block() -> None:
     update = KvUpdate(7, stored=bytes(8 * 100))
-    assert len(update_encoder.encode(update)) <= 8 * 100 + 8
-    assert update_decoder.decode(update_encoder.encode(update)) == update
+    message = message_encoder.encode(KvMessage("m", update))
+    assert len(message) <= 8 * 100 + 12
+    assert read_message(message) == KvMessage("m", update)
     snapshot = KvSnapshot(3, bytes(16))
-    assert snapshot_decoder.decode(snapshot_encoder.encode(snapshot)) == snapshot
-    report = LoadReport(waiting=1, kv_number=4)
-    assert load_decoder.decode(load_encoder.encode(report)) == report
+    assert snapshot_decoder.decode(message_encoder.encode(snapshot)) == snapshot
+    told = LoadMessage("m", LoadReport(waiting=1, kv_number=4))
+    assert load_message_decoder.decode(message_encoder.encode(told)) == told
 
 
 BLOCKS = st.lists(st.integers(0, 12), max_size=6)

@@ -223,3 +223,4 @@ def test_the_scrape_of_several_processes_is_their_sum(tmp_path: Path) -> None:
     text = render(CollectorRegistry(), str(tmp_path))[0].decode()
     assert 'dynamo_frontend_output_tokens_total{model="m"} 8.0' in text
     assert 'dynamo_frontend_inter_token_latency_seconds_count{model="m"} 6.0' in text
+    assert "process_resident_memory_bytes" not in text, "memory of processes that have ended"

@@ -11,7 +11,7 @@ import pytest
 from dynamo.common.config import load
 from dynamo.frontend.config import FrontendConfig
 from dynamo.worker.config import WorkerConfig
-from tests.support.manifests import BASE, DEPLOY, Manifest, Placed, of_kind, parse, pod_containers, render, workloads
+from tests.support.manifests import BASE, DEPLOY, Container, Manifest, Placed, of_kind, parse, pod_containers, render, workloads
 
 SECRETS = {"dynamo-nats-auth": {"frontend-password": "pf", "worker-password": "pw"}}
 KSERVE_ONLY = {"minReplicas", "maxReplicas", "scaleMetric", "scaleTarget", "timeout", "model"}
@@ -54,11 +54,30 @@ def test_our_programs_understand_a_pod_for_kserve(pod: Manifest, tmp_path: Path)
         )
         assert config.nats.password in ("pf", "pw")
         if isinstance(config, FrontendConfig):
-            assert container.spec["ports"][0]["containerPort"] == config.http.port
+            assert container.port("http1") == config.http.port
+            assert probed(container) == {config.http.port}
             namespaces.add(config.namespace)
         else:
+            assert probed(container) == {config.status.port} == {container.port("status")}
+            assert config.status.host == "0.0.0.0", "the kubelet asks at the pod's address"
             namespaces.add(config.served_endpoint.namespace)
     assert len(namespaces) == 1
+
+
+def test_a_runtime_for_kserve_offers_every_protocol_that_it_claims(tmp_path: Path) -> None:
+    [runtime] = of_kind(parse((DEPLOY / "kserve" / "runtime.yaml").read_text()), "ServingRuntime").values()
+    [frontend, _] = pod_containers({"spec": runtime["spec"]}, "x", (), SECRETS)
+    placed = Placed(frontend, tmp_path, {})
+    placed.write_files()
+    config = load(FrontendConfig, placed.command[1:], placed.environment, program="dynamo-frontend")
+    offered = {"v2"} | ({"grpc-v2"} if config.grpc.wanted else set())
+    assert set(runtime["spec"]["protocolVersions"]) == offered
+    assert (frontend.port("h2c"), config.grpc.host) == (config.grpc.port, "0.0.0.0")
+
+
+def probed(container: Container) -> set[int]:
+    """Ports that its probes ask."""
+    return {container.port(container.spec[kind]["httpGet"]["port"]) for kind in ("livenessProbe", "readinessProbe")}
 
 
 def test_monitors_select_pods_and_ports_that_exist() -> None:

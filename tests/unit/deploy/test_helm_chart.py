@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from tests.support.manifests import (
     of_kind,
     parse,
     pod_containers,
+    pod_names,
     render,
     workloads,
 )
@@ -63,15 +64,15 @@ from helm_python import chart
 path, values = sys.argv[1], json.loads(sys.argv[2])
 report = chart.lint(path, values, strict=True)
 with chart.Chart.load(path) as loaded:
-    rendered = loaded.render(values, name="dynamo", namespace="dynamo")
+    rendered = loaded.render(values, name=sys.argv[3], namespace="dynamo")
 print(json.dumps({"lint": report, "rendered": rendered}))
 """
 
 
-def helm(values: Mapping[str, Any]) -> tuple[Manifest, ...]:
-    """The chart rendered as release `dynamo`; lint must find nothing. Raises CalledProcessError for values it refuses."""
+def helm(values: Mapping[str, Any], release: str = "dynamo") -> tuple[Manifest, ...]:
+    """The chart rendered as a release; lint must find nothing. Raises CalledProcessError for values it refuses."""
     assert PYTHON is not None
-    command = [PYTHON, "-c", _RENDER, str(CHART), json.dumps(values)]
+    command = [PYTHON, "-c", _RENDER, str(CHART), json.dumps(values), release]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     done.check_returncode()
     answer = json.loads(done.stdout)
@@ -109,6 +110,9 @@ def test_the_defaults_fit_the_schema() -> None:
         {"etcd": {"enabled": False}},
         {"etcd": {"replicas": 2}},
         {"nats": {"enabled": False, "servers": ["nats.example:4222"]}},
+        {"nats": {"auth": {"workerUser": 'w"'}}},
+        {"tracing": {"endpoint": "collector:4317"}},
+        {"frontend": {"canaryWaitSeconds": -1}},
         {"images": {"registry": "registry.example"}},
         {"log": {"format": "xml"}},
     ],
@@ -125,7 +129,10 @@ def test_the_schema_knows_the_router_modes() -> None:
 
 
 def test_nats_is_configured_as_in_the_base() -> None:
-    assert (CHART / "files" / "nats.conf").read_text() == (BASE / "platform" / "nats" / "nats.conf").read_text()
+    templated = (CHART / "files" / "nats.conf").read_text()
+    for role in ("frontend", "worker"):
+        templated = templated.replace(f"{{{{ .Values.nats.auth.{role}User | quote }}}}", f'"{role}"')
+    assert templated == (BASE / "platform" / "nats" / "nats.conf").read_text()
 
 
 @rendering
@@ -135,6 +142,68 @@ def test_the_defaults_install_what_the_base_does() -> None:
     assert ours.keys() == theirs.keys()
     for key, found in ours.items():
         assert comparable(found) == comparable(theirs[key]), key
+
+
+@rendering
+def test_a_release_of_another_name_has_its_own_names_throughout() -> None:
+    manifests = helm(MONITORED | {"tracing": {"endpoint": "http://collector:4317"}}, release="blue")
+    assert all(found["metadata"]["name"].startswith("blue") for found in manifests)
+    services = of_kind(manifests, "Service")
+    [etcd, nats] = [of_kind(manifests, "StatefulSet")[f"blue-{name}"] for name in ("etcd", "nats")]
+    members = [f"{name}.{etcd['spec']['serviceName']}" for name in pod_names(etcd)]
+    advertised = [advertised_hosts(etcd, name, manifests) for name in pod_names(etcd)]
+    assert advertised == [{member} for member in members]
+    [container] = pod_containers(etcd["spec"]["template"], "blue-etcd-0", manifests, SECRETS)
+    assert hosts_in(container.environment["CLUSTER_MEMBERS"]) == set(members)
+    assert hosts_in(of_kind(manifests, "ConfigMap")["blue-nats"]["data"]["cluster.conf"]) == {
+        f"{name}.{nats['spec']['serviceName']}" for name in pod_names(nats)
+    }
+    asked = hosts_in("\n".join(of_kind(manifests, "ConfigMap")["blue"]["data"].values()))
+    assert asked == {"blue-etcd", "blue-nats", "collector"}
+    assert {"blue-etcd", "blue-nats", etcd["spec"]["serviceName"], nats["spec"]["serviceName"]} <= services.keys()
+
+
+@rendering
+def test_the_users_of_nats_are_those_that_frontends_and_workers_give(tmp_path: Path) -> None:
+    manifests = helm({"nats": {"auth": {"frontendUser": "door", "workerUser": "hand"}}})
+    users = re.findall(
+        r"user: (\S+), password: \$NATS_(\w+)_PASSWORD", of_kind(manifests, "ConfigMap")["dynamo-nats"]["data"]["nats.conf"]
+    )
+    assert users == [('"door"', "FRONTEND"), ('"hand"', "WORKER")]
+    given = {config.nats.user for config in configs_of(manifests, tmp_path)}
+    assert given == {"door", "hand"}
+
+
+@rendering
+def test_with_tracing_processes_know_the_collector_and_may_reach_it(tmp_path: Path) -> None:
+    manifests = helm({"tracing": {"endpoint": "http://collector.traces:4317"}})
+    configs = configs_of(manifests, tmp_path)
+    assert {config.trace.otlp_endpoint for config in configs} == {"http://collector.traces:4317"}
+    [rule] = of_kind(manifests, "NetworkPolicy")["dynamo-tracing"]["spec"]["egress"]
+    assert rule["to"][0]["podSelector"]["matchLabels"] == DEFAULTS["tracing"]["collectorLabels"]
+    assert [port["port"] for port in rule["ports"]] == [4317]
+
+
+@rendering
+def test_the_chart_monitors_what_the_monitors_of_the_base_do() -> None:
+    ours = of_kind(helm(MONITORED), "PodMonitor")
+    theirs = of_kind(parse((DEPLOY / "prometheus" / "monitors.yaml").read_text()), "PodMonitor")
+
+    def endpoints(monitors: Mapping[str, Manifest]) -> dict[str, list[tuple[str, str]]]:
+        return {
+            name: [(found["port"], found["path"]) for found in monitor["spec"]["podMetricsEndpoints"]]
+            for name, monitor in monitors.items()
+        }
+
+    assert endpoints(ours) == endpoints(theirs)
+    elsewhere = helm(MONITORED | {"etcd": {"enabled": False, "endpoints": ["http://etcd.example:2379"]}})
+    assert of_kind(elsewhere, "PodMonitor").keys() == {"dynamo-frontend", "dynamo-worker"}
+
+
+@rendering
+def test_without_canaries_instances_are_not_asked(tmp_path: Path) -> None:
+    configs = configs_of(helm({"frontend": {"canaryWaitSeconds": 0}}), tmp_path)
+    assert [config.canary.wait_s for config in configs if isinstance(config, FrontendConfig)] == [None]
 
 
 @rendering
@@ -172,14 +241,10 @@ def test_other_values_make_valid_objects_that_our_programs_understand(change: Ma
     manifests = helm(change)
     for manifest in manifests:
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-    for workload in workloads(manifests):
-        for container in pod_containers(workload["spec"]["template"], "pod-0", manifests, SECRETS):
-            placed = Placed(container, tmp_path / workload["metadata"]["name"], {})
-            placed.write_files()
-            if container.command[0] == "dynamo-frontend":
-                assert load(FrontendConfig, placed.command[1:], placed.environment, program="f").grpc.wanted
-            elif container.command[0] == "dynamo-worker":
-                assert load(WorkerConfig, placed.command[1:], placed.environment, program="w").models
+    configs = configs_of(manifests, tmp_path)
+    assert {type(config) for config in configs} == {FrontendConfig, WorkerConfig}
+    for config in configs:
+        assert config.grpc.wanted if isinstance(config, FrontendConfig) else config.models
 
 
 @rendering
@@ -199,6 +264,30 @@ def test_values_that_the_schema_refuses_are_refused_by_helm() -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         helm({"frontend": {"routerMode": "best"}})
     assert "routerMode" in refused.value.stderr
+
+
+def configs_of(manifests: Sequence[Manifest], folder: Path) -> list[FrontendConfig | WorkerConfig]:
+    """What our processes make of their flags, variables and files."""
+    configs: list[FrontendConfig | WorkerConfig] = []
+    kinds: Mapping[str, type[FrontendConfig | WorkerConfig]] = {"dynamo-frontend": FrontendConfig, "dynamo-worker": WorkerConfig}
+    for workload in workloads(manifests):
+        for container in pod_containers(workload["spec"]["template"], "pod-0", manifests, SECRETS):
+            placed = Placed(container, folder / workload["metadata"]["name"], {})
+            placed.write_files()
+            program, *flags = placed.command
+            if program in kinds:
+                configs.append(load(kinds[program], flags, placed.environment, program=program))
+    return configs
+
+
+def advertised_hosts(etcd: Manifest, pod: str, manifests: Sequence[Manifest]) -> set[str]:
+    """Under which names a member tells others to reach it."""
+    [container] = pod_containers(etcd["spec"]["template"], pod, manifests, SECRETS)
+    return set().union(*(hosts_in(flag) for flag in container.command if "advertise" in flag))
+
+
+def hosts_in(text: str) -> set[str]:
+    return set(re.findall(r"\w+://([^:/\s]+)", text))
 
 
 def name_of(manifest: Manifest) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from importlib.metadata import distribution, requires
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from dynamo.common.config import load
 from dynamo.frontend.config import FrontendConfig
@@ -24,6 +28,7 @@ from tests.support.manifests import (
     Files,
     Manifest,
     Placed,
+    image_stage,
     of_kind,
     pod_containers,
     pod_names,
@@ -31,6 +36,7 @@ from tests.support.manifests import (
     render,
     workloads,
 )
+from tests.support.shared_libraries import needed_libraries
 
 CERTIFICATE: Files = {"tls.crt": "certificate", "tls.key": "key", "ca.crt": "authority"}
 SECRETS: Mapping[str, Files] = {
@@ -40,6 +46,11 @@ SECRETS: Mapping[str, Files] = {
 }
 CLOSE_S = 10
 """What a process needs to close after its drain."""
+IN_THE_BASE_IMAGE = {
+    f"lib{name}" for name in ("c.so.6", "dl.so.2", "gcc_s.so.1", "m.so.6", "pthread.so.0", "rt.so.1", "stdc++.so.6", "z.so.1")
+}
+PACKAGES = {"libgomp.so.1": "libgomp1"}
+"""Of Debian, by what they bring."""
 
 folders = pytest.mark.parametrize("folder", [BASE, *OVERLAYS], ids=lambda folder: folder.name)
 
@@ -91,6 +102,7 @@ def test_our_programs_understand_the_flags_and_variables_they_are_given(folder: 
         assert config.etcd.endpoints != FrontendConfig().etcd.endpoints and config.nats.servers != FrontendConfig().nats.servers
         if isinstance(config, FrontendConfig):
             assert config.grpc.wanted
+            assert config.canary.wait_s is not None, "the alert about engines that hang would never see anything"
             assert (found.container.port("http"), found.container.port("grpc")) == (config.http.port, config.grpc.port)
             assert (config.http.host, config.grpc.host) == ("0.0.0.0", "0.0.0.0")
             assert str(config.cache_dir).startswith(str(tmp_path)), "the cache lies outside of what can be written"
@@ -193,6 +205,42 @@ def test_every_workload_is_covered_by_a_budget_and_by_network_policies(folder: P
 
 
 @folders
+def test_with_the_component_for_tracing_processes_know_the_collector_and_may_reach_it(folder: Path, tmp_path: Path) -> None:
+    overlay = {
+        "resources": [os.path.relpath(folder, tmp_path)],
+        "components": [os.path.relpath(DEPLOY / "k8s" / "components" / "tracing", tmp_path)],
+        "namespace": "dynamo",
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    endpoints = {
+        config.trace.otlp_endpoint for _, found in placed(tmp_path, tmp_path) if (config := config_of(found)) is not None
+    }
+    assert endpoints == {"http://opentelemetry-collector.observability:4317"}
+    policy = of_kind(render(tmp_path), "NetworkPolicy")["dynamo-tracing"]
+    kubernetes_validate.validate(policy, kubernetes_validate.latest_version(), strict=True)
+    [selector] = policy["spec"]["podSelector"]["matchExpressions"]
+    names = {
+        workload["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/name"]
+        for workload in workloads(render(tmp_path))
+        if workload["kind"] == "Deployment"
+    }
+    assert set(selector["values"]) == names
+    assert policy["spec"]["egress"][0]["ports"] == [{"port": 4317, "protocol": "TCP"}]
+
+
+def test_the_overlay_for_another_collector_in_the_documentation_does_what_it_says(tmp_path: Path) -> None:
+    page = (DEPLOY.parent / "docs" / "kubernetes.md").read_text()
+    [overlay] = [text for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S) if "components/tracing" in text]
+    (tmp_path / "kustomization.yaml").write_text(overlay.replace("../..", os.path.relpath(DEPLOY / "k8s", tmp_path)))
+    endpoints = {
+        config.trace.otlp_endpoint for _, found in placed(tmp_path, tmp_path) if (config := config_of(found)) is not None
+    }
+    assert endpoints == {"http://jaeger.monitoring:4317"}
+    [rule] = of_kind(render(tmp_path), "NetworkPolicy")["dynamo-tracing"]["spec"]["egress"]
+    assert rule["to"][0]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "jaeger"}
+
+
+@folders
 def test_two_workloads_never_claim_the_same_pods(folder: Path) -> None:
     all_workloads = workloads(render(folder))
     for workload in all_workloads:
@@ -220,14 +268,46 @@ def test_the_dockerfile_is_clean() -> None:
 
 
 def test_images_start_our_programs_as_a_user_without_rights() -> None:
-    dockerfile = (DEPLOY / "Dockerfile").read_text()
-    assert "USER 65532:65532" in dockerfile
+    for target in ("frontend", "worker"):
+        users = re.findall(r"^USER (.*)$", image_stage("runtime") + image_stage(target), re.M)
+        assert users[-1] == "65532:65532", target
     uids = {
         workload["spec"]["template"]["spec"]["securityContext"]["runAsUser"]
         for workload in workloads(render(BASE))
         if workload["kind"] == "Deployment"
     }
     assert uids == {65532}
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="packages for other systems need other libraries")
+@pytest.mark.parametrize("target", ["frontend", "worker"])
+def test_images_have_the_shared_libraries_that_their_packages_need(target: str) -> None:
+    [extras] = re.findall(r"whl\)\[([a-z,]+)\]", image_stage(f"build-{target}"))
+    needed, brought = set[str](), set[str]()
+    for name in required("dynamo-serving", frozenset(extras.split(","))):
+        for path in distribution(name).files or ():
+            if ".so" in path.suffixes:
+                needed |= needed_libraries(Path(str(path.locate())))
+                brought.add(path.name)
+    foreign = {library for library in needed - brought if not library.startswith("ld-linux")} - IN_THE_BASE_IMAGE
+    [packages] = re.findall(r"--no-install-recommends (.*?) &&", image_stage(target)) or [""]
+    assert {PACKAGES.get(library, library) for library in foreign} == set(packages.split())
+
+
+def required(name: str, extras: frozenset[str] = frozenset()) -> set[str]:
+    """Packages that are installed with one, by what they say of themselves."""
+    names: set[str] = set()
+    waiting = [(name, extras)]
+    while waiting:
+        name, extras = waiting.pop()
+        for requirement in map(Requirement, requires(name) or ()):
+            is_wanted = requirement.marker is None or any(
+                requirement.marker.evaluate({"extra": extra}) for extra in extras | {""}
+            )
+            if is_wanted and requirement.name not in names:
+                names.add(requirement.name)
+                waiting.append((requirement.name, frozenset(requirement.extras)))
+    return names
 
 
 def test_images_have_what_our_programs_can_use() -> None:

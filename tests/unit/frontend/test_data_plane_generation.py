@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Any
 
 import msgspec
@@ -23,10 +24,12 @@ from dynamo.common.errors import (
 from dynamo.common.generation import (
     Delta,
     FinishReason,
+    GenerateRequest,
     Sampling,
     Stop,
     Summary,
     delta_encoder,
+    pack_tokens,
     request_decoder,
     summary_encoder,
 )
@@ -293,13 +296,125 @@ async def test_without_another_instance_a_stream_ends_with_the_error() -> None:
         assert f.count("requests_total", **labels) == 1
 
 
-@pytest.mark.parametrize("more", [{"n": 2}, {"sampling": Sampling(guided={"json_object": True})}])
-async def test_what_cannot_go_on_elsewhere_exactly_fails(more: dict[str, object]) -> None:
-    async with front(TokenEngine([2], gone)) as f:
-        async with f.plane.generate(ask(8, **more), CALL) as generation:
+@pytest.mark.parametrize("n", [1, 2])
+async def test_structured_output_does_not_go_on_elsewhere(n: int) -> None:
+    async with front(ChoiceEngine([2])) as f:
+        async with f.plane.generate(ask(8, n=n, sampling=Sampling(guided={"json_object": True})), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
         assert len(f.client.streams) == 1
+
+
+class ChoiceEngine:
+    """A `respond` for FakeClient: the choices of a request, each with tokens of its own, come in a random order.
+
+    `deaths` says after how many deltas each request, in order, loses its instance; the rest are answered to the end.
+    """
+
+    def __init__(self, deaths: list[int], seed: int = 0) -> None:
+        self._deaths = iter(deaths)
+        self._random = Random(seed)
+        self.requests: list[GenerateRequest] = []
+
+    def __call__(self, stream: FakeStream) -> None:
+        request = request_decoder.decode(stream.body)
+        self.requests.append(request)
+        limit = request.stop.max_tokens
+        assert limit is not None
+        death = next(self._deaths, None)
+        left = [iter(choice_tokens(request, index, limit)) for index in range(request.n)]
+        counts = [0] * request.n
+        turns = [index for index in range(request.n) for _ in range(limit)]
+        self._random.shuffle(turns)
+        for index in turns if death is None else turns[:death]:
+            counts[index] += 1
+            stream.data(delta(next(left[index]), index=index, finish=FinishReason.LENGTH if counts[index] == limit else None))
+        if death is None:
+            stream.end(summary_encoder.encode(Summary(prompt_tokens=request.prompt_tokens, output_tokens=len(turns))))
+        else:
+            stream.fail(InstanceGone(stream.instance))
+
+
+def choice_tokens(request: GenerateRequest, index: int, length: int) -> list[int]:
+    """What one choice of a request is: a function of all tokens before and of which choice it is."""
+    choice = request.first_choice + index
+    tokens = list(request.tokens)
+    for _ in range(length):
+        tokens.append((sum((at + 1) * token for at, token in enumerate(tokens)) * 31 + 7 + choice) % 50_000)
+    return tokens[request.prompt_tokens :]
+
+
+def choices_of(texts: list[TextDelta], n: int) -> list[list[int]]:
+    return [tokens_of([text for text in texts if text.index == index]) for index in range(n)]
+
+
+WHOLE = GenerateRequest(model="talker", prompt=pack_tokens(PROMPT))
+
+
+@given(n=st.integers(2, 4), length=st.integers(1, 8), deaths=st.lists(st.integers(0, 30), max_size=3), seed=st.integers(0, 99))
+def test_every_choice_of_a_migrated_request_goes_on_where_it_was(n: int, length: int, deaths: list[int], seed: int) -> None:
+    async def main() -> None:
+        async with front(ChoiceEngine(deaths, seed)) as f:
+            async with f.plane.generate(ask(length, n=n), CALL) as generation:
+                texts = await read_all(generation)
+                assert choices_of(texts, n) == [choice_tokens(WHOLE, index, length) for index in range(n)]
+                assert sorted(text.index for text in texts if text.finish_reason) == list(range(n))
+                assert (generation.summary.prompt_tokens, generation.summary.output_tokens) == (len(PROMPT), n * length)
+            assert not f.router.open
+            assert f.count("inflight_requests") == 0
+
+    run(main())
+
+
+async def test_choices_that_had_finished_are_not_asked_for_again() -> None:
+    engine = ChoiceEngine([])
+
+    def respond(stream: FakeStream) -> None:
+        stream.data(delta(7, index=0, finish=FinishReason.STOP), delta(8, index=1), delta(9, 10, index=2))
+        stream.fail(InstanceGone(stream.instance))
+        f.client.respond = engine
+
+    async with front(respond) as f:
+        async with f.plane.generate(ask(2, n=3), CALL) as generation:
+            texts = await read_all(generation)
+        (rest,) = engine.requests
+        assert (rest.first_choice, rest.n, list(rest.tokens), rest.stop.max_tokens) == (1, 1, [*PROMPT, 8], 1)
+        reasons = {text.index: text.finish_reason for text in texts if text.finish_reason}
+        assert reasons == {0: FinishReason.STOP, 1: FinishReason.LENGTH, 2: FinishReason.LENGTH}  # of the last, the end was lost
+
+
+async def test_each_choice_that_goes_on_costs_one_of_the_retry_budget() -> None:
+    dispatch = DispatchSettings(retry_ratio=0.0, retry_floor_per_s=0.0, retry_burst=2)
+    async with front(ChoiceEngine([3]), settings=DataPlaneSettings(dispatch=dispatch)) as f:
+        async with f.plane.generate(ask(8, n=3), CALL) as generation:
+            with pytest.raises(InstanceGone):
+                await read_all(generation)
+        assert not f.router.open
+        assert len(f.client.streams) == 1
+
+
+async def test_leaving_after_choices_have_parted_cancels_all_of_them() -> None:
+    engine = ChoiceEngine([3])
+    async with front() as f:
+        f.client.respond = lambda stream: engine(stream) if len(f.client.streams) == 1 else stream.data(delta(1))
+        async with f.plane.generate(ask(8, n=2), CALL) as generation:
+            while len(f.client.streams) < 3:
+                assert await generation.read()
+            _, *moved = f.client.streams
+            assert not any(stream.cancelled for stream in moved)
+        assert all(stream.cancelled for stream in moved)
+        assert not f.router.open
+        assert f.count("inflight_requests") == 0
+
+
+async def test_an_engine_that_answers_more_than_the_one_choice_is_wrong() -> None:
+    async with front() as f:
+        engine = ChoiceEngine([3])
+        f.client.respond = lambda stream: engine(stream) if len(f.client.streams) == 1 else stream.data(delta(1, index=1))
+        async with f.plane.generate(ask(8, n=2), CALL) as generation:
+            with pytest.raises(EngineError, match="not asked for"):
+                await read_all(generation)
+        assert not f.router.open
 
 
 async def test_a_generation_that_names_its_instance_is_not_moved() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.api.exchange import Exchange, HttpSettings
+from dynamo.frontend.api.exchange import Endpoint, Exchange, HttpSettings
+from dynamo.frontend.api.openai.errors import OPENAI_ERRORS
 
 
 @pytest.fixture
@@ -40,3 +41,29 @@ async def test_a_stream_leaves_no_work_for_the_garbage_collector(events: int, no
     left = weakref.ref(exchange)
     del exchange
     assert left() is None
+
+
+@pytest.mark.parametrize("headers", [[], [(b"x-request-id", b"mine-1")], [(b"x-request-id", b"no good id\n")]])
+async def test_an_answer_has_an_id_even_if_nobody_asked_who_calls(headers: list[tuple[bytes, bytes]]) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def handle(exchange: Exchange) -> None:
+        await exchange.answer(b"{}")
+
+    async def handle_in_pieces(exchange: Exchange) -> None:
+        await exchange.answer_in_pieces([b"{", b"}"], ())
+
+    async def handle_by_events(exchange: Exchange) -> None:
+        await stream(exchange, 1)
+
+    for way in (handle, handle_in_pieces, handle_by_events):
+        scope = {"type": "http", "path": "/", "headers": headers}
+        await Endpoint(way, OPENAI_ERRORS, HttpSettings())(scope, never, send)
+    ids = [dict(message["headers"])[b"x-request-id"] for message in sent if message["type"] == "http.response.start"]
+    if headers and headers[0][1] == b"mine-1":
+        assert ids == [b"mine-1"] * 3
+    else:
+        assert len(set(ids)) == 3 and all(len(made_up) == 24 for made_up in ids)

@@ -6,6 +6,7 @@ import pytest
 
 from dynamo.common.config import ConfigError, load
 from dynamo.common.model_card import ModelKind
+from dynamo.common.security.tls import TlsFiles
 from dynamo.frontend.config import FrontendConfig, OverloadStatus, RouterMode
 
 SAMPLE = """
@@ -47,7 +48,7 @@ def test_without_anything_it_serves_http_on_this_machine_only() -> None:
     config = read()
     assert not config.grpc.wanted
     assert (config.http.host, config.http.port) == ("127.0.0.1", 8000)
-    assert (config.grpc.host, config.grpc.port) == ("127.0.0.1", 8001)
+    assert (config.grpc.host, config.grpc.listen_port) == ("127.0.0.1", 8001)
     assert config == FrontendConfig()
 
 
@@ -59,6 +60,30 @@ def test_the_flags_of_the_field_turn_grpc_on(flag: str) -> None:
 @pytest.mark.parametrize("name", ["DYN_GRPC", "DYN_KSERVE_GRPC_SERVER"])
 def test_so_do_the_variables(name: str) -> None:
     assert read(**{name: "1"}).grpc.wanted
+
+
+@pytest.mark.parametrize("port", ["0", "8001", "9001"])
+def test_who_names_a_port_of_grpc_wants_grpc(tmp_path: Path, port: str) -> None:
+    by_flag, *others = [
+        read("--grpc-port", port),
+        read(DYN_GRPC_PORT=port),
+        read(DYNAMO_GRPC_PORT=port),
+        from_file(tmp_path, f"grpc: {{port: {port}}}"),
+    ]
+    assert by_flag.grpc.wanted and by_flag.grpc.listen_port == int(port)
+    assert all(other == by_flag for other in others)
+
+
+def test_a_port_of_grpc_gets_the_certificate_that_is_for_all(tmp_path: Path) -> None:
+    config = read("--grpc-port", "8001", "--use-tls", "--cert-file", "c", "--key-file", "k")
+    assert config.grpc.wanted
+    assert config.grpc.tls == config.http.tls == TlsFiles(cert="c", key="k", client_ca=None)
+
+
+def test_a_plain_no_goes_before_what_asks_for_grpc(tmp_path: Path) -> None:
+    assert not read("--no-grpc", "--grpc-port", "9001").grpc.wanted
+    assert not read("--no-grpc", DYN_GRPC_PORT="9001").grpc.wanted
+    assert not from_file(tmp_path, f"{SAMPLE}\ngrpc: {{enabled: false}}").grpc.wanted
 
 
 @pytest.mark.parametrize("prefix", ["DYNAMO_", "DYN_"])

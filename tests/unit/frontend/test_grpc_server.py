@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import grpc.aio
 import pytest
 import trustme
 
+from benchmarks.grpc_client import connect, message, request_headers
 from dynamo.common.config import ConfigError
 from dynamo.frontend.api.grpc_server import channel_arguments, choose_server, serve_grpc
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice
@@ -149,3 +151,74 @@ async def test_calls_to_methods_that_do_not_exist_are_unimplemented(kind: GrpcSe
 
         found = await asyncio.gather(*(ask(path) for path in ("/test.Echo/Nothing", "/no.Service/At", "/x", "/test.Echo/Say")))
         assert found == [grpc.StatusCode.UNIMPLEMENTED] * 3 + [grpc.StatusCode.OK]
+
+
+# Compressed answers, read as they are on the wire
+
+
+def wire_headers(accepted: str) -> bytes:
+    """Of a call to `echo` by a client that takes answers in these encodings; `benchmarks.grpc_client` adds the rest."""
+    headers = request_headers("/test.Echo/Say", "localhost")
+    if accepted:
+        name = b"grpc-accept-encoding"
+        headers += b"\x00" + bytes((len(name),)) + name + bytes((len(accepted),)) + accepted.encode()
+    return headers
+
+
+async def raw_answer(options: GrpcOptions, payload: bytes, accepted: str) -> tuple[int, bytes]:
+    """The flag of the answer's gRPC prefix, and the message behind it."""
+    async with serve_grpc(options, SERVICES) as server:
+        connection = await connect("127.0.0.1", server.port)
+        async with asyncio.timeout(10):
+            reply = connection.call(wire_headers(accepted), message(payload), keep=True)
+            await reply.done
+        connection.close()
+    assert (reply.status, reply.messages) == (0, 1), reply.detail
+    assert reply.body is not None
+    assert int.from_bytes(reply.body[1:5], "big") == len(reply.body) - 5
+    return reply.body[0], bytes(reply.body[5:])
+
+
+@pytest.mark.parametrize(
+    ("compression", "wbits"), [(GrpcCompression.GZIP, 31), (GrpcCompression.DEFLATE, 15)], ids=["gzip", "deflate"]
+)
+async def test_an_answer_is_compressed_for_a_client_that_takes_it(compression: GrpcCompression, wbits: int) -> None:
+    payload = b"the same again, " * 4096
+    options = GrpcOptions(port=0, server=GRPCIO, compression=compression)
+    flag, body = await raw_answer(options, payload, "identity,deflate,gzip")
+    assert flag == 1
+    assert len(body) < len(payload) / 50
+    assert zlib.decompress(body, wbits) == payload  # 31: gzip's header is demanded, 15: zlib's
+
+
+@pytest.mark.parametrize(
+    ("compression", "accepted"),
+    [(GrpcCompression.GZIP, ""), (GrpcCompression.GZIP, "identity"), (GrpcCompression.NONE, "identity,deflate,gzip")],
+)
+async def test_an_answer_goes_out_as_it_is_unless_both_sides_want_it_compressed(
+    compression: GrpcCompression, accepted: str
+) -> None:
+    payload = b"the same again, " * 4096
+    assert await raw_answer(GrpcOptions(port=0, server=GRPCIO, compression=compression), payload, accepted) == (0, payload)
+
+
+async def test_a_client_that_takes_only_the_other_kind_gets_that() -> None:
+    payload = b"the same again, " * 4096
+    for compression, accepted, wbits in ((GrpcCompression.GZIP, "deflate", 15), (GrpcCompression.DEFLATE, "gzip", 31)):
+        flag, body = await raw_answer(GrpcOptions(port=0, server=GRPCIO, compression=compression), payload, accepted)
+        assert (flag, zlib.decompress(body, wbits)) == (1, payload)
+
+
+async def test_a_compressed_answer_reaches_grpcs_own_client_unpacked() -> None:
+    payload = b"the same again, " * 4096
+    async with (
+        serve_grpc(GrpcOptions(port=0, server=GRPCIO, compression=GrpcCompression.GZIP), SERVICES) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        assert await channel.unary_unary("/test.Echo/Say")(payload, timeout=10) == payload
+
+
+def test_of_two_windows_the_larger_counts_for_both() -> None:
+    for connection, stream in ((2**20, 2**17), (2**17, 2**20), (None, 2**20), (2**20, None)):
+        options = GrpcOptions(initial_connection_window_size=connection, initial_stream_window_size=stream)
+        assert dict(channel_arguments(options, share_port=False))["grpc.http2.lookahead_bytes"] == 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
@@ -268,6 +268,31 @@ async def test_a_deadline_travels_and_ends_the_call(edge: Edge) -> None:
     stream = await edge.client.next_stream()
     assert (await call).code() is Code.DEADLINE_EXCEEDED
     await over(stream)
+
+
+@pytest.mark.parametrize("kind", ["int64_param", "uint64_param"])
+@pytest.mark.parametrize("make", [adder_request, lambda: text_request("a")], ids=["tensors", "text"])
+async def test_an_answer_after_the_requests_own_timeout_is_too_late(
+    edge: Edge, make: Callable[[], pb.ModelInferRequest], kind: str
+) -> None:
+    edge.client.respond = lambda stream: None
+    request = make()
+    setattr(request.parameters["timeout"], kind, 100_000)
+    error = await failure(edge.infer(request, timeout=60))
+    assert error.code() is Code.DEADLINE_EXCEEDED
+    (stream,) = edge.client.streams
+    assert stream.is_over
+
+
+async def test_a_timeout_that_is_negative_or_a_text_is_refused(edge: Edge) -> None:
+    negative, text = adder_request(), adder_request()
+    negative.parameters["timeout"].int64_param = -1
+    text.parameters["timeout"].string_param = "1s"
+    for request, sentence in ((negative, "'timeout' is -1"), (text, "'timeout' must be given as int64_param")):
+        error = await failure(edge.infer(request))
+        assert error.code() is Code.INVALID_ARGUMENT
+        assert sentence in (error.details() or "")
+    assert not edge.client.streams
 
 
 async def test_a_client_that_cancels_cancels_the_instance(edge: Edge) -> None:

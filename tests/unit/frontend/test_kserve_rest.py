@@ -371,6 +371,18 @@ async def test_a_client_that_leaves_takes_its_request_along(edge: HttpEdge, path
     assert stream.cancelled
 
 
+@pytest.mark.parametrize("path", ["/v2/models/adder/infer", "/v2/models/adder/generate", "/v2/models/talker/generate"])
+async def test_an_answer_after_the_requests_own_timeout_is_too_late(edge: HttpEdge, path: str) -> None:
+    edge.client.respond = lambda stream: None
+    fields: dict[str, object] = {"text_input": "a"} if "talker" in path else {"x": 1}
+    if path.endswith("infer"):
+        fields = {"inputs": [tensor("INT32", [1], name="x")]}
+    answer = await edge.post(path, fields | {"parameters": {"timeout": 100_000}})
+    assert (answer.status_code, answer.json()) == (504, {"error": "the deadline of the request has passed"})
+    (stream,) = edge.client.streams
+    assert stream.is_over
+
+
 async def test_a_client_that_leaves_within_its_body_asks_nothing(edge: HttpEdge) -> None:
     with raw_connection(edge.port) as connection:
         connection.sendall(f'POST {INFER} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{"inputs"'.encode())

@@ -101,6 +101,18 @@ async def test_a_failure_goes_in_band_with_the_id_and_the_stream_lives_on(edge: 
     assert await stream.call.code() is grpc.StatusCode.OK
 
 
+async def test_a_requests_own_timeout_ends_that_request_alone(edge: Edge) -> None:
+    stream = edge.stream()
+    late = tensor_request("late")
+    late.parameters["timeout"].int64_param = 100_000
+    await stream.send(late)
+    failed = await stream.read()
+    assert (failed.infer_response.id, failed.error_message) == ("late", "the deadline of the request has passed")
+    edge.client.respond = respond_at_once
+    await stream.send(tensor_request("next"))
+    assert ids(await stream.rest()) == ["next"]
+
+
 async def test_what_nobody_foresaw_is_an_internal_error_in_band(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
     def broken(stream: FakeStream) -> None:
         raise RuntimeError("secret")

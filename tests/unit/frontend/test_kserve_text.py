@@ -322,3 +322,12 @@ def test_logprobs_are_a_third_output_when_asked_for() -> None:
     request.parameters["logprobs"].int64_param = 0
     response = ModelInferResponse.FromString(answer_for(request).answer([TextDelta(0, "a")]))
     assert elements(response) == {"text_output": [b"a"], "finish_reason": [b""], "logprobs": [b"[]"]}
+
+
+def test_the_guide_names_every_input_and_output() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "clients.md").read_text()
+    section = guide.partition("## Language models over KServe")[2].partition("\n## ")[0]
+    inputs, outputs = section.split("| output |")
+    named = [set(re.findall("`([a-z_]+)`", row.split("|")[1])) for row in (*inputs.splitlines(), *outputs.splitlines()) if "|" in row]
+    known = {"text_input", "messages", "streaming", "stream", "stop", *SETTINGS, *FLAGS}
+    assert set().union(*named) == known | {"text_output", "finish_reason", "logprobs"}

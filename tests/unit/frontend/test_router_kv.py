@@ -370,6 +370,38 @@ def relabelled(chosen: list[int]) -> list[int]:
     return [order.index(instance) for instance in chosen]
 
 
+def strangers(config: KvRouterConfig, count: int) -> list[KvRouter]:
+    """The routers of so many frontends, none of which hears of what the others book."""
+    return [KvRouter(config, rng=random.Random(number), clock=FakeClock()) for number in range(count)]
+
+
+def test_a_burst_over_two_frontends_scatters_unless_they_share_bookings() -> None:
+    def instances(routers: Sequence[KvRouter]) -> int:
+        """Each frontend has a request under way of its own, and both have heard that a third instance is not quite idle."""
+        ask(routers[0], "first", pack_tokens(range(7_000, 7_400)), FLEET[:1])
+        ask(routers[1], "second", pack_tokens(range(8_000, 8_400)), FLEET[1:2])
+        for each in routers:
+            each.loads.report(C, LoadReport(active_blocks=1, kv_number=0), 100.0)
+        return burst(routers)
+
+    assert instances(sharing_bookings(KvRouterConfig(), 2)) == 1
+    assert instances(strangers(KvRouterConfig(), 2)) == 2
+
+
+def test_a_burst_over_two_frontends_piles_up_at_one_instance_unless_they_share_bookings() -> None:
+    def at_the_idle_one(routers: Sequence[KvRouter]) -> int:
+        """Of 20 different prompts, where as much as 10 of them waits at the two others."""
+        for each in routers:
+            for busy in (B, C):
+                each.loads.report(busy, LoadReport(queued_prefill_tokens=10 * 400), 100.0)
+        prompts = [pack_tokens(range(number * 1000, number * 1000 + 400)) for number in range(20)]
+        chosen = [ask(routers[number % 2], str(number), prompt).instance.id for number, prompt in enumerate(prompts)]
+        return chosen.count(A)
+
+    assert at_the_idle_one(sharing_bookings(KvRouterConfig(), 2)) <= 14, "from there on, the others have less to do"
+    assert at_the_idle_one(strangers(KvRouterConfig(), 2)) >= 18
+
+
 def test_a_watched_router_tells_what_it_did() -> None:
     class Watcher:
         def __init__(self) -> None:

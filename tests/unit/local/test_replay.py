@@ -80,6 +80,12 @@ def test_two_frontends_that_share_bookings_do_as_well_as_one() -> None:
     assert abs(summary(one).imbalance - summary(two).imbalance) < 0.2
 
 
+def test_two_frontends_that_share_nothing_do_worse() -> None:
+    shared, alone = (run(replace(FLEET, frontends=2, router=RouterOptions(replica_sync=sync))) for sync in (True, False))
+    assert summary(alone).block_hit_rate < summary(shared).block_hit_rate - 0.04
+    assert summary(alone).ttft_p50_ms > 1.5 * summary(shared).ttft_p50_ms
+
+
 def test_busy_thresholds_reject_and_what_is_rejected_is_not_good() -> None:
     limited = replace(FLEET, router=RouterOptions(active_prefill_tokens_threshold=8000))
     for mode in (ReplayMode.KV, ReplayMode.LEAST_LOADED, ReplayMode.ROUND_ROBIN):

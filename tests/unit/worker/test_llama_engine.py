@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
@@ -251,6 +252,10 @@ async def test_choices_differ_by_seed_and_repeat_with_it(engine: LlamaEngine) ->
     first = await choices()
     assert first == await choices()
     assert len({tuple(tokens) for tokens in first}) == 3
+
+    last = await answer(engine, msgspec.structs.replace(request, n=1, first_choice=2))
+    assert [token for delta in last.deltas for token in delta.tokens] == first[2]
+    assert {delta.index for delta in last.deltas} == {0}
 
 
 async def test_what_a_request_leaves_open_is_as_the_models_authors_recommend(engine: LlamaEngine) -> None:

@@ -126,3 +126,26 @@ async def test_a_tensor_model_shows_no_cache(registry: CollectorRegistry, read: 
     service(registry, EchoTensors(), tensor_card())
     assert read("total_blocks") is None
     assert read("prompt_tokens_total") is None
+
+
+def test_names_that_loads_choose_cannot_make_labels_without_end(registry: CollectorRegistry, read: Read) -> None:
+    worker = WorkerMetrics(registry, Endpoint(), InstanceId(0xAB), max_models=3)
+    for number in range(50):
+        for _ in range(2):  # the second time it is known
+            model = worker.for_model(f"m{number}")
+            model.started(10)
+            model.finished(0.1, 20)
+    assert read("requests_total", model="m2") == 2
+    assert read("requests_total", model="other") == 94
+    assert read("requests_total", model="m3") is None
+
+
+def test_language_models_that_share_a_label_add_up(registry: CollectorRegistry, read: Read) -> None:
+    worker = WorkerMetrics(registry, Endpoint(), InstanceId(0xAB), max_models=0)
+    summary = Summary(prompt_tokens=8, output_tokens=2, cached_tokens=6, queue_ms=4.0, prefill_ms=40.0)
+    for name in ("a", "b"):
+        model = worker.for_model(name)
+        model.follow(Busy())
+        model.generated(summary)
+    worker.for_model("a").generated(summary)
+    assert read("output_tokens_total", model="other") == 6

@@ -391,6 +391,60 @@ async def test_files_that_lead_out_of_the_model_are_refused(tmp_path: Path, path
     assert not (tmp_path.parent / "up").exists()
 
 
+OUTSIDE = ["../../secret", "/etc/hostname", "x/../../../secret"]
+
+
+def loads_with(folder: Path, config: ModelConfig) -> tuple[LoadRequest, ...]:
+    """A model under another configuration: from its folder, and all of it from the request."""
+    files = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    text = json_format.MessageToJson(config)
+    return LoadRequest(model=folder.name, config=text), LoadRequest(model=folder.name, config=text, files=files)
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+async def test_labels_are_read_from_the_model_s_folder_only(tmp_path: Path, path: str) -> None:
+    (tmp_path / "secret").write_text("s3cret")
+    folder = onnx_model(tmp_path / "repository" / "m")
+    config = ModelConfig(backend="onnxruntime")
+    config.output.add(name="y", data_type="TYPE_FP32", dims=[-1, 3])
+    async with opened(tmp_path / "repository") as models:
+        config.output[0].label_filename = path
+        for request in loads_with(folder, config):
+            with pytest.raises(InvalidRequest, match="no path inside the model's folder"):
+                await models.load_model(request)
+        (folder / "labels.txt").write_text("cat\ndog")
+        config.output[0].label_filename = "labels.txt"
+        for request in loads_with(folder, config):
+            await models.load_model(request)
+            assert models.find("m").card.outputs[0].labels == ("cat", "dog")
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+@pytest.mark.parametrize("backend", ["python", "onnxruntime"])
+async def test_the_model_s_file_is_one_of_its_own(tmp_path: Path, backend: str, path: str) -> None:
+    (tmp_path / "secret").write_text("raise SystemExit('it was run')")
+    folder = onnx_model(tmp_path / "repository" / "m")
+    async with opened(tmp_path / "repository") as models:
+        for request in loads_with(folder, ModelConfig(backend=backend, default_model_filename=path)):
+            with pytest.raises(InvalidRequest, match="no path inside the model's folder"):
+                await models.load_model(request)
+
+
+@pytest.mark.parametrize("path", [*OUTSIDE, "libm.so.6/"])
+async def test_libraries_of_operators_are_loaded_from_the_model_s_folder_only(tmp_path: Path, path: str) -> None:
+    folder = onnx_model(tmp_path / "repository" / "m")
+    config = ModelConfig(backend="onnxruntime")
+    config.model_operations.op_library_filename.append(path)
+    async with opened(tmp_path / "repository") as models:
+        for request in loads_with(folder, config):
+            with pytest.raises(InvalidRequest, match="no path inside the model's folder"):
+                await models.load_model(request)
+        config.model_operations.op_library_filename[:] = ["ops.so"]
+        (folder / "ops.so").write_text("no library")
+        with pytest.raises(InvalidRequest, match=f"{folder}/ops.so"):  # it was looked for there
+            await models.load_model(LoadRequest(model="m", config=json_format.MessageToJson(config)))
+
+
 async def test_model_path_names_folders_below_the_roots_only(tmp_path: Path) -> None:
     root = tmp_path / "root"
     onnx_model(root / "good", 4.0, dims=("n",))

@@ -13,7 +13,7 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import ModelKind
-from dynamo.worker.engine.base import Context, Engine, HasFiles
+from dynamo.worker.engine.base import Context, Engine, HasFiles, Sleeps
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.engine.sim.scheduler import SchedulerConfig
 from dynamo.worker.engine.sim.timing import TimingModel
@@ -91,6 +91,16 @@ async def test_choices_differ_and_each_ends_once() -> None:
         assert len({tuple(tokens_of(deltas, index)) for index in range(3)}) == 3
         assert sorted(delta.index for delta in deltas if delta.finish_reason) == [0, 1, 2]
         assert summary.output_tokens == 24
+
+
+async def test_one_choice_of_several_goes_on_in_another_engine_exactly() -> None:
+    async with started() as there, started({"total_blocks": 50}) as here:
+        deltas, _ = await collect(there, ask(n=3, max_tokens=20))
+        for index in range(3):
+            whole = tokens_of(deltas, index)
+            prompt = pack_tokens([*range(10), *whole[:9]])
+            rest = GenerateRequest(model="sim", prompt=prompt, stop=Stop(max_tokens=11), first_choice=index)
+            assert tokens_of((await collect(here, rest))[0]) == whole[9:]
 
 
 async def test_a_stop_token_ends_the_choice_and_is_no_part_of_it() -> None:
@@ -201,6 +211,27 @@ async def test_ranks_have_caches_of_their_own() -> None:
         assert len(stored) == len(set(stored)) == 4
         await collect(engine, ask(first=50, data_parallel_rank=1))
         assert (await collect(engine, ask(first=50)))[1].cached_tokens == 8  # goes where the prefix is
+
+
+async def test_sleeping_forgets_what_is_cached_and_waits_for_what_is_being_closed() -> None:
+    steps: list[int] = []
+    async with started(data_parallel_size=2) as engine:
+        engine.on_step(lambda: steps.append(len(engine.kv)))
+        for rank in range(2):
+            await collect(engine, ask(20, 1, data_parallel_rank=rank))
+        closing = answer(engine, ask(40, 1000, first=100, data_parallel_rank=0))
+        await anext(closing)
+        assert len(engine.kv) > 5 and engine.load().active_blocks
+        assert isinstance(engine, Sleeps)
+        engine.check_sleep()
+        await closing.aclose()
+        await engine.sleep()
+        assert (len(engine.kv), steps[-1], engine.load().active_blocks) == (0, 0, 0)
+        await engine.wake()
+        for cached in (0, 16):
+            _, summary = await collect(engine, ask(20, 1, data_parallel_rank=0))
+            assert summary.cached_tokens == cached
+        assert len(engine.kv) == 5
 
 
 async def test_prefill_hands_over_and_decode_takes_up() -> None:

@@ -18,14 +18,14 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from dynamo.common.errors import DynamoError, InvalidRequest, Unavailable
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unavailable, Unsupported
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, Role
 from dynamo.common.protobuf_wire import delimited
 from dynamo.common.sentencepiece import CONTROL, NORMAL, UNKNOWN
 from dynamo.worker.config import EngineKind
-from dynamo.worker.engine.base import Context, MayFail
+from dynamo.worker.engine.base import Context, MayFail, Sleeps
 from dynamo.worker.engine.echo import byte_tokenizer
 from dynamo.worker.engine.select import choose_engine, make_engine
 from tests.support.sim_fleet import until
@@ -245,6 +245,75 @@ async def test_a_folder_that_is_no_model_is_refused_when_it_starts(tmp_path: Pat
     assert choose_engine(str(tmp_path)) is EngineKind.VLLM
     with pytest.raises(InvalidRequest, match="vLLM cannot serve"):
         await make_engine(str(tmp_path), engine_args=CPU).start()
+
+
+async def test_it_sleeps_forgets_its_cache_and_answers_as_before_when_it_wakes(started: Started) -> None:
+    engine = started.engine
+    assert isinstance(engine, Sleeps)
+    with pytest.raises(Unsupported, match="--enable-sleep-mode"):
+        engine.check_sleep()  # the build for CPUs keeps its memory, and knows the rest
+    prompt = text("a prompt that fills a block or two, so that some of it is cached before the sleep")
+    first = (await answer(started, ask(prompt)))[0]
+    await until(lambda: engine.kv.held())
+    told: list[int] = []
+    engine.on_step(lambda: told.append(len(engine.kv)))
+    await engine.sleep()
+    assert await engine._engine.is_sleeping()
+    assert (len(engine.kv), told[-1]) == (0, 0)
+    await engine.wake()
+    await engine.wake()
+    assert not await engine._engine.is_sleeping()
+    tokens, _, summary = await answer(started, ask(prompt))
+    assert (tokens, summary.cached_tokens) == (first, 0)
+    await until(lambda: engine.kv.held() and len(engine.kv) == len(prompt) // 32)
+
+
+class FakeLlm:
+    """The part of vLLM's AsyncLLM that sleeps."""
+
+    def __init__(self, *, enabled: bool = True, fails: bool = False, wakes: bool | None = True) -> None:
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=enabled))
+        self.calls: list[object] = []
+        self._fails = fails
+        self._wakes = wakes
+
+    async def sleep(self, level: int) -> None:
+        self.calls.append(level)
+        if self._fails:
+            raise RuntimeError("out of host memory")
+
+    async def wake_up(self) -> bool | None:
+        self.calls.append("wake")
+        if self._fails:
+            raise RuntimeError("out of host memory")
+        return self._wakes
+
+
+def with_fake(folder: Path, llm: FakeLlm) -> Any:
+    engine: Any = make_engine(str(folder), EngineKind.VLLM)
+    engine._engine = llm
+    return engine
+
+
+async def test_started_with_sleep_mode_it_may_sleep_and_what_was_told_late_is_forgotten_on_waking(tmp_path: Path) -> None:
+    engine = with_fake(tmp_path, llm := FakeLlm(wakes=None))
+    engine.check_sleep()
+    engine.kv.store([1, 2])
+    await engine.sleep()
+    assert not engine.kv.held()
+    engine.kv.store([3])  # an event of the last step before the sleep
+    await engine.wake()
+    assert not engine.kv.held()
+    assert llm.calls == [1, "wake"]
+
+
+async def test_what_vllm_fails_with_when_it_sleeps_or_wakes_is_an_error_of_the_engine(tmp_path: Path) -> None:
+    failing = with_fake(tmp_path, FakeLlm(fails=True))
+    for call in (failing.sleep, failing.wake):
+        with pytest.raises(EngineError, match="out of host memory"):
+            await call()
+    with pytest.raises(EngineError, match="completely"):
+        await with_fake(tmp_path, FakeLlm(wakes=False)).wake()
 
 
 async def test_the_engine_process_dies_and_others_can_take_its_requests_over(started: Started) -> None:

@@ -93,6 +93,14 @@ def test_everything_that_can_be_asked_for_is_passed_on() -> None:
     }
 
 
+def test_a_choice_that_moved_here_keeps_the_seed_that_it_had_among_the_others() -> None:
+    def seed(**asked: Any) -> object:
+        return sampling_settings(ask(first_choice=2, **asked), {}).get("seed")
+
+    assert seed(sampling=Sampling(seed=3)) == 5
+    assert seed() is None
+
+
 def test_a_prefill_makes_one_token_and_takes_the_connectors_parameters_along() -> None:
     transfer = {"do_remote_decode": True, "transfer_id": "x"}
     settings = sampling_settings(ask(kv_transfer=transfer, stop=Stop(max_tokens=100, min_tokens=7)), {})

@@ -48,6 +48,7 @@ from dynamo.worker.publisher import publishing
 from dynamo.worker.repository.control import RepositoryControl
 from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.serve import ServedModel, Service
+from dynamo.worker.sleep import Sleeper
 from dynamo.worker.status import Status, serve_status
 
 log = logging.getLogger(__name__)
@@ -246,6 +247,8 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
         offer.registration = registration
         status.is_registered = registration.registered.is_set
         runtime.etcd_stale.set_function(lambda: not registration.registered.is_set())
+        status.sleeper = Sleeper(_listed(engines), service, requests, offer.hide, config.drain_timeout_s)
+        stack.push_async_callback(status.sleeper.close)
         stack.callback(status.start_draining)
         names = ", ".join(model.card.name for model in models) or "no model yet"
         log.info("serving %s at %s as instance %x", names, endpoint, instance)
@@ -265,8 +268,11 @@ class _Offer:
         self._service = service
         self._status = status
         self._started_at = time.time()
+        self._hidden = False
 
     def registrations(self) -> list[Registered]:
+        if self._hidden:
+            return []
         endpoint, subject = self._endpoint, self._endpoint.rpc_subject(self._instance)
         found: list[Registered] = [
             Instance(id=self._instance, endpoint=endpoint, subject=subject, card=model.card, started_at=self._started_at)
@@ -277,11 +283,15 @@ class _Offer:
             found.append(RepositoryInstance(id=self._instance, endpoint=endpoint, subject=subject, mode=mode, entries=index))
         return found
 
-    async def renew(self) -> None:
-        """Makes it known. Without etcd that happens when it is back."""
-        self._status.models = [model.card.name for model in self._service.models]
-        if self.registration is not None:
-            await self.registration.update(self.registrations())
+    async def renew(self) -> bool:
+        """Makes it known. False: etcd is away, or nothing was made known before; then that happens later."""
+        self._status.models = [] if self._hidden else [model.card.name for model in self._service.models]
+        return self.registration is not None and await self.registration.update(self.registrations())
+
+    async def hide(self, hidden: bool) -> bool:
+        """Offers nothing, or what there is again; returns what `renew` does."""
+        self._hidden = hidden
+        return await self.renew()
 
 
 async def _start(engine: AnyEngine, stack: AsyncExitStack) -> list[ServedModel]:

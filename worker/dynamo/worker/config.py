@@ -10,7 +10,7 @@ from dynamo.common.config import group, option, parse_bytes, parse_port
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.messaging.limits import MIB, PlaneLimits
 from dynamo.common.model_card import Role
-from dynamo.common.names import Endpoint, check_name
+from dynamo.common.names import Endpoint, parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, TraceOptions
 from dynamo.common.repository import ControlMode
 
@@ -34,13 +34,6 @@ def parse_endpoint(text: str) -> Endpoint:
         raise ValueError(f"is no endpoint: {error}") from error
 
 
-def _name(text: str) -> str:
-    try:
-        return check_name(text)
-    except InvalidRequest as error:
-        raise ValueError(f"is not usable: {error}") from error
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusOptions:
     """The port on which a worker tells how it is."""
@@ -51,6 +44,12 @@ class StatusOptions:
         env=("DYN_STATUS_PORT", "DYN_SYSTEM_PORT"),
         parse=parse_port,
         help="Port of /health, /live and /metrics; 0 lets the system choose. Default: none.",
+    )
+    allow_sleep: bool = option(
+        False,
+        flags=("--allow-sleep",),
+        env=("DYN_ALLOW_SLEEP",),
+        help="Let whoever reaches the status port put the worker to sleep and wake it: POST /sleep, POST /wake_up.",
     )
 
 
@@ -157,7 +156,7 @@ class WorkerConfig:
         env=("DYN_MODEL_NAME",),
         file_key="model_name",
         repeatable=True,
-        parse=_name,
+        parse=parse_name,
         metavar="NAME",
         help="Name under which a model is served, in the order of --model; default: its own.",
     )
@@ -170,8 +169,8 @@ class WorkerConfig:
         metavar="NAMESPACE.COMPONENT.ENDPOINT",
         help="Where the instance registers.",
     )
-    namespace: str | None = option(None, parse=_name, help="Namespace, instead of that in --endpoint.")
-    component: str | None = option(None, parse=_name, help="Component, instead of that in --endpoint.")
+    namespace: str | None = option(None, parse=parse_name, help="Namespace, instead of that in --endpoint.")
+    component: str | None = option(None, parse=parse_name, help="Component, instead of that in --endpoint.")
     threads: int | None = option(
         None, minimum=1, maximum=1024, help="Threads that the engine computes with; default: the engine's choice."
     )

@@ -11,7 +11,7 @@ from dynamo.common.errors import Code
 from dynamo.common.generation import Summary
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.tally import Tally
-from dynamo.common.telemetry import SECONDS, error_type
+from dynamo.common.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, error_type
 from dynamo.worker.engine.base import Engine, Load, TensorEngine
 
 _NAMES = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
@@ -21,7 +21,10 @@ _BY_MODEL = (*_NAMES, "model")
 class WorkerMetrics:
     """One per process. `for_model` gives the bound children of one model."""
 
-    def __init__(self, registry: CollectorRegistry, endpoint: Endpoint, instance: InstanceId) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, endpoint: Endpoint, instance: InstanceId, *, max_models: int = MAX_MODELS
+    ) -> None:
+        self._max_models = max_models
         self._registry = registry
         self.tally = Tally(registry)
         self._labels = (endpoint.namespace, endpoint.component, endpoint.name, f"{instance:x}")
@@ -50,10 +53,12 @@ class WorkerMetrics:
         self._models: dict[str, WorkerModelMetrics] = {}
 
     def for_model(self, name: str) -> WorkerModelMetrics:
-        """Of a model that this instance serves."""
-        if name not in self._models:
-            self._models[name] = WorkerModelMetrics(self, (*self._labels, name))
-        return self._models[name]
+        """Of a model that this instance serves. Past the cap, models share the label `other`: loads name as many as they like."""
+        label = name if name in self._models or len(self._models) < self._max_models else OTHER_MODEL
+        found = self._models.get(label)
+        if found is None:
+            found = self._models[label] = WorkerModelMetrics(self, (*self._labels, label))
+        return found
 
     def _counter(self, name: str, help: str, labels: tuple[str, ...] = _BY_MODEL) -> Counter:
         return Counter(f"dynamo_component_{name}", help, labels, registry=self._registry)

@@ -303,7 +303,7 @@ class Service:
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"not a canary's question: {error}") from error
         canary = self._canaries.get(question.model)
-        if canary is not None:
+        if canary is not None and question.model in self._llm:  # one that sleeps is not asked
             await canary.sing(question.idle_s)
         await incoming.end()
 

@@ -1,28 +1,35 @@
-"""A worker's status port: whether it lives, whether it can serve, and its metrics. Off unless `--status-port` is given.
+"""A worker's status port: whether it lives, whether it can serve, its metrics, its sleep. Off unless `--status-port` is given.
 
 `/live` answers while the event loop turns. `/health` is 200 from the moment the worker is registered until it begins to drain,
-and 503 before, after, and while NATS is away; etcd going away is no reason: frontends know the instance and go on using it.
+and 503 before, after, while it sleeps, and while NATS is away; etcd going away is no reason: frontends know the instance and go
+on using it.
+
+The port asks for no key, so it takes orders only if `--allow-sleep` says so, and none that a web page has a browser send.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
+from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dynamo.common.errors import Code, DynamoError, InvalidRequest
 from dynamo.common.http_server import serve_asgi
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.telemetry import render
 from dynamo.worker.config import StatusOptions
+from dynamo.worker.sleep import Sleeper
 
 _JSON = b"application/json"
+_REFUSALS = {Code.INVALID_REQUEST: 400, Code.UNSUPPORTED: 501, Code.UNAVAILABLE: 503}
 _log = logging.getLogger(__name__)
 
 
@@ -30,6 +37,8 @@ class State(StrEnum):
     STARTING = "starting"
     """Models load, or NATS and etcd have not been reached."""
     READY = "ready"
+    SLEEPING = "sleeping"
+    """Or on the way there or back."""
     DRAINING = "draining"
 
 
@@ -58,6 +67,8 @@ class Status:
         self.is_connected: Callable[[], bool] = lambda: False
         """To NATS."""
         self.is_registered: Callable[[], bool] = lambda: False
+        self.sleeper: Sleeper | None = None
+        """None until the worker serves."""
         self._endpoint = endpoint
         self._instance = instance
         self._started = time.monotonic_ns()
@@ -71,6 +82,8 @@ class Status:
     def state(self) -> State:
         if self._draining:
             return State.DRAINING
+        if self.sleeper is not None and self.sleeper.is_away:
+            return State.SLEEPING
         self._was_registered = self._was_registered or self.is_registered()
         return State.READY if self._was_registered else State.STARTING
 
@@ -94,8 +107,8 @@ class Status:
         )
 
 
-def status_app(status: Status, registry: CollectorRegistry) -> ASGIApp:
-    """`/health`, `/live`, `/metrics`."""
+def status_app(status: Status, registry: CollectorRegistry, *, allow_sleep: bool = False) -> ASGIApp:
+    """`/health`, `/live`, `/metrics`, and vLLM's `/sleep`, `/wake_up`, `/is_sleeping`."""
 
     def live() -> tuple[int, bytes, bytes]:
         return 200, b'{"status":"live"}', _JSON
@@ -107,12 +120,43 @@ def status_app(status: Status, registry: CollectorRegistry) -> ASGIApp:
         text, kind = render(registry)
         return 200, text, kind.encode()
 
-    pages = {"/live": live, "/health": health, "/metrics": metrics}
+    def is_sleeping() -> tuple[int, bytes, bytes]:
+        sleeping = status.sleeper is not None and status.sleeper.is_sleeping
+        return 200, msgspec.json.encode({"is_sleeping": sleeping}), _JSON
+
+    async def sleep(sleeper: Sleeper, query: bytes) -> None:
+        if parse_qs(query.decode("latin-1"), keep_blank_values=True).get("level", ["1"]) != ["1"]:
+            raise InvalidRequest("only level=1 is known: weights are kept in the host's memory, and the KV cache is dropped")
+        await sleeper.sleep()
+
+    async def wake_up(sleeper: Sleeper, query: bytes) -> None:
+        await sleeper.wake()
+
+    async def obey(order: Callable[[Sleeper, bytes], Awaitable[None]], scope: Scope) -> tuple[int, bytes, bytes]:
+        if not allow_sleep:
+            return 403, b'{"error":"the worker was started without --allow-sleep"}', _JSON
+        if any(name == b"origin" for name, _ in scope["headers"]):
+            return 403, b'{"error":"web pages may not give orders"}', _JSON
+        if status.sleeper is None:
+            return 503, b'{"error":"the worker is still starting"}', _JSON
+        try:
+            await order(status.sleeper, scope["query_string"])
+        except DynamoError as error:
+            _log.warning("%s was refused: %s", scope["path"], error)
+            return _REFUSALS.get(error.code, 500), msgspec.json.encode({"error": str(error)}), _JSON
+        return is_sleeping()
+
+    pages = {"/live": live, "/health": health, "/metrics": metrics, "/is_sleeping": is_sleeping}
+    orders = {"/sleep": sleep, "/wake_up": wake_up}
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        page = pages.get(scope["path"])
-        if page is None:
-            code, body, kind = 404, b'{"error":"there are /health, /live and /metrics"}', _JSON
+        page, order = pages.get(scope["path"]), orders.get(scope["path"])
+        if order is not None and scope["method"] == "POST":
+            code, body, kind = await obey(order, scope)
+        elif order is not None:
+            code, body, kind = 405, b'{"error":"only POST is answered"}', _JSON
+        elif page is None:
+            code, body, kind = 404, b'{"error":"there are /health, /live, /metrics, /is_sleeping, /sleep and /wake_up"}', _JSON
         elif scope["method"] not in ("GET", "HEAD"):
             code, body, kind = 405, b'{"error":"only GET is answered"}', _JSON
         else:
@@ -131,6 +175,6 @@ async def serve_status(options: StatusOptions, status: Status, registry: Collect
         yield None
         return
     listener = open_listener(options.host, options.port, flag="--status-port")
-    async with serve_asgi(listener, status_app(status, registry)) as server:
+    async with serve_asgi(listener, status_app(status, registry, allow_sleep=options.allow_sleep)) as server:
         _log.info("status on %s:%d", options.host, server.port)
         yield server.port

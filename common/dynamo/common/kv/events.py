@@ -76,13 +76,7 @@ def request_key(request_id: str) -> int:
     return xxh3_64_intdigest(request_id.encode())
 
 
-update_encoder = msgspec.msgpack.Encoder()
-update_decoder = msgspec.msgpack.Decoder(KvUpdate)
-updates_decoder = msgspec.msgpack.Decoder(list[KvUpdate])
-snapshot_encoder = msgspec.msgpack.Encoder()
 snapshot_decoder = msgspec.msgpack.Decoder(KvSnapshot)
-load_encoder = msgspec.msgpack.Encoder()
-load_decoder = msgspec.msgpack.Decoder(LoadReport)
 
 
 class KvChange:

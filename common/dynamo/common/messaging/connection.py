@@ -559,8 +559,3 @@ async def connect_nats(config: NatsConfig, name: str) -> AsyncIterator[Connectio
         connection.is_open = False
         connection._down()
         await client.close()
-
-
-def read_secret(path: str) -> str:
-    """A secret kept in a file, without its final newline."""
-    return Path(path).read_text().rstrip("\n")

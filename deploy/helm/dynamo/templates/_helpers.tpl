@@ -35,6 +35,9 @@ DYN_NATS_SERVERS: {{ join "," .Values.nats.servers | quote }}
 {{- end }}
 DYN_LOG: {{ .Values.log.level | quote }}
 DYN_LOG_FORMAT: {{ .Values.log.format | quote }}
+{{- with .Values.tracing.endpoint }}
+DYN_OTLP_ENDPOINT: {{ . | quote }}
+{{- end }}
 {{- end }}
 
 {{- define "dynamo.scheduling" -}}

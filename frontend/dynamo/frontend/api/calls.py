@@ -99,11 +99,22 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             grpc_errors=grpc_errors,
         )
 
-    def call(self, request_id: str = "", *, triton_priority: int = 0, endpoint: str, request_type: RequestType) -> Call:
-        """The conditions of one request. `request_id` is the request's own, used if the headers have none."""
+    def call(
+        self,
+        request_id: str = "",
+        *,
+        triton_priority: int = 0,
+        timeout_us: int = 0,
+        endpoint: str,
+        request_type: RequestType,
+    ) -> Call:
+        """The conditions of one request. `request_id` is the request's own, used if the headers have none.
+
+        `timeout_us`, if above 0, is the request's own time from now; of it and the caller's deadline the sooner counts.
+        """
         return Call(
             request_id=self.request_id or usable_id(request_id) or secrets.token_hex(8),
-            deadline=self.deadline,
+            deadline=self._deadline_within(timeout_us / 1e6) if timeout_us > 0 else self.deadline,
             instance=self.instance,
             headers=self.headers,
             priority=self.priority or _from_triton(triton_priority),
@@ -113,6 +124,12 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             endpoint=endpoint,
             request_type=request_type,
         )
+
+    def _deadline_within(self, timeout_s: float) -> float | None:
+        if timeout_s >= _LONGEST_DEADLINE_S:
+            return self.deadline
+        own = asyncio.get_running_loop().time() + timeout_s
+        return own if self.deadline is None else min(own, self.deadline)
 
 
 def usable_id(text: str) -> str:

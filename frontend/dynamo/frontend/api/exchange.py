@@ -80,7 +80,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.headers: dict[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.request_id = ""
-        """Known after `caller`; goes into the answer's headers."""
+        """Known after `caller`, at the latest when the answer begins, whose headers repeat it."""
         self.explanation: Explanation | None = None
         """The caller's, if it wants one; goes there too."""
         self.client_left = False
@@ -192,10 +192,8 @@ class Exchange:
         if self.client_left:
             log.info("the client of %s left before its answer was complete (499), request %s", self.path, self.request_id)
             return
-        if not self.request_id:  # what is wrong with the headers may be said before they are read to their end
-            self.request_id = usable_id(self.headers.get("x-request-id", "")) or secrets.token_hex(12)
         self.refused(error)
-        log_failure(error, self.request_id, self.path)
+        log_failure(error, self._known_id(), self.path)
         status = http_status(error, self.settings.overload)
         if self.stream is not None and self.stream.begun:
             return await self.stream.end(form.event(error, status))
@@ -209,8 +207,13 @@ class Exchange:
             headers = (JSON, (b"retry-after", b"%d" % max(1, round(pause_s))))
         await self.answer(form.body(error, status), status, headers)
 
+    def _known_id(self) -> str:
+        if not self.request_id:  # nobody asked who calls, or what is wrong with the headers came before their end
+            self.request_id = usable_id(self.headers.get("x-request-id", "")) or secrets.token_hex(12)
+        return self.request_id
+
     def _id(self) -> tuple[Header, ...]:
-        found: tuple[Header, ...] = ((b"x-request-id", self.request_id.encode()),) if self.request_id else ()
+        found: tuple[Header, ...] = ((b"x-request-id", self._known_id().encode()),)
         if self.explanation is not None and (explained := self.explanation.to_json()):
             found += ((EXPLAIN.encode(), explained),)
         return found

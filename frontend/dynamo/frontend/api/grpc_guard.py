@@ -34,7 +34,19 @@ _SURFACES = {
     "TraceSetting": Surface.TRACE,
     "LogSettings": Surface.LOGGING,
 }
-_ACTIONS = frozenset({"RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings"})
+_ACTIONS = frozenset(
+    {
+        "RepositoryModelLoad",
+        "RepositoryModelUnload",
+        "TraceSetting",
+        "LogSettings",
+        "SystemSharedMemoryRegister",
+        "SystemSharedMemoryUnregister",
+        "CudaSharedMemoryRegister",
+        "CudaSharedMemoryUnregister",
+    }
+)
+"""What somebody wants to change, even if this server refuses it to all."""
 _WITH_MODEL: dict[str, type[pb.RepositoryModelLoadRequest] | type[pb.RepositoryModelUnloadRequest]] = {
     "RepositoryModelLoad": pb.RepositoryModelLoadRequest,
     "RepositoryModelUnload": pb.RepositoryModelUnloadRequest,

@@ -24,13 +24,12 @@ _ACCEPTED_AT_ONCE = 64
 """Calls of one method that can be taken in one turn of the event loop."""
 
 
-def make_grpcio_server(arguments: Sequence[tuple[str, int]], compression: grpc.Compression) -> grpc.aio.Server:
+def make_grpcio_server(arguments: Sequence[tuple[str, int]]) -> grpc.aio.Server:
     """A grpc.aio server. Methods must be registered on it; generic handlers are not asked."""
-    server = grpc.aio.server(options=arguments, compression=compression)
+    server = grpc.aio.server(options=arguments)
     if hasattr(cygrpc.AioServer, "_make_request_call_future"):  # older ones accept in another way
-        options = [*arguments, ("grpc.default_compression_algorithm", compression.value)]
         loop = cygrpc.get_working_loop()
-        server._server = _AioServer(loop, None, (), (), options, None)  # type: ignore[attr-defined]
+        server._server = _AioServer(loop, None, (), (), list(arguments), None)  # type: ignore[attr-defined]
     return server
 
 

@@ -55,7 +55,7 @@ class NativeServer(pygrpc_native.aio.Server):
         front = self._front
         assert front is not None
         self._fallback_dir, path = _fallback_socket()
-        fallback = make_grpcio_server(self._options, grpc.Compression.NoCompression)
+        fallback = make_grpcio_server(self._options)
         for service, handlers in streamed.items():
             fallback.add_registered_method_handlers(service, handlers)
         fallback.add_insecure_port(f"unix:{path}")

@@ -32,11 +32,9 @@ Handlers: TypeAlias = Mapping[str, "grpc.RpcMethodHandler[bytes, bytes]"]
 """Method name → handler, without serializers."""
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
-_COMPRESSION = {
-    GrpcCompression.NONE: grpc.Compression.NoCompression,
-    GrpcCompression.GZIP: grpc.Compression.Gzip,
-    GrpcCompression.DEFLATE: grpc.Compression.Deflate,
-}
+_COMPRESSION_LEVEL = {GrpcCompression.NONE: 0, GrpcCompression.GZIP: 1, GrpcCompression.DEFLATE: 3}
+"""gRPC core's low level is gzip and its high one deflate, if the client accepts that, else the other one, else neither. Naming
+an algorithm instead would compress the answers to clients that cannot unpack them, too."""
 _log = logging.getLogger(__name__)
 
 
@@ -100,7 +98,7 @@ def check_grpc(options: GrpcOptions, *, share_port: bool = False) -> None:
     if options.tls is not None:
         read_contents(options.tls)
     if not share_port:
-        open_listener(options.host, options.port, flag="--grpc-port").close()
+        open_listener(options.host, options.listen_port, flag="--grpc-port").close()
 
 
 def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[str, int]]:
@@ -122,6 +120,8 @@ def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[s
     windows = [size for size in (options.initial_connection_window_size, options.initial_stream_window_size) if size is not None]
     if windows:
         arguments.append(("grpc.http2.lookahead_bytes", max(windows)))
+    if level := _COMPRESSION_LEVEL[options.compression]:
+        arguments.append(("grpc.default_compression_level", level))
     if options.max_connection_age_s is not None:
         arguments.append(("grpc.max_connection_age_ms", int(options.max_connection_age_s * 1000)))
     return arguments
@@ -152,7 +152,7 @@ async def serve_grpc(
 def _make_server(options: GrpcOptions, kind: GrpcServerChoice, share_port: bool) -> grpc.aio.Server:
     arguments = channel_arguments(options, share_port=share_port)
     if kind is GrpcServerChoice.GRPCIO:
-        return make_grpcio_server(arguments, _COMPRESSION[options.compression])
+        return make_grpcio_server(arguments)
     from dynamo.frontend.api.grpc_native import NativeServer  # needs the extra `fast`
 
     server: grpc.aio.Server = NativeServer(options=arguments, io_threads=options.workers)
@@ -161,7 +161,7 @@ def _make_server(options: GrpcOptions, kind: GrpcServerChoice, share_port: bool)
 
 def _bind(server: grpc.aio.Server, options: GrpcOptions) -> int:
     host = f"[{options.host}]" if ":" in options.host else options.host
-    address = f"{host}:{options.port}"
+    address = f"{host}:{options.listen_port}"
     try:
         credentials = _credentials(options)
         port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)

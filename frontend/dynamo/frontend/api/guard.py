@@ -148,13 +148,18 @@ def _say_who_may_come(config: FrontendConfig, keys: Watched[KeyRing] | None) -> 
 def record(action: str, who: Account | None, peer: str, request_id: str, outcome: str) -> None:
     """The line about one action of an administrator."""
     name = "anybody" if who is None else f"key '{who.key.name}'"
-    fields = {"action": action, "key": "" if who is None else who.key.name, "peer": peer, "outcome": outcome}
+    fields = _fields(action, "" if who is None else who.key.name, peer, request_id, outcome)
     _audit.info("%s by %s from %s, request %s: %s", action, name, peer, request_id, outcome, extra=fields)
 
 
 def record_refusal(action: str, peer: str, request_id: str, error: DynamoError) -> None:
-    fields = {"action": action, "key": "", "peer": peer, "outcome": error.code.value}
+    fields = _fields(action, "", peer, request_id, error.code.value)
     _audit.warning("%s from %s, request %s: refused: %s", action, peer, request_id, error, extra=fields)
+
+
+def _fields(action: str, key: str, peer: str, request_id: str, outcome: str) -> dict[str, str]:
+    """Of a record in JSON. The id is one of them because what is refused has not got as far as logging under its own."""
+    return {"action": action, "key": key, "peer": peer, "request_id": request_id, "outcome": outcome}
 
 
 def _credential(headers: Mapping[str, str], *, browsing: bool) -> str:

@@ -55,7 +55,7 @@ TEXT_OUTPUTS = (
     TensorSpec(name="text_output", datatype="BYTES", shape=(-1,)),
     TensorSpec(name="finish_reason", datatype="BYTES", shape=(-1,)),
 )
-"""What a language model looks like to KServe clients. Further inputs, all optional, are described in the documentation."""
+"""What a language model looks like to KServe clients. Further inputs, all optional, are in docs/clients.md."""
 
 
 def server_version() -> str:

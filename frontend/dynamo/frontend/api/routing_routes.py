@@ -104,6 +104,7 @@ def routing_routes(readiness: Readiness, control: RoutingControl, settings: Http
         return _json(AllThresholds([_shown(model, control.thresholds.of(model)) for model in sorted(models)]))
 
     async def changed(exchange: Exchange) -> None:
+        exchange.caller()
         request = decode(decoder, await exchange.body(), exchange.settings.max_json_depth)
         thresholds = _change(readiness.plane, control, request)
         await exchange.answer(msgspec.json.encode(thresholds))

@@ -133,6 +133,26 @@ class MayFail(Protocol):
 
 
 @runtime_checkable
+class Sleeps(Protocol):
+    """An engine that can give its memory back while it serves nothing. Between the two calls it is given no request."""
+
+    def check_sleep(self) -> None:
+        """Raises Unsupported if it cannot, the way it was started."""
+        ...
+
+    async def sleep(self) -> None:
+        """Returns when the memory is free. Weights are kept elsewhere; what was cached is gone, and `kv` and `on_step` say so.
+
+        Iterators closed just now may still be ending. Raises EngineError when it fails, awake or half asleep; `wake` mends both.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Returns when requests can be served again. Raises EngineError. One that is awake stays so."""
+        ...
+
+
+@runtime_checkable
 class HasFiles(Protocol):
     """An engine whose card names files of the object store, such as a tokenizer and a chat template."""
 

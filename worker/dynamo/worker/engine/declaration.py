@@ -25,6 +25,7 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensors import datatype_named, datatype_of_config
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelDynamicBatching, ModelInput, ModelOutput
 from dynamo.worker.batching import DEFAULT_QUEUE_SIZE, BatchPolicy
+from dynamo.worker.paths import relative_path
 
 YAML_SUFFIXES = (".yaml", ".yml")
 PBTXT_SUFFIX = ".pbtxt"
@@ -203,8 +204,8 @@ def _yaml_tensors(given: Mapping[str, _YamlTensor] | Sequence[_YamlTensor]) -> d
 def from_model_config(config: ModelConfig, folder: Path | None = None) -> Declaration:
     """From Triton's ModelConfig. Label files are looked for in `folder`.
 
-    Raises InvalidRequest for what would change the meaning of tensors and is not supported: reshape, ragged batches, shape
-    tensors, sequence batching and ensembles.
+    Raises InvalidRequest for label files outside of `folder`, and for what would change the meaning of tensors and is not
+    supported: reshape, ragged batches, shape tensors, sequence batching and ensembles.
     """
     choice = config.WhichOneof("scheduling_choice")
     if choice in ("sequence_batching", "ensemble_scheduling"):
@@ -242,8 +243,9 @@ def _config_tensor(item: ModelInput | ModelOutput, batch: tuple[int, ...]) -> Te
 def _labels(item: ModelOutput, folder: Path | None) -> tuple[str, ...]:
     if not item.label_filename or folder is None:
         return ()
+    path = folder / relative_path(item.label_filename)
     try:
-        return tuple((folder / item.label_filename).read_text(encoding="utf-8").splitlines())
+        return tuple(path.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the label file of output '{item.name}' cannot be read: {error}") from error
 

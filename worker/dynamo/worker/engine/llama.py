@@ -338,9 +338,9 @@ class LlamaEngine:
         """Puts the choices of `request` in line."""
         to_options = partial(sampling_options, request, context_length=self._context_length)
         if request.sampling.guided:  # a grammar is compiled
-            options = [await asyncio.to_thread(to_options, index) for index in range(request.n)]
+            options = [await asyncio.to_thread(to_options, request.first_choice + index) for index in range(request.n)]
         else:
-            options = [to_options(index) for index in range(request.n)]
+            options = [to_options(request.first_choice + index) for index in range(request.n)]
         if self._pool is None:
             raise Unavailable("the engine is closed")
         if len(self._waiting) + request.n > MAX_WAITING:

@@ -38,7 +38,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded, Unavailable
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded, Unavailable, Unsupported
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
@@ -328,6 +328,33 @@ class VllmEngine:
         while not self._engine.errored:  # noqa: ASYNC110 - vLLM itself tells only those who ask
             await asyncio.sleep(_LOOK_S)
         return EngineError("vLLM's engine process has died")
+
+    def check_sleep(self) -> None:
+        # Without the option vLLM claims to sleep but frees nothing.
+        if not self._engine.vllm_config.model_config.enable_sleep_mode:
+            raise Unsupported("vLLM was started without --engine-args '--enable-sleep-mode'")
+
+    async def sleep(self) -> None:
+        try:
+            await self._engine.sleep(level=1)
+        except Exception as error:
+            raise EngineError(f"vLLM did not fall asleep: {error!r}") from error
+        self._forget_cache()
+
+    async def wake(self) -> None:
+        try:
+            awake = await self._engine.wake_up()
+        except Exception as error:
+            raise EngineError(f"vLLM did not wake up: {error!r}") from error
+        if awake is False:  # versions that do not say return None
+            raise EngineError("vLLM did not wake up completely")
+        self._forget_cache()  # events of its last steps may have come after it fell asleep
+
+    def _forget_cache(self) -> None:
+        """vLLM dropped its cache. It says so only with the events of its next step."""
+        for rank in range(self._ranks):
+            self.kv.clear(rank)
+        self._stepped()
 
     async def close(self) -> None:
         await self._stack.aclose()

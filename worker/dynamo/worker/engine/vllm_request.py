@@ -91,7 +91,8 @@ def sampling_settings(request: GenerateRequest, defaults: Mapping[str, Any]) -> 
         "frequency_penalty": sampling.frequency_penalty,
         "presence_penalty": sampling.presence_penalty,
         "repetition_penalty": sampling.repetition_penalty,
-        "seed": sampling.seed,
+        # vLLM adds the index of each choice
+        "seed": None if sampling.seed is None else sampling.seed + request.first_choice,
         "logit_bias": sampling.logit_bias,
         "allowed_token_ids": None if sampling.allowed_token_ids is None else [*sampling.allowed_token_ids],
         # vLLM's public field takes words, and would have its tokenizer find their tokens.

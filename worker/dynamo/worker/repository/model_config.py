@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from google.protobuf import json_format, text_format
-from google.protobuf.message import Message
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.message_json import to_json
 from dynamo.common.tensors import Array, datatype_of_config
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
 
@@ -47,32 +47,7 @@ def config_from_json(text: str) -> ModelConfig:
 
 def config_to_json(config: ModelConfig) -> str:
     """With every field that is not part of a choice, and numbers as numbers, as models expect it."""
-    return json.dumps(_to_json(config))
-
-
-def _to_json(message: Message) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    field: Field
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        of = field.message_type
-        if of is not None and of.GetOptions().map_entry:
-            of_value = of.fields_by_name["value"]
-            found[field.name] = {str(key): _value(of_value, value[key]) for key in value}
-        elif field.is_repeated:
-            found[field.name] = [_value(field, element) for element in value]
-        elif not field.has_presence or message.HasField(field.name):
-            found[field.name] = _value(field, value)
-    return found
-
-
-def _value(field: Field, value: Any) -> Any:
-    if isinstance(value, Message):
-        return _to_json(value)
-    if field.enum_type is not None:
-        known = field.enum_type.values_by_number.get(value)
-        return value if known is None else known.name
-    return value
+    return json.dumps(to_json(config))
 
 
 def settle_backend(config: ModelConfig, version_folder: Path | None) -> None:

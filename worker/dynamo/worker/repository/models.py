@@ -34,7 +34,7 @@ from dynamo.worker.repository.model_config import (
 )
 from dynamo.worker.repository.onnx_backend import OnnxBackend
 from dynamo.worker.repository.python_backend import PythonBackend
-from dynamo.worker.repository.source import ModelPaths, relative_path, temporary_folder, write_files
+from dynamo.worker.repository.source import ModelPaths, temporary_folder, write_files
 from dynamo.worker.repository.warmup import warm_up
 from dynamo.worker.statistics import VersionStatistics
 
@@ -312,8 +312,6 @@ class RepositoryModels:
         if request.files:
             if not request.config:
                 raise InvalidRequest("a request with files of the model needs the parameter 'config', too")
-            for name in request.files:
-                relative_path(name)
             folder = await files.enter_async_context(temporary_folder())
             await write_files(request.files, folder)
             return folder

@@ -18,6 +18,7 @@ from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
 from dynamo.common.tensors import DATATYPES, Array
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
 from dynamo.worker.batching import Batch, Batcher, Tensors
+from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.batches import batch_policy, rows_of
 from dynamo.worker.repository.execution import Answer, Arrays, Request, Version
 from dynamo.worker.repository.model_config import datatype_name, instances_of, model_dims
@@ -150,7 +151,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _open_session(version: Version) -> _Session:
-    file = version.path / (version.config.default_model_filename or DEFAULT_FILE)
+    file = version.path / relative_path(version.config.default_model_filename or DEFAULT_FILE)
     if not file.exists():
         raise InvalidRequest(f"there is no file {version.version}/{file.name}")
     if file.is_dir():
@@ -161,7 +162,7 @@ def _open_session(version: Version) -> _Session:
         raise InvalidRequest("ONNX models need the package onnxruntime: install dynamo-serving[onnx]") from None
     try:
         session: _Session = onnxruntime.InferenceSession(
-            str(file), _options(onnxruntime, version.config), providers=_providers(onnxruntime, version.config)
+            str(file), _options(onnxruntime, version), providers=_providers(onnxruntime, version.config)
         )
     except DynamoError:
         raise
@@ -170,7 +171,8 @@ def _open_session(version: Version) -> _Session:
     return session
 
 
-def _options(onnxruntime: Any, config: ModelConfig) -> Any:
+def _options(onnxruntime: Any, version: Version) -> Any:
+    config = version.config
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     for name, attribute in (
@@ -188,7 +190,7 @@ def _options(onnxruntime: Any, config: ModelConfig) -> Any:
         if level > 0:
             options.graph_optimization_level = levels.ORT_ENABLE_ALL
     for library in config.model_operations.op_library_filename:
-        options.register_custom_ops_library(library)
+        options.register_custom_ops_library(str(version.folder / relative_path(library)))
     return options
 
 

@@ -18,6 +18,7 @@ from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Model
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.batching import Batch, Batcher
 from dynamo.worker.engine.base import Context
+from dynamo.worker.paths import relative_path
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.batches import batch_policy, rows_of
 from dynamo.worker.repository.execution import Answer, Models, Request, Version, closing
@@ -60,7 +61,7 @@ class PythonBackend:
 def _file_of(version: Version) -> Path:
     if "EXECUTION_ENV_PATH" in version.config.parameters:
         raise InvalidRequest("EXECUTION_ENV_PATH is not supported: start a worker with that environment's Python instead")
-    file = version.path / (version.config.default_model_filename or DEFAULT_FILE)
+    file = version.path / relative_path(version.config.default_model_filename or DEFAULT_FILE)
     if not file.is_file():
         raise InvalidRequest(f"there is no file {version.version}/{file.name}")
     return file

@@ -8,30 +8,15 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from dynamo.common.errors import Forbidden, InvalidRequest, PayloadTooLarge, Unsupported
+from dynamo.worker.paths import MAX_PATH_CHARS, relative_path
 
 log = logging.getLogger(__name__)
 
 MAX_FILES = 10_000
-MAX_PATH_CHARS = 1024
-
-
-def relative_path(text: str) -> PurePosixPath:
-    """A path inside a model's folder. Raises InvalidRequest for one that leads out of it."""
-    path = PurePosixPath(text)
-    parts = text.split("/")
-    if (
-        not text
-        or len(text) > MAX_PATH_CHARS
-        or path.is_absolute()
-        or any(part in ("", ".", "..") for part in parts)
-        or any(ord(character) < 32 or character == "\\" for character in text)
-    ):
-        raise InvalidRequest(f"{text[:200]!r} is no path inside the model's folder")
-    return path
 
 
 @asynccontextmanager

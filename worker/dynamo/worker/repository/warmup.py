@@ -12,9 +12,9 @@ from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.tensors import Array, bf16_to_float32, datatype_of_config, element_count, to_numpy
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelWarmup
 from dynamo.worker.engine.base import Context
+from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.execution import Request, closing
 from dynamo.worker.repository.loaded import LoadedModel
-from dynamo.worker.repository.source import relative_path
 
 FOLDER = "warmup"
 MAX_REQUESTS = 10_000

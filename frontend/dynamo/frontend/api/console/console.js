@@ -16,11 +16,61 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-async function read(path, as) {
-  const answer = await fetch(path, { cache: "no-store" });
-  if (!answer.ok) throw new Error(`${path}: ${answer.status} ${(await answer.text()).slice(0, 200)}`);
-  return answer[as]();
+// Keys. The browser's login is taken for reading only; a key of this field is for asking models, and for reading what the
+// login may not read. It is kept nowhere but in the field.
+
+const READ = {
+  "/console/fleet": ["Models and instances", "console"],
+  "/v1/routing/decisions": ["Routing decisions", "console"],
+  "/metrics": ["Traffic figures", "metrics"],
+};
+const readByKey = new Set(); // paths
+const refusals = new Map(); // by path; not asked again before the key changes, since each time would count as a failure
+
+const keyGiven = () => byId("key").value.trim();
+const isRefusal = (answer) => answer.status === 401 || answer.status === 403;
+
+function send(path, options, withKey) {
+  // Without the browser's own login, which it would ask for in a window if the key is wrong. From the origin, since the page's
+  // address may hold a login, and addresses that do cannot be fetched.
+  const keyed = { credentials: "omit", headers: { ...options.headers, authorization: `Bearer ${keyGiven()}` } };
+  return fetch(location.origin + path, withKey ? { ...options, ...keyed } : options);
 }
+
+async function failure(answer) {
+  const text = await answer.text();
+  let message = text;
+  try {
+    const { error } = JSON.parse(text);
+    message = error?.message ?? error ?? text;
+  } catch { /* not JSON: shown as it is */ }
+  return `${answer.status}: ${String(message).slice(0, 1000)}`;
+}
+
+async function read(path, as) {
+  const [where] = path.split("?");
+  if (refusals.has(where)) throw refusals.get(where);
+  let answer = await send(path, { cache: "no-store" }, readByKey.has(where));
+  if (isRefusal(answer) && keyGiven() && !readByKey.has(where)) {
+    readByKey.add(where);
+    answer = await send(path, { cache: "no-store" }, true);
+  }
+  if (answer.ok) return answer[as]();
+  const [what, scope] = READ[where];
+  if (!isRefusal(answer)) throw new Error(`${what}: ${await failure(answer)}`);
+  byId("key-form").hidden = false;
+  refusals.set(where, new Error(`${what} need a key with the scope “${scope}” (${await failure(answer)})`));
+  throw refusals.get(where);
+}
+
+function keyChanged(event) {
+  event.preventDefault();
+  readByKey.clear();
+  refusals.clear();
+}
+
+byId("key-form").addEventListener("submit", keyChanged);
+byId("key").addEventListener("change", keyChanged);
 
 // Metrics
 
@@ -99,8 +149,9 @@ const TILES = [
 ].map(([title, value, format]) => ({ title, value, format, history: [] }));
 
 function short(value) {
-  if (value >= 10_000) return `${(value / 1000).toFixed(1)}k`;
-  return value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2).replace(/\.?0+$/, "");
+  const size = Math.abs(value);
+  if (size >= 10_000) return `${(value / 1000).toFixed(1)}k`;
+  return String(Number(value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2)));
 }
 
 function drawTiles() {
@@ -120,7 +171,8 @@ function drawTiles() {
     tile.figure.textContent = value == null ? "–" : tile.format(value);
     const most = Math.max(...tile.history.map((known) => known ?? 0)) || 1;
     const start = HISTORY - tile.history.length;
-    tile.line.setAttribute("points", tile.history.map((known, at) => `${start + at},${100 - (96 * (known ?? 0)) / most}`).join(" "));
+    const points = tile.history.map((known, at) => known != null && `${start + at},${100 - (96 * known) / most}`);
+    tile.line.setAttribute("points", points.filter(Boolean).join(" ")); // the line goes straight on where nothing is known
   }
 }
 
@@ -281,15 +333,12 @@ async function tryTensors(model, input, signal, show) {
 }
 
 async function post(path, body, signal) {
-  const answer = await fetch(path, { method: "POST", headers: { "content-type": "application/json" }, body, signal });
+  // Without the login, which is not taken here: a browser forgets a login that was refused.
+  const asked = { method: "POST", headers: { "content-type": "application/json" }, body, signal, credentials: "omit" };
+  const answer = await send(path, asked, keyGiven() !== "");
   if (answer.ok) return answer;
-  const text = await answer.text();
-  let message = text;
-  try {
-    const { error } = JSON.parse(text);
-    message = error?.message ?? error ?? text;
-  } catch { /* not JSON: shown as it is */ }
-  throw new Error(`${answer.status}: ${message}`);
+  if (isRefusal(answer)) byId("key-form").hidden = false;
+  throw new Error(await failure(answer));
 }
 
 async function tryIt(event) {
@@ -331,6 +380,10 @@ function drawFleet(fleet) {
   byId("where").textContent = `namespace ${fleet.namespace}, ${fleet.router_mode} routing, version ${fleet.version}`;
   byId("state").textContent = fleet.state.replace("_", " ");
   byId("state").className = `badge ${STATES[fleet.state] ?? "bad"}`;
+  if (fleet.asks_keys) byId("key-form").hidden = false;
+  byId("processes").hidden = fleet.processes < 2;
+  byId("processes").textContent = `Hit rates and routing decisions are those of whichever of ${fleet.processes} processes answers; ` +
+    "all else is of all of them.";
   drawModels(fleet);
   drawChoices();
 }

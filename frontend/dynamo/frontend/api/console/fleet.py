@@ -76,6 +76,10 @@ class FleetState(Struct, frozen=True, kw_only=True):
     state: str
     explains: bool
     """`/v1/routing/decisions` is there."""
+    asks_keys: bool
+    """Models are asked with an API key."""
+    processes: int
+    """That answer on this port, each with decisions and hit rates of its own."""
     models: tuple[ModelState, ...]
 
 

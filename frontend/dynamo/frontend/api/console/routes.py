@@ -37,11 +37,15 @@ _HEADERS = {
 class Console:
     """What the routes work on; `loads` is None until there is a connection to NATS."""
 
-    def __init__(self, readiness: Readiness, namespace: str, router_mode: str, *, explains: bool) -> None:
+    def __init__(
+        self, readiness: Readiness, namespace: str, router_mode: str, *, explains: bool, asks_keys: bool, processes: int
+    ) -> None:
         self._readiness = readiness
         self._namespace = namespace
         self._router_mode = router_mode
         self._explains = explains
+        self._asks_keys = asks_keys
+        self._processes = processes
         self.loads: LoadWatch | None = None
 
     def fleet(self) -> FleetState:
@@ -54,6 +58,8 @@ class Console:
             router_mode=self._router_mode,
             state=self._readiness.state().value,
             explains=self._explains,
+            asks_keys=self._asks_keys,
+            processes=self._processes,
             models=tuple(model_state(plane, card, reports, time.time()) for card in plane.cards()),
         )
 

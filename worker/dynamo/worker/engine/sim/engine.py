@@ -76,6 +76,8 @@ class _Rank:
         self.number = number
         self.scheduler = Scheduler(config.scheduler)
         self.work = asyncio.Event()
+        self.idle = asyncio.Event()
+        """No sequence holds a block, or the rank runs no more."""
         self.streams: dict[SimSequence, tuple[_Stream, int]] = {}
         self.step_ms = 0.0
         self.error: EngineError | None = None
@@ -143,6 +145,24 @@ class SimEngine:
         """`callback` is called after each step, on the event loop."""
         self._step_callbacks.append(callback)
 
+    def check_sleep(self) -> None:
+        """It always can."""
+
+    async def sleep(self) -> None:
+        """There are no weights to put away: what it has cached is gone."""
+        for rank in self._ranks:
+            await rank.idle.wait()  # what was closed just now is taken out before the next step
+            if rank.error is not None:
+                raise rank.error
+            rank.scheduler.blocks.clear()
+            rank.scheduler.blocks.removed.clear()
+            self.kv.clear(rank.number)
+        for callback in self._step_callbacks:
+            callback()
+
+    async def wake(self) -> None:
+        """There is nothing to fetch back."""
+
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
         self._check(request)
         config = self.config.scheduler
@@ -160,7 +180,7 @@ class SimEngine:
         try:
             loop = asyncio.get_running_loop()
             for index in range(request.n):
-                sequence = self._sequence(request, hashes, space, index)
+                sequence = self._sequence(request, hashes, space, request.first_choice + index)
                 rank.scheduler.add(sequence, loop.time())
                 rank.streams[sequence] = (stream, index)
                 stream.choices.append(sequence)
@@ -279,7 +299,9 @@ class SimEngine:
             rank.aborted.clear()
             if not scheduler.busy:
                 rank.work.clear()
+                rank.idle.set()
                 await rank.work.wait()
+                rank.idle.clear()
                 now = loop.time()
                 continue
             start = perf_counter()
@@ -331,6 +353,7 @@ class SimEngine:
     @staticmethod
     def _fail(rank: _Rank, error: EngineError) -> None:
         rank.error = error
+        rank.idle.set()
         for stream, _ in rank.streams.values():
             stream.error = error
             stream.wake()

@@ -1,0 +1,146 @@
+"""A worker that is put to sleep and woken at its status port, behind a real etcd and nats-server, while requests come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+
+import httpx2
+import pytest
+
+from dynamo.common.errors import Unavailable
+from dynamo.common.generation import Stop
+from dynamo.common.names import InstanceId
+from dynamo.frontend.data_plane import Call
+from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.worker.app import Worker
+from dynamo.worker.config import StatusOptions
+from dynamo.worker.engine.select import sim_config
+from dynamo.worker.engine.sim.engine import SimEngine
+from tests.support.servers import EtcdServer, NatsServer
+from tests.support.sim_fleet import SimFleet, prompt, until
+
+SIM = "blocks=400,block_size=16,speedup=5"
+
+
+def fleet(etcd: EtcdServer, nats: NatsServer, namespace: str, drain_timeout_s: float = 20) -> SimFleet:
+    status = StatusOptions(port=0, allow_sleep=True)
+
+    def make() -> SimEngine:
+        return SimEngine(sim_config(SIM, "sim", None, None))
+
+    return SimFleet(etcd, nats, namespace, status=status, drain_timeout_s=drain_timeout_s, make=make)
+
+
+async def order(worker: Worker, path: str) -> None:
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{worker.status_port}", timeout=60) as http:
+        answer = await http.post(path)
+        assert answer.status_code == 200, answer.text
+
+
+class Served:
+    """Requests without a pause, and who answered them. One that fails fails the test."""
+
+    def __init__(self, fleet: SimFleet) -> None:
+        self.by: Counter[InstanceId] = Counter()
+        self._fleet = fleet
+        self._numbers = count()
+
+    async def run(self) -> None:
+        while True:
+            instance, _, summary = await self._fleet.ask(prompt(next(self._numbers) % 40), tokens=12)
+            assert summary.output_tokens == 12
+            self.by[instance] += 1
+
+    async def more(self, instance: InstanceId, requests: int = 20) -> None:
+        goal = self.by[instance] + requests
+        await until(lambda: self.by[instance] >= goal, 30)
+
+
+@asynccontextmanager
+async def under_load(fleet: SimFleet) -> AsyncIterator[Served]:
+    served = Served(fleet)
+    async with asyncio.TaskGroup() as tasks:
+        clients = [tasks.create_task(served.run()) for _ in range(8)]
+        yield served
+        for client in clients:
+            client.cancel()
+
+
+@pytest.mark.timeout(120)
+async def test_one_of_two_sleeps_and_wakes_under_load_without_a_failed_request(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    f = fleet(etcd_server, nats_server, namespace)
+    async with f.worker() as sleepy, f.worker() as awake, f.frontend(), under_load(f) as served:
+        await served.more(sleepy.instance)
+        await served.more(awake.instance)
+        await order(sleepy, "/sleep?level=1")
+        assert sleepy.requests.open_requests == 0
+        assert not f.engines[sleepy.instance].kv.held()
+        await until(lambda: [known.id for known in f.frontends[0].plane.models.instances("sim")] == [awake.instance])
+        before = served.by[sleepy.instance]
+        await served.more(awake.instance, 60)
+        assert served.by[sleepy.instance] <= before + 8, "but what it had answered and nobody had read"
+        assert not f.router().index("sim").held(sleepy.instance)
+        await order(sleepy, "/wake_up")
+        await served.more(sleepy.instance)
+
+
+@pytest.mark.timeout(120)
+async def test_routers_know_that_what_was_cached_before_the_sleep_is_gone(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    f = fleet(etcd_server, nats_server, namespace)
+    async with f.worker() as sleepy, f.frontend():
+        instance, _, _ = await f.ask(prompt(1))
+        await until(f.is_exact)
+        await order(sleepy, "/sleep")
+        await order(sleepy, "/wake_up")
+        await until(lambda: len(f.frontends[0].plane.models.instances("sim")) == 1)
+        await until(f.is_exact)
+        again, overlap, summary = await f.ask(prompt(1))
+        assert (again, overlap, summary.cached_tokens) == (instance, 0, 0)
+        await until(f.is_exact)
+        assert (await f.ask(prompt(1)))[1] > 10
+
+
+@pytest.mark.timeout(120)
+async def test_a_stream_longer_than_the_drain_goes_on_elsewhere(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    f = fleet(etcd_server, nats_server, namespace, drain_timeout_s=0.1)
+    async with f.worker() as one, f.worker() as other, f.frontend():
+        workers = {worker.instance: worker for worker in (one, other)}
+        request = TextRequest(model="sim", prompt=prompt(1), stop=Stop(max_tokens=2000, ignore_eos=True))
+        async with f.frontends[0].plane.generate(request, Call(request_id="long")) as generation:
+            assert await generation.read()
+            assert generation.choice is not None
+            first = generation.choice.instance.id
+            await order(workers[first], "/sleep")
+            while await generation.read():
+                pass
+            assert generation.choice.instance.id != first
+            assert generation.summary.output_tokens == 2000
+
+
+@pytest.mark.timeout(120)
+async def test_with_nobody_awake_requests_are_unavailable_until_somebody_is(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    f = fleet(etcd_server, nats_server, namespace)
+    async with f.worker() as only, f.frontend():
+        await f.ask(prompt(1))
+        await order(only, "/sleep")
+        with pytest.raises(Unavailable):
+            await f.ask(prompt(1))
+        await order(only, "/wake_up")
+        async with asyncio.timeout(10):
+            while True:
+                with suppress(Unavailable):
+                    await f.ask(prompt(1))
+                    return
+                await asyncio.sleep(0.02)
