@@ -87,6 +87,7 @@ async def test_the_fleet_is_described_with_live_loads_and_hit_rates(
                     break
                 await asyncio.sleep(0.1)
         assert (state["state"], state["router_mode"], state["namespace"]) == ("healthy", "kv", namespace)
+        assert (state["processes"], state["asks_keys"]) == (1, False)
         assert (classifier["name"], classifier["kind"], len(classifier["instances"])) == ("classifier", "tensor", 1)
         assert classifier["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 8, 8]}]
         assert {"running", "kv_usage", "hit_rate"}.isdisjoint(classifier["instances"][0])  # it has none

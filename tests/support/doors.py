@@ -80,6 +80,7 @@ _STATUSES = {
     grpc.StatusCode.NOT_FOUND: 404,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.UNIMPLEMENTED: 501,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
 
 

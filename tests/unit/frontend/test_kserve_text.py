@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from dynamo.common.generation import FinishReason, Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import decode_bytes, encode_bytes, from_numpy
-from dynamo.frontend.api.kserve_text import TextAnswer, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve_text import FLAGS, SETTINGS, TextAnswer, to_text_requests, wants_stream
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
@@ -327,7 +329,9 @@ def test_logprobs_are_a_third_output_when_asked_for() -> None:
 def test_the_guide_names_every_input_and_output() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "clients.md").read_text()
     section = guide.partition("## Language models over KServe")[2].partition("\n## ")[0]
-    inputs, outputs = section.split("| output |")
-    named = [set(re.findall("`([a-z_]+)`", row.split("|")[1])) for row in (*inputs.splitlines(), *outputs.splitlines()) if "|" in row]
-    known = {"text_input", "messages", "streaming", "stream", "stop", *SETTINGS, *FLAGS}
-    assert set().union(*named) == known | {"text_output", "finish_reason", "logprobs"}
+    inputs, outputs = (
+        {name for row in table.splitlines() if row.startswith("|") for name in re.findall("`([a-z_]+)`", row.split("|")[1])}
+        for table in section.split("| output |")
+    )
+    assert inputs == {"text_input", "messages", "streaming", "stream", "stop", *SETTINGS, *FLAGS}
+    assert outputs == {"text_output", "finish_reason", "logprobs"}
