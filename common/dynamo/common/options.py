@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from dynamo.common.config import option
 
@@ -47,7 +49,7 @@ class NatsOptions:
         _check_pair("--nats-user", self.user, "--nats-password-file", self.password)
         if not self.servers:
             raise ValueError("--nats-servers names no server")
-        _check_no_login("--nats-servers", self.servers, "--nats-user with --nats-password-file, or --nats-token-file")
+        _check_addresses("--nats-servers", self.servers, "--nats-user with --nats-password-file, or --nats-token-file")
         ways = (
             ("--nats-user", self.user),
             ("--nats-token-file", self.token),
@@ -107,7 +109,7 @@ class EtcdOptions:
         _check_pair("--etcd-user", self.user, "--etcd-password-file", self.password)
         if not self.endpoints:
             raise ValueError("--etcd-endpoints names no server")
-        _check_no_login("--etcd-endpoints", self.endpoints, "--etcd-user with --etcd-password-file")
+        _check_addresses("--etcd-endpoints", self.endpoints, "--etcd-user with --etcd-password-file")
 
     def to_config(self) -> EtcdConfig:
         from dynamo.common.etcd.config import EtcdConfig
@@ -183,9 +185,18 @@ class TraceOptions:
     )
 
 
-def _check_no_login(flag: str, urls: tuple[str, ...], instead: str) -> None:
-    if any("@" in url for url in urls):
-        raise ValueError(f"{flag} holds a login, which logs and the process list would show; use {instead}")
+def _check_addresses(flag: str, addresses: tuple[str, ...], login: str) -> None:
+    """`login` is how logins are given, which addresses must not hold."""
+    for address in addresses:
+        if "@" in address:
+            raise ValueError(f"{flag} holds a login, which logs and the process list would show; use {login}")
+        try:
+            url = urlsplit(address if "://" in address else f"//{address}")
+            is_address = bool(url.hostname) and url.port != 0 and not re.search(r"\s", address)
+        except ValueError:  # the port is no number, or the host is no IPv6 address
+            is_address = False
+        if not is_address:
+            raise ValueError(f"{flag}: {address!r} is no address of a server: a URL, or host:port")
 
 
 def _check_pair(first: str, one: str | None, second: str, other: str | None) -> None:
