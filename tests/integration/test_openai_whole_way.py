@@ -154,6 +154,8 @@ async def test_a_real_model_answers(etcd_server: EtcdServer, nats_server: NatsSe
         structured = await ours.chat.completions.create(
             model="smollm2",
             messages=USER,
+            temperature=0,  # drawn at random, a number may go on to the end of the context
+            max_tokens=64,
             response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": person, "strict": True}},
         )
         assert list(json.loads(structured.choices[0].message.content or "")) == ["age"]

@@ -306,7 +306,9 @@ class DataPlane:
             cards = self._cards.get(live.name, [live])
         else:
             now = self._loop.time()
-            lost = (card for card, at in self._gone.values() if now - at < self._settings.remember_s)
+            lost = [card for card, at in self._gone.values() if now - at < self._settings.remember_s]
+            if self._refresh_due:  # what left in this very turn of the loop is not among them yet
+                lost += [cards[0] for cards in self._cards.values()]
             cards = [card for card in (*lost, *self._settings.declared) if name in (card.name, *other_names(card))][:1]
         if not cards:
             raise ModelNotFound(name)

@@ -204,6 +204,13 @@ async def test_a_model_that_lost_its_instances_is_unavailable_before_it_is_unkno
             await f.plane.infer(request(), CALL)
 
 
+async def test_a_model_that_lost_its_instances_in_this_turn_of_the_loop_is_known() -> None:
+    async with front(FakeDirectory(instance(1))) as f:
+        f.directory.remove(1)
+        assert f.plane.card("adder").name == "adder"
+        assert not f.plane.model_ready("adder")
+
+
 async def test_a_declared_model_is_known_before_it_is_served() -> None:
     async with front(FakeDirectory(), settings=DataPlaneSettings(declared=(tensor_card("later"),))) as f:
         assert [card.name for card in f.plane.cards()] == ["later"]
