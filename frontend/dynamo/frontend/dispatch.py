@@ -421,12 +421,12 @@ class DispatchedStream:
 
     def close(self) -> None:
         """Ends the request at its instance if it has not ended."""
+        if self._ended:
+            return
+        self._failure = self._failure or Cancelled()
         if self._stream is not None:
-            self._failure = self._failure or Cancelled()
             self._stream.cancel()
             self._release(self._failure)
-        elif not self._ended:
-            self._failure = self._failure or Cancelled()
 
     async def read(self) -> list[Buffer]:
         """All answers that arrived so far, at least one; [] at the end. Raises DynamoError; see `move` for what then."""

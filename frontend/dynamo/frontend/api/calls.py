@@ -84,12 +84,9 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
                 overrides[_OVERRIDES[name]] = _number(name, value)
             elif name == EXPLAIN and _boolean(name, value):
                 explanation = Explanation()
-        deadline = None
-        if remaining_s is not None and remaining_s < _LONGEST_DEADLINE_S:
-            deadline = asyncio.get_running_loop().time() + remaining_s
         return cls(
             request_id=request_id,
-            deadline=deadline,
+            deadline=None if remaining_s is None else _deadline(remaining_s),
             instance=instance,
             headers=passed_on,
             priority=priority,
@@ -114,7 +111,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         """
         return Call(
             request_id=self.request_id or usable_id(request_id) or secrets.token_hex(8),
-            deadline=self._deadline_within(timeout_us / 1e6) if timeout_us > 0 else self.deadline,
+            deadline=_sooner(self.deadline, _deadline(timeout_us / 1e6)) if timeout_us > 0 else self.deadline,
             instance=self.instance,
             headers=self.headers,
             priority=self.priority or _from_triton(triton_priority),
@@ -125,11 +122,13 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             request_type=request_type,
         )
 
-    def _deadline_within(self, timeout_s: float) -> float | None:
-        if timeout_s >= _LONGEST_DEADLINE_S:
-            return self.deadline
-        own = asyncio.get_running_loop().time() + timeout_s
-        return own if self.deadline is None else min(own, self.deadline)
+
+def _deadline(after_s: float) -> float | None:
+    return asyncio.get_running_loop().time() + after_s if after_s < _LONGEST_DEADLINE_S else None
+
+
+def _sooner(one: float | None, other: float | None) -> float | None:
+    return min((deadline for deadline in (one, other) if deadline is not None), default=None)
 
 
 def usable_id(text: str) -> str:

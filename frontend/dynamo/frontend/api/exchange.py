@@ -193,7 +193,7 @@ class Exchange:
             log.info("the client of %s left before its answer was complete (499), request %s", self.path, self.request_id)
             return
         self.refused(error)
-        log_failure(error, self._known_id(), self.path)
+        log_failure(error, self.known_id(), self.path)
         status = http_status(error, self.settings.overload)
         if self.stream is not None and self.stream.begun:
             return await self.stream.end(form.event(error, status))
@@ -207,13 +207,14 @@ class Exchange:
             headers = (JSON, (b"retry-after", b"%d" % max(1, round(pause_s))))
         await self.answer(form.body(error, status), status, headers)
 
-    def _known_id(self) -> str:
+    def known_id(self) -> str:
+        """The request's id: the caller's, or one made up now."""
         if not self.request_id:  # nobody asked who calls, or what is wrong with the headers came before their end
             self.request_id = usable_id(self.headers.get("x-request-id", "")) or secrets.token_hex(12)
         return self.request_id
 
     def _id(self) -> tuple[Header, ...]:
-        found: tuple[Header, ...] = ((b"x-request-id", self._known_id().encode()),)
+        found: tuple[Header, ...] = ((b"x-request-id", self.known_id().encode()),)
         if self.explanation is not None and (explained := self.explanation.to_json()):
             found += ((EXPLAIN.encode(), explained),)
         return found

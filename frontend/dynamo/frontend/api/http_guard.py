@@ -118,10 +118,9 @@ class HttpGuard:
 
     async def _refuse(self, error: DynamoError, surface: Surface, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._settings)
-        exchange.request_id = usable_id(exchange.headers.get("x-request-id", "")) or secrets.token_hex(12)
         exchange.refused(error)
         if surface in _ADMIN:
-            record_refusal(_action(scope), _peer(scope), exchange.request_id, error)
+            record_refusal(_action(scope), _peer(scope), exchange.known_id(), error)
         status = http_status(error, self._settings.overload)
         headers = [JSON]
         if isinstance(error, Unauthenticated):

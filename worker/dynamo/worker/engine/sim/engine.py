@@ -9,6 +9,8 @@ from hashlib import sha256
 from time import perf_counter
 from typing import Any
 
+from msgspec.structs import replace
+
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.kv.events import KvState
@@ -365,18 +367,14 @@ def _take(stream: _Stream, alternatives: int | None) -> list[Delta]:
     finished, stream.finished = stream.finished, []
     deltas: list[Delta] = []
     for index, tokens in new.items():
-        last = None
-        if index in finished:
-            finished.remove(index)
-            last = tokens.pop()
         if alternatives is None:
             deltas += [Delta((token,), index) for token in tokens]
         else:
             deltas += [Delta((token,), index, None, [_logprobs(token, alternatives)]) for token in tokens]
-        if last is not None:
+        if index in finished:
+            finished.remove(index)
             choice = stream.choices[index]
-            logprobs = None if alternatives is None else [_logprobs(last, alternatives)]
-            deltas.append(Delta((last,), index, choice.finish_reason, logprobs, choice.stop_token))
+            deltas[-1] = replace(deltas[-1], finish_reason=choice.finish_reason, stop_token=choice.stop_token)
     for index in finished:
         choice = stream.choices[index]
         deltas.append(Delta((), index, choice.finish_reason, None, choice.stop_token))
