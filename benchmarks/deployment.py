@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -184,6 +186,12 @@ async def make_model(python: str, folder: Path) -> None:
     child = await asyncio.create_subprocess_exec(python, str(HERE / "peer" / "make_model.py"), cwd=folder)
     if await child.wait():
         raise RuntimeError("the tokenizer could not be made")
+
+
+def words_of(tokenizer: Path) -> list[str]:
+    """Words that are one token each behind a space."""
+    vocabulary: dict[str, int] = json.loads(tokenizer.read_text())["model"]["vocab"]
+    return sorted(token[1:] for token in vocabulary if re.fullmatch("Ġ[a-z]{4,}", token))
 
 
 async def ready(port: int, model: str) -> None:

@@ -19,7 +19,6 @@ import asyncio
 import itertools
 import json
 import random
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.deployment import PACED_TOKENS_PER_S, System, http_ready, make_model, ours, peer
+from benchmarks.deployment import PACED_TOKENS_PER_S, System, http_ready, make_model, ours, peer, words_of
 from benchmarks.http_client import connect
 from benchmarks.measuring import Meter, Result, median, percentile, table
 
@@ -61,12 +60,6 @@ CASES = (
     Case("chat, paced, c=128", 128, chat=True, paced=True),
     Case("chat, paced, c=128, all at once", 128, chat=True, paced=True, at_once=True),
 )
-
-
-def words_of(tokenizer: Path) -> list[str]:
-    """Words that are one token each behind a space."""
-    vocabulary: dict[str, int] = json.loads(tokenizer.read_text())["model"]["vocab"]
-    return sorted(token[1:] for token in vocabulary if re.fullmatch("Ġ[a-z]{4,}", token))
 
 
 def http_request(case: Case, model: str, words: Sequence[str], rng: random.Random) -> bytes:

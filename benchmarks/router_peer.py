@@ -29,7 +29,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.deployment import System, make_model, ours, peer
+from benchmarks.deployment import System, make_model, ours, peer, words_of
 from benchmarks.http_client import HttpConnection, connect
 from benchmarks.measuring import Meter, median, percentile, table
 
@@ -87,8 +87,7 @@ class Run:
 
 def prompts(tokenizer: Path, seed: int = 0) -> Iterator[str]:
     """Prompts, forever: a head that is common to a group, and a tail that no other has."""
-    vocabulary: dict[str, int] = json.loads(tokenizer.read_text())["model"]["vocab"]
-    words = sorted(token[1:] for token in vocabulary if re.fullmatch("Ġ[a-z]{4,}", token))
+    words = words_of(tokenizer)
     rng = random.Random(seed)
     heads = ["".join(f" {word}" for word in rng.choices(words, k=SHARED_TOKENS)) for _ in range(GROUPS)]
     while True:

@@ -126,11 +126,7 @@ class Stream:
                 if self._failure is not None:
                     raise self._failure
                 return []
-            self._waiter = self._client.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._wait()
         answers, self._answers = self._answers, []
         if not self._over:
             self._consumed(self._uncredited)
@@ -140,11 +136,7 @@ class Stream:
     async def result(self) -> Buffer:
         """The answer of a unary request. Raises as the stream failed, and EngineError if there were several answers."""
         while not self._over:
-            self._waiter = self._client.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._wait()
         if self._failure is not None:
             raise self._failure
         if self._answers:
@@ -162,6 +154,13 @@ class Stream:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.cancel()
+
+    async def _wait(self) -> None:
+        self._waiter = self._client.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

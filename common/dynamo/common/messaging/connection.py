@@ -426,8 +426,7 @@ class Connection:
         """
         if not self.is_connected:
             return False
-        head = f"PUB {subject} {reply} {len(payload)}\r\n" if reply else f"PUB {subject} {len(payload)}\r\n"
-        self._soon += (head.encode(), payload, b"\r\n")
+        self._soon += (_head(subject, reply, len(payload)), payload, b"\r\n")
         if self._soon_timer is None:
             self._soon_timer = asyncio.get_running_loop().call_later(_SOON_S, self._send_soon)
         return True
@@ -445,11 +444,11 @@ class Connection:
         if isinstance(payload, bytes | bytearray | memoryview):
             payload = (payload,)
         size = sum(len(piece) for piece in payload)
-        head = f"PUB {subject} {reply} {size}\r\n" if reply else f"PUB {subject} {size}\r\n"
+        head = _head(subject, reply, size)
         if size <= _RECEIVE_BYTES:
-            self._transport.write(b"".join((*self._soon, head.encode(), *payload, b"\r\n")))
+            self._transport.write(b"".join((*self._soon, head, *payload, b"\r\n")))
         else:
-            self._transport.writelines((*self._soon, head.encode(), *payload, b"\r\n"))
+            self._transport.writelines((*self._soon, head, *payload, b"\r\n"))
         self._soon.clear()
         return True
 
@@ -559,3 +558,8 @@ async def connect_nats(config: NatsConfig, name: str) -> AsyncIterator[Connectio
         connection.is_open = False
         connection._down()
         await client.close()
+
+
+def _head(subject: str, reply: str, size: int) -> bytes:
+    """What precedes a message of `size` bytes."""
+    return (f"PUB {subject} {reply} {size}\r\n" if reply else f"PUB {subject} {size}\r\n").encode()
