@@ -37,7 +37,7 @@ class Worker:
     async def infer(self, request: Incoming) -> None:
         self.holding.set()
         await self.go.wait()
-        await request.end(f"{self.id:x}".encode())
+        request.end(f"{self.id:x}".encode())
 
 
 @dataclass

@@ -71,7 +71,7 @@ async def test_what_is_sent_after_the_socket_broke_and_before_that_is_noticed_is
     nats_server: NatsServer, namespace: str
 ) -> None:
     async def handle(incoming: Incoming) -> None:
-        await incoming.end(bytes(incoming.body))
+        incoming.end(bytes(incoming.body))
 
     endpoint, instance = Endpoint(namespace), new_instance_id()
     config = NatsConfig(servers=(nats_server.url,))

@@ -65,13 +65,13 @@ async def plane(
 
 
 async def echo(request: Incoming) -> None:
-    await request.end(request.body)
+    request.end(request.body)
 
 
 async def count_to_ten(request: Incoming) -> None:
     for number in range(10):
         request.send_nowait(bytes([number]))
-    await request.end(b"counted")
+    request.end(b"counted")
 
 
 class Held:
@@ -89,7 +89,7 @@ class Held:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        await request.end(b"released")
+        request.end(b"released")
 
 
 async def read_all(stream: Stream) -> list[bytes]:
@@ -428,7 +428,7 @@ async def test_many_streams_under_a_restart_all_end(tmp_path: Path) -> None:
             if not request.send_nowait(b"%d" % number):
                 await request.ready()
             await asyncio.sleep(0.005)
-        await request.end(b"all")
+        request.end(b"all")
 
     async with start_nats(tmp_path) as server, plane(server.url, {"trickle": trickle}) as p:
         streams = [p.open("trickle", deadline_s=30) for _ in range(50)]

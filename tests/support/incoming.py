@@ -42,7 +42,7 @@ class FakeIncoming:
             await self._credit.wait()
         self.waiting.clear()
 
-    async def end(self, body: Body = b"") -> None:
+    def end(self, body: Body = b"") -> None:
         assert self.final is None, "two last words"
         self.final = joined(body)
 

@@ -23,6 +23,7 @@ from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, Model
 
 MAX_TENSORS = 4096
 MAX_PARAMETERS = 1024
+_KNOWN_SHAPES = 1024
 SMALL_BYTES = 16 * 1024
 """Up to here protobuf, copying, is faster than finding the tensors in the message by hand; and one buffer than several."""
 
@@ -139,21 +140,30 @@ def _split(message: memoryview, raw_field: int) -> tuple[list[memoryview], list[
 class _Declared:
     """What is known about one declared input before any request arrives."""
 
-    __slots__ = ("batched", "count", "kind", "optional", "shape", "size", "spec", "what")
+    __slots__ = ("_counts", "kind", "shape", "spec", "what")
 
-    def __init__(self, spec: TensorSpec, batched: bool) -> None:
+    def __init__(self, spec: TensorSpec) -> None:
         self.spec = spec
         self.what = f"input '{spec.name}'"
         self.kind = datatype_named(spec.datatype, self.what)
         self.shape = list(spec.shape)
-        self.batched = batched
-        fixed = -1 not in spec.shape
-        self.count = element_count(spec.shape, self.what) if fixed else -1
+        self._counts: dict[tuple[int, ...], int] = {}
+        """Elements by shape, of shapes that were asked about: clients repeat theirs."""
 
     def count_of(self, shape: Sequence[int]) -> int:
         """Elements of a tensor of `shape`; raises InvalidRequest if the declaration does not allow that shape."""
-        if self.count >= 0 and shape == self.shape:
-            return self.count
+        if len(shape) == len(self.shape):
+            key = tuple(shape)
+            count = self._counts.get(key)
+            if count is None:
+                count = self._checked_count(shape)
+                if len(self._counts) >= _KNOWN_SHAPES:
+                    self._counts.clear()
+                self._counts[key] = count
+            return count
+        return self._checked_count(shape)
+
+    def _checked_count(self, shape: Sequence[int]) -> int:
         count = element_count(shape, self.what)
         if len(shape) == len(self.shape):
             for want, have in zip(self.shape, shape, strict=True):
@@ -173,7 +183,7 @@ class RequestChecker:
         self._model = card.name
         self._versions = frozenset(("", *card.versions))
         self._max_batch = card.max_batch_size
-        self._inputs = {spec.name: _Declared(spec, card.max_batch_size > 0) for spec in card.inputs}
+        self._inputs = {spec.name: _Declared(spec) for spec in card.inputs}
         self._required = sum(not spec.optional for spec in card.inputs)
         self._outputs = frozenset(spec.name for spec in card.outputs)
 

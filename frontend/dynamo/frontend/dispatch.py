@@ -20,7 +20,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -257,13 +257,9 @@ class Dispatcher:
         self._able: dict[tuple[str, str, str, Role | None], tuple[Sequence[Instance], tuple[Instance, ...]]] = {}
         self._refusing: dict[InstanceId, float] = {}
 
-    async def call(self, work: Work, call: Call) -> Buffer:
+    def call(self, work: Work, call: Call) -> Awaitable[Buffer]:
         """The one answer to a request. Raises DynamoError."""
-        stream = DispatchedStream(self, work, call)
-        try:
-            return await stream.result()
-        finally:
-            stream.close()
+        return DispatchedStream(self, work, call).result()
 
     def stream(self, work: Work, call: Call) -> DispatchedStream:
         """A request with any number of answers. An instance is picked at the first `read`."""
@@ -449,14 +445,18 @@ class DispatchedStream:
         return bodies
 
     async def result(self) -> Buffer:
-        """The one answer of a request that has just one. Raises DynamoError."""
-        while True:
-            stream = self._stream or await self._open()
-            try:
-                body = await stream.result()
-                break
-            except DynamoError as error:
-                await self._after_failure(stream, error)
+        """The one answer of a request that has just one; however this ends, the stream is closed. Raises DynamoError."""
+        try:
+            while True:
+                stream = self._stream or await self._open()
+                try:
+                    body = await stream.result()
+                    break
+                except DynamoError as error:
+                    await self._after_failure(stream, error)
+        except BaseException:
+            self.close()
+            raise
         self._ended = True
         self._release(None)
         return body
@@ -594,13 +594,16 @@ class DispatchedStream:
         self.choice = choice
         self._booking = booking
         instance = choice.instance
+        headers = {**call.headers, REQUEST_ID_HEADER: call.request_id}
+        if work.prompt:  # what has none is in no load report
+            headers[BOOKING_HEADER] = booking
         try:
             self._stream = stream = dispatcher._client.open(
                 instance.id,
                 instance.subject,
                 work.verb,
                 work.body,
-                headers={**call.headers, REQUEST_ID_HEADER: call.request_id, BOOKING_HEADER: booking},
+                headers=headers,
                 deadline=self._deadline,
             )
         except DynamoError as error:

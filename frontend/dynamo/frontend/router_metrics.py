@@ -17,8 +17,7 @@ class RouterMetrics:
     def picked(self, request: RouteRequest, choice: Choice, seconds: float) -> None:
         model = self._metrics.for_model(request.model)
         model.decided(choice.reason, seconds)
-        llm = choice.instance.card.llm
-        if request.prompt and llm is not None and not request.is_prefilled:
+        if request.prompt and not request.is_prefilled and (llm := choice.instance.card.llm) is not None:
             tokens = len(request.prompt) / _TOKEN_BYTES
             model.overlapped(choice.overlap_blocks, min(1.0, choice.overlap_blocks * llm.block_size / tokens))
 

@@ -89,9 +89,17 @@ def gone(id_: int) -> InstanceGone:
 async def test_a_request_is_answered_and_its_booking_released() -> None:
     b = bench(failing_on({}))
     assert await b.call(Call(request_id="abc", headers={"traceparent": "00-1"})) == b"answer"
-    assert b.client.streams[0].headers == {"traceparent": "00-1", "request-id": "abc", "booking": b.router.requests[0].request_id}
+    assert b.client.streams[0].headers == {"traceparent": "00-1", "request-id": "abc"}
     assert not b.router.open
     assert b.router.outcomes == [None]
+
+
+async def test_a_request_with_a_prompt_tells_its_instance_the_booking() -> None:
+    b = bench(failing_on({}))
+    work = b.work()
+    work.prompt = b"\1\0\0\0"
+    await b.dispatcher.call(work, Call(request_id="abc"))
+    assert b.client.streams[0].headers == {"request-id": "abc", "booking": b.router.requests[0].request_id}
 
 
 async def test_a_request_whose_instance_is_gone_is_answered_by_another() -> None:

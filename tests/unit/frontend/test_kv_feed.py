@@ -157,7 +157,7 @@ class Question:
     body: Buffer
     answer: bytes = b""
 
-    async def end(self, body: Body = b"") -> None:
+    def end(self, body: Body = b"") -> None:
         self.answer = bytes(joined(body))
 
 

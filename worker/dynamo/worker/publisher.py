@@ -78,7 +78,7 @@ class Question(Protocol):
 
     body: Buffer
 
-    async def end(self, body: Body = b"") -> None: ...
+    def end(self, body: Body = b"") -> None: ...
 
 
 class KvPublisher:
@@ -223,12 +223,12 @@ class KvPublishers:
     async def snapshot(self, question: Question) -> None:
         """A `KvQuestion`, answered with the model's KvSnapshot."""
         _, publisher = self._asked(question)
-        await question.end(message_encoder.encode(publisher.engine.kv.snapshot()))
+        question.end(message_encoder.encode(publisher.engine.kv.snapshot()))
 
     async def events_since(self, question: Question) -> None:
         """A `KvQuestion`, answered with the list of KvUpdates from its number on, or None if they are not kept any more."""
         asked, publisher = self._asked(question)
-        await question.end(message_encoder.encode(publisher.engine.kv.since(asked.since)))
+        question.end(message_encoder.encode(publisher.engine.kv.since(asked.since)))
 
     def _asked(self, question: Question) -> tuple[KvQuestion, KvPublisher]:
         try:

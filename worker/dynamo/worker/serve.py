@@ -49,7 +49,7 @@ class Incoming(Protocol):
 
     async def ready(self) -> None: ...
 
-    async def end(self, body: Body = b"") -> None: ...
+    def end(self, body: Body = b"") -> None: ...
 
 
 class StatisticsQuery(msgspec.Struct, frozen=True):
@@ -195,8 +195,9 @@ class Service:
                     await answers.send_all(iterator, incoming)
                 else:
                     body = await answers.only(iterator)
-            finally:
+            except BaseException:
                 await close(iterator)
+                raise
         except (asyncio.CancelledError, GeneratorExit):
             taken_ns = perf_counter_ns() - start
             statistics.cancelled(taken_ns, answers.count, context.timings)
@@ -214,7 +215,7 @@ class Service:
         measured.finished(taken_ns / 1e9, answers.sent_bytes + size_of(body))
         if span is not None:
             end_inference(span, context.timings)
-        await incoming.end(body)
+        incoming.end(body)
 
     async def generate(self, incoming: Incoming) -> None:
         """A `GenerateRequest`, answered with one `Delta` per engine step and choice, then a `Summary`."""
@@ -271,7 +272,7 @@ class Service:
         measured.generated(summary)
         if span is not None:
             end_generation(span, summary)
-        await incoming.end(summary_encoder.encode(summary))
+        incoming.end(summary_encoder.encode(summary))
 
     async def statistics(self, incoming: Incoming) -> None:
         """A `StatisticsQuery`, answered with a serialized ModelStatisticsResponse."""
@@ -290,11 +291,11 @@ class Service:
         ]
         if not found:
             raise ModelNotFound(query.model, query.version)
-        await incoming.end(ModelStatisticsResponse(model_stats=found).SerializeToString())
+        incoming.end(ModelStatisticsResponse(model_stats=found).SerializeToString())
 
     async def ping(self, incoming: Incoming) -> None:
         """Answered with nothing, when the event loop gets to it."""
-        await incoming.end()
+        incoming.end()
 
     async def canary(self, incoming: Incoming) -> None:
         """A `CanaryQuestion`, answered with nothing once the engine is seen to work. Engines of tensors are not asked."""
@@ -305,7 +306,7 @@ class Service:
         canary = self._canaries.get(question.model)
         if canary is not None and question.model in self._llm:  # one that sleeps is not asked
             await canary.sing(question.idle_s)
-        await incoming.end()
+        incoming.end()
 
     async def close(self) -> None:
         """Ends what runs by itself. The engines belong to somebody else."""
@@ -313,9 +314,10 @@ class Service:
             await canary.close()
 
     def _context(self, incoming: Incoming, version: str) -> Context:
-        logs.request_id.set(incoming.request_id)
+        request_id = incoming.request_id
+        logs.request_id.set(request_id)
         context_of(incoming.headers)
-        return Context(incoming.request_id, incoming.deadline, incoming.headers, incoming.cancelled, version, Timings())
+        return Context(request_id, incoming.deadline, incoming.headers, incoming.cancelled, version, Timings())
 
     def _span(self, tracing: Tracing, incoming: Incoming, model: str) -> Span | None:
         about = {"dynamo.model": model, "dynamo.request_id": incoming.request_id}

@@ -126,7 +126,7 @@ class Stream:
                 if self._failure is not None:
                     raise self._failure
                 return []
-            await self._wait()
+            await self._waiting()
         answers, self._answers = self._answers, []
         if not self._over:
             self._consumed(self._uncredited)
@@ -136,7 +136,7 @@ class Stream:
     async def result(self) -> Buffer:
         """The answer of a unary request. Raises as the stream failed, and EngineError if there were several answers."""
         while not self._over:
-            await self._wait()
+            await self._waiting()
         if self._failure is not None:
             raise self._failure
         if self._answers:
@@ -155,16 +155,15 @@ class Stream:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.cancel()
 
-    async def _wait(self) -> None:
-        self._waiter = self._client.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def _waiting(self) -> asyncio.Future[None]:
+        """Done when something has happened."""
+        self._waiter = waiter = self._client.loop.create_future()
+        return waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     # sending
 

@@ -131,12 +131,8 @@ class Incoming:
             finally:
                 self._room = None
 
-    async def end(self, body: Body = b"") -> None:
+    def end(self, body: Body = b"") -> None:
         """The last word: the trailer of a stream, or the answer of a unary request. Nothing may be sent after it."""
-        self.end_nowait(body)
-
-    def end_nowait(self, body: Body = b"") -> None:
-        """As `end`."""
         if self._ended:
             raise RuntimeError("the request has been answered already")
         self._ended = True
@@ -227,7 +223,7 @@ class Incoming:
         try:
             await self._handler(self)
             if not self._ended:
-                self.end_nowait()
+                self.end()
         except asyncio.CancelledError:
             if not self.cancelled.is_set():
                 self.fail(ShuttingDown("the worker"))
@@ -258,7 +254,8 @@ class Incoming:
         """Called once, when the server forgets the request."""
         if self._timer is not None:
             self._timer.cancel()
-        self._arrived(self._granted)
+        if self._granted:
+            self._arrived(self._granted)
 
     @property
     def held_bytes(self) -> int:

@@ -58,14 +58,14 @@ class RepositoryControl:
         request = _decode(incoming, LoadRequest)
         self._engine.models.check_on_request()
         versions = await self._ordered(self._engine.models.load_model(request))
-        await incoming.end(msgspec.msgpack.encode(Loaded(versions=versions)))
+        incoming.end(msgspec.msgpack.encode(Loaded(versions=versions)))
 
     async def unload(self, incoming: Incoming) -> None:
         """An `UnloadRequest`, answered when the model is gone."""
         request = _decode(incoming, UnloadRequest)
         self._engine.models.check_on_request()
         await self._ordered(self._engine.models.unload_model(request.model, dependents=request.dependents))
-        await incoming.end()
+        incoming.end()
 
     async def _ordered(self, work: Coroutine[Any, Any, T]) -> T:
         """Completes what was begun, whether the caller waits for it or not: half a model is of use to nobody."""
