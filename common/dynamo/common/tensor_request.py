@@ -140,12 +140,13 @@ def _split(message: memoryview, raw_field: int) -> tuple[list[memoryview], list[
 class _Declared:
     """What is known about one declared input before any request arrives."""
 
-    __slots__ = ("_counts", "kind", "shape", "spec", "what")
+    __slots__ = ("_counts", "datatype", "kind", "shape", "spec", "what")
 
     def __init__(self, spec: TensorSpec) -> None:
         self.spec = spec
         self.what = f"input '{spec.name}'"
         self.kind = datatype_named(spec.datatype, self.what)
+        self.datatype = self.kind.name
         self.shape = list(spec.shape)
         self._counts: dict[tuple[int, ...], int] = {}
         """Elements by shape, of shapes that were asked about: clients repeat theirs."""
@@ -214,9 +215,9 @@ class RequestChecker:
             seen[name] = declared
             if tensor.parameters:
                 check_tensor_parameters(tensor.parameters, declared.what)
-            if tensor.datatype != declared.kind.name:
+            if tensor.datatype != declared.datatype:
                 datatype_named(tensor.datatype, declared.what)
-                raise InvalidRequest(f"{declared.what} has the datatype {tensor.datatype}; the model takes {declared.kind.name}")
+                raise InvalidRequest(f"{declared.what} has the datatype {tensor.datatype}; the model takes {declared.datatype}")
             shape = tensor.shape
             count = declared.count_of(shape)
             if self._max_batch:

@@ -288,11 +288,12 @@ class GrpcOptions:
         " host is this machine's alone; elsewhere it takes grpcio, since native does not bound what strangers send.",
     )
     workers: int = option(
-        2,
+        1,
         env=("DYN_GRPC_WORKERS", "DYNAMO_GRPC_WORKERS"),
         minimum=1,
         maximum=256,
-        help="Threads that do HTTP/2 work in the native server; grpcio chooses for itself.",
+        help="Threads that do HTTP/2 work in the native server, where one keeps up with what a process of Python can answer;"
+        " grpcio chooses for itself.",
     )
     max_message_bytes: int = option(
         64 * MIB,

@@ -180,18 +180,18 @@ class DataPlane:
 
     async def infer(self, request: TensorRequest, call: Call) -> Buffer:
         """The serialized ModelInferResponse. Raises DynamoError."""
-        model = self._find(request.head.model_name, request.head.model_version)
+        name, version = request.head.model_name, request.head.model_version
+        model = self._find(name, version)
+        card = model.card
         measured = model.metrics.start(call.endpoint, call.request_type)
-        call = self._dispatcher.traced(call, measured, model.card.name)
+        call = self._dispatcher.traced(call, measured, card.name)
         ticket: Ticket | None = None
         try:
-            ticket = admit(request.head.model_name, call)
-            if model.card.decoupled:
-                raise Unsupported(
-                    f"model '{model.card.name}' is decoupled: a request may have any number of answers, so ask by a stream"
-                )
+            ticket = admit(name, call)
+            if card.decoupled:
+                raise Unsupported(f"model '{card.name}' is decoupled: a request may have any number of answers, so ask by a stream")
             model.checker.check(request)
-            answer = await self._dispatcher.call(_infer(request, model), call)
+            answer = await self._dispatcher.call(_infer(request, model, name, version), call)
         except BaseException as error:
             measured.finish(error)
             raise
@@ -372,9 +372,10 @@ class Answers:
         self._measured = self._model.metrics.start(self._call.endpoint, self._call.request_type)
         self._call = self._dispatcher.traced(self._call, self._measured, self._model.card.name)
         try:
-            self._ticket = admit(self._request.head.model_name, self._call)
+            name, version = self._request.head.model_name, self._request.head.model_version
+            self._ticket = admit(name, self._call)
             self._model.checker.check(self._request)
-            self._stream = self._dispatcher.stream(_infer(self._request, self._model), self._call)
+            self._stream = self._dispatcher.stream(_infer(self._request, self._model, name, version), self._call)
         except BaseException as error:
             self._over(error)
             raise
@@ -457,15 +458,9 @@ async def open_data_plane(
             plane.stop_following()
 
 
-def _infer(request: TensorRequest, model: _Model) -> Work:
-    return Work(
-        model=model.card.name,
-        verb="infer",
-        body=request.raw,
-        metrics=model.metrics,
-        name=request.head.model_name,
-        version=request.head.model_version,
-    )
+def _infer(request: TensorRequest, model: _Model, name: str, version: str) -> Work:
+    """`name` and `version` are those that the request names."""
+    return Work(model=model.card.name, verb="infer", body=request.raw, metrics=model.metrics, name=name, version=version)
 
 
 def _started_at(instance: Instance) -> float:

@@ -44,15 +44,26 @@ class Duration:
         return StatisticDuration(count=self.count, ns=self.ns)
 
 
-class _Execution:
-    """All executions of one batch size."""
+class _Compute:
+    """The three parts of what a model does, over many requests or executions."""
 
-    __slots__ = ("infer", "input", "output")
+    __slots__ = ("count", "infer_ns", "input_ns", "output_ns")
 
     def __init__(self) -> None:
-        self.input = Duration()
-        self.infer = Duration()
-        self.output = Duration()
+        self.count = 0
+        self.input_ns = 0
+        self.infer_ns = 0
+        self.output_ns = 0
+
+    def add(self, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        self.count += 1
+        self.input_ns += input_ns
+        self.infer_ns += infer_ns
+        self.output_ns += output_ns
+
+    def total(self, ns: int) -> StatisticDuration:
+        """`ns` as the time that all of them took."""
+        return StatisticDuration(count=self.count, ns=ns)
 
 
 class _Response:
@@ -77,25 +88,21 @@ class VersionStatistics:
         self.version = version
         self.inferences = 0
         self.executions = 0
-        self.success = Duration()
         self.fail = Duration()
-        self.queue = Duration()
-        self.input = Duration()
-        self.infer = Duration()
-        self.output = Duration()
+        self._succeeded = _Compute()
+        self._succeeded_ns = 0
+        self._queue_ns = 0
         self._last_inference_ms = 0
-        self._batches: dict[int, _Execution] = {}
+        self._batches: dict[int, _Compute] = {}
         self._responses: dict[int, _Response] = {}
 
     def succeeded(self, total_ns: int, timings: Timings) -> None:
         """A request was answered in full, `total_ns` after it arrived."""
         rest_ns = total_ns - timings.queue_ns - timings.input_ns - timings.output_ns
         infer_ns = timings.infer_ns or max(0, rest_ns)
-        self.success.add(total_ns)
-        self.queue.add(timings.queue_ns)
-        self.input.add(timings.input_ns)
-        self.infer.add(infer_ns)
-        self.output.add(timings.output_ns)
+        self._succeeded_ns += total_ns
+        self._queue_ns += timings.queue_ns
+        self._succeeded.add(timings.input_ns, infer_ns, timings.output_ns)
         self.inferences += timings.rows
         self._last_inference_ms = time.time_ns() // 1_000_000
         if timings.batched:
@@ -135,6 +142,7 @@ class VersionStatistics:
         self._response(index).fail.add(ns)
 
     def to_message(self) -> ModelStatistics:
+        succeeded = self._succeeded
         return ModelStatistics(
             name=self.name,
             version=self.version,
@@ -142,21 +150,21 @@ class VersionStatistics:
             inference_count=self.inferences,
             execution_count=self.executions,
             inference_stats=InferStatistics(
-                success=self.success.to_message(),
+                success=succeeded.total(self._succeeded_ns),
                 fail=self.fail.to_message(),
-                queue=self.queue.to_message(),
-                compute_input=self.input.to_message(),
-                compute_infer=self.infer.to_message(),
-                compute_output=self.output.to_message(),
+                queue=succeeded.total(self._queue_ns),
+                compute_input=succeeded.total(succeeded.input_ns),
+                compute_infer=succeeded.total(succeeded.infer_ns),
+                compute_output=succeeded.total(succeeded.output_ns),
                 cache_hit=StatisticDuration(),
                 cache_miss=StatisticDuration(),
             ),
             batch_stats=[
                 InferBatchStatistics(
                     batch_size=size,
-                    compute_input=batch.input.to_message(),
-                    compute_infer=batch.infer.to_message(),
-                    compute_output=batch.output.to_message(),
+                    compute_input=batch.total(batch.input_ns),
+                    compute_infer=batch.total(batch.infer_ns),
+                    compute_output=batch.total(batch.output_ns),
                 )
                 for size, batch in sorted(self._batches.items())
             ],
@@ -177,10 +185,8 @@ class VersionStatistics:
         self.executions += 1
         batch = self._batches.get(rows)
         if batch is None:
-            batch = self._batches[rows] = _Execution()
-        batch.input.add(input_ns)
-        batch.infer.add(infer_ns)
-        batch.output.add(output_ns)
+            batch = self._batches[rows] = _Compute()
+        batch.add(input_ns, infer_ns, output_ns)
 
     def _response(self, index: int) -> _Response:
         index = min(index, MAX_RESPONSE_INDEX)
