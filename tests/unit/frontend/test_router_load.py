@@ -14,7 +14,7 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.router.load import BookingEvent, LoadTable, Step
 from dynamo.frontend.router.rows import RowCache
-from dynamo.frontend.router.thinning import covered, kept
+from dynamo.frontend.router.thinning import DENSE, covered, kept
 from dynamo.frontend.router.thresholds import Thresholds
 
 A, B = InstanceId(1), InstanceId(2)
@@ -78,10 +78,10 @@ def test_distinct_blocks_equal_those_of_a_plain_set(prompts: list[tuple[list[int
             gone = sorted(live)[victim % len(live)]
             del live[gone]
             table.finished(gone)
-        # Exact up to 64 blocks; after that each booking may count 15 blocks of its own that it shares.
+        # Exact up to so many blocks; after that each booking may count 15 blocks of its own that it shares.
         exact = len({block for blocks in live.values() for block in blocks})
         counted = read(table)[0][2]
-        assert exact <= counted <= exact + 15 * sum(len(blocks) > 64 for blocks in live.values())
+        assert exact <= counted <= exact + 15 * sum(len(blocks) > DENSE for blocks in live.values())
     for request in live:
         table.finished(request)
     assert read(table)[0] == (0, 0, 0)
@@ -89,8 +89,8 @@ def test_distinct_blocks_equal_those_of_a_plain_set(prompts: list[tuple[list[int
 
 def test_thinned_prompts_stay_comparable() -> None:
     blocks = list(range(1000))
-    assert kept(blocks)[:64] == blocks[:64]
-    for length in (0, 1, 64, 65, 79, 80, 500, 1000):
+    assert kept(blocks)[:DENSE] == blocks[:DENSE]
+    for length in (0, 1, DENSE, DENSE + 1, DENSE + 15, DENSE + 16, 500, 1000):
         nodes = kept(blocks[:length])
         assert nodes == kept(blocks)[: len(nodes)]
         assert length - 15 <= covered(len(nodes)) <= length

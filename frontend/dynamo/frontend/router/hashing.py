@@ -59,7 +59,8 @@ class RecentPrompts:
 
     def __init__(self, most: int = 256) -> None:
         self._most = most
-        self._recent: OrderedDict[tuple[bytes, int, int | None], tuple[bytes, list[int]]] = OrderedDict()
+        self._recent: OrderedDict[tuple[bytes, int, int | None], tuple[bytes, list[int], int]] = OrderedDict()
+        """By first block: the prompt, its hashes, and how many blocks it shared with the one before."""
 
     def hashes(self, prompt: bytes, block_size: int, parent: int | None = None) -> list[int]:
         """As `sequence_hashes`. The list is not to be changed."""
@@ -69,20 +70,28 @@ class RecentPrompts:
         key = (prompt[:step], block_size, parent)
         before = self._recent.pop(key, None)
         if before is None:
+            shared = 0
             values = sequence_hashes(prompt, block_size, parent)
             if len(self._recent) >= self._most:
                 self._recent.popitem(last=False)
         else:
-            shared = _shared_blocks(prompt, *before, step)
-            known = before[1][:shared]
-            values = known + sequence_hashes(memoryview(prompt)[shared * step :], block_size, known[-1])
-        self._recent[key] = (prompt, values)
+            other, known, guess = before
+            shared = _shared_blocks(prompt, other, min(len(known), len(prompt) // step), guess, step)
+            values = known[:shared] + sequence_hashes(memoryview(prompt)[shared * step :], block_size, known[shared - 1])
+        self._recent[key] = (prompt, values, shared)
         return values
 
 
-def _shared_blocks(prompt: bytes, other: bytes, hashes: list[int], step: int) -> int:
-    """How many leading blocks two prompts share, of which the first is equal."""
-    low, high = 1, min(len(hashes), len(prompt) // step)
+def _shared_blocks(prompt: bytes, other: bytes, most: int, guess: int, step: int) -> int:
+    """How many leading blocks two prompts share, of which the first is equal. `guess` is tried first, and found fastest."""
+    low, high = 1, most
+    if low < guess < high:
+        if not prompt.startswith(other[: guess * step]):
+            high = guess - 1
+        elif prompt[guess * step : (guess + 1) * step] == other[guess * step : (guess + 1) * step]:
+            low = guess + 1
+        else:
+            return guess
     while low < high:
         middle = (low + high + 1) // 2
         if prompt.startswith(other[low * step : middle * step], low * step):

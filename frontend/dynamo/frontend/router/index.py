@@ -205,34 +205,37 @@ class PrefixIndex:
         """
         if not blocks:
             return NO_MATCH
-        live, shards, mask = self._live, self._shards, holders.mask
-
-        def at(position: int) -> int:
-            block = blocks[position]
-            held = shards[block >> _SHARD_SHIFT].get(block)
-            return mask(held) if held else 0
-
-        first = at(0) & live
+        shards, mask, none = self._shards, holders.mask, holders.EMPTY
+        block = blocks[0]
+        first = mask(shards[block >> _SHARD_SHIFT].get(block, none)) & self._live
         if not first:
             return NO_MATCH
         last = len(blocks) - 1
-        complete = at(last) & first if last else first
+        block = blocks[last]
+        complete = mask(shards[block >> _SHARD_SHIFT].get(block, none)) & first
         groups = [(last + 1, complete)] if complete else []
-        # Stretches whose two ends differ, the last one on top: (left end, its holders, right end, its holders).
-        stretches = [(0, first, last, complete)] if complete != first else []
-        while stretches:
-            left, left_mask, right, right_mask = stretches.pop()
-            if right - left == 1:
-                groups.append((right, left_mask & ~right_mask))
-                continue
-            middle = (left + right) // 2
-            # Who holds the right end counts as holding the middle: one hole must not hide what lies behind it from one of two
-            # equal walks.
-            middle_mask = at(middle) & left_mask | right_mask
-            if middle_mask != left_mask:
-                stretches.append((left, left_mask, middle, middle_mask))
-            if middle_mask != right_mask:
-                stretches.append((middle, middle_mask, right, right_mask))
+        # Stretches whose two ends differ: the one looked at, and those left of it.
+        left, left_mask, right, right_mask = 0, first, last, complete
+        waiting: list[tuple[int, int, int, int]] = []
+        while left_mask != right_mask:
+            while right - left > 1:
+                middle = (left + right) >> 1
+                block = blocks[middle]
+                held = shards[block >> _SHARD_SHIFT].get(block)
+                # Who holds the right end counts as holding the middle: one hole must not hide what lies behind it from one of two
+                # equal walks.
+                middle_mask = right_mask if held is None else mask(held) & left_mask | right_mask
+                if middle_mask == right_mask:
+                    right = middle
+                elif middle_mask == left_mask:
+                    left = middle
+                else:
+                    waiting.append((left, left_mask, middle, middle_mask))
+                    left, left_mask = middle, middle_mask
+            groups.append((right, left_mask & ~right_mask))
+            if not waiting:
+                break
+            left, left_mask, right, right_mask = waiting.pop()
         return Match(groups)
 
     def overlaps(self, blocks: Sequence[int]) -> dict[InstanceId, int]:

@@ -292,11 +292,11 @@ class KvRouter:
         return self._cheapest(config, costs), ""
 
     def _cheapest(self, config: KvRouterConfig, costs: Floats) -> int:
-        least = costs.min()
+        at = int(costs.argmin())
         if config.temperature > 0.0:
-            return self._draw(costs, float(least), config.temperature)
-        ties = np.flatnonzero(costs <= least)
-        return int(ties[0] if len(ties) == 1 else ties[self._rng.randrange(len(ties))])
+            return self._draw(costs, float(costs[at]), config.temperature)
+        (ties,) = (costs == costs[at]).nonzero()
+        return at if len(ties) == 1 else int(ties[self._rng.randrange(len(ties))])
 
     def _draw(self, costs: Floats, least: float, temperature: float) -> int:
         allowed = np.flatnonzero(np.isfinite(costs))
@@ -335,7 +335,7 @@ def _costs(config: KvRouterConfig, prompt: _Prompt, loads: Loads, overlaps: Over
     costs -= overlaps * (config.prefill_load_scale * config.overlap_score_weight)
     if config.track_active_blocks:
         costs += loads.decode_blocks
-        if config.kv_full_penalty and loads.usage.max() > _KV_FULL_FROM:
+        if config.kv_full_penalty and np.maximum.reduce(loads.usage) > _KV_FULL_FROM:  # faster than `max` of a few
             full = loads.usage > _KV_FULL_FROM
             usage = np.minimum(loads.usage, _KV_FULL_LIMIT)
             costs += np.where(full, config.kv_full_penalty * prompt.blocks * usage / (1.0 - usage), 0.0)

@@ -175,7 +175,9 @@ class LoadTable:
         """Last report plus the bookings that it does not reflect."""
         self._reported_at: Floats = np.full(8, -np.inf)
         self._unwritten: dict[int, _InstanceLoad] = {}
-        """By row: loads that have changed since somebody looked at the matrices."""
+        """By row: loads that have changed since somebody looked at `_seen`."""
+        self._unwritten_booked: dict[int, _InstanceLoad] = {}
+        """The same for `_booked`, without those of `_unwritten`."""
         self._fresh_until = -math.inf
         """Until then, at least, no instance of `_fresh_rows` counts as silent."""
         self._fresh_rows: Rows = np.zeros(0, dtype=np.intp)
@@ -284,6 +286,7 @@ class LoadTable:
                 del self._bookings[key]
         row = load.row
         self._unwritten.pop(row, None)
+        self._unwritten_booked.pop(row, None)
         self._booked[row] = self._seen[row] = 0
         self._reported_at[row] = -np.inf
         self._fresh_until = -math.inf
@@ -303,14 +306,14 @@ class LoadTable:
 
     def read(self, rows: Rows, now: float) -> Loads:
         """The loads of the instances of `rows`, in that order."""
-        for load in self._unwritten.values():
-            self._write(load)
-        self._unwritten.clear()
+        if self._unwritten:
+            self._write_seen()
         values = self._seen[rows]
         if rows is not self._fresh_rows or now > self._fresh_until:
             reported_at = self._reported_at[rows]
             silent = reported_at < now - self._report_ttl_s
             if silent.any():
+                self._write_booked()
                 values = np.where(silent[:, None], self._booked[rows], values)
             else:  # reports only get younger: this need not be looked at again for a while
                 self._fresh_rows, self._fresh_until = rows, float(reported_at.min(initial=now)) + self._report_ttl_s
@@ -335,18 +338,25 @@ class LoadTable:
             self._reported_at = np.concatenate([self._reported_at, np.full(size, -np.inf)])
         return row
 
-    def _write(self, load: _InstanceLoad) -> None:
-        blocks = load.active.size + load.booked_extra_blocks
-        self._booked[load.row] = (load.booked_requests, load.booked_prefill_tokens, blocks, load.usage(blocks))
-        report = load.report
-        if report is not None:
-            blocks = report.active_blocks + load.unreflected_blocks
-            self._seen[load.row] = (
-                report.waiting + report.running + len(load.unreflected),
-                report.queued_prefill_tokens + load.unreflected_prefill_tokens,
-                blocks,
-                load.usage(blocks),
-            )
+    def _write_seen(self) -> None:
+        for row, load in self._unwritten.items():
+            report = load.report
+            if report is not None:
+                blocks = report.active_blocks + load.unreflected_blocks
+                self._seen[row] = (
+                    report.waiting + report.running + len(load.unreflected),
+                    report.queued_prefill_tokens + load.unreflected_prefill_tokens,
+                    blocks,
+                    load.usage(blocks),
+                )
+        self._unwritten_booked.update(self._unwritten)
+        self._unwritten.clear()
+
+    def _write_booked(self) -> None:
+        for row, load in self._unwritten_booked.items():
+            blocks = load.active.size + load.booked_extra_blocks
+            self._booked[row] = (load.booked_requests, load.booked_prefill_tokens, blocks, load.usage(blocks))
+        self._unwritten_booked.clear()
 
     def _add(
         self,

@@ -1,6 +1,6 @@
 """Of a long prompt, the blocks that are kept where exactness to the block is not needed.
 
-The first 64 are kept, then every sixteenth: always those at the same positions, so that prompts stay comparable. What two prompts
+The first 16 are kept, then every sixteenth: always those at the same positions, so that prompts stay comparable. What two prompts
 share is then known to within 15 blocks, for a tenth of the time and memory.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-DENSE = 64
+DENSE = 16
 STRIDE = 16
 
 
