@@ -189,7 +189,9 @@ class DataPlane:
         try:
             ticket = admit(name, call)
             if card.decoupled:
-                raise Unsupported(f"model '{card.name}' is decoupled: a request may have any number of answers, so ask by a stream")
+                raise Unsupported(
+                    f"model '{card.name}' is decoupled: a request may have any number of answers, so ask by a stream"
+                )
             model.checker.check(request)
             answer = await self._dispatcher.call(_infer(request, model, name, version), call)
         except BaseException as error:

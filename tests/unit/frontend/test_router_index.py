@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,7 +106,7 @@ def test_updates_sweep_in_passing() -> None:
     for generation in range(6000):
         index.apply(A, KvUpdate(generation, stored=pack_hashes([h(generation)]), cleared=True))
     assert len(index) < 4500
-    assert index.slots < 4500
+    assert (index.slot(A) or 0) < 4500
 
 
 def test_long_prompts_are_matched_with_few_lookups() -> None:
@@ -185,10 +184,8 @@ def test_the_index_equals_a_plain_model(changes: list[tuple[str, InstanceId, lis
             if overlap:
                 expected[instance] = overlap
         assert index.overlaps(blocks) == expected
-        slots = index.match(blocks).overlap_by_slot(index.slots)
-        for instance, overlap in expected.items():
-            assert slots[index.slot(instance) or 0] == overlap
-        assert slots.sum() == sum(expected.values())
+        found = index.match(blocks).by_position({index.slot(instance) or 0: at for at, instance in enumerate(expected)})
+        assert found == dict(enumerate(expected.values()))
     while index.sweep():
         pass
     assert len(index) == len(set().union(*model.values()))
@@ -235,11 +232,11 @@ def test_guesses_about_an_instance_that_left_are_forgotten() -> None:
     assert len(predicted) == 1
 
 
-@pytest.mark.parametrize("slot", [0, 17, 1000])
-def test_overlaps_of_a_large_group_are_unpacked(slot: int) -> None:
+def test_overlaps_of_a_large_group_are_unpacked() -> None:
     index = PrefixIndex()
     for number in range(1001):
         index.store(InstanceId(number), [h(1), h(2)] if number >= 100 else [h(1)])
-    overlaps = index.match([h(1), h(2), h(3)]).overlap_by_slot(index.slots)
-    assert overlaps[slot] == (2 if slot >= 100 else 1)
-    assert overlaps.sum() == 100 + 901 * 2
+    match = index.match([h(1), h(2), h(3)])
+    slots = [index.slot(InstanceId(number)) for number in range(1001)]
+    positions = {slot: at for at, slot in enumerate(slots) if slot is not None and at % 2}
+    assert match.by_position(positions) == {at: 2 if at >= 100 else 1 for at in range(1, 1001, 2)}

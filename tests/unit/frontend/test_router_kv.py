@@ -224,7 +224,7 @@ def test_what_a_booking_counts_is_a_setting(config: KvRouterConfig, blocks: int)
     kv = router(config)
     ask(kv, "r", PROMPT, FLEET[:1], expected_output_tokens=12)
     ask(kv, "s", PROMPT[:-4], FLEET[:1], expected_output_tokens=12)  # its last block is not full
-    assert kv.loads.read(kv.loads.rows(FLEET[:1]), 100.0).decode_blocks.tolist() == [blocks]
+    assert [load.decode_blocks for load in kv.loads.read(kv.loads.rows(FLEET[:1]), 100.0)] == [blocks]
 
 
 def test_only_what_is_not_cached_is_booked_as_prefill() -> None:
@@ -232,11 +232,10 @@ def test_only_what_is_not_cached_is_booked_as_prefill() -> None:
     store(kv, A, HASHES[:7])
     ask(kv)
     ask(kv, "again")  # expected to be cached completely: its last token is computed all the same
-    loads = kv.loads.read(kv.loads.rows(FLEET[:1]), 100.0)
-    assert loads.prefill_tokens.tolist() == [40 - 28 + 1]
+    assert [load.prefill_tokens for load in kv.loads.read(kv.loads.rows(FLEET[:1]), 100.0)] == [40 - 28 + 1]
     kv.first_token("r")
     kv.first_token("again")
-    assert kv.loads.read(kv.loads.rows(FLEET[:1]), 100.0).prefill_tokens.tolist() == [0]
+    assert [load.prefill_tokens for load in kv.loads.read(kv.loads.rows(FLEET[:1]), 100.0)] == [0]
 
 
 def test_busy_instances_get_nothing_and_all_busy_is_overload() -> None:

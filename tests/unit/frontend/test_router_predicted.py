@@ -52,12 +52,11 @@ def test_guesses_are_what_the_decisions_of_the_last_seconds_make(
         else:
             predicted.remove_instance(FLEET[number].id)
             decisions = [each for each in decisions if each[1] != FLEET[number].id]
-    match = predicted.match(chained(asked), now)
-    found = match.overlap_by_slot(predicted.index.slots + 1)[predicted.index.rows(FLEET)] if match.groups else [0] * 3
+    found = predicted.match(chained(asked), now).by_position(predicted.index.rows(FLEET))
     size = 0
-    for each, overlap_found in zip(FLEET, found, strict=True):
+    for at, each in enumerate(FLEET):
         held = {block for until, owner, blocks in decisions if owner == each.id and until > now for block in blocks}
-        assert overlap_found == overlap(held, chained(asked))
+        assert found.get(at, 0) == overlap(held, chained(asked))
         size += len(held)
     assert len(predicted) == size
 

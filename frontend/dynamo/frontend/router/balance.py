@@ -6,9 +6,6 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.kv.hashes import TOKEN_BYTES
@@ -16,22 +13,21 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import Choice, RouteRequest
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.hashing import PromptHashes
-from dynamo.frontend.router.load import Floats, Loads, LoadTable, all_busy
+from dynamo.frontend.router.load import Load, LoadTable, all_busy, busy
 from dynamo.frontend.router.rows import RowCache
-from dynamo.frontend.router.simple import pinned, position
+from dynamo.frontend.router.simple import pinned, position, position_of_least
 from dynamo.frontend.router.thresholds import ThresholdTable
 
-Strategy = Callable[[Floats, random.Random], int]
+Strategy = Callable[[Sequence[int], random.Random], int]
 """From the number of requests of each instance to the position of the one to take."""
 
 
-def least_loaded(requests: Floats, rng: random.Random) -> int:
+def least_loaded(requests: Sequence[int], rng: random.Random) -> int:
     """The one with the fewest requests, ties at random."""
-    ties = np.flatnonzero(requests == requests.min())
-    return int(ties[rng.randrange(len(ties))])
+    return position_of_least(requests, rng)
 
 
-def power_of_two(requests: Floats, rng: random.Random) -> int:
+def power_of_two(requests: Sequence[int], rng: random.Random) -> int:
     """The better one of two drawn at random: nearly as even as least-loaded, and never a stampede on one instance."""
     if len(requests) == 1:
         return 0
@@ -69,8 +65,8 @@ class LoadRouter:
             at, reason = self._choose(request, candidates, loads)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
-            explanation = _explain(candidates, loads, at, loads.busy(self.thresholds.of(request.model)))
-        choice = Choice(candidates[at], reason, cost=float(loads.requests[at]), candidates=explanation)
+            explanation = _explain(candidates, loads, at, busy(loads, self.thresholds.of(request.model)))
+        choice = Choice(candidates[at], reason, cost=float(loads[at].requests), candidates=explanation)
         tokens = 0 if request.is_prefilled else len(request.prompt) // TOKEN_BYTES
         self.loads.book(request.request_id, choice.instance.id, now, prefill_tokens=tokens)
         return choice
@@ -90,32 +86,30 @@ class LoadRouter:
     def removed(self, instance: InstanceId) -> None:
         self.loads.remove_instance(instance)
 
-    def _choose(self, request: RouteRequest, candidates: Sequence[Instance], loads: Loads) -> tuple[int, str]:
+    def _choose(self, request: RouteRequest, candidates: Sequence[Instance], loads: Sequence[Load]) -> tuple[int, str]:
         """Position of the candidate that wins, and why. Raises Overloaded if all are busy."""
-        busy = loads.busy(self.thresholds.of(request.model))
-        if busy is not None and busy.all():
+        busy_ones = busy(loads, self.thresholds.of(request.model))
+        free = list(range(len(loads)) if busy_ones is None else (at for at, is_busy in enumerate(busy_ones) if not is_busy))
+        if not free:
             raise all_busy(request.model)
         if request.preferred is not None:
             at = position(request.preferred, candidates)
-            if at is not None and (busy is None or not busy[at]):
+            if at is not None and at in free:
                 return at, "preferred"
-        if busy is None or not busy.any():
-            return self._strategy(loads.requests, self._rng), self._name
-        allowed = np.flatnonzero(~busy)
-        return int(allowed[self._strategy(loads.requests[allowed], self._rng)]), self._name
+        return free[self._strategy([loads[at].requests for at in free], self._rng)], self._name
 
 
 def _explain(
-    candidates: Sequence[Instance], loads: Loads, chosen: int, busy: NDArray[np.bool_] | None
+    candidates: Sequence[Instance], loads: Sequence[Load], chosen: int, busy_ones: Sequence[bool] | None
 ) -> list[Mapping[str, float | int | str]]:
     return [
         {
             "instance": f"{candidates[at].id:x}",
-            "cost": float(loads.requests[at]),
-            "requests": int(loads.requests[at]),
-            "prefill_tokens": int(loads.prefill_tokens[at]),
-            "kv_usage": round(float(loads.usage[at]), 4),
-            **({"busy": True} if busy is not None and busy[at] else {}),
+            "cost": float(loads[at].requests),
+            "requests": loads[at].requests,
+            "prefill_tokens": loads[at].prefill_tokens,
+            "kv_usage": round(loads[at].usage, 4),
+            **({"busy": True} if busy_ones is not None and busy_ones[at] else {}),
         }
-        for at in shown(loads.requests, chosen)
+        for at in shown([load.requests for load in loads], chosen)
     ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 MAX_SHOWN = 16
 """Candidates in an explanation."""
@@ -15,9 +14,9 @@ _MAX_DECISIONS = 4
 """Decisions that one call is told about: retries, migrations and further prompts make several."""
 
 
-def shown(costs: NDArray[np.float64], chosen: int) -> list[int]:
+def shown(costs: Sequence[float], chosen: int) -> list[int]:
     """Positions of the candidates that an explanation shows: the cheapest, and the chosen one; cheapest first."""
-    order: list[int] = np.argsort(costs, kind="stable")[:MAX_SHOWN].tolist()
+    order = heapq.nsmallest(MAX_SHOWN, range(len(costs)), key=costs.__getitem__)
     if chosen not in order:
         order[-1] = chosen
     return order

@@ -13,18 +13,15 @@ Memory per (block, instance) entry: 81 to 107 bytes where every block is held by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import KvSnapshot, KvUpdate
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router import holders
-from dynamo.frontend.router.rows import Rows
 
 _SHARD_BITS = 12
 _SHARDS = 1 << _SHARD_BITS
@@ -39,18 +36,17 @@ class Match(msgspec.Struct, frozen=True):
     groups: Sequence[tuple[int, int]]
     """(overlap in blocks, bit mask of slots) per group, longest overlap first. Who holds nothing is in none."""
 
-    def overlap_by_slot(self, slots: int) -> NDArray[np.int32]:
-        """Overlap in blocks for each of the first `slots` slots."""
-        overlaps = np.zeros(slots, dtype=np.int32)
+    def by_position(self, positions: Mapping[int, int]) -> dict[int, int]:
+        """Overlap in blocks by position of the instance, given the positions of slots; of instances that hold anything."""
+        overlaps: dict[int, int] = {}
         for blocks, mask in self.groups:
-            if mask.bit_count() <= 16:
-                while mask:
-                    slot = mask.bit_length() - 1
-                    overlaps[slot] = blocks
-                    mask ^= 1 << slot
-            else:
-                packed = np.frombuffer(mask.to_bytes((slots + 7) // 8, "little"), dtype=np.uint8)
-                overlaps[np.unpackbits(packed, count=slots, bitorder="little").view(bool)] = blocks
+            bits = f"{mask:b}"[::-1]
+            slot = bits.find("1")
+            while slot >= 0:
+                at = positions.get(slot)
+                if at is not None:
+                    overlaps[at] = blocks
+                slot = bits.find("1", slot + 1)
         return overlaps
 
 
@@ -82,18 +78,13 @@ class PrefixIndex:
         """How many different blocks are in the map, retired ones not yet swept included."""
         return sum(map(len, self._shards))
 
-    @property
-    def slots(self) -> int:
-        """One more than the highest slot in use."""
-        return self._live.bit_length()
-
     def slot(self, instance: InstanceId) -> int | None:
         return self._slots.get(instance)
 
-    def rows(self, instances: Sequence[Instance]) -> Rows:
-        """The slots of instances; -1 for those that hold nothing."""
+    def rows(self, instances: Sequence[Instance]) -> dict[int, int]:
+        """The positions of the instances' slots; of instances that hold anything."""
         slots = self._slots
-        return np.array([slots.get(instance.id, -1) for instance in instances], dtype=np.intp)
+        return {slots[instance.id]: at for at, instance in enumerate(instances) if instance.id in slots}
 
     def instances(self) -> list[InstanceId]:
         return list(self._slots)

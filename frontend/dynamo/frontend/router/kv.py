@@ -26,8 +26,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, InvalidRequest
@@ -37,14 +35,12 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import Choice, RouteRequest
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.hashing import PromptHashes, RecentPrompts
-from dynamo.frontend.router.index import Match, PrefixIndex
-from dynamo.frontend.router.load import Floats, Loads, LoadTable, all_busy
+from dynamo.frontend.router.index import PrefixIndex
+from dynamo.frontend.router.load import Load, LoadTable, all_busy, busy
 from dynamo.frontend.router.predicted import PredictedIndex
-from dynamo.frontend.router.rows import RowCache, Rows
-from dynamo.frontend.router.simple import pinned, position
+from dynamo.frontend.router.rows import RowCache
+from dynamo.frontend.router.simple import pinned, position, position_of_least
 from dynamo.frontend.router.thresholds import ThresholdTable
-
-Overlaps = NDArray[np.int32]
 
 _WORTH_GUESSING = 8
 """A decision is guessed to be cached from here on if its instance has not told of at least one in so many of the prompt's blocks:
@@ -119,11 +115,6 @@ class _Model:
         self.predicted_rows = None if predicted is None else RowCache(predicted.index)
 
 
-def _by_candidate(index: PrefixIndex, match: Match, rows: Rows) -> Overlaps:
-    # One more than the slots there are: it stays 0, and row -1 is the last one.
-    return match.overlap_by_slot(index.slots + 1)[rows]
-
-
 class _Prompt(msgspec.Struct, frozen=True):
     tokens: int
     hashes: PromptHashes
@@ -185,7 +176,7 @@ class KvRouter:
         if not hashes.block_size:
             return None
         overlaps, _ = self._overlaps(self._model(request.model), hashes.values, candidates, self._clock())
-        overlap = int(overlaps.max())
+        overlap = max(overlaps.values(), default=0)
         if overlap and overlap == len(hashes.values):
             return 0
         return len(request.prompt) // TOKEN_BYTES - overlap * hashes.block_size
@@ -206,14 +197,14 @@ class KvRouter:
             reason = "pinned"
         else:
             at, reason = self._choose(request, candidates, config, loads, costs)
-        instance, overlap = candidates[at], int(overlaps[at])
+        instance, overlap = candidates[at], overlaps.get(at, 0)
         self._book(request, config, prompt, instance.id, overlap, now)
-        if self._predicted is not None and (len(hashes) - int(told[at])) * _WORTH_GUESSING >= len(hashes):
+        if self._predicted is not None and (len(hashes) - told.get(at, 0)) * _WORTH_GUESSING >= len(hashes):
             self._predicted.add(instance.id, hashes, now)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
-            explanation = _explain(candidates, overlaps, loads, costs, at, loads.busy(self.thresholds.of(request.model)))
-        return Choice(instance, reason or ("kv" if overlap else "kv: nothing cached"), overlap, float(costs[at]), explanation)
+            explanation = _explain(candidates, overlaps, loads, costs, at, busy(loads, self.thresholds.of(request.model)))
+        return Choice(instance, reason or ("kv" if overlap else "kv: nothing cached"), overlap, costs[at], explanation)
 
     def first_token(self, request_id: str) -> None:
         self.loads.first_token(request_id)
@@ -238,20 +229,18 @@ class KvRouter:
 
     def _overlaps(
         self, model: _Model, hashes: Sequence[int], candidates: Sequence[Instance], now: float
-    ) -> tuple[Overlaps, Overlaps]:
-        """Overlap in blocks per candidate: what it told, or what is guessed if that is more; and what it told."""
-        told = None
+    ) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Overlap in blocks by position of the candidate: what it told, or what is guessed if that is more; and what it told."""
+        told: dict[int, int] = {}
         if self.config.use_kv_events:
             match = model.index.match(hashes)
             if match.groups:
-                told = _by_candidate(model.index, match, model.rows.rows(candidates))
-        if told is None:
-            told = np.zeros(len(candidates), dtype=np.int32)
+                told = match.by_position(model.rows.rows(candidates))
         if self._predicted is not None and model.predicted_rows is not None:
             match = self._predicted.match(hashes, now)
             if match.groups:
-                guessed = _by_candidate(self._predicted.index, match, model.predicted_rows.rows(candidates))
-                return np.maximum(told, guessed), told
+                guessed = match.by_position(model.predicted_rows.rows(candidates))
+                return told | {at: blocks for at, blocks in guessed.items() if blocks > told.get(at, 0)}, told
         return told, told
 
     def _block_size(self, candidates: Sequence[Instance]) -> int:
@@ -276,35 +265,31 @@ class KvRouter:
         request: RouteRequest,
         candidates: Sequence[Instance],
         config: KvRouterConfig,
-        loads: Loads,
-        costs: Floats,
+        loads: Sequence[Load],
+        costs: list[float],
     ) -> tuple[int, str]:
         """Position of the candidate that wins, and why unless it is for its cost. Raises Overloaded if all are busy."""
-        busy = loads.busy(self.thresholds.of(request.model))
-        if busy is not None and busy.any():
-            if busy.all():
+        busy_ones = busy(loads, self.thresholds.of(request.model))
+        if busy_ones is not None and any(busy_ones):
+            if all(busy_ones):
                 raise all_busy(request.model)
-            costs = np.where(busy, np.inf, costs)
+            costs = [math.inf if is_busy else cost for cost, is_busy in zip(costs, busy_ones, strict=True)]
         if request.preferred is not None:
             at = position(request.preferred, candidates)
             if at is not None and math.isfinite(costs[at]):
                 return at, "preferred"
         return self._cheapest(config, costs), ""
 
-    def _cheapest(self, config: KvRouterConfig, costs: Floats) -> int:
-        at = int(costs.argmin())
+    def _cheapest(self, config: KvRouterConfig, costs: list[float]) -> int:
         if config.temperature > 0.0:
-            return self._draw(costs, float(costs[at]), config.temperature)
-        (ties,) = (costs == costs[at]).nonzero()
-        return at if len(ties) == 1 else int(ties[self._rng.randrange(len(ties))])
+            return self._draw(costs, config.temperature)
+        return position_of_least(costs, self._rng)
 
-    def _draw(self, costs: Floats, least: float, temperature: float) -> int:
-        allowed = np.flatnonzero(np.isfinite(costs))
-        spread = float(costs[allowed].max()) - least
-        normalised = (costs[allowed] - least) / spread if spread > 0.0 else np.zeros(len(allowed))
-        cumulative = np.cumsum(np.exp(-normalised / temperature))
-        drawn = self._rng.random() * cumulative[-1]
-        return int(allowed[min(int(np.searchsorted(cumulative, drawn, side="right")), len(allowed) - 1)])
+    def _draw(self, costs: list[float], temperature: float) -> int:
+        least = min(costs)
+        spread = max(cost for cost in costs if math.isfinite(cost)) - least or 1.0
+        weights = [math.exp((least - cost) / spread / temperature) for cost in costs]  # of one that is busy: 0
+        return self._rng.choices(range(len(costs)), weights)[0]
 
     def _book(
         self, request: RouteRequest, config: KvRouterConfig, prompt: _Prompt, instance: InstanceId, overlap: int, now: float
@@ -328,38 +313,51 @@ class KvRouter:
         )
 
 
-def _costs(config: KvRouterConfig, prompt: _Prompt, loads: Loads, overlaps: Overlaps) -> Floats:
+def _costs(config: KvRouterConfig, prompt: _Prompt, loads: Sequence[Load], overlaps: Mapping[int, int]) -> list[float]:
     if not prompt.block_size:
-        return loads.requests
-    costs: Floats = (loads.prefill_tokens + prompt.tokens) * (config.prefill_load_scale / prompt.block_size)
-    costs -= overlaps * (config.prefill_load_scale * config.overlap_score_weight)
+        return [float(load.requests) for load in loads]
+    scale = config.prefill_load_scale / prompt.block_size
+    prefill = prompt.tokens * scale
     if config.track_active_blocks:
-        costs += loads.decode_blocks
-        if config.kv_full_penalty and np.maximum.reduce(loads.usage) > _KV_FULL_FROM:  # faster than `max` of a few
-            full = loads.usage > _KV_FULL_FROM
-            usage = np.minimum(loads.usage, _KV_FULL_LIMIT)
-            costs += np.where(full, config.kv_full_penalty * prompt.blocks * usage / (1.0 - usage), 0.0)
+        penalty = config.kv_full_penalty * prompt.blocks
+        costs = [
+            prefill
+            + load.prefill_tokens * scale
+            + load.decode_blocks
+            + (penalty * _fullness(load.usage) if load.usage > _KV_FULL_FROM else 0.0)
+            for load in loads
+        ]
+    else:
+        costs = [prefill + load.prefill_tokens * scale for load in loads]
+    saved = config.prefill_load_scale * config.overlap_score_weight
+    for at, overlap in overlaps.items():
+        costs[at] -= overlap * saved
     return costs
+
+
+def _fullness(usage: float) -> float:
+    usage = min(usage, _KV_FULL_LIMIT)
+    return usage / (1.0 - usage)
 
 
 def _explain(
     candidates: Sequence[Instance],
-    overlaps: Overlaps,
-    loads: Loads,
-    costs: Floats,
+    overlaps: Mapping[int, int],
+    loads: Sequence[Load],
+    costs: Sequence[float],
     chosen: int,
-    busy: NDArray[np.bool_] | None,
+    busy_ones: Sequence[bool] | None,
 ) -> list[Mapping[str, float | int | str]]:
     return [
         {
             "instance": f"{candidates[at].id:x}",
-            "cost": round(float(costs[at]), 3),
-            "overlap_blocks": int(overlaps[at]),
-            "prefill_tokens": int(loads.prefill_tokens[at]),
-            "decode_blocks": int(loads.decode_blocks[at]),
-            "kv_usage": round(float(loads.usage[at]), 4),
-            "requests": int(loads.requests[at]),
-            **({"busy": True} if busy is not None and busy[at] else {}),
+            "cost": round(costs[at], 3),
+            "overlap_blocks": overlaps.get(at, 0),
+            "prefill_tokens": loads[at].prefill_tokens,
+            "decode_blocks": loads[at].decode_blocks,
+            "kv_usage": round(loads[at].usage, 4),
+            "requests": loads[at].requests,
+            **({"busy": True} if busy_ones is not None and busy_ones[at] else {}),
         }
         for at in shown(costs, chosen)
     ]

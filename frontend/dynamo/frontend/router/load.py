@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Overloaded
@@ -27,11 +25,8 @@ from dynamo.common.kv.events import LoadReport, request_key
 from dynamo.common.kv.hashes import pack_hashes, unpack_hashes
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.prefixes import PrefixCounts
-from dynamo.frontend.router.rows import Rows
 from dynamo.frontend.router.thinning import covered, kept
 from dynamo.frontend.router.thresholds import Thresholds
-
-Floats = NDArray[np.float64]
 
 
 class Step(IntEnum):
@@ -91,55 +86,79 @@ class _ActiveBlocks:
         self.size -= len(blocks) - covered(self._counts.give_back(kept(blocks)))
 
 
-@dataclass(slots=True)
-class _InstanceLoad:
-    row: int
-    active: _ActiveBlocks = field(default_factory=_ActiveBlocks)
-    booked_requests: int = 0
-    booked_prefill_tokens: int = 0
-    booked_extra_blocks: int = 0
-    report: LoadReport | None = None
-    unreflected: dict[int, _Booking] = field(default_factory=dict)
-    """By identity of the booking."""
-    unreflected_prefill_tokens: int = 0
-    unreflected_blocks: int = 0
-    total_blocks: int = 0
-    """0: not known."""
+class Load(msgspec.Struct, frozen=True, gc=False):
+    """The load of one instance, at one moment."""
 
-    def usage(self, blocks: int) -> float:
+    requests: int
+    prefill_tokens: int
+    decode_blocks: int
+    usage: float
+    """Share of the KV blocks in use, 0 to 1; 0 where the number of blocks is not known."""
+
+
+class InstanceLoad:
+    """What a LoadTable knows about one instance. Lists of them are given to `LoadTable.read`."""
+
+    __slots__ = (
+        *("active", "booked", "booked_extra_blocks", "booked_prefill_tokens", "booked_requests", "report", "reported_at"),
+        *("seen", "total_blocks", "unreflected", "unreflected_blocks", "unreflected_prefill_tokens"),
+    )
+
+    def __init__(self) -> None:
+        self.active = _ActiveBlocks()
+        self.booked_requests = 0
+        self.booked_prefill_tokens = 0
+        self.booked_extra_blocks = 0
+        self.report: LoadReport | None = None
+        self.reported_at = -math.inf
+        self.unreflected: dict[int, _Booking] = {}
+        """By identity of the booking."""
+        self.unreflected_prefill_tokens = 0
+        self.unreflected_blocks = 0
+        self.total_blocks = 0
+        """0: not known."""
+        self.seen: Load | None = None
+        """Last report plus the bookings that it does not reflect; None: to be added up by `see`."""
+        self.booked: Load | None = None
+        """All bookings; None: to be added up by `count`."""
+
+    def changed(self) -> None:
+        self.seen = self.booked = None
+
+    def see(self) -> Load:
+        report = self.report
+        if report is None:
+            return self.booked or self.count()
+        blocks = report.active_blocks + self.unreflected_blocks
+        requests = report.waiting + report.running + len(self.unreflected)
+        tokens = report.queued_prefill_tokens + self.unreflected_prefill_tokens
+        self.seen = load = Load(requests, tokens, blocks, self._usage(blocks))
+        return load
+
+    def count(self) -> Load:
+        blocks = self.active.size + self.booked_extra_blocks
+        self.booked = load = Load(self.booked_requests, self.booked_prefill_tokens, blocks, self._usage(blocks))
+        return load
+
+    def _usage(self, blocks: int) -> float:
         return min(blocks / self.total_blocks, 1.0) if self.total_blocks else 0.0
 
 
-class Loads(msgspec.Struct, frozen=True):
-    """The loads of some instances; all arrays in their order."""
-
-    requests: Floats
-    prefill_tokens: Floats
-    decode_blocks: Floats
-    usage: Floats
-    """Share of the KV blocks in use, 0 to 1; 0 where the number of blocks is not known."""
-
-    def busy(self, thresholds: Thresholds) -> NDArray[np.bool_] | None:
-        """Which instances are busy; None: there is no threshold."""
-        busy: NDArray[np.bool_] | None = None
-        if thresholds.active_decode_blocks is not None:
-            busy = self.usage > thresholds.active_decode_blocks
-        if thresholds.active_prefill_tokens is not None:
-            prefilling = self.prefill_tokens > thresholds.active_prefill_tokens
-            busy = prefilling if busy is None else busy | prefilling
-        return busy
+def busy(loads: Sequence[Load], thresholds: Thresholds) -> list[bool] | None:
+    """Which of `loads` are those of busy instances; None: there is no threshold."""
+    usage, tokens = thresholds.active_decode_blocks, thresholds.active_prefill_tokens
+    if usage is None and tokens is None:
+        return None
+    most_usage, most_tokens = math.inf if usage is None else usage, math.inf if tokens is None else tokens
+    return [load.usage > most_usage or load.prefill_tokens > most_tokens for load in loads]
 
 
 def all_busy(model: str, retry_after_s: float = 1.0) -> Overloaded:
     return Overloaded(f"all instances of model '{model}' are busy", retry_after_s=retry_after_s)
 
 
-_REQUESTS, _PREFILL, _BLOCKS, _USAGE = range(4)
-"""Columns of the two matrices of a LoadTable."""
-
-
 class LoadTable:
-    """The load of every instance. Each change takes about two microseconds, reading all loads some nanoseconds per instance.
+    """The load of every instance. Each change takes about two microseconds, reading all loads some 40 nanoseconds per instance.
 
     `origin` names this frontend to its siblings; `on_booking` gets every change of its own bookings. `now` is in seconds on one
     clock that never goes back.
@@ -163,24 +182,14 @@ class LoadTable:
         self._report_ttl_s = report_ttl_s
         self._settle_s = settle_s
         self._sibling_ttl_s = sibling_ttl_s
-        self._loads: dict[InstanceId, _InstanceLoad] = {}
-        self._free_rows: list[int] = []
+        self._loads: dict[InstanceId, InstanceLoad] = {}
         self._bookings: dict[tuple[str, int], list[_Booking]] = {}
         """By origin and request key. A list, because nothing keeps two requests from having one id."""
         self._siblings: dict[str, float] = {}
         """When each sibling was last heard of."""
-        self._booked: Floats = np.zeros((8, 4))
-        """All bookings: requests, prefill tokens, blocks and the share of all blocks that these are, per row."""
-        self._seen: Floats = np.zeros((8, 4))
-        """Last report plus the bookings that it does not reflect."""
-        self._reported_at: Floats = np.full(8, -np.inf)
-        self._unwritten: dict[int, _InstanceLoad] = {}
-        """By row: loads that have changed since somebody looked at `_seen`."""
-        self._unwritten_booked: dict[int, _InstanceLoad] = {}
-        """The same for `_booked`, without those of `_unwritten`."""
         self._fresh_until = -math.inf
         """Until then, at least, no instance of `_fresh_rows` counts as silent."""
-        self._fresh_rows: Rows = np.zeros(0, dtype=np.intp)
+        self._fresh_rows: Sequence[InstanceLoad] = ()
 
     def __len__(self) -> int:
         """How many bookings are not finished, siblings' included."""
@@ -228,7 +237,7 @@ class LoadTable:
         """An instance reports its load."""
         load = self._load(instance)
         load.report = report
-        self._reported_at[load.row] = now
+        load.reported_at = now
         if report.total_blocks:
             load.total_blocks = report.total_blocks
         if load.unreflected:
@@ -238,7 +247,7 @@ class LoadTable:
                 # Whoever is not named after a while was lost on the way, or the engine does not name requests at all.
                 if booking.key in accepted or booking.booked_at <= settled:
                     self._reflect(load, booking)
-        self._unwritten[load.row] = load
+        load.changed()
 
     def apply(self, event: BookingEvent, now: float) -> None:
         """A sibling tells about one of its bookings. One's own events, which come back, are ignored."""
@@ -272,7 +281,7 @@ class LoadTable:
         load = self._load(instance)
         if not load.total_blocks:
             load.total_blocks = blocks
-            self._unwritten[load.row] = load
+            load.changed()
 
     def remove_instance(self, instance: InstanceId) -> None:
         load = self._loads.pop(instance, None)
@@ -284,79 +293,38 @@ class LoadTable:
                 self._bookings[key] = left
             else:
                 del self._bookings[key]
-        row = load.row
-        self._unwritten.pop(row, None)
-        self._unwritten_booked.pop(row, None)
-        self._booked[row] = self._seen[row] = 0
-        self._reported_at[row] = -np.inf
-        self._fresh_until = -math.inf
-        self._free_rows.append(row)
         self.epoch += 1
 
     # Reading
 
-    def rows(self, instances: Sequence[Instance]) -> Rows:
-        """The rows of instances, for `read`. Valid as long as `epoch` stays what it is after this call."""
-        rows: list[int] = []
+    def rows(self, instances: Sequence[Instance]) -> list[InstanceLoad]:
+        """What is known about instances, for `read`. Valid as long as `epoch` stays what it is after this call."""
+        rows: list[InstanceLoad] = []
         for instance in instances:
-            rows.append(self._load(instance.id).row)
+            rows.append(self._load(instance.id))
             if instance.card.llm is not None:
                 self.set_total_blocks(instance.id, instance.card.llm.total_blocks)
-        return np.array(rows, dtype=np.intp)
+        return rows
 
-    def read(self, rows: Rows, now: float) -> Loads:
+    def read(self, rows: Sequence[InstanceLoad], now: float) -> list[Load]:
         """The loads of the instances of `rows`, in that order."""
-        if self._unwritten:
-            self._write_seen()
-        values = self._seen[rows]
         if rows is not self._fresh_rows or now > self._fresh_until:
-            reported_at = self._reported_at[rows]
-            silent = reported_at < now - self._report_ttl_s
-            if silent.any():
-                self._write_booked()
-                values = np.where(silent[:, None], self._booked[rows], values)
-            else:  # reports only get younger: this need not be looked at again for a while
-                self._fresh_rows, self._fresh_until = rows, float(reported_at.min(initial=now)) + self._report_ttl_s
-        return Loads(values[:, _REQUESTS], values[:, _PREFILL], values[:, _BLOCKS], values[:, _USAGE])
+            heard = now - self._report_ttl_s
+            oldest = min((load.reported_at for load in rows), default=now)
+            if oldest < heard:
+                return [load.booked or load.count() if load.reported_at < heard else load.seen or load.see() for load in rows]
+            # Reports only get younger: this need not be looked at again for a while.
+            self._fresh_rows, self._fresh_until = rows, oldest + self._report_ttl_s
+        return [load.seen or load.see() for load in rows]
 
     # Inside
 
-    def _load(self, instance: InstanceId) -> _InstanceLoad:
+    def _load(self, instance: InstanceId) -> InstanceLoad:
         load = self._loads.get(instance)
         if load is None:
-            load = self._loads[instance] = _InstanceLoad(self._new_row())
+            load = self._loads[instance] = InstanceLoad()
             self.epoch += 1
         return load
-
-    def _new_row(self) -> int:
-        if self._free_rows:
-            return self._free_rows.pop()
-        row, size = len(self._loads), len(self._reported_at)
-        if row == size:
-            self._booked = np.concatenate([self._booked, np.zeros((size, 4))])
-            self._seen = np.concatenate([self._seen, np.zeros((size, 4))])
-            self._reported_at = np.concatenate([self._reported_at, np.full(size, -np.inf)])
-        return row
-
-    def _write_seen(self) -> None:
-        for row, load in self._unwritten.items():
-            report = load.report
-            if report is not None:
-                blocks = report.active_blocks + load.unreflected_blocks
-                self._seen[row] = (
-                    report.waiting + report.running + len(load.unreflected),
-                    report.queued_prefill_tokens + load.unreflected_prefill_tokens,
-                    blocks,
-                    load.usage(blocks),
-                )
-        self._unwritten_booked.update(self._unwritten)
-        self._unwritten.clear()
-
-    def _write_booked(self) -> None:
-        for row, load in self._unwritten_booked.items():
-            blocks = load.active.size + load.booked_extra_blocks
-            self._booked[row] = (load.booked_requests, load.booked_prefill_tokens, blocks, load.usage(blocks))
-        self._unwritten_booked.clear()
 
     def _add(
         self,
@@ -378,14 +346,14 @@ class LoadTable:
         load.unreflected[id(booking)] = booking
         load.unreflected_prefill_tokens += prefill_tokens
         load.unreflected_blocks += new_blocks + extra_blocks
-        self._unwritten[load.row] = load
+        load.changed()
 
     def _end_prefill(self, origin: str, key: int) -> bool:
         for booking in self._bookings.get((origin, key), ()):
             if booking.prefilling:
                 load = self._loads[booking.instance]
                 self._stop_prefilling(load, booking)
-                self._unwritten[load.row] = load
+                load.changed()
                 return True
         return False
 
@@ -403,11 +371,11 @@ class LoadTable:
         load.booked_extra_blocks -= booking.extra_blocks
         if id(booking) in load.unreflected:
             self._reflect(load, booking)
-        self._unwritten[load.row] = load
+        load.changed()
         return True
 
     @staticmethod
-    def _stop_prefilling(load: _InstanceLoad, booking: _Booking) -> None:
+    def _stop_prefilling(load: InstanceLoad, booking: _Booking) -> None:
         if not booking.prefilling:
             return
         booking.prefilling = False
@@ -416,7 +384,7 @@ class LoadTable:
             load.unreflected_prefill_tokens -= booking.prefill_tokens
 
     @staticmethod
-    def _reflect(load: _InstanceLoad, booking: _Booking) -> None:
+    def _reflect(load: InstanceLoad, booking: _Booking) -> None:
         """The booking needs no longer be added to the last report."""
         del load.unreflected[id(booking)]
         if booking.prefilling:

@@ -1,19 +1,17 @@
-"""From the candidates of a decision to their rows in a table of numbers."""
+"""From the candidates of a decision to what a table has about them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Generic, Protocol, TypeVar
 
 from dynamo.common.discovery import Instance
 
-Rows = NDArray[np.intp]
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
-class Table(Protocol):
+class Table(Protocol[R_co]):
     """Something that keeps a row per instance."""
 
     @property
@@ -21,24 +19,24 @@ class Table(Protocol):
         """Changes whenever the row of an instance does."""
         ...
 
-    def rows(self, instances: Sequence[Instance]) -> Rows: ...
+    def rows(self, instances: Sequence[Instance]) -> R_co: ...
 
 
-class RowCache:
+class RowCache(Generic[R]):
     """Looks the same candidates up once: the fleet changes far less often than requests come."""
 
     __slots__ = ("_epoch", "_rows", "_source", "_table")
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table[R]) -> None:
         self._table = table
-        self._source: Sequence[Instance] = ()
-        self._rows: Rows = np.zeros(0, dtype=np.intp)
+        self._source: Sequence[Instance] | None = None
         self._epoch = -1
+        self._rows: R
 
-    def rows(self, candidates: Sequence[Instance]) -> Rows:
+    def rows(self, candidates: Sequence[Instance]) -> R:
         # Only a tuple may be known by identity: a list can have changed since.
         if candidates is not self._source or self._epoch != self._table.epoch:
             self._rows = self._table.rows(candidates)
-            self._source = candidates if isinstance(candidates, tuple) else ()
+            self._source = candidates if isinstance(candidates, tuple) else None
             self._epoch = self._table.epoch
         return self._rows

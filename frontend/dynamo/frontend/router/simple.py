@@ -20,6 +20,14 @@ def position(instance: InstanceId, candidates: Sequence[Instance]) -> int | None
     return None
 
 
+def position_of_least(values: Sequence[float], rng: random.Random) -> int:
+    """Where the smallest value stands; of equal ones, any."""
+    least = min(values)
+    if values.count(least) == 1:
+        return values.index(least)
+    return rng.choice([at for at, value in enumerate(values) if value == least])
+
+
 def pinned(request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
     """Position of the instance that the client named itself; None if it named none. Raises NoInstances if that one is absent."""
     if request.pinned is None:

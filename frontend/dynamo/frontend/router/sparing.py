@@ -10,7 +10,7 @@ from dynamo.common.errors import DynamoError
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import Choice, Router, RouterAround, RouteRequest
-from dynamo.frontend.router.load import LoadTable, all_busy
+from dynamo.frontend.router.load import LoadTable, all_busy, busy
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.thresholds import ThresholdTable
 
@@ -50,9 +50,9 @@ class SparingRouter(RouterAround):
 
     def _free(self, model: str, candidates: Sequence[Instance], now: float) -> Sequence[Instance]:
         """Those that are not busy; the same sequence if all are free. Raises Overloaded if none is."""
-        busy = self.loads.read(self._rows.rows(candidates), now).busy(self.thresholds.of(model))
-        if busy is None or not busy.any():
+        busy_ones = busy(self.loads.read(self._rows.rows(candidates), now), self.thresholds.of(model))
+        if busy_ones is None or not any(busy_ones):
             return candidates
-        if busy.all():
+        if all(busy_ones):
             raise all_busy(model)
-        return [instance for instance, is_busy in zip(candidates, busy.tolist(), strict=True) if not is_busy]
+        return [instance for instance, is_busy in zip(candidates, busy_ones, strict=True) if not is_busy]
