@@ -130,13 +130,17 @@ def test_a_finished_booking_is_not_waited_for() -> None:
     assert read(table)[0] == (0, 0, 0)
 
 
-def test_two_requests_of_one_id_are_two_bookings() -> None:
-    table = LoadTable()
-    table.book("r", A, 0.0, prefill_tokens=10)
-    table.book("r", B, 0.0, prefill_tokens=20)
-    table.finished("r")
-    table.finished("r")
-    assert read(table) == [(0, 0, 0), (0, 0, 0)]
+def test_a_booking_that_is_made_again_replaces_the_first_here_and_at_siblings() -> None:
+    told: list[BookingEvent] = []
+    here, there = LoadTable("here", told.append), LoadTable("there")
+    here.book("r", A, 0.0, prefill_tokens=10)
+    here.book("r", B, 0.0, prefill_tokens=20)
+    for event in told:
+        there.apply(event, 0.0)
+    assert read(here) == read(there) == [(0, 0, 0), (1, 20, 0)]
+    here.finished("r")
+    there.apply(told[-1], 0.0)
+    assert read(here) == read(there) == [(0, 0, 0), (0, 0, 0)]
 
 
 def test_an_instance_that_left_takes_its_bookings_along() -> None:

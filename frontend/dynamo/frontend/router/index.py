@@ -196,14 +196,14 @@ class PrefixIndex:
         """
         if not blocks:
             return NO_MATCH
-        shards, mask, none = self._shards, holders.mask, holders.EMPTY
+        shards, mask, last_single = self._shards, holders.mask, holders.LAST_SINGLE
         block = blocks[0]
-        first = mask(shards[block >> _SHARD_SHIFT].get(block, none)) & self._live
+        first = mask(shards[block >> _SHARD_SHIFT].get(block, holders.EMPTY)) & self._live
         if not first:
             return NO_MATCH
         last = len(blocks) - 1
         block = blocks[last]
-        complete = mask(shards[block >> _SHARD_SHIFT].get(block, none)) & first
+        complete = mask(shards[block >> _SHARD_SHIFT].get(block, holders.EMPTY)) & first
         groups = [(last + 1, complete)] if complete else []
         # Stretches whose two ends differ: the one looked at, and those left of it.
         left, left_mask, right, right_mask = 0, first, last, complete
@@ -215,7 +215,12 @@ class PrefixIndex:
                 held = shards[block >> _SHARD_SHIFT].get(block)
                 # Who holds the right end counts as holding the middle: one hole must not hide what lies behind it from one of two
                 # equal walks.
-                middle_mask = right_mask if held is None else mask(held) & left_mask | right_mask
+                if held is None:
+                    middle_mask = right_mask
+                elif 0 < held <= last_single:  # as `mask` has it, without the call
+                    middle_mask = (1 << held - 1) & left_mask | right_mask
+                else:
+                    middle_mask = mask(held) & left_mask | right_mask
                 if middle_mask == right_mask:
                     right = middle
                 elif middle_mask == left_mask:

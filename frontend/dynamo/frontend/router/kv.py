@@ -115,18 +115,14 @@ class _Model:
         self.predicted_rows = None if predicted is None else RowCache(predicted.index)
 
 
-class _Prompt(msgspec.Struct, frozen=True):
+class _Prompt(msgspec.Struct, frozen=True, gc=False):
     tokens: int
-    hashes: PromptHashes
-
-    @property
-    def block_size(self) -> int:
-        """0: the instances have no KV blocks that could be told apart."""
-        return self.hashes.block_size
-
-    @property
-    def blocks(self) -> float:
-        return self.tokens / self.block_size if self.block_size else 0.0
+    block_size: int
+    """0: the instances have no KV blocks that could be told apart."""
+    hashes: Sequence[int]
+    """Of the full blocks."""
+    blocks: float
+    """Blocks that the prompt fills, the last one in part."""
 
 
 class KvRouter:
@@ -172,22 +168,22 @@ class KvRouter:
         return PromptHashes(request.prompt, self._block_size(candidates), space_hash(request.adapter, request.cache_salt))
 
     def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
-        hashes = self._hashes(request, candidates)
-        if not hashes.block_size:
+        prompt = self._prompt(request, candidates)
+        if not prompt.block_size:
             return None
-        overlaps, _ = self._overlaps(self._model(request.model), hashes.values, candidates, self._clock())
+        overlaps, _ = self._overlaps(self._model(request.model), prompt.hashes, candidates, self._clock())
         overlap = max(overlaps.values(), default=0)
-        if overlap and overlap == len(hashes.values):
+        if overlap and overlap == len(prompt.hashes):
             return 0
-        return len(request.prompt) // TOKEN_BYTES - overlap * hashes.block_size
+        return prompt.tokens - overlap * prompt.block_size
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
         config = self.config.overridden(request.overrides) if request.overrides else self.config
         if request.is_prefilled:
             config = replace(config, prefill_load_scale=0.0)
         now = self._clock()
-        prompt = _Prompt(len(request.prompt) // TOKEN_BYTES, self._hashes(request, candidates))
-        hashes = prompt.hashes.values
+        prompt = self._prompt(request, candidates)
+        hashes = prompt.hashes
         model = self._model(request.model)
         loads = self.loads.read(model.load_rows.rows(candidates), now)
         overlaps, told = self._overlaps(model, hashes, candidates, now)
@@ -250,15 +246,16 @@ class KvRouter:
         llm = candidates[0].card.llm
         return llm.block_size if llm is not None else 0
 
-    def _hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes:
-        block_size = self._block_size(candidates)
+    def _prompt(self, request: RouteRequest, candidates: Sequence[Instance]) -> _Prompt:
+        tokens, block_size = len(request.prompt) // TOKEN_BYTES, self._block_size(candidates)
+        if not block_size:
+            return _Prompt(tokens, 0, (), 0.0)
         known = request.hashes
         if known is not None and known.block_size == block_size:
-            return known
-        if not block_size:
-            return PromptHashes.known([], 0)
-        space = space_hash(request.adapter, request.cache_salt)
-        return PromptHashes.known(self._recent.hashes(request.prompt, block_size, space), block_size)
+            hashes = known.values
+        else:
+            hashes = self._recent.hashes(request.prompt, block_size, space_hash(request.adapter, request.cache_salt))
+        return _Prompt(tokens, block_size, hashes, tokens / block_size)
 
     def _choose(
         self,
@@ -301,7 +298,7 @@ class KvRouter:
         blocks: Sequence[int] = ()
         extra_blocks = 0
         if config.track_active_blocks and prompt.block_size:
-            blocks = prompt.hashes.values
+            blocks = prompt.hashes
             extra_blocks = math.ceil(prompt.blocks) - len(blocks)
             if not config.assume_kv_reuse:
                 extra_blocks += len(blocks)

@@ -53,37 +53,20 @@ class BookingEvent(msgspec.Struct, frozen=True, array_like=True):
     extra_blocks: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Booking:
-    instance: InstanceId
+    load: InstanceLoad
     key: int
     prefill_tokens: int
-    blocks: Sequence[int]
+    blocks: int
+    """Full blocks of the prompt."""
+    nodes: Sequence[int]
+    """Those of them that are kept, see `thinning.py`."""
     new_blocks: int
-    """How many of `blocks` no earlier booking on the instance held."""
+    """How many of the full blocks no earlier booking on the instance held."""
     extra_blocks: int
     booked_at: float
     prefilling: bool = True
-
-
-class _ActiveBlocks:
-    """The distinct blocks of the bookings on one instance: shared prefixes count once, long ones to within 15 blocks."""
-
-    __slots__ = ("_counts", "size")
-
-    def __init__(self) -> None:
-        self._counts = PrefixCounts()
-        self.size = 0
-
-    def take(self, blocks: Sequence[int]) -> int:
-        """Adds a prompt; returns how many of its blocks are new."""
-        new = len(blocks) - covered(self._counts.take(kept(blocks)))
-        self.size += new
-        return new
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        # Those at the end that are not kept are counted for each booking.
-        self.size -= len(blocks) - covered(self._counts.give_back(kept(blocks)))
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
@@ -100,19 +83,21 @@ class InstanceLoad:
     """What a LoadTable knows about one instance. Lists of them are given to `LoadTable.read`."""
 
     __slots__ = (
-        *("active", "booked", "booked_extra_blocks", "booked_prefill_tokens", "booked_requests", "report", "reported_at"),
-        *("seen", "total_blocks", "unreflected", "unreflected_blocks", "unreflected_prefill_tokens"),
+        *("active", "active_blocks", "booked", "booked_extra_blocks", "booked_prefill_tokens", "booked_requests", "report"),
+        *("reported_at", "seen", "total_blocks", "unreflected", "unreflected_blocks", "unreflected_prefill_tokens"),
     )
 
     def __init__(self) -> None:
-        self.active = _ActiveBlocks()
+        self.active = PrefixCounts()
+        """The prompts of the bookings."""
+        self.active_blocks = 0
+        """The distinct blocks of these: shared prefixes count once, long ones to within 15 blocks."""
         self.booked_requests = 0
         self.booked_prefill_tokens = 0
         self.booked_extra_blocks = 0
         self.report: LoadReport | None = None
         self.reported_at = -math.inf
-        self.unreflected: dict[int, _Booking] = {}
-        """By identity of the booking."""
+        self.unreflected: dict[_Booking, None] = {}
         self.unreflected_prefill_tokens = 0
         self.unreflected_blocks = 0
         self.total_blocks = 0
@@ -121,9 +106,6 @@ class InstanceLoad:
         """Last report plus the bookings that it does not reflect; None: to be added up by `see`."""
         self.booked: Load | None = None
         """All bookings; None: to be added up by `count`."""
-
-    def changed(self) -> None:
-        self.seen = self.booked = None
 
     def see(self) -> Load:
         report = self.report
@@ -136,7 +118,7 @@ class InstanceLoad:
         return load
 
     def count(self) -> Load:
-        blocks = self.active.size + self.booked_extra_blocks
+        blocks = self.active_blocks + self.booked_extra_blocks
         self.booked = load = Load(self.booked_requests, self.booked_prefill_tokens, blocks, self._usage(blocks))
         return load
 
@@ -183,8 +165,10 @@ class LoadTable:
         self._settle_s = settle_s
         self._sibling_ttl_s = sibling_ttl_s
         self._loads: dict[InstanceId, InstanceLoad] = {}
-        self._bookings: dict[tuple[str, int], list[_Booking]] = {}
-        """By origin and request key. A list, because nothing keeps two requests from having one id."""
+        self._own: dict[str, _Booking] = {}
+        """By request id."""
+        self._others: dict[tuple[str, int], _Booking] = {}
+        """Siblings' bookings by origin and request key."""
         self._siblings: dict[str, float] = {}
         """When each sibling was last heard of."""
         self._fresh_until = -math.inf
@@ -193,7 +177,7 @@ class LoadTable:
 
     def __len__(self) -> int:
         """How many bookings are not finished, siblings' included."""
-        return sum(map(len, self._bookings.values()))
+        return len(self._own) + len(self._others)
 
     # Own bookings
 
@@ -207,13 +191,15 @@ class LoadTable:
         blocks: Sequence[int] = (),
         extra_blocks: int = 0,
     ) -> None:
-        """A request goes to `instance`.
+        """A request goes to `instance`. Its id names this booking: an earlier one of that name is released.
 
         `prefill_tokens`: those of its prompt that have to be computed. `blocks`: its full blocks, which it may share with other
         requests. `extra_blocks`: those it shares with nobody.
         """
         key = request_key(request_id)
-        self._add(self.origin, key, instance, now, prefill_tokens, blocks, extra_blocks)
+        if request_id in self._own:
+            self._release(self._own[request_id])
+        self._own[request_id] = self._add(key, instance, now, prefill_tokens, blocks, extra_blocks)
         if self._on_booking is not None:
             packed = pack_hashes(blocks)
             event = BookingEvent(self.origin, Step.BOOKED, key, instance, prefill_tokens, packed, extra_blocks)
@@ -221,15 +207,19 @@ class LoadTable:
 
     def first_token(self, request_id: str) -> None:
         """The prompt is computed. Does nothing if there is no such booking."""
-        key = request_key(request_id)
-        if self._end_prefill(self.origin, key) and self._on_booking is not None:
-            self._on_booking(BookingEvent(self.origin, Step.FIRST_TOKEN, key))
+        booking = self._own.get(request_id)
+        if booking is not None and booking.prefilling:
+            self._end_prefill(booking)
+            if self._on_booking is not None:
+                self._on_booking(BookingEvent(self.origin, Step.FIRST_TOKEN, booking.key))
 
     def finished(self, request_id: str) -> None:
         """The booking is released. Does nothing if there is none, as after the instance was removed."""
-        key = request_key(request_id)
-        if self._release(self.origin, key) and self._on_booking is not None:
-            self._on_booking(BookingEvent(self.origin, Step.FINISHED, key))
+        booking = self._own.pop(request_id, None)
+        if booking is not None:
+            self._release(booking)
+            if self._on_booking is not None:
+                self._on_booking(BookingEvent(self.origin, Step.FINISHED, booking.key))
 
     # What others tell
 
@@ -243,11 +233,11 @@ class LoadTable:
         if load.unreflected:
             accepted = frozenset(unpack_hashes(report.accepted))
             settled = now - self._settle_s
-            for booking in list(load.unreflected.values()):
+            for booking in list(load.unreflected):
                 # Whoever is not named after a while was lost on the way, or the engine does not name requests at all.
                 if booking.key in accepted or booking.booked_at <= settled:
-                    self._reflect(load, booking)
-        load.changed()
+                    self._reflect(booking)
+        load.seen = load.booked = None
 
     def apply(self, event: BookingEvent, now: float) -> None:
         """A sibling tells about one of its bookings. One's own events, which come back, are ignored."""
@@ -258,13 +248,20 @@ class LoadTable:
             case Step.BOOKED:
                 blocks = unpack_hashes(event.blocks)
                 instance = InstanceId(event.instance)
-                self._add(event.origin, event.key, instance, now, event.prefill_tokens, blocks, event.extra_blocks)
+                if (event.origin, event.key) in self._others:
+                    self._release(self._others[event.origin, event.key])
+                booking = self._add(event.key, instance, now, event.prefill_tokens, blocks, event.extra_blocks)
+                self._others[event.origin, event.key] = booking
                 if self.on_sibling_booking is not None:
                     self.on_sibling_booking(instance, blocks, now)
             case Step.FIRST_TOKEN:
-                self._end_prefill(event.origin, event.key)
+                known = self._others.get((event.origin, event.key))
+                if known is not None and known.prefilling:
+                    self._end_prefill(known)
             case Step.FINISHED:
-                self._release(event.origin, event.key)
+                known = self._others.pop((event.origin, event.key), None)
+                if known is not None:
+                    self._release(known)
             case Step.ALIVE:
                 pass
 
@@ -272,27 +269,22 @@ class LoadTable:
         """Releases the bookings of siblings that fell silent: they will not release them themselves."""
         for origin in [origin for origin, heard in self._siblings.items() if heard < now - self._sibling_ttl_s]:
             del self._siblings[origin]
-            for key in [key for key in self._bookings if key[0] == origin]:
-                while self._release(*key):
-                    pass
+            for key in [key for key in self._others if key[0] == origin]:
+                self._release(self._others.pop(key))
 
     def set_total_blocks(self, instance: InstanceId, blocks: int) -> None:
         """How many KV blocks an instance has, by its card. Its reports have the last word."""
         load = self._load(instance)
         if not load.total_blocks:
             load.total_blocks = blocks
-            load.changed()
+            load.seen = load.booked = None
 
     def remove_instance(self, instance: InstanceId) -> None:
         load = self._loads.pop(instance, None)
         if load is None:
             return
-        for key, bookings in list(self._bookings.items()):
-            left = [booking for booking in bookings if booking.instance != instance]
-            if left:
-                self._bookings[key] = left
-            else:
-                del self._bookings[key]
+        self._own = {key: booking for key, booking in self._own.items() if booking.load is not load}
+        self._others = {key: booking for key, booking in self._others.items() if booking.load is not load}
         self.epoch += 1
 
     # Reading
@@ -327,66 +319,48 @@ class LoadTable:
         return load
 
     def _add(
-        self,
-        origin: str,
-        key: int,
-        instance: InstanceId,
-        now: float,
-        prefill_tokens: int,
-        blocks: Sequence[int],
-        extra_blocks: int,
-    ) -> None:
+        self, key: int, instance: InstanceId, now: float, prefill_tokens: int, blocks: Sequence[int], extra_blocks: int
+    ) -> _Booking:
         load = self._load(instance)
-        new_blocks = load.active.take(blocks)
-        booking = _Booking(instance, key, prefill_tokens, blocks, new_blocks, extra_blocks, now)
-        self._bookings.setdefault((origin, key), []).append(booking)
+        nodes = kept(blocks)
+        new_blocks = len(blocks) - covered(load.active.take(nodes))
+        booking = _Booking(load, key, prefill_tokens, len(blocks), nodes, new_blocks, extra_blocks, now)
+        load.active_blocks += new_blocks
         load.booked_requests += 1
         load.booked_prefill_tokens += prefill_tokens
         load.booked_extra_blocks += extra_blocks
-        load.unreflected[id(booking)] = booking
+        load.unreflected[booking] = None
         load.unreflected_prefill_tokens += prefill_tokens
         load.unreflected_blocks += new_blocks + extra_blocks
-        load.changed()
-
-    def _end_prefill(self, origin: str, key: int) -> bool:
-        for booking in self._bookings.get((origin, key), ()):
-            if booking.prefilling:
-                load = self._loads[booking.instance]
-                self._stop_prefilling(load, booking)
-                load.changed()
-                return True
-        return False
-
-    def _release(self, origin: str, key: int) -> bool:
-        bookings = self._bookings.get((origin, key))
-        if not bookings:
-            return False
-        booking = bookings.pop()
-        if not bookings:
-            del self._bookings[origin, key]
-        load = self._loads[booking.instance]
-        self._stop_prefilling(load, booking)
-        load.active.give_back(booking.blocks)
-        load.booked_requests -= 1
-        load.booked_extra_blocks -= booking.extra_blocks
-        if id(booking) in load.unreflected:
-            self._reflect(load, booking)
-        load.changed()
-        return True
+        load.seen = load.booked = None
+        return booking
 
     @staticmethod
-    def _stop_prefilling(load: InstanceLoad, booking: _Booking) -> None:
-        if not booking.prefilling:
-            return
+    def _end_prefill(booking: _Booking) -> None:
+        load = booking.load
         booking.prefilling = False
         load.booked_prefill_tokens -= booking.prefill_tokens
-        if id(booking) in load.unreflected:
+        if booking in load.unreflected:
             load.unreflected_prefill_tokens -= booking.prefill_tokens
+        load.seen = load.booked = None
+
+    def _release(self, booking: _Booking) -> None:
+        load = booking.load
+        if booking.prefilling:
+            self._end_prefill(booking)
+        # Blocks at the end that are not kept are counted for each booking.
+        load.active_blocks -= booking.blocks - covered(load.active.give_back(booking.nodes))
+        load.booked_requests -= 1
+        load.booked_extra_blocks -= booking.extra_blocks
+        if booking in load.unreflected:
+            self._reflect(booking)
+        load.seen = load.booked = None
 
     @staticmethod
-    def _reflect(load: InstanceLoad, booking: _Booking) -> None:
+    def _reflect(booking: _Booking) -> None:
         """The booking needs no longer be added to the last report."""
-        del load.unreflected[id(booking)]
+        load = booking.load
+        del load.unreflected[booking]
         if booking.prefilling:
             load.unreflected_prefill_tokens -= booking.prefill_tokens
         load.unreflected_blocks -= booking.new_blocks + booking.extra_blocks
