@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,14 +110,27 @@ def test_updates_sweep_in_passing() -> None:
     assert (index.slot(A) or 0) < 4500
 
 
+class Counting(list[int]):
+    """Hashes that count how many of them were looked at."""
+
+    looked_at = 0
+
+    def __getitem__(self, at: int) -> int:  # type: ignore[override]
+        Counting.looked_at += 1
+        return list.__getitem__(self, at)
+
+
+@pytest.mark.parametrize(("guess", "most"), [(5000, 4), (0, 16), (100, 17), (7000, 17)])
+def test_an_overlap_that_was_guessed_is_found_at_once(guess: int, most: int) -> None:
+    index = PrefixIndex()
+    prompt = Counting(h(n) for n in range(8192))
+    index.store(A, prompt[:5000])
+    Counting.looked_at = 0
+    assert index.match(prompt, guess).groups == [(5000, 1)]
+    assert Counting.looked_at <= most
+
+
 def test_long_prompts_are_matched_with_few_lookups() -> None:
-    class Counting(list[int]):
-        looked_at = 0
-
-        def __getitem__(self, at: int) -> int:  # type: ignore[override]
-            Counting.looked_at += 1
-            return list.__getitem__(self, at)
-
     index = PrefixIndex()
     prompt = Counting(h(n) for n in range(8192))
     for number in range(100):
@@ -186,6 +200,8 @@ def test_the_index_equals_a_plain_model(changes: list[tuple[str, InstanceId, lis
         assert index.overlaps(blocks) == expected
         found = index.match(blocks).by_position({index.slot(instance) or 0: at for at, instance in enumerate(expected)})
         assert found == dict(enumerate(expected.values()))
+        for guess in range(len(blocks) + 2):
+            assert index.match(blocks, guess) == index.match(blocks)
     while index.sweep():
         pass
     assert len(index) == len(set().union(*model.values()))

@@ -51,6 +51,9 @@ class Follower:
     def update(self, update: KvUpdate) -> list[KvUpdate]:
         """What may be applied now, in order."""
         self.announced(update.number)
+        if update.number == self._next and not self._kept:  # as nearly always
+            self._next += 1
+            return [update]
         return self._take([update])
 
     def recovered(self, updates: Iterable[KvUpdate]) -> list[KvUpdate]:
@@ -67,7 +70,8 @@ class Follower:
 
     def announced(self, last: int) -> None:
         """The instance says (in a load report) that it has made updates up to `last`: shows a lost tail of the stream."""
-        self._announced = max(self._announced, last)
+        if last > self._announced:
+            self._announced = last
 
     def _take(self, updates: Iterable[KvUpdate]) -> list[KvUpdate]:
         ready: list[KvUpdate] = []

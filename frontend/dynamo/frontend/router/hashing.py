@@ -62,11 +62,14 @@ class RecentPrompts:
         self._recent: OrderedDict[tuple[bytes, int, int | None], tuple[bytes, list[int], int]] = OrderedDict()
         """By first block: the prompt, its hashes, and how many blocks it shared with the one before."""
 
-    def hashes(self, prompt: bytes, block_size: int, parent: int | None = None) -> list[int]:
-        """As `sequence_hashes`. The list is not to be changed."""
+    def hashes(self, prompt: bytes, block_size: int, parent: int | None = None) -> tuple[list[int], int]:
+        """As `sequence_hashes`, and how many leading blocks the prompt shares with the last one that begins like it.
+
+        The list is not to be changed.
+        """
         step = block_size * TOKEN_BYTES
         if not _WORTH_KEEPING_BLOCKS * step <= len(prompt) < LONG_PROMPT_BYTES:
-            return sequence_hashes(prompt, block_size, parent)
+            return sequence_hashes(prompt, block_size, parent), 0
         key = (prompt[:step], block_size, parent)
         before = self._recent.pop(key, None)
         if before is None:
@@ -79,7 +82,7 @@ class RecentPrompts:
             shared = _shared_blocks(prompt, other, min(len(known), len(prompt) // step), guess, step)
             values = known[:shared] + sequence_hashes(memoryview(prompt)[shared * step :], block_size, known[shared - 1])
         self._recent[key] = (prompt, values, shared)
-        return values
+        return values, shared
 
 
 def _shared_blocks(prompt: bytes, other: bytes, most: int, guess: int, step: int) -> int:

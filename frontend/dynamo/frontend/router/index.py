@@ -187,8 +187,8 @@ class PrefixIndex:
 
     # Matching
 
-    def match(self, blocks: Sequence[int]) -> Match:
-        """The overlap of each instance with a prompt, given by its sequence hashes.
+    def match(self, blocks: Sequence[int], guess: int = 0) -> Match:
+        """The overlap of each instance with a prompt, given by its sequence hashes. `guess` is an overlap to be tried first.
 
         Looks up far fewer blocks than the prompt has: an instance that holds a block holds those before it (engines free the end
         of a prefix first), so where two blocks have the same holders those between have them too, and the ends of the others are
@@ -206,11 +206,12 @@ class PrefixIndex:
         complete = mask(shards[block >> _SHARD_SHIFT].get(block, holders.EMPTY)) & first
         groups = [(last + 1, complete)] if complete else []
         # Stretches whose two ends differ: the one looked at, and those left of it.
+        guess, beyond = guess - 1, guess  # the last block that is held, and the first that is not
         left, left_mask, right, right_mask = 0, first, last, complete
         waiting: list[tuple[int, int, int, int]] = []
         while left_mask != right_mask:
             while right - left > 1:
-                middle = (left + right) >> 1
+                middle = guess if left < guess < right else (left + right) >> 1
                 block = blocks[middle]
                 held = shards[block >> _SHARD_SHIFT].get(block)
                 # Who holds the right end counts as holding the middle: one hole must not hide what lies behind it from one of two
@@ -225,6 +226,8 @@ class PrefixIndex:
                     right = middle
                 elif middle_mask == left_mask:
                     left = middle
+                    if middle == guess:
+                        guess, beyond = beyond, 0
                 else:
                     waiting.append((left, left_mask, middle, middle_mask))
                     left, left_mask = middle, middle_mask

@@ -123,6 +123,8 @@ class _Prompt(msgspec.Struct, frozen=True, gc=False):
     """Of the full blocks."""
     blocks: float
     """Blocks that the prompt fills, the last one in part."""
+    shared: int
+    """How many of `hashes` are probably those of earlier prompts."""
 
 
 class KvRouter:
@@ -171,7 +173,7 @@ class KvRouter:
         prompt = self._prompt(request, candidates)
         if not prompt.block_size:
             return None
-        overlaps, _ = self._overlaps(self._model(request.model), prompt.hashes, candidates, self._clock())
+        overlaps, _ = self._overlaps(self._model(request.model), prompt, candidates, self._clock())
         overlap = max(overlaps.values(), default=0)
         if overlap and overlap == len(prompt.hashes):
             return 0
@@ -186,7 +188,7 @@ class KvRouter:
         hashes = prompt.hashes
         model = self._model(request.model)
         loads = self.loads.read(model.load_rows.rows(candidates), now)
-        overlaps, told = self._overlaps(model, hashes, candidates, now)
+        overlaps, told = self._overlaps(model, prompt, candidates, now)
         costs = _costs(config, prompt, loads, overlaps)
         at = pinned(request, candidates)
         if at is not None:
@@ -224,16 +226,16 @@ class KvRouter:
         return model
 
     def _overlaps(
-        self, model: _Model, hashes: Sequence[int], candidates: Sequence[Instance], now: float
+        self, model: _Model, prompt: _Prompt, candidates: Sequence[Instance], now: float
     ) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Overlap in blocks by position of the candidate: what it told, or what is guessed if that is more; and what it told."""
         told: dict[int, int] = {}
         if self.config.use_kv_events:
-            match = model.index.match(hashes)
+            match = model.index.match(prompt.hashes, prompt.shared)
             if match.groups:
                 told = match.by_position(model.rows.rows(candidates))
         if self._predicted is not None and model.predicted_rows is not None:
-            match = self._predicted.match(hashes, now)
+            match = self._predicted.match(prompt.hashes, now)
             if match.groups:
                 guessed = match.by_position(model.predicted_rows.rows(candidates))
                 return told | {at: blocks for at, blocks in guessed.items() if blocks > told.get(at, 0)}, told
@@ -249,13 +251,13 @@ class KvRouter:
     def _prompt(self, request: RouteRequest, candidates: Sequence[Instance]) -> _Prompt:
         tokens, block_size = len(request.prompt) // TOKEN_BYTES, self._block_size(candidates)
         if not block_size:
-            return _Prompt(tokens, 0, (), 0.0)
+            return _Prompt(tokens, 0, (), 0.0, 0)
         known = request.hashes
         if known is not None and known.block_size == block_size:
-            hashes = known.values
+            hashes, shared = known.values, 0
         else:
-            hashes = self._recent.hashes(request.prompt, block_size, space_hash(request.adapter, request.cache_salt))
-        return _Prompt(tokens, block_size, hashes, tokens / block_size)
+            hashes, shared = self._recent.hashes(request.prompt, block_size, space_hash(request.adapter, request.cache_salt))
+        return _Prompt(tokens, block_size, hashes, tokens / block_size, shared)
 
     def _choose(
         self,
