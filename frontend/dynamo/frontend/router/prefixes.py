@@ -25,7 +25,9 @@ class PrefixCounts:
         """Adds a prompt; returns how many of its leading blocks were there before."""
         counts = self._counts
         low, high = 0, len(blocks)  # blocks before `low` are there, those from `high` on are not
-        if blocks and blocks[-1] in counts:
+        if not blocks or blocks[0] not in counts:  # the two ends are the most frequent answers
+            high = low
+        elif blocks[-1] in counts:
             low = high
         while low < high:
             middle = (low + high) // 2
@@ -42,10 +44,11 @@ class PrefixCounts:
     def give_back(self, blocks: Sequence[int]) -> int:
         """Takes out a prompt that was added; returns how many of its leading blocks are still there."""
         counts = self._counts
-        for position in range(len(blocks) - 1, -1, -1):
-            count = counts[blocks[position]]
+        left = len(blocks)
+        for block in reversed(blocks):
+            count = counts.pop(block)
             if count > 1:
-                counts[blocks[position]] = count - 1
-                return position + 1
-            del counts[blocks[position]]
-        return 0
+                counts[block] = count - 1
+                break
+            left -= 1
+        return left
