@@ -10,7 +10,7 @@ import asyncio
 import struct
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 from urllib.parse import unquote
 
@@ -38,14 +38,17 @@ class Reply:
     body_bytes: int = 0
     body: bytearray | None = None
     """The raw answer with gRPC's message prefixes, if the caller asked for it."""
-    _missing: int = field(default=0)
-    _prefix: bytearray = field(default_factory=bytearray)
+    _missing: int = 0
+    _prefix: bytes = b""
 
     def feed(self, data: memoryview) -> None:
         """Counts messages in the next bytes of the answer."""
         self.body_bytes += len(data)
         if self.body is not None:
             self.body += data
+        if not self._missing and not self._prefix and len(data) == 5 + int.from_bytes(data[1:5], "big"):
+            self.messages += 1  # the frame is one message, as most are
+            return
         while len(data):
             if self._missing:
                 size = min(self._missing, len(data))
@@ -55,11 +58,11 @@ class Reply:
                     self.messages += 1
             else:
                 size = 5 - len(self._prefix)
-                self._prefix += data[:size]
+                self._prefix += bytes(data[:size])
                 data = data[size:]
                 if len(self._prefix) == 5:
                     self._missing = int.from_bytes(self._prefix[1:], "big")
-                    self._prefix.clear()
+                    self._prefix = b""
                     if not self._missing:
                         self.messages += 1
 
@@ -71,8 +74,12 @@ class _Upload:
     window: int
 
 
+_HEAD = struct.Struct(">HBBBI")
+"""Of a frame: its size's upper 16 bits and lower 8, kind, flags and stream."""
+
+
 def _frame(kind: int, flags: int, stream: int, size: int) -> bytes:
-    return struct.pack(">I", size)[1:] + struct.pack(">BBI", kind, flags, stream)
+    return _HEAD.pack(size >> 8, size & 255, kind, flags, stream)
 
 
 def _literal(text: str) -> bytes:
@@ -161,20 +168,20 @@ class GrpcConnection(asyncio.Protocol):
         self._replies.clear()
 
     def data_received(self, data: bytes) -> None:
-        received = self._received
-        received += data
-        at = 0
-        view = memoryview(received)
-        while len(received) - at >= 9:
-            size = int.from_bytes(view[at : at + 3], "big")
-            if len(received) - at - 9 < size:
+        received: bytes | bytearray = data
+        if self._received:
+            self._received += data
+            received = self._received
+        view, end, at = memoryview(received), len(received), 0
+        while end - at >= 9:
+            upper, lower, kind, flags, stream = _HEAD.unpack_from(received, at)
+            begin = at + 9
+            if end - begin < (size := upper << 8 | lower):
                 break
-            kind, flags = received[at + 3], received[at + 4]
-            stream = int.from_bytes(view[at + 5 : at + 9], "big") & _LARGEST_WINDOW
-            self._on_frame(kind, flags, stream, view[at + 9 : at + 9 + size])
-            at += 9 + size
-        view.release()
-        del received[:at]
+            at = begin + size
+            self._on_frame(kind, flags, stream & _LARGEST_WINDOW, view[begin:at])
+        if at or received is data:
+            self._received = bytearray(view[at:])
 
     def _on_frame(self, kind: int, flags: int, stream: int, payload: memoryview) -> None:
         if kind == _DATA:
