@@ -12,7 +12,6 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.tensor_request import TensorRequest, build_response
 from dynamo.common.tensors import (
     DATATYPES,
-    Array,
     Buffer,
     bf16_to_float32,
     check_bytes,
@@ -20,12 +19,11 @@ from dynamo.common.tensors import (
     element_count,
     encode_bytes,
     expected_bytes,
-    from_numpy,
     raw_to_typed,
     to_numpy,
     typed_to_raw,
 )
-from dynamo.protos.inference_pb2 import InferParameter, ModelInferResponse
+from dynamo.protos.inference_pb2 import ModelInferResponse
 
 OutputTensor = ModelInferResponse.InferOutputTensor
 
@@ -84,27 +82,6 @@ class AnswerForm(msgspec.Struct, frozen=True):
                 output.contents.CopyFrom(raw_to_typed(raw, output.datatype, element_count(output.shape)))
             return build_response(head)
         return build_response(head, raws)
-
-    def encode_arrays(self, outputs: Mapping[str, Array], parameters: Mapping[str, InferParameter] | None = None) -> list[Buffer]:
-        """The same from numpy arrays by output name, in the datatypes that the card declares; data is not copied if it fits.
-
-        Raises EngineError for an array that cannot be sent as declared.
-        """
-        declared = {spec.name: spec.datatype for spec in self.card.outputs}
-        head = ModelInferResponse()
-        raws: list[Buffer] = []
-        for name, array in outputs.items():
-            if self.wanted and name not in self.wanted:
-                continue
-            try:
-                datatype, raw = from_numpy(array, declared.get(name, ""))
-            except InvalidRequest as error:
-                raise EngineError(f"output '{name}' of the model: {error}") from error
-            head.outputs.add(name=name, datatype=datatype, shape=array.shape)
-            raws.append(raw)
-        for key, parameter in (parameters or {}).items():
-            head.parameters[key].CopyFrom(parameter)
-        return self.encode(head, raws)
 
     def encode_final(self) -> list[Buffer]:
         """The answer without outputs that tells a client, if it asked to be told, that no more will come."""

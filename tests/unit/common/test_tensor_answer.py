@@ -7,7 +7,7 @@ from dynamo.common.errors import EngineError
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_answer import AnswerForm
 from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import decode_bytes
+from dynamo.common.tensors import decode_bytes, from_numpy
 from dynamo.protos.inference_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
 
 CARD = ModelCard(
@@ -47,6 +47,16 @@ def answered(*names: str) -> ModelInferResponse:
     return head
 
 
+def encoded(form: AnswerForm, arrays: dict[str, np.ndarray]) -> ModelInferResponse:
+    """The answer to `form` of an engine that computed `arrays`."""
+    head, raws = ModelInferResponse(), []
+    for name, array in arrays.items():
+        datatype, raw = from_numpy(array)
+        head.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        raws.append(raw)
+    return ModelInferResponse.FromString(b"".join(form.encode(head, raws)))
+
+
 def test_an_answer_carries_the_name_version_and_id_of_its_request() -> None:
     response = ModelInferResponse.FromString(b"".join(form().encode(answered("Y"), [BITS])))
     assert (response.model_name, response.model_version, response.id) == ("alias", "2", "7")
@@ -77,15 +87,13 @@ def test_typed_contents_of_an_engine_become_raw() -> None:
 
 def test_an_output_without_a_typed_form_makes_the_whole_answer_raw() -> None:
     arrays = {"Y": np.ones(2, np.float32), "H": np.ones(1, np.float16)}
-    response = ModelInferResponse.FromString(b"".join(form(typed=True).encode_arrays(arrays)))
+    response = encoded(form(typed=True), arrays)
     assert [len(raw) for raw in response.raw_output_contents] == [8, 2]
 
 
 def test_only_requested_outputs_are_answered_in_the_order_asked_for() -> None:
-    pieces = form("S", "Y").encode_arrays(
-        {"Y": np.ones(2, np.float32), "H": np.ones(1, np.float16), "S": np.array([b"x"], object)}
-    )
-    response = ModelInferResponse.FromString(b"".join(pieces))
+    arrays = {"Y": np.ones(2, np.float32), "H": np.ones(1, np.float16), "S": np.array([b"x"], object)}
+    response = encoded(form("S", "Y"), arrays)
     assert [output.name for output in response.outputs] == ["S", "Y"]
     assert response.raw_output_contents[0] == b"\1\0\0\0x"
 
@@ -98,8 +106,7 @@ def test_the_final_answer_has_no_outputs_but_says_that_it_is_final() -> None:
 
 
 def test_the_best_classes_are_named() -> None:
-    pieces = form("P", top=2).encode_arrays({"P": np.array([0.25, 0.5, 0.5], np.float32)})
-    response = ModelInferResponse.FromString(b"".join(pieces))
+    response = encoded(form("P", top=2), {"P": np.array([0.25, 0.5, 0.5], np.float32)})
     assert (response.outputs[0].datatype, list(response.outputs[0].shape)) == ("BYTES", [2])
     assert decode_bytes(response.raw_output_contents[0], 2) == [b"0.500000:1:dog", b"0.500000:2"]
 
@@ -111,8 +118,7 @@ def test_each_row_of_a_batch_is_classified() -> None:
         max_batch_size=8,
         outputs=(TensorSpec(name="P", datatype="INT64", shape=(-1, 3)),),
     )
-    pieces = form("P", top=9, card=card).encode_arrays({"P": np.array([[1, 2, 3], [9, 8, 7]])})
-    response = ModelInferResponse.FromString(b"".join(pieces))
+    response = encoded(form("P", top=9, card=card), {"P": np.array([[1, 2, 3], [9, 8, 7]])})
     assert list(response.outputs[0].shape) == [2, 3]
     assert decode_bytes(response.raw_output_contents[0], 6) == [b"3:2", b"2:1", b"1:0", b"9:0", b"8:1", b"7:2"]
 
@@ -129,11 +135,6 @@ def test_each_row_of_a_batch_is_classified() -> None:
 def test_what_an_engine_got_wrong_is_its_own_error(head: ModelInferResponse, raws: list[bytes], sentence: str) -> None:
     with pytest.raises(EngineError, match=sentence):
         form("Y").encode(head, raws)
-
-
-def test_an_array_of_another_type_than_declared_is_an_engine_error() -> None:
-    with pytest.raises(EngineError, match="output 'Y' of the model: an array of float64 is FP64 and cannot be sent as FP32"):
-        form().encode_arrays({"Y": np.ones(2)})
 
 
 def test_typed_bool_and_bytes_outputs() -> None:

@@ -44,6 +44,11 @@ def test_an_array_comes_back_bit_for_bit(datatype: str, data: st.DataObject) -> 
     assert (back.dtype, back.shape, back.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
+def test_an_array_is_not_converted_to_another_type() -> None:
+    with pytest.raises(InvalidRequest, match="an array of float64 is FP64 and cannot be sent as FP32"):
+        from_numpy(np.ones(2), "FP32")
+
+
 @pytest.mark.parametrize("datatype", [name for name in FIXED if DATATYPES[name].field])
 @given(data=st.data())
 def test_typed_contents_hold_the_same_bits_as_the_raw_form(datatype: str, data: st.DataObject) -> None:
