@@ -145,6 +145,7 @@ async def test_all_workers_load_and_unload_and_accepted_requests_finish(
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "slow").symlink_to(slow)
     python_model(tmp_path / "two", "only_there")
+    python_model(tmp_path / "three", "only_here")
     python_model(tmp_path / "three", "one_sided", version=1)
     python_model(tmp_path / "two", "one_sided", "raise ValueError('not here')")
     flags = [("--model-repository", str(tmp_path / name), *EXPLICIT) for name in ("one", "two")]
@@ -160,7 +161,8 @@ async def test_all_workers_load_and_unload_and_accepted_requests_finish(
             await each.logged("as instance")
         async with asyncio.timeout(30):
             await channel.channel_ready()
-        await indexed(client, "only_there", "UNAVAILABLE", "not loaded")
+        for one_has_it in ("only_here", "only_there"):  # so both workers are known
+            await indexed(client, one_has_it, "UNAVAILABLE", "not loaded")
         await indexed(client, "one_sided", "UNAVAILABLE", "not loaded")
         await indexed(client, "slow", "UNAVAILABLE", "not loaded")
 
