@@ -261,24 +261,35 @@ class RecordingRouter:
         self.gone.append(instance)
 
 
-class TokenEngine:
+class DyingEngine:
+    """The beginning of a `respond` for FakeClient: `deaths` says after how much each request, in order, loses its instance."""
+
+    def __init__(self, deaths: Sequence[int]) -> None:
+        self._deaths = iter(deaths)
+        self.requests: list[GenerateRequest] = []
+
+    def asked(self, stream: FakeStream) -> tuple[GenerateRequest, int, int | None]:
+        """The next request, how many tokens it wants, and its death; None: it is answered to the end."""
+        request = request_decoder.decode(stream.body)
+        self.requests.append(request)
+        limit = request.stop.max_tokens
+        assert limit is not None
+        return request, limit, next(self._deaths, None)
+
+
+class TokenEngine(DyingEngine):
     """A `respond` for FakeClient: the token after n tokens is a function of all n, as in greedy sampling.
 
     `deaths` says after how many tokens each request, in order, loses its instance; the rest are answered to the end.
     """
 
     def __init__(self, deaths: Sequence[int], error: Callable[[InstanceId], DynamoError], per_step: int = 1) -> None:
-        self._deaths = iter(deaths)
+        super().__init__(deaths)
         self._error = error
         self._per_step = per_step
-        self.requests: list[GenerateRequest] = []
 
     def __call__(self, stream: FakeStream) -> None:
-        request = request_decoder.decode(stream.body)
-        self.requests.append(request)
-        limit = request.stop.max_tokens
-        assert limit is not None
-        death = next(self._deaths, None)
+        request, limit, death = self.asked(stream)
         answer = continuation(request.tokens, limit)
         whole = answer if death is None else answer[:death]
         for at in range(0, len(whole), self._per_step):

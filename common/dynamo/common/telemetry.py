@@ -422,8 +422,7 @@ class Request:
             code = code_of(error)
             vars(error)[_COUNTED] = True
         self.answered()
-        if self._gaps is not None:
-            self._flush_gaps()
+        self._flush_gaps()
         metrics.inflight.value -= 1
         metrics.duration.observe(self._clock() - self._started)
         metrics.add_outcome(self._endpoint, self._type, code)
@@ -452,11 +451,11 @@ class Request:
             self._flush_gaps()
 
     def _flush_gaps(self) -> None:
-        assert self._gaps is not None
-        self._metrics.inter_token.add(self._gaps, self._gap_sum)
-        self._gaps = None
-        self._gap_sum = 0.0
-        self._pending = 0
+        if self._gaps is not None:
+            self._metrics.inter_token.add(self._gaps, self._gap_sum)
+            self._gaps = None
+            self._gap_sum = 0.0
+            self._pending = 0
 
 
 class GrpcServerMetrics:

@@ -140,39 +140,28 @@ def _split(message: memoryview, raw_field: int) -> tuple[list[memoryview], list[
 class _Declared:
     """What is known about one declared input before any request arrives."""
 
-    __slots__ = ("_counts", "datatype", "kind", "shape", "spec", "what")
+    __slots__ = ("_counts", "kind", "shape", "spec", "what")
 
     def __init__(self, spec: TensorSpec) -> None:
         self.spec = spec
         self.what = f"input '{spec.name}'"
         self.kind = datatype_named(spec.datatype, self.what)
-        self.datatype = self.kind.name
         self.shape = list(spec.shape)
         self._counts: dict[tuple[int, ...], int] = {}
         """Elements by shape, of shapes that were asked about: clients repeat theirs."""
 
     def count_of(self, shape: Sequence[int]) -> int:
         """Elements of a tensor of `shape`; raises InvalidRequest if the declaration does not allow that shape."""
-        if len(shape) == len(self.shape):
-            key = tuple(shape)
-            count = self._counts.get(key)
-            if count is None:
-                count = self._checked_count(shape)
-                if len(self._counts) >= _KNOWN_SHAPES:
-                    self._counts.clear()
-                self._counts[key] = count
-            return count
-        return self._checked_count(shape)
-
-    def _checked_count(self, shape: Sequence[int]) -> int:
+        fits = len(shape) == len(self.shape)
+        if fits and (known := self._counts.get(tuple(shape))) is not None:
+            return known
         count = element_count(shape, self.what)
-        if len(shape) == len(self.shape):
-            for want, have in zip(self.shape, shape, strict=True):
-                if want != have and want != -1:
-                    break
-            else:
-                return count
-        raise InvalidRequest(f"{self.what} has the shape {list(shape)}; the model takes {self.shape}")
+        if not fits or any(want not in (-1, have) for want, have in zip(self.shape, shape, strict=True)):
+            raise InvalidRequest(f"{self.what} has the shape {list(shape)}; the model takes {self.shape}")
+        if len(self._counts) >= _KNOWN_SHAPES:
+            self._counts.clear()
+        self._counts[tuple(shape)] = count
+        return count
 
 
 class RequestChecker:
@@ -215,9 +204,9 @@ class RequestChecker:
             seen[name] = declared
             if tensor.parameters:
                 check_tensor_parameters(tensor.parameters, declared.what)
-            if tensor.datatype != declared.datatype:
+            if tensor.datatype != declared.kind.name:
                 datatype_named(tensor.datatype, declared.what)
-                raise InvalidRequest(f"{declared.what} has the datatype {tensor.datatype}; the model takes {declared.datatype}")
+                raise InvalidRequest(f"{declared.what} has the datatype {tensor.datatype}; the model takes {declared.kind.name}")
             shape = tensor.shape
             count = declared.count_of(shape)
             if self._max_batch:

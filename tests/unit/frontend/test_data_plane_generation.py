@@ -41,6 +41,7 @@ from dynamo.frontend.dispatch import DispatchSettings
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.text_models import LoadText, TextModel
 from tests.support.fakes import (
+    DyingEngine,
     FakeClient,
     FakeDirectory,
     FakeLink,
@@ -305,23 +306,18 @@ async def test_structured_output_does_not_go_on_elsewhere(n: int) -> None:
         assert len(f.client.streams) == 1
 
 
-class ChoiceEngine:
+class ChoiceEngine(DyingEngine):
     """A `respond` for FakeClient: the choices of a request, each with tokens of its own, come in a random order.
 
     `deaths` says after how many deltas each request, in order, loses its instance; the rest are answered to the end.
     """
 
     def __init__(self, deaths: list[int], seed: int = 0) -> None:
-        self._deaths = iter(deaths)
+        super().__init__(deaths)
         self._random = Random(seed)
-        self.requests: list[GenerateRequest] = []
 
     def __call__(self, stream: FakeStream) -> None:
-        request = request_decoder.decode(stream.body)
-        self.requests.append(request)
-        limit = request.stop.max_tokens
-        assert limit is not None
-        death = next(self._deaths, None)
+        request, limit, death = self.asked(stream)
         left = [iter(choice_tokens(request, index, limit)) for index in range(request.n)]
         counts = [0] * request.n
         turns = [index for index in range(request.n) for _ in range(limit)]

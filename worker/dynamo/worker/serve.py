@@ -195,7 +195,7 @@ class Service:
                     await answers.send_all(iterator, incoming)
                 else:
                     body = await answers.only(iterator)
-            except BaseException:
+            except BaseException:  # one that was read to its end is closed
                 await close(iterator)
                 raise
         except (asyncio.CancelledError, GeneratorExit):

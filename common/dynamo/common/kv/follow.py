@@ -70,8 +70,7 @@ class Follower:
 
     def announced(self, last: int) -> None:
         """The instance says (in a load report) that it has made updates up to `last`: shows a lost tail of the stream."""
-        if last > self._announced:
-            self._announced = last
+        self._announced = max(self._announced, last)
 
     def _take(self, updates: Iterable[KvUpdate]) -> list[KvUpdate]:
         ready: list[KvUpdate] = []

@@ -114,7 +114,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             deadline=_sooner(self.deadline, _deadline(timeout_us / 1e6)) if timeout_us > 0 else self.deadline,
             instance=self.instance,
             headers=self.headers,
-            priority=self.priority or (_from_triton(triton_priority) if triton_priority else 0),
+            priority=self.priority or _from_triton(triton_priority),
             session=self.session,
             overrides=self.overrides,
             explanation=self.explanation,

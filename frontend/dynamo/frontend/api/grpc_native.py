@@ -32,10 +32,10 @@ class NativeServer(pygrpc_native.aio.Server):
         assert front is not None and handler is not None
         context = _Context(self, call)
         try:
-            if self._receive_limit is not None and len(payload) > self._receive_limit:
-                self._request(call, payload)  # which fails the call
+            ok, request = self._request(call, payload)
+            if not ok:  # it was too large, and the call has failed
                 return
-            response = await handler(payload, context)  # type: ignore[arg-type]  # it does all that handlers use
+            response = await handler(request, context)  # type: ignore[arg-type]  # it does all that handlers use
             initial, trailing = context._initial_metadata, context._trailing_metadata
             front.respond(call.call_id, response, initial and list(initial), trailing and list(trailing))
         except Exception as error:

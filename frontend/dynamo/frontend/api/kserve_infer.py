@@ -21,14 +21,11 @@ TEXT_ENDPOINT = "completions"
 
 def call_for(request: TensorRequest, card: ModelCard, caller: Caller, request_type: RequestType) -> Call:
     """The conditions under which one request is served."""
-    endpoint = TEXT_ENDPOINT if card.kind is ModelKind.LLM else TENSOR_ENDPOINT
-    if not request.head.parameters:
-        return caller.call(request.head.id, endpoint=endpoint, request_type=request_type)
     return caller.call(
         request.head.id,
         triton_priority=request.priority,
         timeout_us=request.timeout_us,
-        endpoint=endpoint,
+        endpoint=TEXT_ENDPOINT if card.kind is ModelKind.LLM else TENSOR_ENDPOINT,
         request_type=request_type,
     )
 

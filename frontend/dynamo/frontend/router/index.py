@@ -196,7 +196,7 @@ class PrefixIndex:
         """
         if not blocks:
             return NO_MATCH
-        shards, mask, last_single = self._shards, holders.mask, holders.LAST_SINGLE
+        shards, mask = self._shards, holders.mask
         block = blocks[0]
         first = mask(shards[block >> _SHARD_SHIFT].get(block, holders.EMPTY)) & self._live
         if not first:
@@ -216,12 +216,7 @@ class PrefixIndex:
                 held = shards[block >> _SHARD_SHIFT].get(block)
                 # Who holds the right end counts as holding the middle: one hole must not hide what lies behind it from one of two
                 # equal walks.
-                if held is None:
-                    middle_mask = right_mask
-                elif 0 < held <= last_single:  # as `mask` has it, without the call
-                    middle_mask = (1 << held - 1) & left_mask | right_mask
-                else:
-                    middle_mask = mask(held) & left_mask | right_mask
+                middle_mask = right_mask if held is None else mask(held) & left_mask | right_mask
                 if middle_mask == right_mask:
                     right = middle
                 elif middle_mask == left_mask:

@@ -277,12 +277,9 @@ class KvRouter:
             at = position(request.preferred, candidates)
             if at is not None and math.isfinite(costs[at]):
                 return at, "preferred"
-        return self._cheapest(config, costs), ""
-
-    def _cheapest(self, config: KvRouterConfig, costs: list[float]) -> int:
         if config.temperature > 0.0:
-            return self._draw(costs, config.temperature)
-        return position_of_least(costs, self._rng)
+            return self._draw(costs, config.temperature), ""
+        return position_of_least(costs, self._rng), ""
 
     def _draw(self, costs: list[float], temperature: float) -> int:
         least = min(costs)

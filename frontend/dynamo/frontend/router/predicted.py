@@ -69,10 +69,9 @@ class PredictedIndex:
 
     def expire(self, now: float) -> None:
         """Drops guesses that are past their time, a part of them if there are many."""
-        if self._decisions and self._decisions[0][0] <= now:
-            stop = self._listed - _BLOCKS_PER_TURN
-            while self._decisions and self._decisions[0][0] <= now and self._listed > stop:
-                self._drop_oldest()
+        stop = self._listed - _BLOCKS_PER_TURN
+        while self._decisions and self._decisions[0][0] <= now and self._listed > stop:
+            self._drop_oldest()
         self.index.sweep(1)
 
     def remove_instance(self, instance: InstanceId) -> None:

@@ -101,11 +101,8 @@ class RoundRobin(_Unbooked):
         turns = self._turns.get(request.model)
         if turns is None:
             turns = self._turns[request.model] = _Turns(self._rng)
-        if request.pinned is not None or request.preferred is not None:  # the client's decision costs that instance no turn
-            choice = wished(request, candidates)
-            if choice is not None:
-                return choice
-        return Choice(turns.next(candidates), "round-robin")
+        choice = wished(request, candidates)  # a pin is the client's decision; it costs that instance no turn
+        return choice or Choice(turns.next(candidates), "round-robin")
 
     def removed(self, instance: InstanceId) -> None:
         for model, turns in list(self._turns.items()):
