@@ -17,8 +17,8 @@ from dynamo.common.messaging.limits import PlaneLimits
 from dynamo.common.messaging.server import Incoming, serve_requests
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.telemetry import FrontendMetrics
-from dynamo.frontend.dispatch import Call, Dispatcher, Work
 from dynamo.frontend.router.simple import RoundRobin
+from dynamo.frontend.serving.dispatch import Call, Dispatcher, Work
 from tests.support.fakes import FakeDirectory, tensor_card
 from tests.support.servers import NatsServer, start_nats
 

@@ -21,8 +21,8 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve_grpc import SERVICE, KserveService
 from dynamo.frontend.api.kserve_stream import StreamLimits
 from dynamo.frontend.config import GrpcOptions, GrpcServerChoice, OverloadStatus
-from dynamo.frontend.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.frontend.router.simple import RoundRobin
+from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, FakeText, instance
 

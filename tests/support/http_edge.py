@@ -30,11 +30,11 @@ from dynamo.frontend.api.kserve_rest.routes import kserve_rest_routes
 from dynamo.frontend.api.refusals import CountRefusals
 from dynamo.frontend.api.text_routes import text_routes
 from dynamo.frontend.config import HttpOptions, OverloadStatus, TextOptions
-from dynamo.frontend.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.pipeline import TextModel, load_text_model
 from dynamo.frontend.preprocess.tokenizer import Tokenizer
 from dynamo.frontend.router.simple import RoundRobin
+from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.worker.engine.echo import byte_tokenizer
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, instance
 

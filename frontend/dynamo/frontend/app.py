@@ -68,9 +68,6 @@ from dynamo.frontend.api.refusals import CountRefusals
 from dynamo.frontend.api.routing_routes import RoutingControl, routing_routes
 from dynamo.frontend.api.text_routes import text_routes
 from dynamo.frontend.config import FrontendConfig
-from dynamo.frontend.data_plane import DataPlane, DataPlaneSettings, open_data_plane
-from dynamo.frontend.disaggregation import DisaggregationSettings
-from dynamo.frontend.dispatch import DispatchSettings
 from dynamo.frontend.kv_feed import Bookings, open_kv_feed
 from dynamo.frontend.kv_history import KvHistory
 from dynamo.frontend.repository import open_repositories
@@ -83,8 +80,11 @@ from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.select import effective_mode, follows_loads, make_router, thresholds_of
 from dynamo.frontend.router.thresholds import ThresholdTable
 from dynamo.frontend.router_metrics import RouterMetrics
+from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.serving.disaggregation import DisaggregationSettings
+from dynamo.frontend.serving.dispatch import DispatchSettings
+from dynamo.frontend.serving.text_models import TextModel
 from dynamo.frontend.siblings import open_siblings
-from dynamo.frontend.text_models import TextModel
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from dynamo.common.errors import DeadlineExceeded, NoInstances, Overloaded
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import FrontendMetrics
-from dynamo.frontend.admission import AdmissionQueue
 from dynamo.frontend.config import QueuePolicy
-from dynamo.frontend.data_plane import DataPlaneSettings, open_data_plane
-from dynamo.frontend.dispatch import Call, Dispatcher, Work
 from dynamo.frontend.router.base import Choice
-from dynamo.frontend.text_models import TextModel
+from dynamo.frontend.serving.admission import AdmissionQueue
+from dynamo.frontend.serving.data_plane import DataPlaneSettings, open_data_plane
+from dynamo.frontend.serving.dispatch import Call, Dispatcher, Work
+from dynamo.frontend.serving.text_models import TextModel
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, RecordingRouter, instance
 from tests.support.virtual_time import in_virtual_time
 

@@ -15,8 +15,8 @@ from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import FrontendMetrics
 from dynamo.frontend.canary import Canaries, watching_instances
-from dynamo.frontend.dispatch import Dispatcher
 from dynamo.frontend.router.simple import RoundRobin
+from dynamo.frontend.serving.dispatch import Dispatcher
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, instance
 from tests.support.http_edge import chat_card
 
@@ -41,7 +41,7 @@ class Asked:
         return b""
 
     def candidates(self) -> set[int]:
-        from dynamo.frontend.dispatch import Call, Work  # what a request would be sent to
+        from dynamo.frontend.serving.dispatch import Call, Work  # what a request would be sent to
 
         work = Work(model="talker", verb="generate", body=b"", metrics=FrontendMetrics(CollectorRegistry()).for_model("talker"))
         return {found.id for found in self.dispatcher._candidates(work, Call(request_id="r"), ())}

@@ -11,7 +11,7 @@ from dynamo.common.messaging.connection import OnMessage
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.api.console import fleet as console_fleet
 from dynamo.frontend.api.console.fleet import LoadWatch
-from dynamo.frontend.prefix_reuse import HALF_LIFE_S, PrefixReuse
+from dynamo.frontend.serving.prefix_reuse import HALF_LIFE_S, PrefixReuse
 
 ONE, OTHER = InstanceId(0x1A), InstanceId(0x2B)
 

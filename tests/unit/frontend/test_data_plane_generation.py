@@ -36,10 +36,10 @@ from dynamo.common.generation import (
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import FrontendMetrics, RequestType
-from dynamo.frontend.data_plane import Call, DataPlane, DataPlaneSettings, Generation, open_data_plane
-from dynamo.frontend.dispatch import DispatchSettings
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
-from dynamo.frontend.text_models import LoadText, TextModel
+from dynamo.frontend.serving.data_plane import Call, DataPlane, DataPlaneSettings, Generation, open_data_plane
+from dynamo.frontend.serving.dispatch import DispatchSettings
+from dynamo.frontend.serving.text_models import LoadText, TextModel
 from tests.support.fakes import (
     DyingEngine,
     FakeClient,

@@ -25,11 +25,11 @@ from dynamo.common.kv.hashes import sequence_hashes
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import FrontendMetrics, RequestType
-from dynamo.frontend.data_plane import Call, DataPlane, DataPlaneSettings, open_data_plane
-from dynamo.frontend.disaggregation import OFFER, DisaggregationSettings
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
+from dynamo.frontend.serving.data_plane import Call, DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.serving.disaggregation import OFFER, DisaggregationSettings
 from tests.support.fakes import (
     FakeClient,
     FakeDirectory,

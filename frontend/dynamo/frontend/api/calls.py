@@ -12,9 +12,9 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.names import InstanceId, parse_instance
 from dynamo.common.telemetry import RequestType
 from dynamo.common.tracing import context_of
-from dynamo.frontend.data_plane import Call
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.overrides import LIMITS, read_overrides
+from dynamo.frontend.serving.data_plane import Call
 
 MAX_ID_CHARS = 128
 EXPLAIN = "x-dynamo-explain"

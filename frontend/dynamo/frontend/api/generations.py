@@ -11,9 +11,9 @@ from typing import Protocol, Self
 from msgspec.structs import replace
 
 from dynamo.common.generation import Summary
-from dynamo.frontend.data_plane import Generation
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.router.base import Choice
+from dynamo.frontend.serving.data_plane import Generation
 
 
 class Source(Protocol):

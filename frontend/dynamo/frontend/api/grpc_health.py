@@ -16,7 +16,7 @@ from dynamo.common.errors import ModelNotFound, ShuttingDown
 from dynamo.frontend.api.grpc_server import Context, Handlers
 from dynamo.frontend.api.grpc_streams import StreamDrain
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.data_plane import DataPlane
+from dynamo.frontend.serving.data_plane import DataPlane
 
 INFERENCE_SERVICE = "inference.GRPCInferenceService"
 HEALTH_SERVICE = "grpc.health.v1.Health"

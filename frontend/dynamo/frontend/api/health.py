@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from enum import StrEnum
 
 from dynamo.common.errors import Unavailable
-from dynamo.frontend.data_plane import DataPlane
+from dynamo.frontend.serving.data_plane import DataPlane
 
 _LONGEST_UNNOTICED_S = 0.5
 """A tokenizer that finished loading makes a model ready without the directory changing; it is seen this late."""

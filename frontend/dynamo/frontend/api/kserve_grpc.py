@@ -29,8 +29,8 @@ from dynamo.frontend.api.kserve_stream import KserveStream, StreamLimits
 from dynamo.frontend.api.repository_requests import check_repository, load_request, unload_request
 from dynamo.frontend.api.statuses import grpc_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import OverloadStatus
-from dynamo.frontend.data_plane import DataPlane
 from dynamo.frontend.router.explanation import Explanation
+from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.protos import inference_pb2 as pb
 
 SERVICE = "inference.GRPCInferenceService"

@@ -11,8 +11,8 @@ from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve_text import TextAnswer, to_text_requests, wants_stream
-from dynamo.frontend.data_plane import Call, DataPlane
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.serving.data_plane import Call, DataPlane
 
 TENSOR_ENDPOINT = "tensor"
 TEXT_ENDPOINT = "completions"

@@ -30,8 +30,8 @@ from dynamo.frontend.api.grpc_streams import StreamDrain
 from dynamo.frontend.api.kserve_infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of
 from dynamo.frontend.api.kserve_text import TextAnswer, to_text_requests, wants_stream
 from dynamo.frontend.api.statuses import log_failure, public_message
-from dynamo.frontend.data_plane import Call, DataPlane
 from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.serving.data_plane import Call, DataPlane
 from dynamo.protos.inference_pb2 import (
     InferParameter,
     ModelInferRequest,

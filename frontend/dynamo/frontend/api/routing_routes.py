@@ -27,10 +27,10 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.json_body import decode
 from dynamo.frontend.api.openapi import Operation
 from dynamo.frontend.api.statuses import public_message
-from dynamo.frontend.data_plane import DataPlane
 from dynamo.frontend.router.explain import DecisionLog
 from dynamo.frontend.router.explanation import Decision
 from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable
+from dynamo.frontend.serving.data_plane import DataPlane
 
 _MAX_TOKENS = 2**53
 _MAX_DECISIONS = 256

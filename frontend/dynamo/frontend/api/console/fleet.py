@@ -20,7 +20,7 @@ from dynamo.common.kv.events import LoadMessage, LoadReport
 from dynamo.common.messaging.connection import OnMessage, Subscription
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, instance_of, loads_subject
-from dynamo.frontend.data_plane import DataPlane
+from dynamo.frontend.serving.data_plane import DataPlane
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from dynamo.frontend.api.kserve_rest.paths import Target
 from dynamo.frontend.api.kserve_rest.requests import decode_object
 from dynamo.frontend.api.kserve_text import to_text_requests
 from dynamo.frontend.api.token_texts import TokenTexts
-from dynamo.frontend.data_plane import Call, DataPlane
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.serving.data_plane import Call, DataPlane
 
 
 async def answer_generate(plane: DataPlane, exchange: Exchange, target: Target) -> None:

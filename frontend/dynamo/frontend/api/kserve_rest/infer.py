@@ -13,7 +13,7 @@ from dynamo.frontend.api.kserve_rest.answers import Answer, send_answer, write_a
 from dynamo.frontend.api.kserve_rest.bodies import JSON_LENGTH, read_body, split
 from dynamo.frontend.api.kserve_rest.paths import Target
 from dynamo.frontend.api.kserve_rest.requests import read_request
-from dynamo.frontend.data_plane import Call, DataPlane
+from dynamo.frontend.serving.data_plane import Call, DataPlane
 
 
 async def answer_infer(plane: DataPlane, exchange: Exchange, target: Target) -> None:

@@ -30,9 +30,9 @@ from dynamo.frontend.api.openai.to_text import Asked, call_of, chat_to_text
 from dynamo.frontend.api.reasoning_tokens import ReasoningTokens
 from dynamo.frontend.api.text_rules import new_tool_call_id, parsed
 from dynamo.frontend.api.token_texts import TokenTexts
-from dynamo.frontend.data_plane import Generation
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, ToolCall, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
+from dynamo.frontend.serving.data_plane import Generation
 
 
 class ChatCompletions:

@@ -20,8 +20,8 @@ from dynamo.frontend.api.openai.logprobs import CompletionLogprobWriter, joined,
 from dynamo.frontend.api.openai.requests import CompletionRequest
 from dynamo.frontend.api.openai.to_text import Asked, call_of, completion_to_text
 from dynamo.frontend.api.token_texts import TokenTexts
-from dynamo.frontend.data_plane import Generation
 from dynamo.frontend.preprocess.text import TextDelta
+from dynamo.frontend.serving.data_plane import Generation
 
 
 class Completions:

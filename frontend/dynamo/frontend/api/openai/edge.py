@@ -19,10 +19,10 @@ from dynamo.frontend.api.openai.chunks import Head
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, NvExt, Sampled
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.text_rules import TextLimits
-from dynamo.frontend.data_plane import DataPlane, Generation
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
-from dynamo.frontend.text_models import TextModel
+from dynamo.frontend.serving.data_plane import DataPlane, Generation
+from dynamo.frontend.serving.text_models import TextModel
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 

@@ -26,10 +26,10 @@ from dynamo.frontend.api.openai.requests import (
 )
 from dynamo.frontend.api.text_rules import TextLimits, check_chars, choose_parsers, llm_of, stop_strings
 from dynamo.frontend.api.tool_choice import named_call, some_call
-from dynamo.frontend.data_plane import Call
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.overrides import read_overrides
+from dynamo.frontend.serving.data_plane import Call
 
 
 class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

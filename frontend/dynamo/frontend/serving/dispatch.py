@@ -43,11 +43,11 @@ from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import ModelMetrics, Request, RequestType
 from dynamo.common.tracing import Span, Tracing
-from dynamo.frontend.admission import AdmissionQueue
-from dynamo.frontend.prefix_reuse import PrefixReuse
 from dynamo.frontend.router.base import Choice, Router, RouteRequest
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES, PromptHashes
+from dynamo.frontend.serving.admission import AdmissionQueue
+from dynamo.frontend.serving.prefix_reuse import PrefixReuse
 
 REQUEST_ID_HEADER = "request-id"
 """Where `messaging.server` looks for the request id."""
