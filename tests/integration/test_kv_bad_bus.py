@@ -15,7 +15,7 @@ from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.messaging.server import serve_requests
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.kv_feed import open_kv_feed
+from dynamo.frontend.fleet.kv_feed import open_kv_feed
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.worker.publisher import publishing
 from tests.support.bad_bus import BadBus, CachingEngine

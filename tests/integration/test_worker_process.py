@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynamo.common.directory import Directory, open_directory
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unavailable
 from dynamo.common.etcd import EtcdConfig, connect_etcd
@@ -25,6 +24,7 @@ from dynamo.common.messaging.connection import Connection, NatsConfig, connect_n
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.options import EtcdOptions, NatsOptions
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from dynamo.worker.app import Worker, open_worker, serve_fleet, serve_worker
 from dynamo.worker.config import WorkerConfig

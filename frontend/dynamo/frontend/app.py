@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from dynamo.common.config import ConfigError, project_version
-from dynamo.common.directory import Directory, open_directory
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest, Unavailable
 from dynamo.common.etcd import connect_etcd
@@ -68,9 +67,11 @@ from dynamo.frontend.api.refusals import CountRefusals
 from dynamo.frontend.api.routing_routes import RoutingControl, routing_routes
 from dynamo.frontend.api.text_routes import text_routes
 from dynamo.frontend.config import FrontendConfig
-from dynamo.frontend.kv_feed import Bookings, open_kv_feed
-from dynamo.frontend.kv_history import KvHistory
-from dynamo.frontend.repository import open_repositories
+from dynamo.frontend.fleet.directory import Directory, open_directory
+from dynamo.frontend.fleet.kv_feed import Bookings, open_kv_feed
+from dynamo.frontend.fleet.kv_history import KvHistory
+from dynamo.frontend.fleet.repository import open_repositories
+from dynamo.frontend.fleet.siblings import open_siblings
 from dynamo.frontend.router.affinity import SessionRouter
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.explain import DecisionLog, ExplainingRouter
@@ -84,7 +85,6 @@ from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, ope
 from dynamo.frontend.serving.disaggregation import DisaggregationSettings
 from dynamo.frontend.serving.dispatch import DispatchSettings
 from dynamo.frontend.serving.text_models import TextModel
-from dynamo.frontend.siblings import open_siblings
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.common.kv.archive import fold
 from dynamo.common.kv.events import (
     KvMessage,
     KvSnapshot,
@@ -21,7 +20,8 @@ from dynamo.common.kv.events import (
     read_message,
     snapshot_decoder,
 )
-from dynamo.common.kv.follow import Follower
+from dynamo.frontend.fleet.kv_archive import fold
+from dynamo.frontend.fleet.kv_follow import Follower
 
 
 def apply(blocks: set[int], update: KvUpdate) -> None:

@@ -14,7 +14,7 @@ from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, Ins
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.names import InstanceId
 from dynamo.common.telemetry import FrontendMetrics
-from dynamo.frontend.canary import Canaries, watching_instances
+from dynamo.frontend.fleet.canary import Canaries, watching_instances
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.serving.dispatch import Dispatcher
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, instance

@@ -21,8 +21,8 @@ from dynamo.common.messaging.connection import OnMessage
 from dynamo.common.messaging.frames import Body, Buffer, joined
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import InstanceId
-from dynamo.frontend.kv_feed import KvFeed, open_kv_feed
-from dynamo.frontend.kv_history import KvHistory
+from dynamo.frontend.fleet.kv_feed import KvFeed, open_kv_feed
+from dynamo.frontend.fleet.kv_history import KvHistory
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.worker.publisher import KvPublishers, publishing
 from tests.support.bad_bus import BadBus, CachingEngine

@@ -21,7 +21,7 @@ from dynamo.common.etcd import Deleted, EtcdUnavailable, Events, KeyValue, Listi
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.repository import ControlMode, IndexEntry, LoadRequest, ModelState, RepositoryInstance, UnloadRequest
-from dynamo.frontend.repository import Repository, RepositoryView
+from dynamo.frontend.fleet.repository import Repository, RepositoryView
 
 EXPLICIT = ControlMode.EXPLICIT
 

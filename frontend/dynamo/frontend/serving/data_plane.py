@@ -37,17 +37,17 @@ from dynamo.common.security.accounts import Ticket, admit, permit, permits
 from dynamo.common.telemetry import FrontendMetrics, ModelMetrics, Request, RequestType
 from dynamo.common.tensor_request import RequestChecker, TensorRequest
 from dynamo.common.tracing import Tracing
-from dynamo.frontend.canary import Canaries, watching_instances
 from dynamo.frontend.config import QueuePolicy
+from dynamo.frontend.fleet.canary import Canaries, watching_instances
+from dynamo.frontend.fleet.repository import Repository, RepositoryView
+from dynamo.frontend.fleet.statistics import add_up
 from dynamo.frontend.preprocess.text import TextRequest
-from dynamo.frontend.repository import Repository, RepositoryView
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.disaggregation import Disaggregation, DisaggregationSettings
 from dynamo.frontend.serving.dispatch import Call, Client, DispatchedStream, Dispatcher, DispatchSettings, Instances, Link, Work
 from dynamo.frontend.serving.generation import Generation
 from dynamo.frontend.serving.text_models import LoadText, TextModel, TextModels
-from dynamo.frontend.statistics import add_up
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 
 __all__ = ["Answers", "Call", "DataPlane", "DataPlaneSettings", "Directory", "Generation", "open_data_plane"]

@@ -16,9 +16,9 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Protocol
 
 from dynamo.common.errors import DynamoError
-from dynamo.common.kv.archive import Archive, Archived, archive_decoder, archive_encoder, fold
 from dynamo.common.kv.events import KvSnapshot, KvUpdate, read_message
 from dynamo.common.names import Endpoint, InstanceId, instance_of
+from dynamo.frontend.fleet.kv_archive import Archive, Archived, archive_decoder, archive_encoder, fold
 
 log = logging.getLogger(__name__)
 

@@ -34,11 +34,11 @@ from dynamo.common.kv.events import (
     read_message,
     snapshot_decoder,
 )
-from dynamo.common.kv.follow import Follower
 from dynamo.common.messaging.connection import Connection, OnMessage
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.names import Endpoint, InstanceId, instance_of
-from dynamo.frontend.kv_history import Key, KvHistory
+from dynamo.frontend.fleet.kv_follow import Follower
+from dynamo.frontend.fleet.kv_history import Key, KvHistory
 from dynamo.frontend.router.load import BookingEvent, LoadTable, Step
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from dynamo.common.kv.events import KvSnapshot, KvUpdate
-from dynamo.common.kv.follow import Follower
 from dynamo.common.kv.hashes import pack_hashes
+from dynamo.frontend.fleet.kv_follow import Follower
 
 
 class Archived(msgspec.Struct, frozen=True, array_like=True):
