@@ -13,13 +13,13 @@ from prometheus_client import CollectorRegistry
 
 from dynamo.common.model_card import ModelCard
 from dynamo.common.telemetry import FrontendMetrics, GrpcServerMetrics
-from dynamo.frontend.api.grpc_health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
-from dynamo.frontend.api.grpc_metered import metered
-from dynamo.frontend.api.grpc_server import GrpcServer, serve_grpc
-from dynamo.frontend.api.grpc_streams import StreamDrain
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve_grpc import SERVICE, KserveService
 from dynamo.frontend.api.kserve_stream import StreamLimits
+from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
+from dynamo.frontend.api.rpc.metered import metered
+from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc
+from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import GrpcOptions, GrpcServerChoice, OverloadStatus
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane

@@ -43,11 +43,6 @@ from dynamo.common.tracing import open_tracing
 from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.console.routes import Console, console_routes
 from dynamo.frontend.api.exchange import HttpSettings
-from dynamo.frontend.api.grpc_guard import guarded
-from dynamo.frontend.api.grpc_health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
-from dynamo.frontend.api.grpc_metered import metered
-from dynamo.frontend.api.grpc_server import GrpcServer, Handlers, check_grpc, serve_grpc
-from dynamo.frontend.api.grpc_streams import StreamDrain
 from dynamo.frontend.api.guard import make_guards
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http import (
@@ -65,6 +60,11 @@ from dynamo.frontend.api.kserve_rest.routes import kserve_rest_routes
 from dynamo.frontend.api.kserve_stream import StreamLimits
 from dynamo.frontend.api.refusals import CountRefusals
 from dynamo.frontend.api.routing_routes import RoutingControl, routing_routes
+from dynamo.frontend.api.rpc.guard import guarded
+from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
+from dynamo.frontend.api.rpc.metered import metered
+from dynamo.frontend.api.rpc.server import GrpcServer, Handlers, check_grpc, serve_grpc
+from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.text_routes import text_routes
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.fleet.directory import Directory, open_directory

@@ -27,8 +27,8 @@ from dynamo.common.lifecycle import EXIT_FAILURE, EXIT_OK, open_listener, run
 from dynamo.common.logs import setup_logging
 from dynamo.common.security.tls import read_contents
 from dynamo.frontend import app
-from dynamo.frontend.api.grpc_server import check_grpc
 from dynamo.frontend.api.guard import watch_keys
+from dynamo.frontend.api.rpc.server import check_grpc
 from dynamo.frontend.config import FrontendConfig
 
 log = logging.getLogger(__name__)

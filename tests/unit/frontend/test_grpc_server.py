@@ -14,7 +14,7 @@ import trustme
 
 from benchmarks.grpc_client import connect, message, request_headers
 from dynamo.common.config import ConfigError
-from dynamo.frontend.api.grpc_server import channel_arguments, choose_server, serve_grpc
+from dynamo.frontend.api.rpc.server import channel_arguments, choose_server, serve_grpc
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice
 
 AUTO, NATIVE, GRPCIO = GrpcServerChoice.AUTO, GrpcServerChoice.NATIVE, GrpcServerChoice.GRPCIO

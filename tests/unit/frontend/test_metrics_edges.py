@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.security.surfaces import Restriction, Surface
 from dynamo.common.telemetry import FrontendMetrics
-from dynamo.frontend.api.grpc_guard import guarded
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.kserve_grpc import SERVICE
+from dynamo.frontend.api.rpc.guard import guarded
 from dynamo.frontend.config import GrpcServerChoice, HttpOptions
 from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.measured import MeasuredRouter

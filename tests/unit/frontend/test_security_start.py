@@ -11,8 +11,8 @@ import pytest
 from dynamo.common.config import load
 from dynamo.common.security.keys import entry_for, make_key
 from dynamo.common.security.surfaces import Surface
-from dynamo.frontend.api.grpc_guard import guarded
 from dynamo.frontend.api.guard import Guard, make_guards
+from dynamo.frontend.api.rpc.guard import guarded
 from dynamo.frontend.config import FrontendConfig
 
 

@@ -25,7 +25,7 @@ from dynamo.common.config import ConfigError
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.security.files import Watched
 from dynamo.common.security.tls import TlsContents, read_contents
-from dynamo.frontend.api.grpc_hardening import make_grpcio_server
+from dynamo.frontend.api.rpc.hardening import make_grpcio_server
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice
 
 Handlers: TypeAlias = Mapping[str, "grpc.RpcMethodHandler[bytes, bytes]"]
@@ -153,7 +153,7 @@ def _make_server(options: GrpcOptions, kind: GrpcServerChoice, share_port: bool)
     arguments = channel_arguments(options, share_port=share_port)
     if kind is GrpcServerChoice.GRPCIO:
         return make_grpcio_server(arguments)
-    from dynamo.frontend.api.grpc_native import NativeServer  # needs the extra `fast`
+    from dynamo.frontend.api.rpc.native import NativeServer  # needs the extra `fast`
 
     server: grpc.aio.Server = NativeServer(options=arguments, io_threads=options.workers)
     return server

@@ -13,9 +13,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import ReflectionServicer
 
 from dynamo.common.errors import ModelNotFound, ShuttingDown
-from dynamo.frontend.api.grpc_server import Context, Handlers
-from dynamo.frontend.api.grpc_streams import StreamDrain
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.rpc.server import Context, Handlers
+from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.serving.data_plane import DataPlane
 
 INFERENCE_SERVICE = "inference.GRPCInferenceService"

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from dynamo.common.telemetry import GrpcMethodMetrics, GrpcServerMetrics
-from dynamo.frontend.api.grpc_server import Context, Handlers
+from dynamo.frontend.api.rpc.server import Context, Handlers
 
 _OK = "OK"
 

@@ -15,7 +15,7 @@ import pygrpc_native.aio  # `from … import aio` recurses for ever in 0.5.0
 from pygrpc_native._server import _fallback_socket
 from pygrpc_native.aio import _Call, _Context
 
-from dynamo.frontend.api.grpc_hardening import make_grpcio_server
+from dynamo.frontend.api.rpc.hardening import make_grpcio_server
 
 _LAST_WRITES_S = 0.2
 """For what was handed to the I/O threads last to reach the sockets."""
