@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.model_card import ModelCard
 from dynamo.common.telemetry import FrontendMetrics, GrpcServerMetrics
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.kserve_grpc import SERVICE, KserveService
-from dynamo.frontend.api.kserve_stream import StreamLimits
+from dynamo.frontend.api.kserve.service import SERVICE, KserveService
+from dynamo.frontend.api.kserve.stream import StreamLimits
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
 from dynamo.frontend.api.rpc.metered import metered
 from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc

@@ -54,10 +54,10 @@ from dynamo.frontend.api.http import (
     serve_http,
 )
 from dynamo.frontend.api.http_guard import HttpGuard
-from dynamo.frontend.api.kserve_grpc import SERVICE, KserveService
-from dynamo.frontend.api.kserve_infer import TENSOR_ENDPOINT
-from dynamo.frontend.api.kserve_rest.routes import kserve_rest_routes
-from dynamo.frontend.api.kserve_stream import StreamLimits
+from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT
+from dynamo.frontend.api.kserve.rest.routes import kserve_rest_routes
+from dynamo.frontend.api.kserve.service import SERVICE, KserveService
+from dynamo.frontend.api.kserve.stream import StreamLimits
 from dynamo.frontend.api.refusals import CountRefusals
 from dynamo.frontend.api.routing_routes import RoutingControl, routing_routes
 from dynamo.frontend.api.rpc.guard import guarded

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, Overloaded, ShuttingDown
-from dynamo.frontend.api.kserve_grpc import SERVICE
+from dynamo.frontend.api.kserve.service import SERVICE
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES
 from dynamo.frontend.config import GrpcOptions, GrpcServerChoice, OverloadStatus
 from dynamo.protos import inference_pb2 as pb

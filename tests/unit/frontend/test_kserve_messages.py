@@ -4,7 +4,7 @@ import pytest
 
 from dynamo.common.errors import EngineError
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
-from dynamo.frontend.api.kserve_messages import model_config, model_metadata, repository_index, server_metadata
+from dynamo.frontend.api.kserve.messages import model_config, model_metadata, repository_index, server_metadata
 from dynamo.protos import model_config_pb2
 from dynamo.protos.model_config_pb2 import ModelConfig
 

@@ -16,7 +16,7 @@ from dynamo.common.generation import FinishReason, Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import decode_bytes, encode_bytes, from_numpy
-from dynamo.frontend.api.kserve_text import FLAGS, SETTINGS, TextAnswer, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.text import FLAGS, SETTINGS, TextAnswer, to_text_requests, wants_stream
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 

@@ -14,7 +14,7 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.security.surfaces import Restriction, Surface
 from dynamo.common.telemetry import FrontendMetrics
 from dynamo.frontend.api.guard import Guard
-from dynamo.frontend.api.kserve_grpc import SERVICE
+from dynamo.frontend.api.kserve.service import SERVICE
 from dynamo.frontend.api.rpc.guard import guarded
 from dynamo.frontend.config import GrpcServerChoice, HttpOptions
 from dynamo.frontend.router.base import RouteRequest

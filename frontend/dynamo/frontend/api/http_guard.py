@@ -14,8 +14,8 @@ from dynamo.frontend.api.anthropic.messages import ANTHROPIC_ERRORS
 from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.exchange import JSON, ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.guard import BROWSED, Guard, record, record_refusal
-from dynamo.frontend.api.kserve_rest.paths import Resource, find
-from dynamo.frontend.api.kserve_rest.routes import ERRORS as KSERVE_ERRORS
+from dynamo.frontend.api.kserve.rest.paths import Resource, find
+from dynamo.frontend.api.kserve.rest.routes import ERRORS as KSERVE_ERRORS
 from dynamo.frontend.api.openai.errors import OPENAI_ERRORS
 from dynamo.frontend.api.statuses import http_status, retry_after_s
 

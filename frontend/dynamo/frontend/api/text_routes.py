@@ -8,7 +8,7 @@ from dynamo.frontend.api.anthropic.messages import OPERATIONS as ANTHROPIC_OPERA
 from dynamo.frontend.api.anthropic.messages import MessagesEdge, anthropic_routes
 from dynamo.frontend.api.exchange import HttpSettings
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.kserve_rest.operations import OPERATIONS as KSERVE_OPERATIONS
+from dynamo.frontend.api.kserve.rest.operations import OPERATIONS as KSERVE_OPERATIONS
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.routes import OPERATIONS as OPENAI_OPERATIONS
 from dynamo.frontend.api.openai.routes import openai_routes, read_request_template, text_limits

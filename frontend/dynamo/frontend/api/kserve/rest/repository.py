@@ -6,13 +6,13 @@ import orjson
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.message_json import to_json
-from dynamo.frontend.api import kserve_messages
 from dynamo.frontend.api.exchange import Exchange
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.kserve_rest.bodies import read_body
-from dynamo.frontend.api.kserve_rest.paths import Target
-from dynamo.frontend.api.kserve_rest.requests import decode_object
-from dynamo.frontend.api.repository_requests import check_repository, load_request_from_json, unload_request_from_json
+from dynamo.frontend.api.kserve import messages as kserve_messages
+from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request_from_json, unload_request_from_json
+from dynamo.frontend.api.kserve.rest.bodies import read_body
+from dynamo.frontend.api.kserve.rest.paths import Target
+from dynamo.frontend.api.kserve.rest.requests import decode_object
 
 
 async def answer_index(readiness: Readiness, exchange: Exchange, target: Target, method: str) -> None:

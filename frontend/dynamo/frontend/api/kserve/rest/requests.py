@@ -17,9 +17,9 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import MAX_TENSORS, TensorRequest
 from dynamo.common.tensors import Buffer, datatype_named, element_count, encode_bytes, expected_bytes
 from dynamo.frontend.api.json_body import check_depth, invalid
-from dynamo.frontend.api.kserve_messages import TEXT_INPUTS
-from dynamo.frontend.api.kserve_rest.bodies import Parts
-from dynamo.frontend.api.kserve_rest.elements import to_raw
+from dynamo.frontend.api.kserve.messages import TEXT_INPUTS
+from dynamo.frontend.api.kserve.rest.bodies import Parts
+from dynamo.frontend.api.kserve.rest.elements import to_raw
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest
 
 D = TypeVar("D")

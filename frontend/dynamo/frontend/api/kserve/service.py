@@ -19,12 +19,12 @@ from dynamo.common.errors import InvalidRequest, ShuttingDown, Unsupported
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_request import TensorRequest
-from dynamo.frontend.api import kserve_messages
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.kserve_infer import TENSOR_ENDPOINT, call_for, check_size, infer
-from dynamo.frontend.api.kserve_stream import KserveStream, StreamLimits
-from dynamo.frontend.api.repository_requests import check_repository, load_request, unload_request
+from dynamo.frontend.api.kserve import messages as kserve_messages
+from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, infer
+from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request, unload_request
+from dynamo.frontend.api.kserve.stream import KserveStream, StreamLimits
 from dynamo.frontend.api.rpc.server import Context, Handlers
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import grpc_status, log_failure, public_message, retry_after_s

@@ -25,8 +25,8 @@ from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_answer import AnswerForm
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
-from dynamo.frontend.api.kserve_infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of
-from dynamo.frontend.api.kserve_text import TextAnswer, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of
+from dynamo.frontend.api.kserve.text import TextAnswer, to_text_requests, wants_stream
 from dynamo.frontend.api.rpc.server import Context
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import log_failure, public_message

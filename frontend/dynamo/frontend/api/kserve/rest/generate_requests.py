@@ -18,8 +18,8 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import Buffer, datatype_named
-from dynamo.frontend.api.kserve_rest.elements import to_raw
-from dynamo.frontend.api.kserve_rest.requests import set_parameter
+from dynamo.frontend.api.kserve.rest.elements import to_raw
+from dynamo.frontend.api.kserve.rest.requests import set_parameter
 from dynamo.protos.inference_pb2 import ModelInferRequest
 
 _TEXTS = frozenset(("text_input", "messages", "stop"))

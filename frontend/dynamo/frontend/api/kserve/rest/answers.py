@@ -12,9 +12,9 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.tensor_request import parse_response
 from dynamo.common.tensors import Buffer, element_count, typed_to_raw
 from dynamo.frontend.api.exchange import JSON, Exchange, Header
-from dynamo.frontend.api.kserve_rest.bodies import accepted_encoding, compress
-from dynamo.frontend.api.kserve_rest.elements import number_word, to_json
-from dynamo.frontend.api.kserve_rest.requests import OutputForm
+from dynamo.frontend.api.kserve.rest.bodies import accepted_encoding, compress
+from dynamo.frontend.api.kserve.rest.elements import number_word, to_json
+from dynamo.frontend.api.kserve.rest.requests import OutputForm
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferResponse
 
 OutputTensor = ModelInferResponse.InferOutputTensor

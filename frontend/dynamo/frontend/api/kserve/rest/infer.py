@@ -8,11 +8,11 @@ from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.exchange import Exchange
-from dynamo.frontend.api.kserve_infer import call_for, infer
-from dynamo.frontend.api.kserve_rest.answers import Answer, send_answer, write_answer
-from dynamo.frontend.api.kserve_rest.bodies import JSON_LENGTH, read_body, split
-from dynamo.frontend.api.kserve_rest.paths import Target
-from dynamo.frontend.api.kserve_rest.requests import read_request
+from dynamo.frontend.api.kserve.infer import call_for, infer
+from dynamo.frontend.api.kserve.rest.answers import Answer, send_answer, write_answer
+from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, read_body, split
+from dynamo.frontend.api.kserve.rest.paths import Target
+from dynamo.frontend.api.kserve.rest.requests import read_request
 from dynamo.frontend.serving.data_plane import Call, DataPlane
 
 

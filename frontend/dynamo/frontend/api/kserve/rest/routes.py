@@ -14,14 +14,14 @@ from starlette.types import Receive, Scope, Send
 
 from dynamo.common.errors import ModelNotFound, Unsupported
 from dynamo.common.message_json import to_json
-from dynamo.frontend.api import kserve_messages
 from dynamo.frontend.api.exchange import JSON, Endpoint, ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.kserve_rest.bodies import UnknownEncoding
-from dynamo.frontend.api.kserve_rest.generate import answer_generate, answer_generate_stream
-from dynamo.frontend.api.kserve_rest.infer import answer_infer
-from dynamo.frontend.api.kserve_rest.paths import Resource, Target, find
-from dynamo.frontend.api.kserve_rest.repository import answer_index, answer_load, answer_unload
+from dynamo.frontend.api.kserve import messages as kserve_messages
+from dynamo.frontend.api.kserve.rest.bodies import UnknownEncoding
+from dynamo.frontend.api.kserve.rest.generate import answer_generate, answer_generate_stream
+from dynamo.frontend.api.kserve.rest.infer import answer_infer
+from dynamo.frontend.api.kserve.rest.paths import Resource, Target, find
+from dynamo.frontend.api.kserve.rest.repository import answer_index, answer_load, answer_unload
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 

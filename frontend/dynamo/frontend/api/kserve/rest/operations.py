@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.frontend.api.kserve_rest.requests import InferRequest
+from dynamo.frontend.api.kserve.rest.requests import InferRequest
 from dynamo.frontend.api.openapi import Operation
 
 _GROUP = "KServe"
