@@ -42,10 +42,13 @@ from dynamo.common.telemetry import FrontendMetrics, GrpcServerMetrics, RuntimeM
 from dynamo.common.tracing import open_tracing
 from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.console.routes import Console, console_routes
-from dynamo.frontend.api.exchange import HttpSettings
 from dynamo.frontend.api.guard import make_guards
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.http import (
+from dynamo.frontend.api.http.exchange import HttpSettings
+from dynamo.frontend.api.http.guard import HttpGuard
+from dynamo.frontend.api.http.refusals import CountRefusals
+from dynamo.frontend.api.http.routing_routes import RoutingControl, routing_routes
+from dynamo.frontend.api.http.server import (
     LinkState,
     health_routes,
     make_app,
@@ -53,13 +56,10 @@ from dynamo.frontend.api.http import (
     model_routes,
     serve_http,
 )
-from dynamo.frontend.api.http_guard import HttpGuard
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT
 from dynamo.frontend.api.kserve.rest.routes import kserve_rest_routes
 from dynamo.frontend.api.kserve.service import SERVICE, KserveService
 from dynamo.frontend.api.kserve.stream import StreamLimits
-from dynamo.frontend.api.refusals import CountRefusals
-from dynamo.frontend.api.routing_routes import RoutingControl, routing_routes
 from dynamo.frontend.api.rpc.guard import guarded
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
 from dynamo.frontend.api.rpc.metered import metered

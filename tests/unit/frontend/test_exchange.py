@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.api.exchange import Endpoint, Exchange, HttpSettings
+from dynamo.frontend.api.http.exchange import Endpoint, Exchange, HttpSettings
 from dynamo.frontend.api.openai.errors import OPENAI_ERRORS
 
 

@@ -15,7 +15,15 @@ from starlette.routing import Route
 from dynamo.common.errors import Overloaded
 from dynamo.common.telemetry import FrontendMetrics, make_registry, render
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.http import LinkState, health_routes, json_response, make_app, metrics_routes, model_routes, serve_http
+from dynamo.frontend.api.http.server import (
+    LinkState,
+    health_routes,
+    json_response,
+    make_app,
+    metrics_routes,
+    model_routes,
+    serve_http,
+)
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane

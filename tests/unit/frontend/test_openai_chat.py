@@ -140,7 +140,7 @@ async def test_a_client_that_leaves_ends_the_request_at_the_instance() -> None:
 
 
 async def test_a_client_that_leaves_before_the_first_token_does_too(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "dynamo.frontend.api.exchange")
+    caplog.set_level("INFO", "dynamo.frontend.api.http.exchange")
     async with open_http_edge() as edge:
         asking = asyncio.create_task(edge.post(CHAT, HELLO))
         stream = await edge.client.next_stream()

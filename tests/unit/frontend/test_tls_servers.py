@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from dynamo.common.config import ConfigError, load
 from dynamo.common.security.tls import TlsFiles, client_context, read_contents
-from dynamo.frontend.api.http import make_app, serve_http
+from dynamo.frontend.api.http.server import make_app, serve_http
 from dynamo.frontend.api.rpc.server import check_grpc, serve_grpc
 from dynamo.frontend.config import FrontendConfig, GrpcOptions, GrpcServerChoice, HttpOptions
 from tests.support.certificates import Pair, issue, write_ca

@@ -6,14 +6,14 @@ from starlette.routing import BaseRoute
 
 from dynamo.frontend.api.anthropic.messages import OPERATIONS as ANTHROPIC_OPERATIONS
 from dynamo.frontend.api.anthropic.messages import MessagesEdge, anthropic_routes
-from dynamo.frontend.api.exchange import HttpSettings
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.exchange import HttpSettings
+from dynamo.frontend.api.http.openapi import Operation, openapi_routes
+from dynamo.frontend.api.http.routing_routes import OPERATIONS as ROUTING_OPERATIONS
 from dynamo.frontend.api.kserve.rest.operations import OPERATIONS as KSERVE_OPERATIONS
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.routes import OPERATIONS as OPENAI_OPERATIONS
 from dynamo.frontend.api.openai.routes import openai_routes, read_request_template, text_limits
-from dynamo.frontend.api.openapi import Operation, openapi_routes
-from dynamo.frontend.api.routing_routes import OPERATIONS as ROUTING_OPERATIONS
 from dynamo.frontend.config import HttpOptions, OverloadStatus, TextOptions
 from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
 from dynamo.frontend.preprocess.parsers import OutputParsers

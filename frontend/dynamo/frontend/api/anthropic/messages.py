@@ -13,10 +13,10 @@ from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason, Summary
 from dynamo.common.telemetry import RequestType
 from dynamo.frontend.api.anthropic.requests import Asked, CountRequest, MessagesRequest, conversation, to_text
-from dynamo.frontend.api.exchange import Endpoint, ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.json_body import decode
-from dynamo.frontend.api.openapi import Operation
+from dynamo.frontend.api.http.exchange import Endpoint, ErrorForm, Exchange, HttpSettings
+from dynamo.frontend.api.http.json_body import decode
+from dynamo.frontend.api.http.openapi import Operation
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.api.text_rules import TextLimits, llm_of, new_tool_call_id, parsed
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, OutputParsers, Part, Reasoning, ToolCall, make_parser

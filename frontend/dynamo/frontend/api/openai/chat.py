@@ -10,8 +10,8 @@ from msgspec import UNSET
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
-from dynamo.frontend.api.exchange import Exchange
-from dynamo.frontend.api.json_body import decode
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.openai.answers import (
     AnswerMessage,
     ChatChoice,

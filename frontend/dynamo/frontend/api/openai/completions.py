@@ -10,9 +10,9 @@ from msgspec import UNSET
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import FinishReason
-from dynamo.frontend.api.exchange import Exchange
 from dynamo.frontend.api.generations import Source, one_source
-from dynamo.frontend.api.json_body import decode
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.openai.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from dynamo.frontend.api.openai.chunks import CompletionChunks, Head, encode
 from dynamo.frontend.api.openai.edge import Edge, Extras, formatted_prompt, last_chunk, wants_usage, write_stream

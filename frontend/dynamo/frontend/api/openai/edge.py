@@ -11,9 +11,9 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Summary
-from dynamo.frontend.api.exchange import EventStream
 from dynamo.frontend.api.generations import Source
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.exchange import EventStream
 from dynamo.frontend.api.openai.answers import Usage
 from dynamo.frontend.api.openai.chunks import Head
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, NvExt, Sampled

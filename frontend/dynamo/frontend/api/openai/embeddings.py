@@ -24,8 +24,8 @@ from dynamo.common.security.accounts import charge
 from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import bf16_to_float32, element_count, encode_bytes, to_numpy, typed_to_raw
-from dynamo.frontend.api.exchange import Exchange
-from dynamo.frontend.api.json_body import decode
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.openai.answers import Embedding, Embeddings, EmbeddingUsage
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import EmbeddingRequest

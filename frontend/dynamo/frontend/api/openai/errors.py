@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dynamo.common.errors import Code, DynamoError, InvalidRequest
-from dynamo.frontend.api.exchange import ErrorForm
+from dynamo.frontend.api.http.exchange import ErrorForm
 from dynamo.frontend.api.openai.answers import ErrorAnswer, ErrorInfo
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.preprocess.text import ContextExceeded

@@ -9,8 +9,8 @@ import msgspec
 
 from dynamo.common.errors import Code, DynamoError, EngineError
 from dynamo.common.generation import FinishReason
-from dynamo.frontend.api.exchange import Exchange
-from dynamo.frontend.api.json_body import decode
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.response_events import ResponseObject, ResponseWriter

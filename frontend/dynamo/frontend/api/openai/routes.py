@@ -9,7 +9,8 @@ import msgspec
 from starlette.routing import BaseRoute, Route
 
 from dynamo.common.config import ConfigError
-from dynamo.frontend.api.exchange import Endpoint, Exchange, HttpSettings
+from dynamo.frontend.api.http.exchange import Endpoint, Exchange, HttpSettings
+from dynamo.frontend.api.http.openapi import Operation
 from dynamo.frontend.api.openai.answers import ChatCompletion, Completion, Detokenized, Embeddings, ErrorAnswer, Tokenized
 from dynamo.frontend.api.openai.chat import ChatCompletions
 from dynamo.frontend.api.openai.completions import Completions
@@ -28,7 +29,6 @@ from dynamo.frontend.api.openai.response_requests import ResponsesRequest
 from dynamo.frontend.api.openai.responses import Responses
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.openai.tokens import Detokenize, Tokenize
-from dynamo.frontend.api.openapi import Operation
 from dynamo.frontend.api.text_rules import TextLimits
 from dynamo.frontend.config import TextOptions
 

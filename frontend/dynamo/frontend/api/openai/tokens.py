@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.frontend.api.exchange import Exchange
-from dynamo.frontend.api.json_body import decode
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.openai.answers import Detokenized, Tokenized
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import DetokenizeRequest, TokenizeRequest

@@ -11,7 +11,7 @@ import orjson
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.tensor_request import parse_response
 from dynamo.common.tensors import Buffer, element_count, typed_to_raw
-from dynamo.frontend.api.exchange import JSON, Exchange, Header
+from dynamo.frontend.api.http.exchange import JSON, Exchange, Header
 from dynamo.frontend.api.kserve.rest.bodies import accepted_encoding, compress
 from dynamo.frontend.api.kserve.rest.elements import number_word, to_json
 from dynamo.frontend.api.kserve.rest.requests import OutputForm

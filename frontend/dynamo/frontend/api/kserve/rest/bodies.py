@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge
 from dynamo.common.tensors import Buffer
-from dynamo.frontend.api.exchange import Exchange
+from dynamo.frontend.api.http.exchange import Exchange
 
 JSON_LENGTH = "inference-header-content-length"
 _WINDOW_BITS: Mapping[str, int] = {"gzip": 31, "deflate": 15}

@@ -33,7 +33,7 @@ from dynamo.common.tensors import (
     from_numpy,
     to_numpy,
 )
-from dynamo.frontend.api.json_body import invalid
+from dynamo.frontend.api.http.json_body import invalid
 
 _BRACKETS = re.compile(rb"[ \t\r\n\[]*")
 _FLAG = bool | Annotated[int, msgspec.Meta(ge=0, le=1)]

@@ -13,7 +13,7 @@ from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.telemetry import RequestType
 from dynamo.common.tensors import element_count
 from dynamo.frontend.api.calls import Caller
-from dynamo.frontend.api.exchange import EventStream, Exchange
+from dynamo.frontend.api.http.exchange import EventStream, Exchange
 from dynamo.frontend.api.kserve.infer import all_text, infer
 from dynamo.frontend.api.kserve.rest.answers import Answer, parameters_to_json, send_answer
 from dynamo.frontend.api.kserve.rest.bodies import read_body

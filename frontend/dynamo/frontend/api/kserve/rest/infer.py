@@ -7,7 +7,7 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
-from dynamo.frontend.api.exchange import Exchange
+from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve.infer import call_for, infer
 from dynamo.frontend.api.kserve.rest.answers import Answer, send_answer, write_answer
 from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, read_body, split

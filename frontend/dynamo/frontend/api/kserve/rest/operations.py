@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from dynamo.frontend.api.http.openapi import Operation
 from dynamo.frontend.api.kserve.rest.requests import InferRequest
-from dynamo.frontend.api.openapi import Operation
 
 _GROUP = "KServe"
 _MODEL = "/v2/models/{model}"

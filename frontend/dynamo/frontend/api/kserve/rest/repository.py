@@ -6,8 +6,8 @@ import orjson
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.message_json import to_json
-from dynamo.frontend.api.exchange import Exchange
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request_from_json, unload_request_from_json
 from dynamo.frontend.api.kserve.rest.bodies import read_body

@@ -16,7 +16,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import MAX_TENSORS, TensorRequest
 from dynamo.common.tensors import Buffer, datatype_named, element_count, encode_bytes, expected_bytes
-from dynamo.frontend.api.json_body import check_depth, invalid
+from dynamo.frontend.api.http.json_body import check_depth, invalid
 from dynamo.frontend.api.kserve.messages import TEXT_INPUTS
 from dynamo.frontend.api.kserve.rest.bodies import Parts
 from dynamo.frontend.api.kserve.rest.elements import to_raw

@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from dynamo.common.errors import ModelNotFound, Unsupported
 from dynamo.common.message_json import to_json
-from dynamo.frontend.api.exchange import JSON, Endpoint, ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.exchange import JSON, Endpoint, ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.rest.bodies import UnknownEncoding
 from dynamo.frontend.api.kserve.rest.generate import answer_generate, answer_generate_stream

@@ -22,10 +22,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.frontend.api.exchange import Endpoint, ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.json_body import decode
-from dynamo.frontend.api.openapi import Operation
+from dynamo.frontend.api.http.exchange import Endpoint, ErrorForm, Exchange, HttpSettings
+from dynamo.frontend.api.http.json_body import decode
+from dynamo.frontend.api.http.openapi import Operation
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.router.explain import DecisionLog
 from dynamo.frontend.router.explanation import Decision

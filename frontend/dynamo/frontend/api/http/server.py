@@ -30,8 +30,8 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.security.accounts import permits
 from dynamo.common.security.tls import server_context
 from dynamo.frontend.api.calls import usable_id
-from dynamo.frontend.api.exchange import Endpoint
 from dynamo.frontend.api.health import Readiness, State
+from dynamo.frontend.api.http.exchange import Endpoint
 from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 

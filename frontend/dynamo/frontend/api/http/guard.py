@@ -12,8 +12,8 @@ from dynamo.common.security.accounts import Account, account
 from dynamo.common.security.surfaces import Surface
 from dynamo.frontend.api.anthropic.messages import ANTHROPIC_ERRORS
 from dynamo.frontend.api.calls import usable_id
-from dynamo.frontend.api.exchange import JSON, ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.guard import BROWSED, Guard, record, record_refusal
+from dynamo.frontend.api.http.exchange import JSON, ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.kserve.rest.paths import Resource, find
 from dynamo.frontend.api.kserve.rest.routes import ERRORS as KSERVE_ERRORS
 from dynamo.frontend.api.openai.errors import OPENAI_ERRORS

@@ -24,7 +24,7 @@ from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, P
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
-from dynamo.frontend.api.refusals import REFUSED
+from dynamo.frontend.api.http.refusals import REFUSED
 from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.router.explanation import Explanation
