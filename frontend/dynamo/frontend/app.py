@@ -56,6 +56,7 @@ from dynamo.frontend.api.http.server import (
     model_routes,
     serve_http,
 )
+from dynamo.frontend.api.http_routes import text_routes
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT
 from dynamo.frontend.api.kserve.rest.routes import kserve_rest_routes
 from dynamo.frontend.api.kserve.service import SERVICE, KserveService
@@ -65,7 +66,6 @@ from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, 
 from dynamo.frontend.api.rpc.metered import metered
 from dynamo.frontend.api.rpc.server import GrpcServer, Handlers, check_grpc, serve_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
-from dynamo.frontend.api.text_routes import text_routes
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.frontend.fleet.kv_feed import Bookings, open_kv_feed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo.frontend.api.reasoning_tokens import ReasoningTokens
+from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokens
 from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
 
 

@@ -27,9 +27,9 @@ from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_usag
 from dynamo.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.to_text import Asked, call_of, chat_to_text
-from dynamo.frontend.api.reasoning_tokens import ReasoningTokens
-from dynamo.frontend.api.text_rules import new_tool_call_id, parsed
-from dynamo.frontend.api.token_texts import TokenTexts
+from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokens
+from dynamo.frontend.api.text.rules import new_tool_call_id, parsed
+from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, ToolCall, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.serving.data_plane import Generation

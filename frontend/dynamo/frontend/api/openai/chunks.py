@@ -11,9 +11,9 @@ import msgspec
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.openai.answers import Usage
 from dynamo.frontend.api.openai.logprobs import CompletionLogprobWriter, chat_logprobs
-from dynamo.frontend.api.reasoning_tokens import ReasoningTokens
-from dynamo.frontend.api.text_rules import new_tool_call_id, parsed
-from dynamo.frontend.api.token_texts import TokenTexts
+from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokens
+from dynamo.frontend.api.text.rules import new_tool_call_id, parsed
+from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, ToolCall
 from dynamo.frontend.preprocess.text import TextDelta
 

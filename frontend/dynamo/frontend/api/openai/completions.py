@@ -10,7 +10,6 @@ from msgspec import UNSET
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import FinishReason
-from dynamo.frontend.api.generations import Source, one_source
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.openai.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
@@ -19,7 +18,8 @@ from dynamo.frontend.api.openai.edge import Edge, Extras, formatted_prompt, last
 from dynamo.frontend.api.openai.logprobs import CompletionLogprobWriter, joined, prompt_logprobs
 from dynamo.frontend.api.openai.requests import CompletionRequest
 from dynamo.frontend.api.openai.to_text import Asked, call_of, completion_to_text
-from dynamo.frontend.api.token_texts import TokenTexts
+from dynamo.frontend.api.text.generations import Source, one_source
+from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.serving.data_plane import Generation
 

@@ -11,14 +11,14 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Summary
-from dynamo.frontend.api.generations import Source
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import EventStream
 from dynamo.frontend.api.openai.answers import Usage
 from dynamo.frontend.api.openai.chunks import Head
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, NvExt, Sampled
 from dynamo.frontend.api.openai.to_text import RequestTemplate
-from dynamo.frontend.api.text_rules import TextLimits
+from dynamo.frontend.api.text.generations import Source
+from dynamo.frontend.api.text.rules import TextLimits
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.serving.data_plane import DataPlane, Generation

@@ -30,7 +30,7 @@ from dynamo.frontend.api.openai.answers import Embedding, Embeddings, EmbeddingU
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import EmbeddingRequest
 from dynamo.frontend.api.openai.to_text import prompts_of
-from dynamo.frontend.api.text_rules import check_chars
+from dynamo.frontend.api.text.rules import check_chars
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
 TOKENS_OUTPUT = "prompt_tokens"

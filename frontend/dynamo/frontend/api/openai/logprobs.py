@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo.frontend.api.openai.answers import CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
-from dynamo.frontend.api.token_texts import TokenTexts, best_first, text_bytes
+from dynamo.frontend.api.text.token_texts import TokenTexts, best_first, text_bytes
 
 Positions = Sequence[Sequence[tuple[int, float]]]
 """For each token: itself and its alternatives, with their log probabilities."""

@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.common.generation import FinishReason, Summary
-from dynamo.frontend.api.reasoning_tokens import ReasoningTokens
-from dynamo.frontend.api.text_rules import new_tool_call_id
+from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokens
+from dynamo.frontend.api.text.rules import new_tool_call_id
 from dynamo.frontend.preprocess.parsers import Content, Part, Reasoning, ToolCall
 
 encode = msgspec.json.Encoder().encode

@@ -17,7 +17,7 @@ from dynamo.frontend.api.openai.response_events import ResponseObject, ResponseW
 from dynamo.frontend.api.openai.response_requests import ResponsesRequest
 from dynamo.frontend.api.openai.to_text import Asked, call_of, chat_to_text
 from dynamo.frontend.api.statuses import log_failure, public_message
-from dynamo.frontend.api.text_rules import parsed
+from dynamo.frontend.api.text.rules import parsed
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.serving.data_plane import Generation

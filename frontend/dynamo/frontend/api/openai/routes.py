@@ -29,7 +29,7 @@ from dynamo.frontend.api.openai.response_requests import ResponsesRequest
 from dynamo.frontend.api.openai.responses import Responses
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.openai.tokens import Detokenize, Tokenize
-from dynamo.frontend.api.text_rules import TextLimits
+from dynamo.frontend.api.text.rules import TextLimits
 from dynamo.frontend.config import TextOptions
 
 _GROUP = "OpenAI"

@@ -24,8 +24,8 @@ from dynamo.frontend.api.openai.requests import (
     Tool,
     ToolChoice,
 )
-from dynamo.frontend.api.text_rules import TextLimits, check_chars, choose_parsers, llm_of, stop_strings
-from dynamo.frontend.api.tool_choice import named_call, some_call
+from dynamo.frontend.api.text.rules import TextLimits, check_chars, choose_parsers, llm_of, stop_strings
+from dynamo.frontend.api.text.tool_choice import named_call, some_call
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.overrides import read_overrides

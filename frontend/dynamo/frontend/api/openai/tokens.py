@@ -13,8 +13,8 @@ from dynamo.frontend.api.openai.answers import Detokenized, Tokenized
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import DetokenizeRequest, TokenizeRequest
 from dynamo.frontend.api.openai.to_text import messages_to_text, tools_to_text
-from dynamo.frontend.api.text_rules import check_chars, llm_of
-from dynamo.frontend.api.token_texts import TokenTexts
+from dynamo.frontend.api.text.rules import check_chars, llm_of
+from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextRequest
 
 _LONG_TOKENS = 2048

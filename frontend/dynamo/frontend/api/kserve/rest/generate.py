@@ -23,7 +23,7 @@ from dynamo.frontend.api.kserve.rest.infer import begin
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import decode_object
 from dynamo.frontend.api.kserve.text import to_text_requests
-from dynamo.frontend.api.token_texts import TokenTexts
+from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.serving.data_plane import Call, DataPlane
 
