@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
-from dynamo.common.security.surfaces import Scope
+from dynamo.frontend.security.surfaces import Scope
 from tests.support.doors import KeyFile
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer

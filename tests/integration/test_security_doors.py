@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from dynamo.common.security.surfaces import Scope, Surface
 from dynamo.frontend.config import AccessOptions, GrpcServerChoice
+from dynamo.frontend.security.surfaces import Scope, Surface
 from dynamo.protos import inference_pb2 as pb
 from tests.support.doors import TENSOR, Doors, KeyFile, infer_request, open_doors, text_request
 from tests.support.servers import EtcdServer, NatsServer

@@ -14,7 +14,7 @@ import grpc.aio
 import httpx2
 import trustme
 
-from dynamo.common.security.surfaces import Scope
+from dynamo.frontend.security.surfaces import Scope
 from tests.support.certificates import issue, write_ca
 from tests.support.doors import SERVICE, TENSOR, KeyFile, infer_request
 from tests.support.processes import FrontendProcess, Process, frontend, worker

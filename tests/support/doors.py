@@ -14,10 +14,10 @@ import grpc.aio
 import httpx2
 
 from dynamo.common.options import EtcdOptions, NatsOptions
-from dynamo.common.security.keys import Limits, entry_for, make_key
-from dynamo.common.security.surfaces import Scope
 from dynamo.frontend.app import Frontend, serve_frontend
 from dynamo.frontend.config import AccessOptions, FrontendConfig, GrpcOptions, GrpcServerChoice, HttpOptions
+from dynamo.frontend.security.keys import Limits, entry_for, make_key
+from dynamo.frontend.security.surfaces import Scope
 from dynamo.protos import inference_pb2 as pb
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import WorkerConfig

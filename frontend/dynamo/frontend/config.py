@@ -16,8 +16,8 @@ from dynamo.common.generation_rules import MAX_CHOICES, MAX_LOGPROBS
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, TraceOptions
-from dynamo.common.security.surfaces import Restriction, Surface, parse_restrictions
 from dynamo.common.security.tls import TlsFiles
+from dynamo.frontend.security.surfaces import Restriction, Surface, parse_restrictions
 
 MIB = 2**20
 GRPC_HEADER_PREFIX = "triton-grpc-protocol-"

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from dynamo.common.config import ConfigError
 from dynamo.common.errors import Forbidden, RateLimited, Unauthenticated
-from dynamo.common.security.accounts import Account
 from dynamo.common.security.files import Watched
-from dynamo.common.security.keys import ApiKey, Limits, entry_for, make_key, parse_keys, read_keys
-from dynamo.common.security.surfaces import SCOPES, Scope, Surface, parse_restrictions
+from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.security.keys import ApiKey, Limits, entry_for, make_key, parse_keys, read_keys
+from dynamo.frontend.security.surfaces import SCOPES, Scope, Surface, parse_restrictions
 
 
 class Clock:

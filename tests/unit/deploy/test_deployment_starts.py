@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo.common.messaging.connection import NatsConfig, connect_nats
 from dynamo.common.messaging.kv_stream import KvStream
-from dynamo.common.security.keys import entry_for, make_key
+from dynamo.frontend.security.keys import entry_for, make_key
 from dynamo.local.servers import etcd_binary, nats_binary
 from tests.support.manifests import (
     DEPLOY,

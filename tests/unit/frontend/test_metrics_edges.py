@@ -11,7 +11,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
-from dynamo.common.security.surfaces import Restriction, Surface
 from dynamo.common.telemetry import FrontendMetrics
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.kserve.service import SERVICE
@@ -21,6 +20,7 @@ from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.router_metrics import RouterMetrics
+from dynamo.frontend.security.surfaces import Restriction, Surface
 from dynamo.protos import inference_pb2 as pb
 from tests.support.edge import SERVERS, Edge, open_edge
 from tests.support.fakes import FakeStream, instance

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from dynamo.common.config import load
-from dynamo.common.security.keys import entry_for, make_key
-from dynamo.common.security.surfaces import Surface
 from dynamo.frontend.api.guard import Guard, make_guards
 from dynamo.frontend.api.rpc.guard import guarded
 from dynamo.frontend.config import FrontendConfig
+from dynamo.frontend.security.keys import entry_for, make_key
+from dynamo.frontend.security.surfaces import Surface
 
 
 def said(caplog: pytest.LogCaptureFixture, *argv: str) -> list[tuple[str, str]]:

@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from dynamo.common.errors import DynamoError, Forbidden, Unauthenticated
-from dynamo.common.security.accounts import Account
 from dynamo.common.security.files import Watched
-from dynamo.common.security.keys import KeyRing, read_keys
-from dynamo.common.security.surfaces import SCOPES, Restriction, Surface
 from dynamo.frontend.config import FrontendConfig
+from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.security.keys import KeyRing, read_keys
+from dynamo.frontend.security.surfaces import SCOPES, Restriction, Surface
 
 BROWSED = frozenset({Surface.DOCS, Surface.CONSOLE, Surface.METRICS})
 """Pages, which a browser or a scraper may also read with the key as the password of a Basic login."""

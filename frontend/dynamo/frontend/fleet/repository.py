@@ -33,7 +33,7 @@ from dynamo.common.repository import (
     decode_repository,
     merge_indexes,
 )
-from dynamo.common.security.accounts import permit, permits
+from dynamo.frontend.security.accounts import permit, permits
 
 log = logging.getLogger(__name__)
 

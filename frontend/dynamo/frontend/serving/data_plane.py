@@ -33,7 +33,6 @@ from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import InstanceId
 from dynamo.common.repository import IndexEntry, LoadRequest, UnloadRequest
-from dynamo.common.security.accounts import Ticket, admit, permit, permits
 from dynamo.common.telemetry import FrontendMetrics, ModelMetrics, Request, RequestType
 from dynamo.common.tensor_request import RequestChecker, TensorRequest
 from dynamo.common.tracing import Tracing
@@ -43,6 +42,7 @@ from dynamo.frontend.fleet.repository import Repository, RepositoryView
 from dynamo.frontend.fleet.statistics import add_up
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import Router
+from dynamo.frontend.security.accounts import Ticket, admit, permit, permits
 from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.disaggregation import Disaggregation, DisaggregationSettings
 from dynamo.frontend.serving.dispatch import Call, Client, DispatchedStream, Dispatcher, DispatchSettings, Instances, Link, Work

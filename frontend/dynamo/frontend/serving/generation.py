@@ -39,10 +39,10 @@ from dynamo.common.generation import (
 )
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard
-from dynamo.common.security.accounts import Ticket, admit
 from dynamo.common.telemetry import ModelMetrics, Request
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import Choice
+from dynamo.frontend.security.accounts import Ticket, admit
 from dynamo.frontend.serving.disaggregation import Disaggregation, Prefill
 from dynamo.frontend.serving.dispatch import Call, DispatchedStream, Dispatcher, Work
 from dynamo.frontend.serving.text_models import Detokenizer, TextModels, Vocabulary

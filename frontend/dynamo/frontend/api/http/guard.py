@@ -8,8 +8,6 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynamo.common.errors import DynamoError, Unauthenticated
-from dynamo.common.security.accounts import Account, account
-from dynamo.common.security.surfaces import Surface
 from dynamo.frontend.api.anthropic.messages import ANTHROPIC_ERRORS
 from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.guard import BROWSED, Guard, record, record_refusal
@@ -18,6 +16,8 @@ from dynamo.frontend.api.kserve.rest.paths import Resource, find
 from dynamo.frontend.api.kserve.rest.routes import ERRORS as KSERVE_ERRORS
 from dynamo.frontend.api.openai.errors import OPENAI_ERRORS
 from dynamo.frontend.api.statuses import http_status, retry_after_s
+from dynamo.frontend.security.accounts import Account, account
+from dynamo.frontend.security.surfaces import Surface
 
 _SURFACES = {
     "/live": Surface.HEALTH,

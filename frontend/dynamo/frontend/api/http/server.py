@@ -27,13 +27,13 @@ from dynamo.common.errors import ModelNotFound
 from dynamo.common.http_server import HttpServer, serve_asgi
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.model_card import ModelCard
-from dynamo.common.security.accounts import permits
 from dynamo.common.security.tls import server_context
 from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.health import Readiness, State
 from dynamo.frontend.api.http.exchange import Endpoint
 from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
+from dynamo.frontend.security.accounts import permits
 
 Render = Callable[[], tuple[bytes, str]]
 """Makes the text of a metrics scrape and its content type."""

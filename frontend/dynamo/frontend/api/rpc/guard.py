@@ -11,13 +11,13 @@ from google.protobuf.message import DecodeError
 
 from dynamo.common.errors import DynamoError
 from dynamo.common.logs import request_id as logged_id
-from dynamo.common.security.accounts import Account, account
-from dynamo.common.security.surfaces import Surface
 from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.guard import Guard, record, record_refusal
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES
 from dynamo.frontend.api.rpc.server import Context, Handlers
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
+from dynamo.frontend.security.accounts import Account, account
+from dynamo.frontend.security.surfaces import Surface
 from dynamo.protos import inference_pb2 as pb
 
 _SURFACES = {

@@ -31,7 +31,7 @@ import msgspec
 import yaml
 
 from dynamo.common.config import ConfigError
-from dynamo.common.security.surfaces import Scope
+from dynamo.frontend.security.surfaces import Scope
 
 MIN_FOREIGN_CHARS = 32
 """Of a key made elsewhere: a hash this fast protects long random keys only."""

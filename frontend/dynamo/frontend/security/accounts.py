@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from fnmatch import fnmatchcase
 
 from dynamo.common.errors import Forbidden, RateLimited, Unauthenticated
-from dynamo.common.security.keys import ApiKey
+from dynamo.frontend.security.keys import ApiKey
 
 Clock = Callable[[], float]
 

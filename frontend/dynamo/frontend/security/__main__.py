@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from dynamo.common.config import ConfigError, exit_with
-from dynamo.common.security.keys import KeyRing, Limits, entry_for, make_key, parse_keys, read_keys
-from dynamo.common.security.surfaces import Scope
+from dynamo.frontend.security.keys import KeyRing, Limits, entry_for, make_key, parse_keys, read_keys
+from dynamo.frontend.security.surfaces import Scope
 
 PROGRAM = "dynamo-keys"
 
