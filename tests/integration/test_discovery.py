@@ -16,8 +16,8 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.etcd import Etcd, EtcdConfig, Events, Reset, connect_etcd
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
-from dynamo.common.registration import Registration, registered
 from dynamo.frontend.fleet.directory import Directory, open_directory
+from dynamo.worker.registration import Registration, registered
 from tests.support.proxy import start_proxy
 from tests.support.servers import EtcdServer, etcdctl, free_ports, start_etcd
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
 from dynamo.common.errors import InvalidRequest, Unsupported
-from dynamo.common.gguf import PRE_TOKENIZERS, GgufModel, parse_metadata, read_metadata
-from dynamo.common.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN
+from dynamo.worker.tokenizers.gguf import PRE_TOKENIZERS, GgufModel, parse_metadata, read_metadata
+from dynamo.worker.tokenizers.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN
 
 
 def text(value: str) -> bytes:

@@ -14,7 +14,7 @@ from dynamo.common.errors import EngineError
 from dynamo.common.generation import pack_tokens
 from dynamo.common.kv.events import KvState
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
-from dynamo.common.kv.vllm_events import (
+from dynamo.worker.kv.vllm_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,

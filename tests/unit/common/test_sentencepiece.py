@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from dynamo.common.errors import DynamoError, InvalidRequest, Unsupported
-from dynamo.common.sentencepiece import SentencePieceModel
+from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
 
 CORPUS = (Path(__file__).parents[3] / "README.md").read_text().splitlines()
 WORDS = sorted(set(" ".join(CORPUS).split(" ")))

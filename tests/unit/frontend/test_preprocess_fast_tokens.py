@@ -16,9 +16,9 @@ from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.gguf import GgufModel
 from dynamo.frontend.preprocess import fast_tokens
 from dynamo.frontend.preprocess.tokenizer import Tokenizer
+from dynamo.worker.tokenizers.gguf import GgufModel
 
 CORPUS = ["Hello world, the quick brown fox doesn't jump over the lazy dog: 123 4567 times.\n"] * 20
 SPECIAL = ["<s>", "<|end|>"]

@@ -36,7 +36,6 @@ from dynamo.common.messaging.server import RequestServer, serve_requests
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
-from dynamo.common.registration import Registered, Registration, registered
 from dynamo.common.repository import RepositoryInstance
 from dynamo.common.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.tracing import open_tracing
@@ -45,6 +44,7 @@ from dynamo.worker.engine.base import HasFiles, MayFail, TracksKv
 from dynamo.worker.engine.select import AnyEngine, make_engine, make_repository, split_repositories
 from dynamo.worker.metrics import WorkerMetrics
 from dynamo.worker.publisher import publishing
+from dynamo.worker.registration import Registered, Registration, registered
 from dynamo.worker.repository.control import RepositoryControl
 from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.serve import ServedModel, Service

@@ -33,14 +33,14 @@ import xllamacpp
 
 from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, Overloaded, Unavailable
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
-from dynamo.common.gguf import GgufModel
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
-from dynamo.common.sentencepiece import CONTROL
 from dynamo.worker.engine.base import Context, Load
 from dynamo.worker.engine.llama_cache import KeptAnswers
 from dynamo.worker.engine.llama_request import Options, check_request, pass_options, sampling_options
 from dynamo.worker.engine.llama_stream import Chunk, Step, TokenReader, Vocabulary, decode_chunk
+from dynamo.worker.tokenizers.gguf import GgufModel
+from dynamo.worker.tokenizers.sentencepiece import CONTROL
 
 
 @dataclass(frozen=True, slots=True)

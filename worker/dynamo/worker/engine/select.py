@@ -22,10 +22,8 @@ from typing import TypeAlias
 from tokenizers import Tokenizer
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.gguf import GgufModel
 from dynamo.common.model_card import Role
 from dynamo.common.repository import ControlMode
-from dynamo.common.sentencepiece import SentencePieceModel
 from dynamo.worker.config import EngineKind, RepositoryOptions
 from dynamo.worker.engine.base import Engine, TensorEngine
 from dynamo.worker.engine.declaration import PBTXT_SUFFIX, YAML_SUFFIXES, Declaration, read_declaration
@@ -37,6 +35,8 @@ from dynamo.worker.engine.sim.timing import TimingModel
 from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.repository.layout import is_repository
 from dynamo.worker.repository.models import RepositorySettings
+from dynamo.worker.tokenizers.gguf import GgufModel
+from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
 
 AnyEngine: TypeAlias = Engine | TensorEngine
 

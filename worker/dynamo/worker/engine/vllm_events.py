@@ -18,7 +18,7 @@ import zmq.asyncio
 from dynamo.common.errors import EngineError
 from dynamo.common.etcd.background import running
 from dynamo.common.kv.events import KvState
-from dynamo.common.kv.vllm_events import Translator, decode_batch
+from dynamo.worker.kv.vllm_events import Translator, decode_batch
 
 log = logging.getLogger(__name__)
 

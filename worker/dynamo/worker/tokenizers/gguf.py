@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
-from dynamo.common import sentencepiece
 from dynamo.common.errors import InvalidRequest, Unsupported
-from dynamo.common.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
+from dynamo.worker.tokenizers import sentencepiece
+from dynamo.worker.tokenizers.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 Scalar: TypeAlias = int | float | bool | str
 Value: TypeAlias = Scalar | Sequence[Any]
