@@ -34,8 +34,8 @@ from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.protos import inference_pb2 as pb
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import WorkerConfig
-from dynamo.worker.engine.select import sim_config
 from dynamo.worker.engine.sim.engine import SimEngine
+from dynamo.worker.engines import sim_config
 from tests.support.fleet import SERVICE, text_request
 from tests.support.processes import frontend as frontend_process
 from tests.support.processes import worker as worker_process

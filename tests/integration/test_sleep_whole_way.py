@@ -18,8 +18,8 @@ from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.serving.data_plane import Call
 from dynamo.worker.app import Worker
 from dynamo.worker.config import StatusOptions
-from dynamo.worker.engine.select import sim_config
 from dynamo.worker.engine.sim.engine import SimEngine
+from dynamo.worker.engines import sim_config
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.sim_fleet import SimFleet, prompt, until
 

@@ -18,8 +18,8 @@ from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.serving.data_plane import Call
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import StatusOptions, WorkerConfig
-from dynamo.worker.engine.select import sim_config
 from dynamo.worker.engine.sim.engine import SimEngine
+from dynamo.worker.engines import sim_config
 from tests.support.servers import EtcdServer, NatsServer
 
 if TYPE_CHECKING:  # its package is not everywhere

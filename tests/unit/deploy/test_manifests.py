@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from dynamo.common.config import load
 from dynamo.frontend.config import FrontendConfig
 from dynamo.worker.config import WorkerConfig
-from dynamo.worker.engine.select import choose_engine
+from dynamo.worker.engines import choose_engine
 from tests.support.manifests import (
     BASE,
     DEPLOY,

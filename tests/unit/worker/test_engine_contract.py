@@ -22,7 +22,7 @@ from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.worker.config import EngineKind
 from dynamo.worker.engine.base import Context, Engine, HasFiles, Load, TracksKv
-from dynamo.worker.engine.select import make_engine
+from dynamo.worker.engines import make_engine
 from tests.support.tiny_llama import make_tiny_llama
 
 pytestmark = [pytest.mark.real_model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

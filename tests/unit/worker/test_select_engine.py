@@ -15,8 +15,8 @@ from dynamo.common.names import Endpoint
 from dynamo.worker.config import EngineKind, WorkerConfig
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens, byte_tokenizer
 from dynamo.worker.engine.python import PythonEngine
-from dynamo.worker.engine.select import choose_engine, make_engine, read_tokenizer
 from dynamo.worker.engine.sim.engine import SimEngine
+from dynamo.worker.engines import choose_engine, make_engine, read_tokenizer
 
 
 @pytest.mark.parametrize(

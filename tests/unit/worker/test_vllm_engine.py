@@ -26,7 +26,7 @@ from dynamo.common.protobuf_wire import delimited
 from dynamo.worker.config import EngineKind
 from dynamo.worker.engine.base import Context, MayFail, Sleeps
 from dynamo.worker.engine.echo import byte_tokenizer
-from dynamo.worker.engine.select import choose_engine, make_engine
+from dynamo.worker.engines import choose_engine, make_engine
 from dynamo.worker.tokenizers.sentencepiece import CONTROL, NORMAL, UNKNOWN
 from tests.support.sim_fleet import until
 from tests.support.tiny_llama import BOS, CONTEXT, EOS, make_tiny_adapter, make_tiny_llama

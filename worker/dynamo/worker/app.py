@@ -41,7 +41,7 @@ from dynamo.common.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.tracing import open_tracing
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, MayFail, TracksKv
-from dynamo.worker.engine.select import AnyEngine, make_engine, make_repository, split_repositories
+from dynamo.worker.engines import AnyEngine, make_engine, make_repository, split_repositories
 from dynamo.worker.metrics import WorkerMetrics
 from dynamo.worker.publisher import publishing
 from dynamo.worker.registration import Registered, Registration, registered
