@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
+from dynamo.common.background import running
 from dynamo.common.config import ConfigError, project_version
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
 from dynamo.common.etcd import connect_etcd
-from dynamo.common.etcd.background import running
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal, within
 from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.kv_stream import KvStream

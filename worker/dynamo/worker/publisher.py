@@ -19,8 +19,8 @@ from typing import Protocol
 
 import msgspec
 
+from dynamo.common.background import running
 from dynamo.common.errors import InvalidRequest, ModelNotFound, Unavailable
-from dynamo.common.etcd.background import running
 from dynamo.common.kv.events import (
     KvMessage,
     KvQuestion,

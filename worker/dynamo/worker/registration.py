@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeAlias
 
+from dynamo.common.background import running
 from dynamo.common.discovery import Instance, encode_registration
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.etcd import Etcd, Session
-from dynamo.common.etcd.background import running
 from dynamo.common.etcd.transport import backoff
 from dynamo.common.repository import RepositoryInstance
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 
+from dynamo.common.background import running
 from dynamo.common.discovery import Change, Instance, View
 from dynamo.common.errors import DynamoError
 from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
-from dynamo.common.etcd.background import running
 from dynamo.common.etcd.transport import backoff
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, namespace_prefix

@@ -15,10 +15,10 @@ from typing import Protocol
 
 import msgspec
 
+from dynamo.common.background import running
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Code, DynamoError, ModelNotFound, Unsupported, from_wire
 from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
-from dynamo.common.etcd.background import running
 from dynamo.common.etcd.transport import backoff
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.names import InstanceId, repository_prefix

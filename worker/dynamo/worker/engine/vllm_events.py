@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
+from dynamo.common.background import running
 from dynamo.common.errors import EngineError
-from dynamo.common.etcd.background import running
 from dynamo.common.kv.events import KvState
 from dynamo.worker.kv.vllm_events import Translator, decode_batch
 
