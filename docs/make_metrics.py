@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.common.telemetry import FrontendMetrics, GrpcServerMetrics, RuntimeMetrics
+from dynamo.common.telemetry import RuntimeMetrics
+from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics
 from dynamo.worker.metrics import WorkerMetrics
 
 PAGE = Path(__file__).with_name("observability.md")

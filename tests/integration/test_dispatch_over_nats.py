@@ -16,7 +16,7 @@ from dynamo.common.messaging.connection import Connection, NatsConfig, connect_n
 from dynamo.common.messaging.limits import PlaneLimits
 from dynamo.common.messaging.server import Incoming, serve_requests
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
-from dynamo.common.telemetry import FrontendMetrics
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.serving.dispatch import Call, Dispatcher, Work
 from tests.support.fakes import FakeDirectory, tensor_card

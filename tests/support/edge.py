@@ -12,7 +12,6 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.model_card import ModelCard
-from dynamo.common.telemetry import FrontendMetrics, GrpcServerMetrics
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.service import SERVICE, KserveService
 from dynamo.frontend.api.kserve.stream import StreamLimits
@@ -21,6 +20,7 @@ from dynamo.frontend.api.rpc.metered import metered
 from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import GrpcOptions, GrpcServerChoice, OverloadStatus
+from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.protos import inference_pb2 as pb

@@ -23,13 +23,13 @@ from dynamo.common.generation import (
     summary_encoder,
 )
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
-from dynamo.common.telemetry import FrontendMetrics
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.refusals import CountRefusals
 from dynamo.frontend.api.http.server import make_app, model_routes, serve_http
 from dynamo.frontend.api.http_routes import text_routes
 from dynamo.frontend.api.kserve.rest.routes import kserve_rest_routes
 from dynamo.frontend.config import HttpOptions, OverloadStatus, TextOptions
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.pipeline import TextModel, load_text_model
 from dynamo.frontend.preprocess.tokenizer import Tokenizer

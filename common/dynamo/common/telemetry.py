@@ -7,21 +7,15 @@ kept, so that a request costs a handful of additions, and a token no more than a
 from __future__ import annotations
 
 import asyncio
-import time
-from bisect import bisect_left
 from collections import Counter as Totals
-from collections.abc import Callable, Iterator, Sequence
-from enum import StrEnum
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
-    Counter,
     Gauge,
     GCCollector,
-    Histogram,
     PlatformCollector,
     ProcessCollector,
     generate_latest,
@@ -31,33 +25,16 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from dynamo.common.errors import Code, DynamoError
-from dynamo.common.model_card import ModelCard
-from dynamo.common.tally import Amount, Tally
-
-if TYPE_CHECKING:
-    from dynamo.common.tracing import Span
 
 SECONDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
 """Upper bounds of duration buckets: 1 ms to 10 min."""
-SHORT_SECONDS = (*(0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1), 1.0)
-"""Of what is computed between two requests."""
-TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-BLOCKS = (0, *(1 << power for power in range(16)))
-RATIOS = tuple(step / 20 for step in range(21))
-
 MAX_MODELS = 500
 """Models with a label of their own: the cap on the cardinality of metrics."""
 OTHER_MODEL = "other"
 """Label of models past it."""
-UNKNOWN_MODEL = "unknown_model"
-"""Label of names that no instance serves: clients choose them, so they may not become labels."""
-
-_FLUSH_TOKENS = 128
-_COUNTED = "counted by dynamo"
-"""Attribute of failures that metrics have seen."""
 
 
 def make_registry() -> CollectorRegistry:
@@ -106,11 +83,6 @@ class _ProcessesCollector(Collector):
                 yield family(name, help, totals[name])
 
 
-class RequestType(StrEnum):
-    UNARY = "unary"
-    STREAM = "stream"
-
-
 _ERROR_TYPES = {
     Code.INVALID_REQUEST: "validation",
     Code.PAYLOAD_TOO_LARGE: "validation",
@@ -125,18 +97,6 @@ _ERROR_TYPES = {
     Code.CANCELLED: "cancelled",
     Code.INTERNAL: "internal",
 }
-
-_REASONS = {
-    Code.INVALID_REQUEST: "validation",
-    Code.PAYLOAD_TOO_LARGE: "too_large",
-    Code.UNAUTHENTICATED: "unauthenticated",
-    Code.FORBIDDEN: "forbidden",
-    Code.NOT_FOUND: "not_found",
-    Code.UNSUPPORTED: "not_implemented",
-    Code.OVERLOADED: "overload",
-    Code.RATE_LIMITED: "rate_limit",
-}
-"""Of failures by which a request was refused rather than attempted."""
 
 
 def code_of(error: BaseException) -> Code:
@@ -169,329 +129,3 @@ class RuntimeMetrics:
             registry=registry,
             multiprocess_mode="livemin",
         )
-
-
-class FrontendMetrics:
-    """`dynamo_frontend_*`. `for_model` gives the bound children of one model."""
-
-    def __init__(self, registry: CollectorRegistry, *, max_models: int = MAX_MODELS) -> None:
-        self._max_models = max_models
-        self._models: dict[str, ModelMetrics] = {}
-        self._registry = registry
-        self.tally = Tally(registry)
-        by_model = ("model",)
-        by_request = ("model", "endpoint", "request_type")
-        self.requests = self._counter("requests", "Requests answered.", (*by_request, "status", "error_type"))
-        self.inflight = self._gauge("inflight_requests", "Requests being answered.", by_model)
-        self.queued = self._gauge("queued_requests", "Requests waiting for their first answer.", by_model)
-        self.router_queue = self._gauge("router_queue_requests", "Requests waiting while all instances are busy.", by_model)
-        self.queue_refusals = self._counter(
-            "router_queue_refusals", "Requests that found the router's queue full, or had no time for it.", ("model", "reason")
-        )
-        self.ready = self._gauge("model_ready", "1 if an instance serves the model.", by_model, "livemax")
-        self.duration = self._histogram("request_duration_seconds", "From arrival to the last byte.", by_model)
-        self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", by_model)
-        self.inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens.", by_model)
-        self.input_tokens = self._histogram("input_sequence_tokens", "Prompt tokens.", by_model, TOKENS)
-        self.output_tokens = self._histogram("output_sequence_tokens", "Generated tokens.", by_model, TOKENS)
-        self.cached_tokens = self._histogram("cached_tokens", "Prompt tokens found in a cache.", by_model, (0, *TOKENS))
-        self.output_tokens_total = self._counter("output_tokens", "Generated tokens.", by_model)
-        self.retries = self._counter("retries", "Requests sent to another instance before their first answer.", by_model)
-        self.migrations = self._counter("model_migration", "Requests moved to another instance.", ("model", "migration_type"))
-        self.cancellations = self._counter("model_cancellation", "Requests cancelled by their client.", by_request)
-        self.rejected = self._counter(
-            "model_rejection", "Requests refused, before or instead of an attempt.", ("model", "reason")
-        )
-        self.disconnected_clients = self._gauge("disconnected_clients", "Clients that left before their answer.", ())
-        self.decisions = self._counter("router_decisions", "Instances chosen, by what decided.", ("model", "reason"))
-        self.decision_time = self._histogram("router_decision_seconds", "To choose an instance.", by_model, SHORT_SECONDS)
-        self.overlap = self._histogram("router_overlap_blocks", "Leading blocks the chosen instance held.", by_model, BLOCKS)
-        self.hit_rate = Histogram(
-            "dynamo_component_router_kv_hit_rate",
-            "Share of the prompt that the chosen instance held.",
-            by_model,
-            registry=registry,
-            buckets=RATIOS,
-        )
-        self.canaries = self._counter("canaries", "Tiny requests sent to idle instances.", ("model", "outcome"))
-        self.left_out = self._gauge(
-            "instances_left_out", "Instances that failed a canary and get no requests.", by_model, "livemax"
-        )
-        self._facts = {
-            "instances": self._gauge("model_instances", "Instances registered for the model.", by_model, "livemax"),
-            "total_kv_blocks": self._gauge("model_total_kv_blocks", "KV blocks of an instance.", by_model, "livemax"),
-            "block_size": self._gauge("model_kv_cache_block_size", "Tokens in a KV block.", by_model, "livemax"),
-            "context_length": self._gauge("model_context_length", "Tokens of prompt and answer together.", by_model, "livemax"),
-            "max_num_seqs": self._gauge("model_max_num_seqs", "Sequences an instance generates at once.", by_model, "livemax"),
-            "max_batched_tokens": self._gauge("model_max_num_batched_tokens", "Tokens in one step.", by_model, "livemax"),
-            "migration_limit": self._gauge("model_migration_limit", "Moves allowed to one request.", by_model, "livemax"),
-        }
-
-    def for_model(self, name: str) -> ModelMetrics:
-        """Of a model that is being served. Past the cap, models share the label `other`."""
-        found = self._models.get(name)
-        if found is None:
-            label = name if len(self._models) < self._max_models else OTHER_MODEL
-            found = self._models.get(label) or ModelMetrics(self, label)
-            self._models[label] = found
-        return found
-
-    def for_unknown_model(self) -> ModelMetrics:
-        """For requests that name a model nobody serves."""
-        return self.for_model(UNKNOWN_MODEL)
-
-    def describe(self, card: ModelCard, *, instances: int, migration_limit: int) -> None:
-        """What a model that is being served is like."""
-        facts = {"instances": instances}
-        if (llm := card.llm) is not None:
-            facts |= {
-                "total_kv_blocks": llm.total_blocks,
-                "block_size": llm.block_size,
-                "context_length": llm.context_length,
-                "max_num_seqs": llm.max_num_seqs,
-                "max_batched_tokens": llm.max_batched_tokens,
-                "migration_limit": migration_limit,
-            }
-        label = self.for_model(card.name).label
-        for fact, value in facts.items():
-            self._facts[fact].labels(label).set(value)
-
-    def forget(self, name: str) -> None:
-        """No instance serves this model any more: its gauges say so; its counters stay."""
-        model = self.for_model(name)
-        model.ready.set(0)
-        self._facts["instances"].labels(model.label).set(0)
-
-    def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
-        """A request failed at a protocol's edge. Those that got as far as `ModelMetrics.start` were counted there."""
-        if not vars(error).get(_COUNTED):
-            self.for_unknown_model().add_outcome(endpoint, request_type, code_of(error))
-
-    def _counter(self, name: str, help: str, labels: Sequence[str]) -> Counter:
-        return Counter(f"dynamo_frontend_{name}", help, labels, registry=self._registry)
-
-    def _gauge(self, name: str, help: str, labels: Sequence[str], mode: str = "livesum") -> Gauge:
-        return Gauge(f"dynamo_frontend_{name}", help, labels, registry=self._registry, multiprocess_mode=mode)  # type: ignore[arg-type]
-
-    def _histogram(self, name: str, help: str, labels: Sequence[str], buckets: Sequence[float] = SECONDS) -> Histogram:
-        return Histogram(f"dynamo_frontend_{name}", help, labels, registry=self._registry, buckets=buckets)
-
-
-class ModelMetrics:
-    """The children of one model, bound once."""
-
-    def __init__(self, all_models: FrontendMetrics, label: str) -> None:
-        self.label = label
-        self._all = all_models
-        tally = all_models.tally
-        self.inflight = tally.amount(all_models.inflight.labels(label))
-        self.queued = tally.amount(all_models.queued.labels(label))
-        self.ready = all_models.ready.labels(label)
-        self.duration = tally.spread(all_models.duration.labels(label))
-        self.first_token = tally.spread(all_models.first_token.labels(label))
-        self.inter_token = tally.spread(all_models.inter_token.labels(label))
-        self.input_tokens = tally.spread(all_models.input_tokens.labels(label))
-        self.output_tokens = tally.spread(all_models.output_tokens.labels(label))
-        self.output_tokens_total = tally.amount(all_models.output_tokens_total.labels(label))
-        self.cached_tokens = tally.spread(all_models.cached_tokens.labels(label))
-        self.retries = all_models.retries.labels(label)
-        self._outcomes: dict[tuple[str, RequestType, Code | None], tuple[Amount, ...]] = {}
-        self._decisions: dict[str, Amount] = {}
-        self.decision_time = tally.spread(all_models.decision_time.labels(label))
-        self.overlap = tally.spread(all_models.overlap.labels(label))
-        self.hit_rate = tally.spread(all_models.hit_rate.labels(label))
-
-    def start(self, endpoint: str, request_type: RequestType, clock: Callable[[], float] = time.monotonic) -> Request:
-        """A request has arrived. `endpoint` is one of the API's own names (`tensor`, `completions`, …), never a client's."""
-        return Request(self, endpoint, request_type, clock)
-
-    def migrated(self, *, ongoing: bool) -> None:
-        """A request went on at another instance, before (`ongoing` False) or after its first answer."""
-        self._all.migrations.labels(self.label, "ongoing_request" if ongoing else "new_request").inc()
-
-    def add_outcome(self, endpoint: str, request_type: RequestType, error: Code | None) -> None:
-        """A request ended; `error` is None for success."""
-        key = (endpoint, request_type, error)
-        amounts = self._outcomes.get(key)
-        if amounts is None:
-            amounts = self._outcomes[key] = tuple(map(self._all.tally.amount, self._outcome(endpoint, request_type, error)))
-        for amount in amounts:
-            amount.value += 1
-
-    def _outcome(self, endpoint: str, request_type: RequestType, error: Code | None) -> list[Counter]:
-        requests = self._all.requests
-        if error is None:
-            return [requests.labels(self.label, endpoint, request_type.value, "success", "")]
-        failed = requests.labels(self.label, endpoint, request_type.value, "error", _ERROR_TYPES[error])
-        reason = _REASONS.get(error)
-        return [failed] if reason is None else [failed, self._all.rejected.labels(self.label, reason)]
-
-    def decided(self, reason: str, seconds: float) -> None:
-        """An instance was chosen in so much time; `reason` is one of the router's own words."""
-        amount = self._decisions.get(reason)
-        if amount is None:
-            amount = self._decisions[reason] = self._all.tally.amount(self._all.decisions.labels(self.label, reason))
-        amount.value += 1
-        self.decision_time.observe(seconds)
-
-    def overlapped(self, blocks: int, hit_rate: float) -> None:
-        """So many leading blocks of a prompt were held by the instance that was chosen for it."""
-        self.overlap.observe(blocks)
-        self.hit_rate.observe(hit_rate)
-
-    def canary(self, outcome: str) -> None:
-        """A canary came back: `passed` or `failed`."""
-        self._all.canaries.labels(self.label, outcome).inc()
-
-    def set_router_queue(self, waiting: int) -> None:
-        """So many requests wait while all instances of the model are busy."""
-        self._all.router_queue.labels(self.label).set(waiting)
-
-    def queue_refused(self, reason: str) -> None:
-        """Why a request may not wait (longer) in the router's queue: `full`, `late` or `expired`."""
-        self._all.queue_refusals.labels(self.label, reason).inc()
-
-    def set_left_out(self, count: int) -> None:
-        """So many instances of the model are left out because they failed a canary."""
-        self._all.left_out.labels(self.label).set(count)
-
-    def cancelled(self, endpoint: str, request_type: RequestType) -> None:
-        self._all.cancellations.labels(self.label, endpoint, request_type.value).inc()
-        self._all.disconnected_clients.inc()
-
-
-class Request:
-    """The measurements of one request. `finish` exactly once, on every path."""
-
-    __slots__ = (
-        *("_clock", "_endpoint", "_gap_sum", "_gaps", "_last", "_metrics", "_output", "_pending", "_queued", "_started"),
-        *("_type", "span"),
-    )
-
-    def __init__(self, metrics: ModelMetrics, endpoint: str, request_type: RequestType, clock: Callable[[], float]) -> None:
-        self._metrics = metrics
-        self._endpoint = endpoint
-        self._type = request_type
-        self._clock = clock
-        self._started = clock()
-        self._last = 0.0
-        self._output = 0
-        self._gaps: list[int] | None = None
-        self._gap_sum = 0.0
-        self._pending = 0
-        self._queued = True
-        self.span: Span | None = None
-        """Of the same request, for `finish` to end; None if it is not traced."""
-        metrics.inflight.value += 1
-        metrics.queued.value += 1
-
-    def answered(self) -> None:
-        """The first part of the answer is there; `tokens` says so too."""
-        if self._queued:
-            self._queued = False
-            self._metrics.queued.value -= 1
-
-    def tokens(self, count: int) -> None:
-        """`count` tokens (at least 1) have arrived together; the time since the last ones is shared among them."""
-        now = self._clock()
-        if self._output == 0:
-            self.answered()
-            self._metrics.first_token.observe(now - self._started)
-            if self.span is not None:
-                self.span.event("first token")
-            count_gaps, gap = count - 1, 0.0
-        else:
-            count_gaps, gap = count, (now - self._last) / count
-        self._output += count
-        self._last = now
-        if count_gaps:
-            self._add_gaps(gap, count_gaps)
-
-    def finish(
-        self,
-        error: BaseException | None = None,
-        *,
-        input_tokens: int = 0,
-        output_tokens: int | None = None,
-        cached_tokens: int = 0,
-    ) -> None:
-        """The last byte went out, or the request failed. `output_tokens` counts where `tokens` was not called."""
-        metrics = self._metrics
-        code = None
-        if error is not None:
-            code = code_of(error)
-            vars(error)[_COUNTED] = True
-        self.answered()
-        self._flush_gaps()
-        metrics.inflight.value -= 1
-        metrics.duration.observe(self._clock() - self._started)
-        metrics.add_outcome(self._endpoint, self._type, code)
-        if code is Code.CANCELLED:
-            metrics.cancelled(self._endpoint, self._type)
-        output = self._output if output_tokens is None else output_tokens
-        if input_tokens:
-            metrics.input_tokens.observe(input_tokens)
-            metrics.cached_tokens.observe(cached_tokens)
-        if output:
-            metrics.output_tokens.observe(output)
-            metrics.output_tokens_total.value += output
-        if self.span is not None:
-            if input_tokens or output:
-                self.span.set({"dynamo.prompt_tokens": input_tokens, "dynamo.output_tokens": output})
-            self.span.end(code)
-
-    def _add_gaps(self, gap: float, count: int) -> None:
-        """Collected here and added in bulk: an `observe` per token would cost more than forwarding the token."""
-        if self._gaps is None:
-            self._gaps = [0] * (len(SECONDS) + 1)
-        self._gaps[bisect_left(SECONDS, gap)] += count
-        self._gap_sum += gap * count
-        self._pending += count
-        if self._pending >= _FLUSH_TOKENS:
-            self._flush_gaps()
-
-    def _flush_gaps(self) -> None:
-        if self._gaps is not None:
-            self._metrics.inter_token.add(self._gaps, self._gap_sum)
-            self._gaps = None
-            self._gap_sum = 0.0
-            self._pending = 0
-
-
-class GrpcServerMetrics:
-    """`grpc_server_*`, as the interceptors of other languages name them. `for_method` gives bound children."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        labels = ("grpc_type", "grpc_service", "grpc_method")
-        self.tally = Tally(registry)
-        self.started = Counter("grpc_server_started", "RPCs started.", labels, registry=registry)
-        self.handled = Counter("grpc_server_handled", "RPCs ended.", (*labels, "grpc_code"), registry=registry)
-        self.received = Counter("grpc_server_msg_received", "Messages received.", labels, registry=registry)
-        self.sent = Counter("grpc_server_msg_sent", "Messages sent.", labels, registry=registry)
-        self.handling = Histogram("grpc_server_handling_seconds", "Duration of RPCs.", labels, registry=registry, buckets=SECONDS)
-
-    def for_method(self, service: str, method: str, grpc_type: str) -> GrpcMethodMetrics:
-        """To call once per method of the service, at start. `grpc_type` is `unary`, `server_stream` or `bidi_stream`."""
-        return GrpcMethodMetrics(self, (grpc_type, service, method))
-
-
-class GrpcMethodMetrics:
-    """The children of one RPC method, bound once. Calls: add to `started`, `received` and `sent`, and `handled`."""
-
-    def __init__(self, server: GrpcServerMetrics, labels: tuple[str, str, str]) -> None:
-        self._server = server
-        self._labels = labels
-        self._codes: dict[str, Amount] = {}
-        tally = server.tally
-        self.started = tally.amount(server.started.labels(*labels))
-        self.received = tally.amount(server.received.labels(*labels))
-        self.sent = tally.amount(server.sent.labels(*labels))
-        self.duration = tally.spread(server.handling.labels(*labels))
-
-    def handled(self, code: str, duration_s: float) -> None:
-        """`code` is the name of the status, written `OK`, `InvalidArgument`, …"""
-        amount = self._codes.get(code)
-        if amount is None:
-            amount = self._codes[code] = self._server.tally.amount(self._server.handled.labels(*self._labels, code))
-        amount.value += 1
-        self.duration.observe(duration_s)

@@ -38,7 +38,7 @@ from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint
 from dynamo.common.tally import Tally
-from dynamo.common.telemetry import FrontendMetrics, GrpcServerMetrics, RuntimeMetrics, make_registry, render
+from dynamo.common.telemetry import RuntimeMetrics, make_registry, render
 from dynamo.common.tracing import open_tracing
 from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.console.routes import Console, console_routes
@@ -72,6 +72,7 @@ from dynamo.frontend.fleet.kv_feed import Bookings, open_kv_feed
 from dynamo.frontend.fleet.kv_history import KvHistory
 from dynamo.frontend.fleet.repository import open_repositories
 from dynamo.frontend.fleet.siblings import open_siblings
+from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics, RouterMetrics
 from dynamo.frontend.router.affinity import SessionRouter
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.explain import DecisionLog, ExplainingRouter
@@ -80,7 +81,6 @@ from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.select import effective_mode, follows_loads, make_router, thresholds_of
 from dynamo.frontend.router.thresholds import ThresholdTable
-from dynamo.frontend.router_metrics import RouterMetrics
 from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.frontend.serving.disaggregation import DisaggregationSettings
 from dynamo.frontend.serving.dispatch import DispatchSettings

@@ -17,7 +17,7 @@ from dynamo.worker.config import WorkerConfig
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
 CONFIGS = (FrontendConfig, WorkerConfig, LocalConfig, ReplayConfig)
-FOLDERS = ("protos", "common", "frontend", "worker", "tests", "docs", "deploy", "examples", "benchmarks")
+FOLDERS = ("protos", "common", "frontend", "worker", "local", "tests", "docs", "deploy", "examples", "benchmarks")
 
 FLAGS_OF_OTHERS = {
     "vLLM": "--dtype --enforce-eager --gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-transfer-config"

@@ -15,15 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from dynamo.common.errors import Cancelled, Code, InvalidRequest, Overloaded
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tally import Tally
-from dynamo.common.telemetry import (
-    SECONDS,
-    FrontendMetrics,
-    GrpcServerMetrics,
-    RequestType,
-    RuntimeMetrics,
-    make_registry,
-    render,
-)
+from dynamo.common.telemetry import SECONDS, RuntimeMetrics, make_registry, render
+from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics, RequestType
 
 Read = Callable[..., float | None]
 
@@ -206,7 +199,7 @@ def test_the_scrape_of_several_processes_is_their_sum(tmp_path: Path) -> None:
     program = """
         import sys
         from prometheus_client import CollectorRegistry
-        from dynamo.common.telemetry import FrontendMetrics, RequestType
+        from dynamo.frontend.metrics import FrontendMetrics, RequestType
         metrics = FrontendMetrics(CollectorRegistry())
         request = metrics.for_model("m").start("tensor", RequestType.STREAM)
         request.tokens(1); request.tokens(3)

@@ -12,13 +12,8 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.errors import Cancelled, Code, Overloaded
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, new_instance_id
-from dynamo.common.telemetry import (
-    FrontendMetrics,
-    GrpcServerMetrics,
-    RequestType,
-    RuntimeMetrics,
-    make_registry,
-)
+from dynamo.common.telemetry import RuntimeMetrics, make_registry
+from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics, RequestType
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.metrics import WorkerMetrics
 from tests.support.promql import ADDED_BY_PROMETHEUS, DASHBOARDS, all_expressions, dashboard_expressions, parsed, rules, selectors

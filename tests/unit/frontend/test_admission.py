@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.errors import DeadlineExceeded, NoInstances, Overloaded
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
-from dynamo.common.telemetry import FrontendMetrics
 from dynamo.frontend.config import QueuePolicy
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import Choice
 from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.data_plane import DataPlaneSettings, open_data_plane

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.telemetry import RequestType
 from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.serving.data_plane import Call
 
 

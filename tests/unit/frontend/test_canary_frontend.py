@@ -13,8 +13,8 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InstanceGone, Overloaded, ShuttingDown
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.names import InstanceId
-from dynamo.common.telemetry import FrontendMetrics
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.serving.dispatch import Dispatcher
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, instance

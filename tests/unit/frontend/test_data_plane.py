@@ -20,8 +20,8 @@ from dynamo.common.errors import (
 )
 from dynamo.common.model_card import ModelCard, Role
 from dynamo.common.names import InstanceId
-from dynamo.common.telemetry import FrontendMetrics
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.serving.data_plane import Call, DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.frontend.serving.disaggregation import DisaggregationSettings
 from dynamo.frontend.serving.text_models import LoadText, TextModel

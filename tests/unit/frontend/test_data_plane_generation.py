@@ -35,7 +35,7 @@ from dynamo.common.generation import (
 )
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId
-from dynamo.common.telemetry import FrontendMetrics, RequestType
+from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.serving.data_plane import Call, DataPlane, DataPlaneSettings, Generation, open_data_plane
 from dynamo.frontend.serving.dispatch import DispatchSettings

@@ -24,7 +24,7 @@ from dynamo.common.generation import (
 from dynamo.common.kv.hashes import sequence_hashes
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
-from dynamo.common.telemetry import FrontendMetrics, RequestType
+from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.kv import KvRouter, KvRouterConfig

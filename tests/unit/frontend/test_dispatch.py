@@ -22,7 +22,7 @@ from dynamo.common.errors import (
 )
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
-from dynamo.common.telemetry import FrontendMetrics
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.serving.dispatch import Call, Dispatcher, DispatchSettings, RetryBudget, Work, able_to_serve
 from tests.support.fakes import (
     FakeClient,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dynamo.common.errors import Overloaded
-from dynamo.common.telemetry import FrontendMetrics, make_registry, render
+from dynamo.common.telemetry import make_registry, render
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.server import (
     LinkState,
@@ -25,6 +25,7 @@ from dynamo.frontend.api.http.server import (
     serve_http,
 )
 from dynamo.frontend.config import HttpOptions, OverloadStatus
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeText, instance, tensor_card

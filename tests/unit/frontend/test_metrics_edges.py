@@ -11,15 +11,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
-from dynamo.common.telemetry import FrontendMetrics
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.kserve.service import SERVICE
 from dynamo.frontend.api.rpc.guard import guarded
 from dynamo.frontend.config import GrpcServerChoice, HttpOptions
+from dynamo.frontend.metrics import FrontendMetrics, RouterMetrics
 from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.simple import RoundRobin
-from dynamo.frontend.router_metrics import RouterMetrics
 from dynamo.frontend.security.surfaces import Restriction, Surface
 from dynamo.protos import inference_pb2 as pb
 from tests.support.edge import SERVERS, Edge, open_edge

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dynamo.common.errors import DeadlineExceeded, EngineError, InvalidRequest, Overloaded
-from dynamo.worker.batching import Batch, Batcher, BatchPolicy, Tensors
 from dynamo.worker.engine.base import Context
+from dynamo.worker.engine.batching import Batch, Batcher, BatchPolicy, Tensors
 
 
 class Model:

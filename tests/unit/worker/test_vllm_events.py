@@ -15,7 +15,7 @@ import zmq.asyncio
 from dynamo.common.generation import pack_tokens
 from dynamo.common.kv.events import KvState
 from dynamo.common.kv.hashes import sequence_hashes
-from dynamo.worker.engine.vllm_events import KvFollower, KvSource, following
+from dynamo.worker.kv.vllm_subscriber import KvFollower, KvSource, following
 from tests.support.sim_fleet import until
 
 SIZE = 4

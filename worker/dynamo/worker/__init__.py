@@ -5,16 +5,16 @@
 | `app` | the process from start to end; `serve_worker`, `serve_fleet`, `open_worker` serve engines from a program of one's own |
 | `config` | `WorkerConfig` |
 | `serve` | what is done with each request, written once for all engines |
-| `batching` | dynamic batching for tensor models |
+| `engine.batching` | dynamic batching for tensor models |
 | `statistics` | counts and durations per model version, for Triton's `ModelStatistics` |
 | `metrics`, `spans`, `status` | the same for Prometheus, for traces, and the port that shows it |
 | `canary` | whether an engine still makes progress |
 | `engine.base` | what an engine is |
-| `engine.select` | which engine a `--model` means |
+| `engines` | which engine a `--model` means |
 | `engine.python` | models written as Python classes; `engine.declaration` and `engine.user_class` are parts of it |
 | `engine.echo` | answers what it got |
 | `engine.llama` | llama.cpp; `engine.llama_request`, `llama_stream` and `llama_cache` are parts of it |
-| `engine.vllm` | vLLM; `engine.vllm_request` and `engine.vllm_events` are parts of it |
+| `engine.vllm` | vLLM; `engine.vllm_request` is part of it, `kv.vllm_subscriber` and `kv.vllm_events` read its KV events |
 | `engine.sim` | a simulated engine: schedules and caches like a real one |
 | `repository` | Triton model repositories: ONNX, Python-backend models and ensembles, loaded and unloaded at run time |
 """

@@ -10,8 +10,8 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.names import InstanceId, parse_instance
-from dynamo.common.telemetry import RequestType
 from dynamo.common.tracing import context_of
+from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.overrides import LIMITS, read_overrides
 from dynamo.frontend.serving.data_plane import Call

@@ -21,7 +21,7 @@ from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.model_card import ModelKind
 from dynamo.common.names import InstanceId
-from dynamo.common.telemetry import FrontendMetrics
+from dynamo.frontend.metrics import FrontendMetrics
 
 log = logging.getLogger(__name__)
 

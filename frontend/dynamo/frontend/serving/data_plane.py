@@ -33,13 +33,13 @@ from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import InstanceId
 from dynamo.common.repository import IndexEntry, LoadRequest, UnloadRequest
-from dynamo.common.telemetry import FrontendMetrics, ModelMetrics, Request, RequestType
 from dynamo.common.tensor_request import RequestChecker, TensorRequest
 from dynamo.common.tracing import Tracing
 from dynamo.frontend.config import QueuePolicy
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
 from dynamo.frontend.fleet.repository import Repository, RepositoryView
 from dynamo.frontend.fleet.statistics import add_up
+from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics, Request, RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.security.accounts import Ticket, admit, permit, permits

@@ -41,8 +41,8 @@ from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
-from dynamo.common.telemetry import ModelMetrics, Request, RequestType
 from dynamo.common.tracing import Span, Tracing
+from dynamo.frontend.metrics import ModelMetrics, Request, RequestType
 from dynamo.frontend.router.base import Choice, Router, RouteRequest
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES, PromptHashes

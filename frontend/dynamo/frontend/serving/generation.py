@@ -39,7 +39,7 @@ from dynamo.common.generation import (
 )
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard
-from dynamo.common.telemetry import ModelMetrics, Request
+from dynamo.frontend.metrics import ModelMetrics, Request
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import Choice
 from dynamo.frontend.security.accounts import Ticket, admit

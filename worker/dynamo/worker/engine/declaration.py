@@ -24,7 +24,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensors import datatype_named, datatype_of_config
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelDynamicBatching, ModelInput, ModelOutput
-from dynamo.worker.batching import DEFAULT_QUEUE_SIZE, BatchPolicy
+from dynamo.worker.engine.batching import DEFAULT_QUEUE_SIZE, BatchPolicy
 from dynamo.worker.paths import relative_path
 
 YAML_SUFFIXES = (".yaml", ".yml")

@@ -50,8 +50,8 @@ from dynamo.common.model_card import ModelCard, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import DATATYPES, Array, bf16_to_float32, element_count, from_numpy, to_numpy, typed_to_raw
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferResponse
-from dynamo.worker.batching import Batch, Batcher, Tensors
 from dynamo.worker.engine.base import Buffer, Context, TensorAnswer
+from dynamo.worker.engine.batching import Batch, Batcher, Tensors
 from dynamo.worker.engine.declaration import Batching, Declaration, Tensor
 from dynamo.worker.engine.user_class import declaration_of, load_class
 

@@ -43,8 +43,8 @@ from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summa
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
 from dynamo.worker.engine.base import Context, Load
-from dynamo.worker.engine.vllm_events import KvSource, following
 from dynamo.worker.engine.vllm_request import MAX_LOGPROBS, AnswerReader, check_request, sampling_settings, structured_settings
+from dynamo.worker.kv.vllm_subscriber import KvSource, following
 from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
 
 log = logging.getLogger(__name__)

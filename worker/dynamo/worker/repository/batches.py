@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
-from dynamo.worker.batching import BatchPolicy
+from dynamo.worker.engine.batching import BatchPolicy
 from dynamo.worker.engine.declaration import from_dynamic_batching
 from dynamo.worker.repository.execution import Arrays
 

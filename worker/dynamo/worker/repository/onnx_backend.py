@@ -17,7 +17,7 @@ import numpy as np
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
 from dynamo.common.tensors import DATATYPES, Array
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
-from dynamo.worker.batching import Batch, Batcher, Tensors
+from dynamo.worker.engine.batching import Batch, Batcher, Tensors
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.batches import batch_policy, rows_of
 from dynamo.worker.repository.execution import Answer, Arrays, Request, Version

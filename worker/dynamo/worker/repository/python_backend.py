@@ -16,8 +16,8 @@ from pathlib import Path
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, Unavailable
 from dynamo.protos.model_config_pb2 import ModelConfig
-from dynamo.worker.batching import Batch, Batcher
 from dynamo.worker.engine.base import Context
+from dynamo.worker.engine.batching import Batch, Batcher
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.batches import batch_policy, rows_of

@@ -11,7 +11,6 @@ from starlette.routing import BaseRoute, Route
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason, Summary
-from dynamo.common.telemetry import RequestType
 from dynamo.frontend.api.anthropic.requests import Asked, CountRequest, MessagesRequest, conversation, to_text
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Endpoint, ErrorForm, Exchange, HttpSettings
@@ -19,6 +18,7 @@ from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.http.openapi import Operation
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.api.text.rules import TextLimits, llm_of, new_tool_call_id, parsed
+from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, OutputParsers, Part, Reasoning, ToolCall, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.serving.data_plane import DataPlane, Generation

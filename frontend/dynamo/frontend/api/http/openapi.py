@@ -88,7 +88,7 @@ def _operation(operation: Operation, schema_of: dict[int, Any]) -> dict[str, Any
 
 def openapi_routes(operations: Sequence[Operation]) -> list[BaseRoute]:
     document = msgspec.json.encode(describe(operations))
-    page = files("dynamo.frontend.api").joinpath("docs.html").read_bytes()
+    page = files(__package__).joinpath("docs.html").read_bytes()
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
 
     async def openapi(request: Request) -> Response:

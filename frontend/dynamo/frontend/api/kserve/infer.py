@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge, Unsupported
 from dynamo.common.model_card import ModelCard, ModelKind
-from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve.text import TextAnswer, to_text_requests, wants_stream
+from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.serving.data_plane import Call, DataPlane
 

@@ -17,7 +17,6 @@ from google.protobuf.message import DecodeError, Message
 
 from dynamo.common.errors import InvalidRequest, ShuttingDown, Unsupported
 from dynamo.common.logs import request_id as logged_id
-from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.health import Readiness
@@ -29,6 +28,7 @@ from dynamo.frontend.api.rpc.server import Context, Handlers
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import grpc_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import OverloadStatus
+from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.protos import inference_pb2 as pb

@@ -21,7 +21,6 @@ from dynamo.common.errors import DynamoError, ShuttingDown
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.protobuf_wire import tag, varint
-from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_answer import AnswerForm
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
@@ -30,6 +29,7 @@ from dynamo.frontend.api.kserve.text import TextAnswer, to_text_requests, wants_
 from dynamo.frontend.api.rpc.server import Context
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import log_failure, public_message
+from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.serving.data_plane import Call, DataPlane
 from dynamo.protos.inference_pb2 import (

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
-from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import bf16_to_float32, element_count, encode_bytes, to_numpy, typed_to_raw
 from dynamo.frontend.api.http.exchange import Exchange
@@ -30,6 +29,7 @@ from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import EmbeddingRequest
 from dynamo.frontend.api.openai.to_text import prompts_of
 from dynamo.frontend.api.text.rules import check_chars
+from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.security.accounts import charge
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 

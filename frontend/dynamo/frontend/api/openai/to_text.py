@@ -12,7 +12,6 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.common.names import parse_instance
-from dynamo.common.telemetry import RequestType
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.openai.requests import (
     ChatMessage,
@@ -26,6 +25,7 @@ from dynamo.frontend.api.openai.requests import (
 )
 from dynamo.frontend.api.text.rules import TextLimits, check_chars, choose_parsers, llm_of, stop_strings
 from dynamo.frontend.api.text.tool_choice import named_call, some_call
+from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.overrides import read_overrides

@@ -9,8 +9,8 @@ from time import perf_counter
 import grpc
 import grpc.aio
 
-from dynamo.common.telemetry import GrpcMethodMetrics, GrpcServerMetrics
 from dynamo.frontend.api.rpc.server import Context, Handlers
+from dynamo.frontend.metrics import GrpcMethodMetrics, GrpcServerMetrics
 
 _OK = "OK"
 

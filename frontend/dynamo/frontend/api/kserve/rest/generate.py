@@ -10,7 +10,6 @@ import orjson
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import FinishReason
 from dynamo.common.model_card import ModelCard, ModelKind
-from dynamo.common.telemetry import RequestType
 from dynamo.common.tensors import element_count
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import EventStream, Exchange
@@ -24,6 +23,7 @@ from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import decode_object
 from dynamo.frontend.api.kserve.text import to_text_requests
 from dynamo.frontend.api.text.token_texts import TokenTexts
+from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.serving.data_plane import Call, DataPlane
 

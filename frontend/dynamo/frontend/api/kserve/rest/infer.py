@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard
-from dynamo.common.telemetry import RequestType
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
@@ -13,6 +12,7 @@ from dynamo.frontend.api.kserve.rest.answers import Answer, send_answer, write_a
 from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, read_body, split
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import read_request
+from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.serving.data_plane import Call, DataPlane
 
 
