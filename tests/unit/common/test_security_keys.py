@@ -332,7 +332,7 @@ def test_a_restriction_of_an_unknown_surface_names_those_there_are() -> None:
 
 
 def keys(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command: Sequence[str] = (sys.executable, "-m", "dynamo.common.security", *arguments)
+    command: Sequence[str] = (sys.executable, "-m", "dynamo.frontend.security", *arguments)
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
 
 
