@@ -114,12 +114,12 @@ def decide(
         matches.append(time.thread_time() - begin)
         known = PromptHashes(b"", BLOCK_SIZE)
         known.values = hashes
-        request = RouteRequest(model=MODEL, request_id=str(number), prompt=prompt, hashes=known)
+        request = RouteRequest(model=MODEL, booking_id=str(number), prompt=prompt, hashes=known)
         begin, wall = time.thread_time(), time.perf_counter()
         choice = router.pick(request, fleet)
         picks.append(time.thread_time() - begin)
         walls.append(time.perf_counter() - wall)
-        accepted = pack_hashes([request_key(request.request_id)])
+        accepted = pack_hashes([request_key(request.booking_id)])
         router.loads.report(choice.instance.id, LoadReport(running=1, active_blocks=blocks, accepted=accepted), time.monotonic())
         if number >= options.live:
             router.finished(str(number - options.live))

@@ -47,8 +47,8 @@ async def test_a_hundred_workers_in_one_process_register_and_serve(
             async with frontend.plane.generate(request, Call(request_id=f"r{number}")) as generation:
                 while await generation.read():
                     pass
-                assert generation.choice is not None and generation.summary.output_tokens > 0
-                return generation.choice.instance.id
+                assert generation.decision is not None and generation.summary.output_tokens > 0
+                return generation.decision.instance.id
 
         served = await asyncio.gather(*(ask(number) for number in range(2 * COUNT)))
         assert {served.count(instance) for instance in served} == {2}, "each of them took two requests"

@@ -118,12 +118,12 @@ async def test_a_stream_longer_than_the_drain_goes_on_elsewhere(
         request = TextRequest(model="sim", prompt=prompt(1), stop=Stop(max_tokens=2000, ignore_eos=True))
         async with f.frontends[0].plane.generate(request, Call(request_id="long")) as generation:
             assert await generation.read()
-            assert generation.choice is not None
-            first = generation.choice.instance.id
+            assert generation.decision is not None
+            first = generation.decision.instance.id
             await order(workers[first], "/sleep")
             while await generation.read():
                 pass
-            assert generation.choice.instance.id != first
+            assert generation.decision.instance.id != first
             assert generation.summary.output_tokens == 2000
 
 

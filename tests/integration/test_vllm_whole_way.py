@@ -57,8 +57,8 @@ async def test_two_workers_answer_and_a_prompt_goes_where_its_prefix_lies(
             async with frontend.plane.generate(request, Call(request_id=name)) as generation:
                 while await generation.read():
                     pass
-                assert generation.choice is not None
-                return generation.choice.instance.id, generation.choice.overlap_blocks, generation.summary
+                assert generation.decision is not None
+                return generation.decision.instance.id, generation.decision.overlap_blocks, generation.summary
 
         asked = [await ask(prompt(number), f"first {number}") for number in range(6)]
         assert all(overlap == 0 for _, overlap, _ in asked)

@@ -28,7 +28,7 @@ from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from dynamo.worker.app import Worker, open_worker, serve_fleet, serve_worker
 from dynamo.worker.config import WorkerConfig
-from dynamo.worker.engine.base import Context, TensorAnswer
+from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens
 from dynamo.worker.engine.python import PythonEngine, Tensor
 from tests.support.servers import EtcdServer, NatsServer, free_ports, start_nats
@@ -265,7 +265,7 @@ class Broken(EchoTensors):
     async def start(self) -> Sequence[object]:  # type: ignore[override]
         raise InvalidRequest("the model file is broken")
 
-    async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+    async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         raise AssertionError
         yield
 

@@ -22,7 +22,7 @@ from dynamo.common.messaging.frames import Body, Buffer, joined
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
-from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 
 ENDPOINT = Endpoint()
 
@@ -243,18 +243,18 @@ class RecordingRouter:
     def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> None:
         return None
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
-        assert request.request_id not in self.open, "booked twice"
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
+        assert request.booking_id not in self.open, "booked twice"
         self.requests.append(request)
-        self.open[request.request_id] = candidates[0].id
-        return Choice(candidates[0], "first")
+        self.open[request.booking_id] = candidates[0].id
+        return RoutingDecision(candidates[0], "first")
 
-    def first_token(self, request_id: str) -> None:
-        assert request_id in self.open
-        self.first_tokens.append(request_id)
+    def first_token(self, booking_id: str) -> None:
+        assert booking_id in self.open
+        self.first_tokens.append(booking_id)
 
-    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
-        del self.open[request_id]
+    def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
+        del self.open[booking_id]
         self.outcomes.append(error)
 
     def removed(self, instance: InstanceId) -> None:

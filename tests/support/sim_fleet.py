@@ -114,8 +114,8 @@ class SimFleet:
         async with self.frontends[frontend].plane.generate(request, Call(request_id="test")) as generation:
             while await generation.read():
                 pass
-            assert generation.choice is not None
-            return generation.choice.instance.id, generation.choice.overlap_blocks, generation.summary
+            assert generation.decision is not None
+            return generation.decision.instance.id, generation.decision.overlap_blocks, generation.summary
 
     def answer_no_questions(self) -> None:
         """From now on no worker tells what it holds, if asked."""

@@ -18,7 +18,7 @@ from dynamo.common.errors import Code
 from dynamo.common.model_card import ModelCard
 from dynamo.common.tally import Amount, Tally
 from dynamo.common.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, code_of, error_type
-from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 
 if TYPE_CHECKING:
     from dynamo.common.tracing import Span
@@ -186,9 +186,9 @@ class ModelMetrics:
         self.overlap = tally.spread(all_models.overlap.labels(label))
         self.hit_rate = tally.spread(all_models.hit_rate.labels(label))
 
-    def start(self, endpoint: str, request_type: RequestType, clock: Callable[[], float] = time.monotonic) -> Request:
+    def start(self, endpoint: str, request_type: RequestType, clock: Callable[[], float] = time.monotonic) -> RequestTimer:
         """A request has arrived. `endpoint` is one of the API's own names (`tensor`, `completions`, …), never a client's."""
-        return Request(self, endpoint, request_type, clock)
+        return RequestTimer(self, endpoint, request_type, clock)
 
     def migrated(self, *, ongoing: bool) -> None:
         """A request went on at another instance, before (`ongoing` False) or after its first answer."""
@@ -245,7 +245,7 @@ class ModelMetrics:
         self._all.disconnected_clients.inc()
 
 
-class Request:
+class RequestTimer:
     """The measurements of one request. `finish` exactly once, on every path."""
 
     __slots__ = (
@@ -388,12 +388,12 @@ class RouterMetrics:
     def __init__(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics
 
-    def picked(self, request: RouteRequest, choice: Choice, seconds: float) -> None:
+    def picked(self, request: RouteRequest, decision: RoutingDecision, seconds: float) -> None:
         model = self._metrics.for_model(request.model)
-        model.decided(choice.reason, seconds)
-        if request.prompt and not request.is_prefilled and (llm := choice.instance.card.llm) is not None:
+        model.decided(decision.reason, seconds)
+        if request.prompt and not request.is_prefilled and (llm := decision.instance.card.llm) is not None:
             tokens = len(request.prompt) / _TOKEN_BYTES
-            model.overlapped(choice.overlap_blocks, min(1.0, choice.overlap_blocks * llm.block_size / tokens))
+            model.overlapped(decision.overlap_blocks, min(1.0, decision.overlap_blocks * llm.block_size / tokens))
 
     def refused(self, request: RouteRequest) -> None:
         """Counted as the request's failure."""

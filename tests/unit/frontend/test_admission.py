@@ -10,7 +10,7 @@ from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import QueuePolicy
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.router.base import Choice
+from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.data_plane import DataPlaneSettings, open_data_plane
 from dynamo.frontend.serving.dispatch import Call, Dispatcher, Work
@@ -26,7 +26,7 @@ class OneAtATime(RecordingRouter):
         super().__init__()
         self.room = room
 
-    def pick(self, request, candidates, *, explain=False) -> Choice:  # type: ignore[no-untyped-def]
+    def pick(self, request, candidates, *, explain=False) -> RoutingDecision:  # type: ignore[no-untyped-def]
         if len(self.open) >= self.room:
             raise Overloaded("all instances are busy", retry_after_s=1)
         return super().pick(request, candidates, explain=explain)

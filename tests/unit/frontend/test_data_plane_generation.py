@@ -132,7 +132,7 @@ async def test_a_generation_gives_text_and_then_its_summary() -> None:
             assert tokens_of(texts) == continuation(PROMPT, 3)
             assert texts[-1].finish_reason is FinishReason.LENGTH
             assert generation.summary == Summary(prompt_tokens=5, output_tokens=3, cached_tokens=1)
-            assert generation.choice is not None
+            assert generation.decision is not None
             assert await generation.read() == []
         assert not f.router.open
         assert f.count("output_tokens_total") == 3

@@ -99,7 +99,7 @@ async def test_a_request_with_a_prompt_tells_its_instance_the_booking() -> None:
     work = b.work()
     work.prompt = b"\1\0\0\0"
     await b.dispatcher.call(work, Call(request_id="abc"))
-    assert b.client.streams[0].headers == {"request-id": "abc", "booking": b.router.requests[0].request_id}
+    assert b.client.streams[0].headers == {"request-id": "abc", "booking": b.router.requests[0].booking_id}
 
 
 async def test_a_request_whose_instance_is_gone_is_answered_by_another() -> None:

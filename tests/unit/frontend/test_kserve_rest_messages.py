@@ -19,11 +19,11 @@ from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Paylo
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import DATATYPES, datatype_named, decode_bytes, encode_bytes
-from dynamo.frontend.api.kserve.rest.answers import Answer, write_answer
 from dynamo.frontend.api.kserve.rest.bodies import Parts, accepted_encoding, decompress, split
 from dynamo.frontend.api.kserve.rest.elements import to_json, to_raw
 from dynamo.frontend.api.kserve.rest.paths import Resource, Target, find
 from dynamo.frontend.api.kserve.rest.requests import OutputForm, read_request
+from dynamo.frontend.api.kserve.rest.responses import Answer, write_answer
 from dynamo.protos import inference_pb2 as pb
 
 CARD = ModelCard(name="m", kind=ModelKind.TENSOR)

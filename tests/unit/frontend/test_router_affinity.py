@@ -45,14 +45,14 @@ class Sessions:
         """The booking of a request that goes on."""
         self._count += 1
         booking = str(self._count)
-        request = RouteRequest(model="m", request_id=booking, session=session, **fields)  # type: ignore[arg-type]
-        self.choice = self.router.pick(request, candidates)
+        request = RouteRequest(model="m", booking_id=booking, session=session, **fields)  # type: ignore[arg-type]
+        self.decision = self.router.pick(request, candidates)
         return booking
 
     def ask(self, session: str, candidates: Sequence[Instance] = THREE, **fields: object) -> int:
         """Where a request goes that is over at once."""
         self.router.finished(self.begin(session, candidates, **fields))
-        return self.choice.instance.id
+        return self.decision.instance.id
 
 
 def test_requests_of_one_session_go_to_one_instance() -> None:
@@ -61,7 +61,7 @@ def test_requests_of_one_session_go_to_one_instance() -> None:
     assert sorted(placed.values()) == [1, 2, 3]
     for _ in range(5):
         assert {name: sessions.ask(name) for name in "cab"} == placed
-    assert sessions.choice.reason == "session"
+    assert sessions.decision.reason == "session"
 
 
 def test_requests_without_a_session_are_routed_as_ever() -> None:
@@ -93,7 +93,7 @@ def test_an_idle_session_is_forgotten_and_one_in_use_is_not() -> None:
 def test_a_session_is_not_idle_while_a_request_of_it_runs() -> None:
     sessions = Sessions(ttl_s=60.0)
     long = sessions.begin("a")
-    first = sessions.choice.instance.id
+    first = sessions.decision.instance.id
     sessions.now = 1000.0
     sessions.ask("other")
     assert sessions.ask("a") == first

@@ -28,7 +28,7 @@ def router(strategy: Strategy, thresholds: Thresholds = NEVER_BUSY) -> LoadRoute
 
 
 def ask(router: LoadRouter, number: int, pinned: InstanceId | None = None) -> InstanceId:
-    return router.pick(RouteRequest(model="m", request_id=str(number), pinned=pinned), FLEET).instance.id
+    return router.pick(RouteRequest(model="m", booking_id=str(number), pinned=pinned), FLEET).instance.id
 
 
 def test_the_least_loaded_instance_is_chosen() -> None:
@@ -83,10 +83,10 @@ def test_a_pinned_request_goes_where_it_says(strategy: Strategy) -> None:
 def test_a_choice_can_be_explained() -> None:
     balanced = router(least_loaded)
     balanced.loads.report(InstanceId(2), LoadReport(running=5), 0.0)
-    choice = balanced.pick(RouteRequest(model="m", request_id="r"), FLEET, explain=True)
-    assert choice.reason == "by load"
-    assert len(choice.candidates) == 4
-    assert choice.candidates[-1] == {"instance": "2", "cost": 5.0, "requests": 5, "prefill_tokens": 0, "kv_usage": 0.0}
+    decision = balanced.pick(RouteRequest(model="m", booking_id="r"), FLEET, explain=True)
+    assert decision.reason == "by load"
+    assert len(decision.candidates) == 4
+    assert decision.candidates[-1] == {"instance": "2", "cost": 5.0, "requests": 5, "prefill_tokens": 0, "kv_usage": 0.0}
 
 
 def test_a_removed_instance_takes_its_bookings_along() -> None:

@@ -12,9 +12,9 @@ from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import LoadReport
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.balance import LoadRouter, least_loaded
-from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.explain import DecisionLog, ExplainingRouter
-from dynamo.frontend.router.explanation import Decision, Explanation
+from dynamo.frontend.router.explanation import DecisionRecord, Explanation
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable
 from tests.support.fakes import instance
@@ -30,18 +30,18 @@ class Watched:
         self.router = ExplainingRouter(self.kv, self.log, unix_time=lambda: 1e9 + self.now)
         self._count = 0
 
-    def ask(self, explanation: Explanation | None = None, pinned: Instance | None = None) -> Choice:
+    def ask(self, explanation: Explanation | None = None, pinned: Instance | None = None) -> RoutingDecision:
         self._count += 1
         request = RouteRequest(
             model="m",
-            request_id=f"booking {self._count}",
-            caller_id=f"request {self._count}",
+            booking_id=f"booking {self._count}",
+            request_id=f"request {self._count}",
             pinned=None if pinned is None else pinned.id,
             explanation=explanation,
         )
-        choice = self.router.pick(request, FLEET)
-        self.router.finished(request.request_id)
-        return choice
+        decision = self.router.pick(request, FLEET)
+        self.router.finished(request.booking_id)
+        return decision
 
 
 def test_a_request_that_asks_is_told_the_cheapest_candidates_and_its_own() -> None:
@@ -107,12 +107,12 @@ def test_at_debug_level_every_decision_is_logged(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.DEBUG, logger="dynamo.frontend.router.explain"):
         watched.ask()
         watched.ask()
-    logged = [msgspec.json.decode(record.getMessage().removeprefix("routed: "), type=Decision) for record in caplog.records]
+    logged = [msgspec.json.decode(record.getMessage().removeprefix("routed: "), type=DecisionRecord) for record in caplog.records]
     assert [decision.request_id for decision in logged] == ["request 1", "request 2"]
 
 
 def test_busy_candidates_are_marked() -> None:
     router = LoadRouter("least-loaded", least_loaded, ThresholdTable(Thresholds(active_prefill_tokens=5)), clock=lambda: 0.0)
     router.loads.report(InstanceId(1), LoadReport(queued_prefill_tokens=6), 0.0)
-    choice = router.pick(RouteRequest(model="m", request_id="r"), FLEET[:2], explain=True)
-    assert {each["instance"]: each.get("busy", False) for each in choice.candidates} == {"1": True, "2": False}
+    decision = router.pick(RouteRequest(model="m", booking_id="r"), FLEET[:2], explain=True)
+    assert {each["instance"]: each.get("busy", False) for each in decision.candidates} == {"1": True, "2": False}

@@ -51,11 +51,11 @@ class Situation:
     ) -> tuple[str, int]:
         """Name of the instance that the request goes to, and its overlap; `computed`: the prompt is, at once."""
         self._count += 1
-        request = RouteRequest(model="m", request_id=str(self._count), prompt=prompt, **fields)  # type: ignore[arg-type]
-        choice = self.router.pick(request, candidates)
+        request = RouteRequest(model="m", booking_id=str(self._count), prompt=prompt, **fields)  # type: ignore[arg-type]
+        decision = self.router.pick(request, candidates)
         if computed:
-            self.router.first_token(request.request_id)
-        return f"{choice.instance.id:X}", choice.overlap_blocks
+            self.router.first_token(request.booking_id)
+        return f"{decision.instance.id:X}", decision.overlap_blocks
 
 
 def prompt(number: int, blocks: int = 10) -> bytes:

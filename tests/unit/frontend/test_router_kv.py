@@ -16,7 +16,7 @@ from dynamo.common.kv.events import KvSnapshot, KvUpdate, LoadReport
 from dynamo.common.kv.hashes import pack_hashes, sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
 from dynamo.frontend.router.load import BookingEvent, LoadTable
@@ -54,12 +54,12 @@ def router(config: KvRouterConfig | None = None, thresholds: Thresholds = NEVER_
 
 def ask(
     router: KvRouter,
-    request_id: str = "r",
+    booking_id: str = "r",
     prompt: bytes = PROMPT,
     candidates: Sequence[Instance] = FLEET,
     **fields: object,
-) -> Choice:
-    return router.pick(RouteRequest(model="m", request_id=request_id, prompt=prompt, **fields), candidates)  # type: ignore[arg-type]
+) -> RoutingDecision:
+    return router.pick(RouteRequest(model="m", booking_id=booking_id, prompt=prompt, **fields), candidates)  # type: ignore[arg-type]
 
 
 def store(router: KvRouter, instance: InstanceId, blocks: Sequence[int]) -> None:
@@ -70,8 +70,8 @@ def test_the_longest_cached_prefix_wins() -> None:
     kv = router()
     store(kv, A, HASHES[:3])
     store(kv, B, HASHES[:7])
-    choice = ask(kv)
-    assert (choice.instance.id, choice.overlap_blocks) == (B, 7)
+    decision = ask(kv)
+    assert (decision.instance.id, decision.overlap_blocks) == (B, 7)
 
 
 def test_load_outweighs_a_short_prefix() -> None:
@@ -85,8 +85,8 @@ def test_the_cost_is_what_the_module_says() -> None:
     kv = router(KvRouterConfig(overlap_score_weight=2.0, prefill_load_scale=3.0))
     store(kv, A, HASHES[:4])
     kv.loads.report(A, LoadReport(queued_prefill_tokens=8, active_blocks=5), 100.0)
-    choice = kv.pick(RouteRequest(model="m", prompt=PROMPT), FLEET, explain=True)
-    by_instance = {candidate["instance"]: candidate for candidate in choice.candidates}
+    decision = kv.pick(RouteRequest(model="m", prompt=PROMPT), FLEET, explain=True)
+    by_instance = {candidate["instance"]: candidate for candidate in decision.candidates}
     assert by_instance["1"] == {
         "instance": "1",
         "cost": 3 * ((8 + 40) / SIZE - 2 * 4) + 5,
@@ -97,8 +97,10 @@ def test_the_cost_is_what_the_module_says() -> None:
         "requests": 0,
     }
     assert by_instance["2"]["cost"] == 3 * 40 / SIZE
-    assert [candidate["cost"] for candidate in choice.candidates] == sorted(candidate["cost"] for candidate in choice.candidates)
-    assert choice.cost == choice.candidates[0]["cost"]
+    assert [candidate["cost"] for candidate in decision.candidates] == sorted(
+        candidate["cost"] for candidate in decision.candidates
+    )
+    assert decision.cost == decision.candidates[0]["cost"]
 
 
 def test_equal_instances_are_chosen_at_random() -> None:
@@ -172,7 +174,7 @@ def test_adapters_and_salts_have_caches_of_their_own() -> None:
 def test_models_have_caches_of_their_own() -> None:
     kv = router()
     store(kv, A, HASHES)
-    assert kv.pick(RouteRequest(model="other", request_id="r", prompt=PROMPT), FLEET).overlap_blocks == 0
+    assert kv.pick(RouteRequest(model="other", booking_id="r", prompt=PROMPT), FLEET).overlap_blocks == 0
 
 
 def test_a_nearly_full_instance_does_not_win() -> None:
@@ -267,8 +269,8 @@ def test_an_instance_that_left_is_forgotten() -> None:
     store(kv, A, HASHES)
     ask(kv)
     kv.removed(A)
-    choice = ask(kv, "s", candidates=FLEET[1:])
-    assert choice.overlap_blocks == 0
+    decision = ask(kv, "s", candidates=FLEET[1:])
+    assert decision.overlap_blocks == 0
     assert kv.index("m").instances() == []
 
 
@@ -289,7 +291,7 @@ def test_requests_without_tokens_go_by_load() -> None:
 def test_a_prompt_may_be_hashed_beforehand() -> None:
     kv = router()
     store(kv, A, HASHES)
-    request = RouteRequest(model="m", request_id="r", prompt=PROMPT)
+    request = RouteRequest(model="m", booking_id="r", prompt=PROMPT)
     hashes = kv.prompt_hashes(request, FLEET)
     assert hashes is not None
     assert list(hashes.steps()) == []  # a short prompt needs one step
@@ -301,7 +303,7 @@ def test_a_prompt_may_be_hashed_beforehand() -> None:
 def test_hashes_in_blocks_of_another_size_are_not_used() -> None:
     kv = router()
     store(kv, A, HASHES)
-    request = RouteRequest(model="m", request_id="r", prompt=PROMPT, hashes=PromptHashes.of(PROMPT, SIZE * 2))
+    request = RouteRequest(model="m", booking_id="r", prompt=PROMPT, hashes=PromptHashes.of(PROMPT, SIZE * 2))
     assert kv.pick(request, FLEET).overlap_blocks == len(HASHES)
 
 
@@ -350,8 +352,8 @@ def test_two_frontends_that_share_bookings_decide_like_one(config: KvRouterConfi
             # Lengths that differ leave no ties, which are broken at random.
             shared = rng.choice(groups)[: SIZE * rng.randrange(1, 100)]
             own = [rng.randrange(1000) for _ in range(SIZE * rng.randrange(5, 400) + number % SIZE)]
-            choice = ask(routers[number % count], str(number), pack_tokens(shared + own))
-            chosen.append((choice.instance.id, choice.overlap_blocks))
+            decision = ask(routers[number % count], str(number), pack_tokens(shared + own))
+            chosen.append((decision.instance.id, decision.overlap_blocks))
             if number >= 10:
                 routers[(number - 10) % count].finished(str(number - 10))
             if number >= 5:
@@ -407,8 +409,8 @@ def test_a_watched_router_tells_what_it_did() -> None:
             self.picks: list[tuple[int, float]] = []
             self.refusals = 0
 
-        def picked(self, request: RouteRequest, choice: Choice, seconds: float) -> None:
-            self.picks.append((choice.overlap_blocks, seconds))
+        def picked(self, request: RouteRequest, decision: RoutingDecision, seconds: float) -> None:
+            self.picks.append((decision.overlap_blocks, seconds))
 
         def refused(self, request: RouteRequest) -> None:
             self.refusals += 1
@@ -417,13 +419,13 @@ def test_a_watched_router_tells_what_it_did() -> None:
     store(kv, A, HASHES)
     times = iter([1.0, 1.5, 2.0])
     watched = MeasuredRouter(kv, watcher, clock=lambda: next(times))
-    watched.pick(RouteRequest(model="m", request_id="r", prompt=PROMPT), FLEET)
+    watched.pick(RouteRequest(model="m", booking_id="r", prompt=PROMPT), FLEET)
     assert watcher.picks == [(10, 0.5)]
     kv.thresholds.set("m", Thresholds(active_prefill_tokens=0), 1)
     for instance in (A, B, C):
         kv.loads.report(instance, LoadReport(queued_prefill_tokens=1), 100.0)
     with pytest.raises(Overloaded):
-        watched.pick(RouteRequest(model="m", request_id="s", prompt=PROMPT), FLEET)
+        watched.pick(RouteRequest(model="m", booking_id="s", prompt=PROMPT), FLEET)
     assert watcher.refusals == 1
     watched.first_token("r")
     watched.finished("r")

@@ -13,7 +13,7 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferRequest
-from dynamo.worker.engine.base import Context, Engine, Load, TensorAnswer, TensorEngine
+from dynamo.worker.engine.base import Context, Engine, Load, TensorEngine, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors
 from dynamo.worker.metrics import WorkerMetrics
 from dynamo.worker.serve import ServedModel, Service
@@ -49,9 +49,9 @@ class Busy:
 
 
 class Broken(EchoTensors):
-    async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+    async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         raise EngineError("out of memory")
-        yield TensorAnswer()
+        yield TensorResponse()
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from dynamo.protos.inference_pb2 import (
     ModelStatistics,
     ModelStatisticsResponse,
 )
-from dynamo.worker.engine.base import Context, Load, TensorAnswer
+from dynamo.worker.engine.base import Context, Load, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens
 from dynamo.worker.serve import ServedModel, Service
 from tests.support.incoming import FakeIncoming
@@ -43,7 +43,7 @@ def card(**changes: object) -> ModelCard:
 class Scripted:
     """A tensor engine that gives the answers, or raises the error, that a test wants."""
 
-    def __init__(self, *answers: TensorAnswer | Exception) -> None:
+    def __init__(self, *answers: TensorResponse | Exception) -> None:
         self.answers = answers
         self.contexts: list[Context] = []
         self.closed = 0
@@ -51,7 +51,7 @@ class Scripted:
     async def start(self) -> Sequence[ModelCard]:
         return []
 
-    async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+    async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         self.contexts.append(context)
         try:
             for answer in self.answers:
@@ -81,8 +81,8 @@ def infer_request(*, typed: bool = False, **head: object) -> bytes:
     return request.SerializeToString()
 
 
-def empty_answer() -> TensorAnswer:
-    return TensorAnswer(ModelInferResponse())
+def empty_answer() -> TensorResponse:
+    return TensorResponse(ModelInferResponse())
 
 
 async def infer(engine: object, body: bytes, served: ModelCard | None = None) -> ModelInferResponse:
@@ -149,7 +149,7 @@ async def test_a_request_past_its_deadline_is_refused_and_not_computed() -> None
 
 
 @pytest.mark.parametrize("answers", [(), (empty_answer(), empty_answer())])
-async def test_a_model_that_is_not_decoupled_must_give_exactly_one_answer(answers: tuple[TensorAnswer, ...]) -> None:
+async def test_a_model_that_is_not_decoupled_must_give_exactly_one_answer(answers: tuple[TensorResponse, ...]) -> None:
     engine = Scripted(*answers)
     with pytest.raises(EngineError, match="'m' gave"):
         await infer(engine, infer_request())
@@ -161,7 +161,7 @@ async def test_an_engine_that_contradicts_itself_is_an_engine_error() -> None:
     head.outputs.add(name="X", datatype="FP32", shape=[1, 2])
     for raws in ([b"\0" * 7], [b"\0" * 8, b""]):
         with pytest.raises(EngineError):
-            await infer(Scripted(TensorAnswer(ModelInferResponse.FromString(head.SerializeToString()), raws)), infer_request())
+            await infer(Scripted(TensorResponse(ModelInferResponse.FromString(head.SerializeToString()), raws)), infer_request())
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -296,7 +296,7 @@ async def test_statistics_are_those_of_the_requests_that_were_served() -> None:
 async def test_answers_of_a_decoupled_model_are_counted_by_their_index() -> None:
     head = ModelInferResponse()
     head.outputs.add(name="S", datatype="BYTES", shape=[0])
-    answers = [TensorAnswer(head, [b""]), empty_answer(), EngineError("broken")]
+    answers = [TensorResponse(head, [b""]), empty_answer(), EngineError("broken")]
     served = service(Scripted(*answers), card(decoupled=True))
     with pytest.raises(EngineError):
         await served.infer(FakeIncoming(infer_request()))

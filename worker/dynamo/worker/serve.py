@@ -23,12 +23,12 @@ from dynamo.common.messaging.server import Handler
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.telemetry import code_of
-from dynamo.common.tensor_answer import AnswerForm
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensor_response import ResponseForm
 from dynamo.common.tracing import Span, Tracing, context_of
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 from dynamo.worker.canary import Canary, CanaryQuestion
-from dynamo.worker.engine.base import Context, Engine, TensorAnswer, TensorEngine, Timings
+from dynamo.worker.engine.base import Context, Engine, TensorEngine, TensorResponse, Timings
 from dynamo.worker.metrics import WorkerMetrics, WorkerModelMetrics
 from dynamo.worker.spans import end_generation, end_inference
 from dynamo.worker.statistics import VersionStatistics
@@ -182,7 +182,7 @@ class Service:
         context = self._context(incoming, statistics.version)
         if model.card.max_batch_size and request.head.inputs and request.head.inputs[0].shape:
             context.timings.rows = request.head.inputs[0].shape[0]
-        answers = _Answers(AnswerForm.of(request, model.card), context.timings, statistics, start)
+        answers = _Answers(ResponseForm.of(request, model.card), context.timings, statistics, start)
         body: Body = ()
         measured = self._measured[model.card.name]
         measured.started(len(incoming.body))
@@ -333,7 +333,7 @@ class _Answers:
 
     __slots__ = ("_form", "_statistics", "_timings", "count", "last", "sent_bytes")
 
-    def __init__(self, form: AnswerForm, timings: Timings, statistics: VersionStatistics, start: int) -> None:
+    def __init__(self, form: ResponseForm, timings: Timings, statistics: VersionStatistics, start: int) -> None:
         self._form = form
         self._timings = timings
         self._statistics = statistics
@@ -342,9 +342,9 @@ class _Answers:
         """When the last answer was there, or the request."""
         self.sent_bytes = 0
 
-    async def only(self, iterator: AsyncIterator[TensorAnswer]) -> list[Buffer]:
+    async def only(self, iterator: AsyncIterator[TensorResponse]) -> list[Buffer]:
         """The one answer of a model that is not decoupled."""
-        only: TensorAnswer | None = None
+        only: TensorResponse | None = None
         async for answer in iterator:
             if only is not None:
                 raise EngineError(f"model '{self._form.model}' gave several answers but is not declared as decoupled")
@@ -356,7 +356,7 @@ class _Answers:
         self._timings.output_ns += perf_counter_ns() - start
         return body
 
-    async def send_all(self, iterator: AsyncIterator[TensorAnswer], incoming: Incoming) -> None:
+    async def send_all(self, iterator: AsyncIterator[TensorResponse], incoming: Incoming) -> None:
         """Sends each answer of a decoupled model as it comes, no faster than the caller takes them."""
         async for answer in iterator:
             made = perf_counter_ns()

@@ -1,7 +1,7 @@
 """Requests of one session go to one instance, as long as it is there and the session is in use.
 
 *hard*: also when the instance is busy. *soft*: a busy instance is passed over, and the session moves to the one chosen instead.
-An instance that left, or that a retry leaves out, is replaced by the wrapped router's choice. A pin goes before the session,
+An instance that left, or that a retry leaves out, is replaced by the wrapped router's decision. A pin goes before the session,
 which follows it. Prefill and decode instances of a model are remembered apart.
 """
 
@@ -19,7 +19,7 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import AffinityMode
-from dynamo.frontend.router.base import Choice, Router, RouterAround, RouteRequest
+from dynamo.frontend.router.base import Router, RouterAround, RouteRequest, RoutingDecision
 from dynamo.frontend.router.simple import position
 
 _EXPIRED_PER_TURN = 4
@@ -72,7 +72,7 @@ class SessionRouter(RouterAround):
         """How many sessions are remembered."""
         return len(self._sessions)
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         if not request.session:
             return self.inner.pick(request, candidates, explain=explain)
         now = self._clock()
@@ -81,23 +81,23 @@ class SessionRouter(RouterAround):
         known = self._sessions.get(key)
         if known is not None and known.open == 0 and known.used_at + self._ttl_s <= now:
             known = None
-        choice = self._pick(request, candidates, known, explain)
-        session = self._remember(key, choice.instance.id, now)
+        decision = self._pick(request, candidates, known, explain)
+        session = self._remember(key, decision.instance.id, now)
         session.open += 1
         if self._on_placed is not None and session.told_at + self._ttl_s / 2 <= now:
             session.told_at = now
             self._on_placed(key, session.instance)
-        self._bookings[request.request_id] = key
-        return choice
+        self._bookings[request.booking_id] = key
+        return decision
 
     def placed(self, key: SessionKey, instance: InstanceId) -> None:
         """Another frontend sent a session there."""
         now = self._clock()
         self._remember(key, instance, now).told_at = now
 
-    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
-        super().finished(request_id, error)
-        key = self._bookings.pop(request_id, None) if self._bookings else None
+    def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
+        super().finished(booking_id, error)
+        key = self._bookings.pop(booking_id, None) if self._bookings else None
         session = self._sessions.get(key) if key is not None else None
         if key is not None and session is not None and session.open:
             session.open -= 1
@@ -106,15 +106,17 @@ class SessionRouter(RouterAround):
 
     # Inside
 
-    def _pick(self, request: RouteRequest, candidates: Sequence[Instance], known: _Session | None, explain: bool) -> Choice:
+    def _pick(
+        self, request: RouteRequest, candidates: Sequence[Instance], known: _Session | None, explain: bool
+    ) -> RoutingDecision:
         if known is None or request.pinned is not None or position(known.instance, candidates) is None:
             return self.inner.pick(request, candidates, explain=explain)
         if self._mode is AffinityMode.HARD:
             wish = msgspec.structs.replace(request, pinned=known.instance)
         else:
             wish = msgspec.structs.replace(request, preferred=known.instance)
-        choice = self.inner.pick(wish, candidates, explain=explain)
-        return msgspec.structs.replace(choice, reason="session") if choice.instance.id == known.instance else choice
+        decision = self.inner.pick(wish, candidates, explain=explain)
+        return msgspec.structs.replace(decision, reason="session") if decision.instance.id == known.instance else decision
 
     def _remember(self, key: SessionKey, instance: InstanceId, now: float) -> _Session:
         session = self._sessions.get(key)

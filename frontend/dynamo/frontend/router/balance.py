@@ -10,7 +10,7 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.names import InstanceId
-from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.load import Load, LoadTable, all_busy, busy
@@ -56,7 +56,7 @@ class LoadRouter:
         self._rng = rng or random.Random()
         self._clock = clock
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         now = self._clock()
         loads = self.loads.read(self._rows.rows(candidates), now)
         at = pinned(request, candidates)
@@ -66,10 +66,10 @@ class LoadRouter:
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
             explanation = _explain(candidates, loads, at, busy(loads, self.thresholds.of(request.model)))
-        choice = Choice(candidates[at], reason, cost=float(loads[at].requests), candidates=explanation)
+        decision = RoutingDecision(candidates[at], reason, cost=float(loads[at].requests), candidates=explanation)
         tokens = 0 if request.is_prefilled else len(request.prompt) // TOKEN_BYTES
-        self.loads.book(request.request_id, choice.instance.id, now, prefill_tokens=tokens)
-        return choice
+        self.loads.book(request.booking_id, decision.instance.id, now, prefill_tokens=tokens)
+        return decision
 
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
         return None
@@ -77,11 +77,11 @@ class LoadRouter:
     def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
         return None
 
-    def first_token(self, request_id: str) -> None:
-        self.loads.first_token(request_id)
+    def first_token(self, booking_id: str) -> None:
+        self.loads.first_token(booking_id)
 
-    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
-        self.loads.finished(request_id)
+    def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
+        self.loads.finished(booking_id)
 
     def removed(self, instance: InstanceId) -> None:
         self.loads.remove_instance(instance)

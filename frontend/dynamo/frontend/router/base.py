@@ -18,7 +18,7 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """The part of a request that routing looks at."""
 
     model: str
-    request_id: str = ""
+    booking_id: str = ""
     prompt: bytes = b""
     """Token ids (little-endian u32) of an LLM request; empty for tensors."""
     adapter: str = ""
@@ -38,13 +38,13 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Per-request router settings, see `overrides.py`."""
     hashes: PromptHashes | None = None
     """Those of `prompt`, if they were computed before; they must stay as they are."""
-    caller_id: str = ""
-    """The id under which the client knows the request; `request_id` names its booking."""
+    request_id: str = ""
+    """The id under which the client knows the request; `booking_id` names its booking."""
     explanation: Explanation | None = None
     """Where the client wants to be told why."""
 
 
-class Choice(msgspec.Struct, frozen=True, gc=False):
+class RoutingDecision(msgspec.Struct, frozen=True, gc=False):
     """Where a request goes, and why."""
 
     instance: Instance
@@ -61,7 +61,7 @@ class Router(Protocol):
     Whoever got a Choice must call `finished` exactly once, on every path; `first_token` in between where the request streams.
     """
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         """One of `candidates`, which is not empty. Raises Overloaded if none may take more, NoInstances if a pin is absent."""
         ...
 
@@ -76,11 +76,11 @@ class Router(Protocol):
         """
         ...
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, booking_id: str) -> None:
         """The prefill of a booked request is done."""
         ...
 
-    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
+    def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
         """The booking of a request is released, however it ended."""
         ...
 
@@ -101,11 +101,11 @@ class RouterAround:
     def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
         return self.inner.missing_tokens(request, candidates)
 
-    def first_token(self, request_id: str) -> None:
-        self.inner.first_token(request_id)
+    def first_token(self, booking_id: str) -> None:
+        self.inner.first_token(booking_id)
 
-    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
-        self.inner.finished(request_id, error)
+    def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
+        self.inner.finished(booking_id, error)
 
     def removed(self, instance: InstanceId) -> None:
         self.inner.removed(instance)

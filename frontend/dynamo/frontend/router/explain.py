@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dynamo.common.discovery import Instance
-from dynamo.frontend.router.base import Choice, Router, RouterAround, RouteRequest
-from dynamo.frontend.router.explanation import Decision
+from dynamo.frontend.router.base import Router, RouterAround, RouteRequest, RoutingDecision
+from dynamo.frontend.router.explanation import DecisionRecord
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class DecisionLog:
     """
 
     def __init__(self, size: int = 256, *, everything: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        self._decisions: deque[Decision] = deque(maxlen=size)
+        self._decisions: deque[DecisionRecord] = deque(maxlen=size)
         self._everything = everything
         self._clock = clock
         self._until = 0.0
@@ -40,7 +40,7 @@ class DecisionLog:
         self.is_watched = everything
         """Whether decisions that nobody asked about may be wanted, too."""
 
-    def read(self, limit: int) -> list[Decision]:
+    def read(self, limit: int) -> list[DecisionRecord]:
         """The last ones, newest first. For some seconds from now all decisions are logged."""
         self._until = self._clock() + _WATCHED_S
         self.is_watched = True
@@ -59,7 +59,7 @@ class DecisionLog:
         self._next = now + _PAUSE_S
         return True
 
-    def add(self, decision: Decision) -> None:
+    def add(self, decision: DecisionRecord) -> None:
         self._decisions.append(decision)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("routed: %s", msgspec.json.encode(decision).decode())
@@ -73,24 +73,24 @@ class ExplainingRouter(RouterAround):
         self.decisions = decisions
         self._unix_time = unix_time
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         decisions = self.decisions
         wanted = explain or request.explanation is not None
         if not wanted and not (decisions.is_watched and decisions.wants_next()):
             return self.inner.pick(request, candidates)
-        choice = self.inner.pick(request, candidates, explain=True)
-        decision = Decision(
-            request_id=request.caller_id,
+        decision = self.inner.pick(request, candidates, explain=True)
+        record = DecisionRecord(
+            request_id=request.request_id,
             model=request.model,
             at=round(self._unix_time(), 3),
-            instance=f"{choice.instance.id:x}",
-            reason=choice.reason,
-            overlap_blocks=choice.overlap_blocks,
-            cost=round(choice.cost, 3),
+            instance=f"{decision.instance.id:x}",
+            reason=decision.reason,
+            overlap_blocks=decision.overlap_blocks,
+            cost=round(decision.cost, 3),
             instances=len(candidates),
-            candidates=choice.candidates,
+            candidates=decision.candidates,
         )
-        decisions.add(decision)
+        decisions.add(record)
         if request.explanation is not None:
-            request.explanation.add(decision)
-        return choice
+            request.explanation.add(record)
+        return decision

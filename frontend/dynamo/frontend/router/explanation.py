@@ -1,4 +1,4 @@
-"""What is said about a choice to those who ask."""
+"""What is said about a decision to those who ask."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def shown(costs: Sequence[float], chosen: int) -> list[int]:
     return order
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One choice, as callers and readers of the log see it."""
+class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One decision, as callers and readers of the log see it."""
 
     request_id: str
     model: str
@@ -45,9 +45,9 @@ class Explanation:
     __slots__ = ("_decisions",)
 
     def __init__(self) -> None:
-        self._decisions: deque[Decision] = deque(maxlen=_MAX_DECISIONS)
+        self._decisions: deque[DecisionRecord] = deque(maxlen=_MAX_DECISIONS)
 
-    def add(self, decision: Decision) -> None:
+    def add(self, decision: DecisionRecord) -> None:
         self._decisions.append(decision)
 
     def to_json(self) -> bytes:

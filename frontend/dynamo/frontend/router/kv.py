@@ -32,7 +32,7 @@ from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.kv.events import KvSnapshot, KvUpdate
 from dynamo.common.kv.hashes import TOKEN_BYTES, space_hash
 from dynamo.common.names import InstanceId
-from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.hashing import PromptHashes, RecentPrompts
 from dynamo.frontend.router.index import PrefixIndex
@@ -179,7 +179,7 @@ class KvRouter:
             return 0
         return prompt.tokens - overlap * prompt.block_size
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         config = self.config.overridden(request.overrides) if request.overrides else self.config
         if request.is_prefilled:
             config = replace(config, prefill_load_scale=0.0)
@@ -202,13 +202,13 @@ class KvRouter:
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
             explanation = _explain(candidates, overlaps, loads, costs, at, busy(loads, self.thresholds.of(request.model)))
-        return Choice(instance, reason or ("kv" if overlap else "kv: nothing cached"), overlap, costs[at], explanation)
+        return RoutingDecision(instance, reason or ("kv" if overlap else "kv: nothing cached"), overlap, costs[at], explanation)
 
-    def first_token(self, request_id: str) -> None:
-        self.loads.first_token(request_id)
+    def first_token(self, booking_id: str) -> None:
+        self.loads.first_token(booking_id)
 
-    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
-        self.loads.finished(request_id)
+    def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
+        self.loads.finished(booking_id)
 
     def removed(self, instance: InstanceId) -> None:
         self.loads.remove_instance(instance)
@@ -305,7 +305,7 @@ class KvRouter:
             if config.track_output_blocks:
                 extra_blocks += math.ceil(request.expected_output_tokens / prompt.block_size)
         self.loads.book(
-            request.request_id, instance, now, prefill_tokens=prefill_tokens, blocks=blocks, extra_blocks=extra_blocks
+            request.booking_id, instance, now, prefill_tokens=prefill_tokens, blocks=blocks, extra_blocks=extra_blocks
         )
 
 

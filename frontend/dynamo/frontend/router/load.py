@@ -183,7 +183,7 @@ class LoadTable:
 
     def book(
         self,
-        request_id: str,
+        booking_id: str,
         instance: InstanceId,
         now: float,
         *,
@@ -196,26 +196,26 @@ class LoadTable:
         `prefill_tokens`: those of its prompt that have to be computed. `blocks`: its full blocks, which it may share with other
         requests. `extra_blocks`: those it shares with nobody.
         """
-        key = request_key(request_id)
-        if request_id in self._own:
-            self._release(self._own[request_id])
-        self._own[request_id] = self._add(key, instance, now, prefill_tokens, blocks, extra_blocks)
+        key = request_key(booking_id)
+        if booking_id in self._own:
+            self._release(self._own[booking_id])
+        self._own[booking_id] = self._add(key, instance, now, prefill_tokens, blocks, extra_blocks)
         if self._on_booking is not None:
             packed = pack_hashes(blocks)
             event = BookingEvent(self.origin, Step.BOOKED, key, instance, prefill_tokens, packed, extra_blocks)
             self._on_booking(event)
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, booking_id: str) -> None:
         """The prompt is computed. Does nothing if there is no such booking."""
-        booking = self._own.get(request_id)
+        booking = self._own.get(booking_id)
         if booking is not None and booking.prefilling:
             self._end_prefill(booking)
             if self._on_booking is not None:
                 self._on_booking(BookingEvent(self.origin, Step.FIRST_TOKEN, booking.key))
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, booking_id: str) -> None:
         """The booking is released. Does nothing if there is none, as after the instance was removed."""
-        booking = self._own.pop(request_id, None)
+        booking = self._own.pop(booking_id, None)
         if booking is not None:
             self._release(booking)
             if self._on_booking is not None:

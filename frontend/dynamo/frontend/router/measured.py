@@ -8,13 +8,13 @@ from typing import Protocol
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Overloaded
-from dynamo.frontend.router.base import Choice, Router, RouterAround, RouteRequest
+from dynamo.frontend.router.base import Router, RouterAround, RouteRequest, RoutingDecision
 
 
 class Observer(Protocol):
     """Where measurements go: a registry of metrics, or a benchmark's lists."""
 
-    def picked(self, request: RouteRequest, choice: Choice, seconds: float) -> None:
+    def picked(self, request: RouteRequest, decision: RoutingDecision, seconds: float) -> None:
         """A decision was made in so much time, hashing included unless it was done before."""
         ...
 
@@ -31,12 +31,12 @@ class MeasuredRouter(RouterAround):
         self._observer = observer
         self._clock = clock
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         start = self._clock()
         try:
-            choice = self.inner.pick(request, candidates, explain=explain)
+            decision = self.inner.pick(request, candidates, explain=explain)
         except Overloaded:
             self._observer.refused(request)
             raise
-        self._observer.picked(request, choice, self._clock() - start)
-        return choice
+        self._observer.picked(request, decision, self._clock() - start)
+        return decision

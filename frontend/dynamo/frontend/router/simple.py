@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, InvalidRequest, NoInstances
 from dynamo.common.names import InstanceId
-from dynamo.frontend.router.base import Choice, RouteRequest
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.hashing import PromptHashes
 
 
@@ -38,15 +38,15 @@ def pinned(request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
     return at
 
 
-def wished(request: RouteRequest, candidates: Sequence[Instance]) -> Choice | None:
+def wished(request: RouteRequest, candidates: Sequence[Instance]) -> RoutingDecision | None:
     """The instance that the request names, for routers that do not know who is busy. Raises NoInstances if a pin is absent."""
     at = pinned(request, candidates)
     if at is not None:
-        return Choice(candidates[at], "pinned")
+        return RoutingDecision(candidates[at], "pinned")
     if request.preferred is not None:
         at = position(request.preferred, candidates)
         if at is not None:
-            return Choice(candidates[at], "preferred")
+            return RoutingDecision(candidates[at], "preferred")
     return None
 
 
@@ -59,9 +59,9 @@ class _Unbooked:
     def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
         return None
 
-    def first_token(self, request_id: str) -> None: ...
+    def first_token(self, booking_id: str) -> None: ...
 
-    def finished(self, request_id: str, error: DynamoError | None = None) -> None: ...
+    def finished(self, booking_id: str, error: DynamoError | None = None) -> None: ...
 
     def removed(self, instance: InstanceId) -> None: ...
 
@@ -72,18 +72,18 @@ class RandomChoice(_Unbooked):
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
-        return wished(request, candidates) or Choice(candidates[int(self._rng.random() * len(candidates))], "random")
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
+        return wished(request, candidates) or RoutingDecision(candidates[int(self._rng.random() * len(candidates))], "random")
 
 
 class Direct(_Unbooked):
     """Only the instance that the request names."""
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         at = pinned(request, candidates)
         if at is None:
             raise InvalidRequest("requests must name their instance here: the router mode is 'direct'")
-        return Choice(candidates[at], "pinned")
+        return RoutingDecision(candidates[at], "pinned")
 
 
 class RoundRobin(_Unbooked):
@@ -97,12 +97,12 @@ class RoundRobin(_Unbooked):
         self._rng = rng or random.Random()
         self._turns: dict[str, _Turns] = {}
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         turns = self._turns.get(request.model)
         if turns is None:
             turns = self._turns[request.model] = _Turns(self._rng)
-        choice = wished(request, candidates)  # a pin is the client's decision; it costs that instance no turn
-        return choice or Choice(turns.next(candidates), "round-robin")
+        decision = wished(request, candidates)  # a pin is the client's decision; it costs that instance no turn
+        return decision or RoutingDecision(turns.next(candidates), "round-robin")
 
     def removed(self, instance: InstanceId) -> None:
         for model, turns in list(self._turns.items()):

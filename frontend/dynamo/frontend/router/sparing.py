@@ -9,7 +9,7 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.names import InstanceId
-from dynamo.frontend.router.base import Choice, Router, RouterAround, RouteRequest
+from dynamo.frontend.router.base import Router, RouterAround, RouteRequest, RoutingDecision
 from dynamo.frontend.router.load import LoadTable, all_busy, busy
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.thresholds import ThresholdTable
@@ -27,22 +27,22 @@ class SparingRouter(RouterAround):
         self._rows = RowCache(loads)
         self._clock = clock
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> Choice:
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         now = self._clock()
         if request.pinned is None:
             candidates = self._free(request.model, candidates, now)
-        choice = self.inner.pick(request, candidates, explain=explain)
+        decision = self.inner.pick(request, candidates, explain=explain)
         tokens = 0 if request.is_prefilled else len(request.prompt) // TOKEN_BYTES
-        self.loads.book(request.request_id, choice.instance.id, now, prefill_tokens=tokens)
-        return choice
+        self.loads.book(request.booking_id, decision.instance.id, now, prefill_tokens=tokens)
+        return decision
 
-    def first_token(self, request_id: str) -> None:
-        super().first_token(request_id)
-        self.loads.first_token(request_id)
+    def first_token(self, booking_id: str) -> None:
+        super().first_token(booking_id)
+        self.loads.first_token(booking_id)
 
-    def finished(self, request_id: str, error: DynamoError | None = None) -> None:
-        super().finished(request_id, error)
-        self.loads.finished(request_id)
+    def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
+        super().finished(booking_id, error)
+        self.loads.finished(booking_id)
 
     def removed(self, instance: InstanceId) -> None:
         super().removed(instance)

@@ -39,7 +39,7 @@ from dynamo.frontend.config import QueuePolicy
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
 from dynamo.frontend.fleet.repository import Repository, RepositoryView
 from dynamo.frontend.fleet.statistics import add_up
-from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics, Request, RequestType
+from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics, RequestTimer, RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.security.accounts import Ticket, admit, permit, permits
@@ -183,8 +183,8 @@ class DataPlane:
         name, version = request.head.model_name, request.head.model_version
         model = self._find(name, version)
         card = model.card
-        measured = model.metrics.start(call.endpoint, call.request_type)
-        call = self._dispatcher.traced(call, measured, card.name)
+        timer = model.metrics.start(call.endpoint, call.request_type)
+        call = self._dispatcher.traced(call, timer, card.name)
         ticket: Ticket | None = None
         try:
             ticket = admit(name, call)
@@ -195,12 +195,12 @@ class DataPlane:
             model.checker.check(request)
             answer = await self._dispatcher.call(_infer(request, model, name, version), call)
         except BaseException as error:
-            measured.finish(error)
+            timer.finish(error)
             raise
         finally:
             if ticket is not None:
                 ticket.close()
-        measured.finish()
+        timer.finish()
         return answer
 
     def infer_stream(self, request: TensorRequest, call: Call) -> Answers:
@@ -367,12 +367,12 @@ class Answers:
         self._request = request
         self._call = call
         self._stream: DispatchedStream | None = None
-        self._measured: Request | None = None
+        self._timer: RequestTimer | None = None
         self._ticket: Ticket | None = None
 
     async def __aenter__(self) -> Self:
-        self._measured = self._model.metrics.start(self._call.endpoint, self._call.request_type)
-        self._call = self._dispatcher.traced(self._call, self._measured, self._model.card.name)
+        self._timer = self._model.metrics.start(self._call.endpoint, self._call.request_type)
+        self._call = self._dispatcher.traced(self._call, self._timer, self._model.card.name)
         try:
             name, version = self._request.head.model_name, self._request.head.model_version
             self._ticket = admit(name, self._call)
@@ -392,8 +392,8 @@ class Answers:
 
     async def read(self) -> list[Buffer]:
         """All serialized ModelInferResponses that came since the last call, at least one; [] at the end. Raises DynamoError."""
-        measured, stream = self._measured, self._stream
-        if measured is None or stream is None:
+        timer, stream = self._timer, self._stream
+        if timer is None or stream is None:
             return []
         try:
             if not self._model.card.decoupled:
@@ -405,15 +405,15 @@ class Answers:
             self._over(error)
             raise
         if answers:
-            measured.answered()
+            timer.answered()
         else:
             self._over(None)
         return answers
 
     def _over(self, error: BaseException | None) -> None:
-        measured, self._measured = self._measured, None
-        if measured is not None:
-            measured.finish(error)
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.finish(error)
         if self._ticket is not None:
             self._ticket.close()
 

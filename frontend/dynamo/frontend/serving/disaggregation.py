@@ -149,8 +149,8 @@ class Disaggregation:
                     if not stream.started:
                         raise
                     await stream.move(error, first)  # nothing of it was used: another one may do it all again
-            assert stream.choice is not None
-            instance = stream.choice.instance.id
+            assert stream.decision is not None
+            instance = stream.decision.instance.id
             try:
                 summary = summary_decoder.decode(stream.trailer)
             except msgspec.MsgspecError:

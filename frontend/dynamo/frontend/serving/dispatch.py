@@ -42,8 +42,8 @@ from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.tracing import Span, Tracing
-from dynamo.frontend.metrics import ModelMetrics, Request, RequestType
-from dynamo.frontend.router.base import Choice, Router, RouteRequest
+from dynamo.frontend.metrics import ModelMetrics, RequestTimer, RequestType
+from dynamo.frontend.router.base import Router, RouteRequest, RoutingDecision
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES, PromptHashes
 from dynamo.frontend.serving.admission import AdmissionQueue
@@ -277,12 +277,12 @@ class Dispatcher:
         finally:
             stream.cancel()
 
-    def traced(self, call: Call, measured: Request, model: str) -> Call:
-        """`call` with a span, which `measured` ends, if this process traces and the request is sampled."""
+    def traced(self, call: Call, timer: RequestTimer, model: str) -> Call:
+        """`call` with a span, which `timer` ends, if this process traces and the request is sampled."""
         if self._tracing is None:
             return call
         about = {"dynamo.model": model, "dynamo.request_id": call.request_id, "dynamo.request_type": call.request_type.value}
-        measured.span = span = self._tracing.begin(call.endpoint, call.headers, about)
+        timer.span = span = self._tracing.begin(call.endpoint, call.headers, about)
         return call if span is None else msgspec.structs.replace(call, span=span, headers=span.headers(call.headers))
 
     def deadline(self, call: Call) -> float | None:
@@ -381,7 +381,7 @@ class DispatchedStream:
         "_stream",
         "_wait_until",
         "_work",
-        "choice",
+        "decision",
         "started",
         "trailer",
     )
@@ -399,10 +399,10 @@ class DispatchedStream:
         self._wait_until: float | None = None
         self._ended = False
         self._failure: DynamoError | None = None
-        self.choice: Choice | None = None
+        self.decision: RoutingDecision | None = None
         """Where the request is, or was last; None before the first `read`."""
         self.started = False
-        """Whether the instance in `choice` answered anything yet."""
+        """Whether the instance in `decision` answered anything yet."""
         self.trailer: Buffer = b""
         """The last word of the instance, after `read` returned []."""
         dispatcher._budget.request()
@@ -494,8 +494,8 @@ class DispatchedStream:
 
     async def _after_failure(self, stream: Stream, error: DynamoError) -> None:
         """After `error` at an instance: returns when another one may be asked, or raises what there is to say instead."""
-        assert self.choice is not None
-        self._dispatcher._note(self.choice.instance.id, error)
+        assert self.decision is not None
+        self._dispatcher._note(self.decision.instance.id, error)
         self._release(error)
         try:
             if self.started or stream.started:
@@ -569,10 +569,10 @@ class DispatchedStream:
         dispatcher, work, call = self._dispatcher, self._work, self._call
         booking = f"{dispatcher._origin}-{next(dispatcher._bookings):x}"
         began_ns = 0 if call.span is None else time.time_ns()
-        choice = dispatcher._router.pick(
+        decision = dispatcher._router.pick(
             RouteRequest(
                 model=work.model,
-                request_id=booking,
+                booking_id=booking,
                 prompt=work.prompt,
                 adapter=work.adapter,
                 cache_salt=work.cache_salt,
@@ -583,17 +583,17 @@ class DispatchedStream:
                 session=call.session,
                 overrides=call.overrides,
                 hashes=work.hashes,
-                caller_id=call.request_id,
+                request_id=call.request_id,
                 explanation=call.explanation,
             ),
             candidates,
             explain=call.span is not None,
         )
         if call.span is not None:
-            _trace_choice(call.span, began_ns, choice, len(candidates), self._attempts)
-        self.choice = choice
+            _trace_decision(call.span, began_ns, decision, len(candidates), self._attempts)
+        self.decision = decision
         self._booking = booking
-        instance = choice.instance
+        instance = decision.instance
         headers = {**call.headers, REQUEST_ID_HEADER: call.request_id}
         if work.prompt:  # what has none is in no load report
             headers[BOOKING_HEADER] = booking
@@ -629,7 +629,7 @@ class DispatchedStream:
     async def _after(self, error: DynamoError) -> None:
         """Returns when the request may be sent again after `error`; raises `error` if it may not."""
         dispatcher, call = self._dispatcher, self._call
-        assert self.choice is not None
+        assert self.decision is not None
         if not error.retryable:
             raise error
         now = dispatcher._loop.time()
@@ -637,7 +637,7 @@ class DispatchedStream:
             raise DeadlineExceeded() from error
         if isinstance(error, InstanceGone) and dispatcher._is_disturbed(now):
             return await self._wait(error)
-        self._failed.append(self.choice.instance.id)
+        self._failed.append(self.decision.instance.id)
         self._attempts += 1
         if self._work.otherwise is not None:
             self._work = self._work.otherwise
@@ -675,15 +675,15 @@ def _about_prompt(work: Work) -> RouteRequest:
     )
 
 
-def _trace_choice(span: Span, began_ns: int, choice: Choice, candidates: int, failed: int) -> None:
+def _trace_decision(span: Span, began_ns: int, decision: RoutingDecision, candidates: int, failed: int) -> None:
     about: dict[str, str | int | float | bool] = {
-        "dynamo.instance": f"{choice.instance.id:x}",
-        "dynamo.route.reason": choice.reason,
+        "dynamo.instance": f"{decision.instance.id:x}",
+        "dynamo.route.reason": decision.reason,
         "dynamo.route.candidates": candidates,
-        "dynamo.route.overlap_blocks": choice.overlap_blocks,
-        "dynamo.route.cost": choice.cost,
+        "dynamo.route.overlap_blocks": decision.overlap_blocks,
+        "dynamo.route.cost": decision.cost,
         "dynamo.route.failed_attempts": failed,
     }
-    if choice.candidates:  # by modes that look at loads
-        about["dynamo.route.explanation"] = msgspec.json.encode(choice.candidates).decode()
+    if decision.candidates:  # by modes that look at loads
+        about["dynamo.route.explanation"] = msgspec.json.encode(decision.candidates).decode()
     span.child("route", began_ns, time.time_ns(), about)

@@ -39,9 +39,9 @@ from dynamo.common.generation import (
 )
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard
-from dynamo.frontend.metrics import ModelMetrics, Request
+from dynamo.frontend.metrics import ModelMetrics, RequestTimer
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
-from dynamo.frontend.router.base import Choice
+from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.security.accounts import Ticket, admit
 from dynamo.frontend.serving.disaggregation import Disaggregation, Prefill
 from dynamo.frontend.serving.dispatch import Call, DispatchedStream, Dispatcher, Work
@@ -105,7 +105,7 @@ class Generation:
         self._card = card
         self._request = request
         self._call = call
-        self._measured: Request | None = None
+        self._timer: RequestTimer | None = None
         """None before the generation is entered, and when it is over."""
         self._ticket: Ticket | None = None
         self._stream: DispatchedStream
@@ -143,13 +143,13 @@ class Generation:
         return self._vocabulary.decode(list(unpack_tokens(tail)), skip_special_tokens=False)
 
     @property
-    def choice(self) -> Choice | None:
+    def decision(self) -> RoutingDecision | None:
         """Where the request is and why; None before the first `read`."""
-        return self._stream.choice
+        return self._stream.decision
 
     async def __aenter__(self) -> Self:
-        self._measured = self._metrics.start(self._call.endpoint, self._call.request_type)
-        self._call = self._dispatcher.traced(self._call, self._measured, self._card.name)
+        self._timer = self._metrics.start(self._call.endpoint, self._call.request_type)
+        self._call = self._dispatcher.traced(self._call, self._timer, self._card.name)
         try:
             self._ticket = admit(self._request.model, self._call)
             deadline = self._dispatcher.deadline(self._call)
@@ -185,7 +185,7 @@ class Generation:
     async def read(self) -> list[TextDelta]:
         """All text that became certain since the last call, at least one delta; [] at the end. Raises DynamoError."""
         try:
-            while self._measured is not None:
+            while self._timer is not None:
                 deltas = await self._deltas()
                 if not deltas:
                     self._complete(self._trailer())
@@ -341,8 +341,8 @@ class Generation:
             self._output_tokens += count
             if self._ticket is not None:
                 self._ticket.charge(count)
-            if self._measured is not None:
-                self._measured.tokens(count)
+            if self._timer is not None:
+                self._timer.tokens(count)
         return texts
 
     def _trailer(self) -> Summary | None:
@@ -366,7 +366,7 @@ class Generation:
                 cached_tokens=min(summary.cached_tokens, prompt_tokens),
                 prompt_logprobs=summary.prompt_logprobs and summary.prompt_logprobs[:prompt_tokens],
             )
-        prefill, choice = self._prefill, self._stream.choice
+        prefill, decision = self._prefill, self._stream.decision
         if prefill is not None and not self._migrated:  # what the decode instance found, it had been given
             summary = msgspec.structs.replace(
                 summary,
@@ -375,15 +375,15 @@ class Generation:
                 prefill_ms=prefill.summary.prefill_ms,
             )
         self.summary = summary
-        computed_at = prefill.instance if prefill is not None else choice.instance.id if choice is not None else None
+        computed_at = prefill.instance if prefill is not None else decision.instance.id if decision is not None else None
         if computed_at is not None:
             self._dispatcher.reuse.add(computed_at, summary.prompt_tokens, summary.cached_tokens)
         self._over(None)
 
     def _over(self, error: BaseException | None) -> None:
-        measured, self._measured = self._measured, None
-        if measured is not None:
-            measured.finish(
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.finish(
                 error,
                 input_tokens=self._input_tokens,
                 output_tokens=self._output_tokens,

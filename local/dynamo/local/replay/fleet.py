@@ -52,7 +52,7 @@ class _Worker:
 class _Live:
     """A request on its way."""
 
-    request_id: str
+    booking_id: str
     router: Router
     arrived_at: float
     first_at: float | None = None
@@ -117,7 +117,7 @@ class Replay:
         router = self._routers[number % len(self._routers)]
         hashes = PromptHashes.of(prompt, self._config.block_size)
         request = RouteRequest(
-            model=_MODEL, request_id=str(number), prompt=prompt, expected_output_tokens=row.output_length, hashes=hashes
+            model=_MODEL, booking_id=str(number), prompt=prompt, expected_output_tokens=row.output_length, hashes=hashes
         )
         begin = time.thread_time()
         try:
@@ -131,12 +131,12 @@ class Replay:
         try:
             worker.scheduler.add(sequence, self._now)
         except InvalidRequest:
-            router.finished(request.request_id)
+            router.finished(request.booking_id)
             figures.rejected += 1
             return None
-        self._live[sequence] = _Live(request.request_id, router, self._now)
+        self._live[sequence] = _Live(request.booking_id, router, self._now)
         figures.prompt_blocks += len(hashes.values)
-        worker.accepted.append(request_key(request.request_id))
+        worker.accepted.append(request_key(request.booking_id))
         return worker
 
     def _finish_step(self, worker: _Worker, result: StepResult) -> None:
@@ -164,14 +164,14 @@ class Replay:
             request.first_at = now
             figures.ttft_s.append(now - request.arrived_at)
             figures.hit_blocks += sequence.cached_tokens // self._config.block_size
-            request.router.first_token(request.request_id)
+            request.router.first_token(request.booking_id)
         else:
             figures.itl_s.append(now - request.last_at)
         request.last_at = now
 
     def _end(self, sequence: SimSequence) -> None:
         request = self._live.pop(sequence)
-        request.router.finished(request.request_id)
+        request.router.finished(request.booking_id)
         if request.first_at is not None:
             itl_s = (request.last_at - request.first_at) / max(1, sequence.generated - 1)
             in_time = request.first_at - request.arrived_at <= self._config.ttft_goal_s

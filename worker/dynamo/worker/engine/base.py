@@ -64,7 +64,7 @@ class Context:
 
 
 @dataclass(slots=True)
-class TensorAnswer:
+class TensorResponse:
     """One answer of a tensor model, with the tensor data beside the message so that it need not be copied into it."""
 
     head: ModelInferResponse
@@ -172,7 +172,7 @@ class TensorEngine(Protocol):
         """Loads the models; returns when requests can be served. Called once."""
         ...
 
-    def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+    def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         """Yields one answer, or any number of them if the model is decoupled.
 
         The request was checked against the card by the frontend. The answer needs outputs only: the serving loop fills in

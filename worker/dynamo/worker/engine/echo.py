@@ -16,7 +16,7 @@ from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summa
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from dynamo.worker.engine.base import Context, Load, TensorAnswer
+from dynamo.worker.engine.base import Context, Load, TensorResponse
 from dynamo.worker.engine.declaration import Declaration, Tensor
 
 MAX_REPEATS = 10_000
@@ -80,7 +80,7 @@ class EchoTensors:
     async def start(self) -> Sequence[ModelCard]:
         return [self._declaration.to_card(self._name)]
 
-    async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+    async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         asked = request.head
         repeat, delay_s = 1, 0.0
         if asked.parameters:
@@ -97,7 +97,7 @@ class EchoTensors:
             if asked.parameters:
                 for key, value in asked.parameters.items():
                     head.parameters[key].CopyFrom(value)
-            yield TensorAnswer(head, list(request.raw_inputs))
+            yield TensorResponse(head, list(request.raw_inputs))
 
     async def close(self) -> None:
         return

@@ -50,7 +50,7 @@ from dynamo.common.model_card import ModelCard, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import DATATYPES, Array, bf16_to_float32, element_count, from_numpy, to_numpy, typed_to_raw
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferResponse
-from dynamo.worker.engine.base import Buffer, Context, TensorAnswer
+from dynamo.worker.engine.base import Buffer, Context, TensorResponse
 from dynamo.worker.engine.batching import Batch, Batcher, Tensors
 from dynamo.worker.engine.declaration import Batching, Declaration, Tensor
 from dynamo.worker.engine.user_class import declaration_of, load_class
@@ -116,13 +116,13 @@ class PythonEngine:
             self._batcher.start()
         return [card]
 
-    def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+    def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         caller = self._caller
         if caller is None:
             raise RuntimeError("the engine was not started")
         return caller.stream(request, context) if caller.card.decoupled else self._infer_one(caller, request, context)
 
-    async def _infer_one(self, caller: _Caller, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+    async def _infer_one(self, caller: _Caller, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         timings = context.timings
         start = time.perf_counter_ns()
         inputs = read_inputs(request)
@@ -230,7 +230,7 @@ class _Caller:
                 return await self._guarded_await(self._function(**inputs(), **extra))
         return await self._in_thread(lambda: self._function(**inputs(), **extra))
 
-    async def stream(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+    async def stream(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         """The answers of a decoupled model."""
         inputs = read_inputs(request)
         extra = self._extra(request, context)
@@ -328,7 +328,7 @@ class _Caller:
             raise self._broken(f"gave the output '{spec.name}' in shape {list(array.shape)}; it declares {list(spec.shape)}")
         return array
 
-    def to_answer(self, arrays: Tensors) -> TensorAnswer:
+    def to_answer(self, arrays: Tensors) -> TensorResponse:
         head = ModelInferResponse()
         raws: list[Buffer] = []
         for name, array in arrays.items():
@@ -338,7 +338,7 @@ class _Caller:
                 raise self._broken(f"gave a wrong output '{name}': {error}") from error
             head.outputs.add(name=name, datatype=datatype, shape=array.shape)
             raws.append(raw)
-        return TensorAnswer(head, raws)
+        return TensorResponse(head, raws)
 
     def _broken(self, what: str) -> EngineError:
         message = f"model '{self.card.name}' {what}"

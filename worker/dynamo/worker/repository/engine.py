@@ -12,7 +12,7 @@ from dynamo.common.repository import ControlMode
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import Buffer, from_numpy
 from dynamo.protos.inference_pb2 import ModelInferResponse
-from dynamo.worker.engine.base import Context, TensorAnswer
+from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.python import read_inputs
 from dynamo.worker.repository.execution import Answer, Request, closing, from_parameter, to_parameter
 from dynamo.worker.repository.layout import Fingerprint
@@ -62,14 +62,14 @@ class RepositoryEngine:
             raise InvalidRequest(f"model '{name}'{more} of the repository cannot be loaded: {error}")
         return self.models.cards()
 
-    def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+    def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         return _answers(self.models.find(request.head.model_name), request, context)
 
     async def close(self) -> None:
         await self.models.close()
 
 
-async def _answers(model: LoadedModel, request: TensorRequest, context: Context) -> AsyncIterator[TensorAnswer]:
+async def _answers(model: LoadedModel, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
     head = request.head
     asked = Request(
         read_inputs(request),
@@ -83,7 +83,7 @@ async def _answers(model: LoadedModel, request: TensorRequest, context: Context)
             yield _to_tensor_answer(answer, datatypes)
 
 
-def _to_tensor_answer(answer: Answer, datatypes: dict[str, str]) -> TensorAnswer:
+def _to_tensor_answer(answer: Answer, datatypes: dict[str, str]) -> TensorResponse:
     head = ModelInferResponse()
     raws: list[Buffer] = []
     for name, array in answer.outputs.items():
@@ -92,4 +92,4 @@ def _to_tensor_answer(answer: Answer, datatypes: dict[str, str]) -> TensorAnswer
         raws.append(raw)
     for name, value in answer.parameters.items():
         head.parameters[name].CopyFrom(from_parameter(value))
-    return TensorAnswer(head, raws)
+    return TensorResponse(head, raws)

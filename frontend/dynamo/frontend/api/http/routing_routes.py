@@ -28,7 +28,7 @@ from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.http.openapi import Operation
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.router.explain import DecisionLog
-from dynamo.frontend.router.explanation import Decision
+from dynamo.frontend.router.explanation import DecisionRecord
 from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable
 from dynamo.frontend.serving.data_plane import DataPlane
 
@@ -71,10 +71,10 @@ class ThresholdsRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields
 
 
 class Decisions(Struct, frozen=True):
-    decisions: list[Decision]
+    decisions: list[DecisionRecord]
 
 
-class ErrorAnswer(Struct, frozen=True):
+class ErrorResponse(Struct, frozen=True):
     error: str
 
 
@@ -88,7 +88,7 @@ OPERATIONS = (
         group="Routing",
         request=ThresholdsRequest,
         answer=ModelThresholds,
-        error=ErrorAnswer,
+        error=ErrorResponse,
     ),
     Operation(
         method="get", path="/v1/routing/decisions", summary="Why requests went where they went", group="Routing", answer=Decisions

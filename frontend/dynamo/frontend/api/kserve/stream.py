@@ -21,8 +21,8 @@ from dynamo.common.errors import DynamoError, ShuttingDown
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.protobuf_wire import tag, varint
-from dynamo.common.tensor_answer import AnswerForm
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensor_response import ResponseForm
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of
 from dynamo.frontend.api.kserve.text import TextAnswer, to_text_requests, wants_stream
@@ -175,7 +175,7 @@ class KserveStream:
                 for answer in found:
                     await self._write(_message(bytes(answer), final=False))
         if request.wants_empty_final_response:
-            final = b"".join(AnswerForm.of(request, card).encode_final())
+            final = b"".join(ResponseForm.of(request, card).encode_final())
             await self._write(_INFER_RESPONSE + varint(len(final)) + final)
 
     async def _answer_text(self, request: TensorRequest, card: ModelCard, call: Call) -> None:

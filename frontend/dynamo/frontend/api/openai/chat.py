@@ -12,7 +12,11 @@ from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import decode
-from dynamo.frontend.api.openai.answers import (
+from dynamo.frontend.api.openai.chunks import ChatChunks, Head, encode, finish_reason
+from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_usage, write_stream
+from dynamo.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from dynamo.frontend.api.openai.requests import ChatRequest
+from dynamo.frontend.api.openai.response_objects import (
     AnswerMessage,
     ChatChoice,
     ChatCompletion,
@@ -22,10 +26,6 @@ from dynamo.frontend.api.openai.answers import (
     ToolCallMade,
     Usage,
 )
-from dynamo.frontend.api.openai.chunks import ChatChunks, Head, encode, finish_reason
-from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_usage, write_stream
-from dynamo.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
-from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.to_text import Asked, call_of, chat_to_text
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokens
 from dynamo.frontend.api.text.rules import new_tool_call_id, parsed

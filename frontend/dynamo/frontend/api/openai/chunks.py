@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from dynamo.common.generation import FinishReason
-from dynamo.frontend.api.openai.answers import Usage
 from dynamo.frontend.api.openai.logprobs import CompletionLogprobWriter, chat_logprobs
+from dynamo.frontend.api.openai.response_objects import Usage
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokens
 from dynamo.frontend.api.text.rules import new_tool_call_id, parsed
 from dynamo.frontend.api.text.token_texts import TokenTexts

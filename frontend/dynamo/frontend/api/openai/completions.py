@@ -12,11 +12,11 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import decode
-from dynamo.frontend.api.openai.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from dynamo.frontend.api.openai.chunks import CompletionChunks, Head, encode
 from dynamo.frontend.api.openai.edge import Edge, Extras, formatted_prompt, last_chunk, wants_usage, write_stream
 from dynamo.frontend.api.openai.logprobs import CompletionLogprobWriter, joined, prompt_logprobs
 from dynamo.frontend.api.openai.requests import CompletionRequest
+from dynamo.frontend.api.openai.response_objects import Completion, CompletionChoice, CompletionLogprobs, Usage
 from dynamo.frontend.api.openai.to_text import Asked, call_of, completion_to_text
 from dynamo.frontend.api.text.generations import Source, one_source
 from dynamo.frontend.api.text.token_texts import TokenTexts

@@ -13,9 +13,9 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Summary
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import EventStream
-from dynamo.frontend.api.openai.answers import Usage
 from dynamo.frontend.api.openai.chunks import Head
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, NvExt, Sampled
+from dynamo.frontend.api.openai.response_objects import Usage
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.text.generations import Source
 from dynamo.frontend.api.text.rules import TextLimits
@@ -119,8 +119,8 @@ class Extras:
     def after(self, source: Source) -> list[bytes]:
         """Those that are known at the end."""
         found: list[bytes] = []
-        if "worker_id" in self.annotations and source.choice is not None:
-            found.append(annotation("worker_id", f"{source.choice.instance.id:x}"))
+        if "worker_id" in self.annotations and source.decision is not None:
+            found.append(annotation("worker_id", f"{source.decision.instance.id:x}"))
         if "llm_metrics" in self.annotations:
             summary = source.summary
             found.append(
@@ -140,8 +140,8 @@ class Extras:
     def fields(self, source: Source) -> dict[str, Any] | None:
         """`nvext` of the answer; None if nothing was asked for."""
         found: dict[str, Any] = {}
-        if "worker_id" in self._fields and source.choice is not None:
-            found["worker_id"] = {"decode_worker_id": f"{source.choice.instance.id:x}"}
+        if "worker_id" in self._fields and source.decision is not None:
+            found["worker_id"] = {"decode_worker_id": f"{source.decision.instance.id:x}"}
         if "timing" in self._fields:
             found["timing"] = {
                 "queue_ms": source.summary.queue_ms,

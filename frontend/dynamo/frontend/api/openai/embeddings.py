@@ -24,9 +24,9 @@ from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import bf16_to_float32, element_count, encode_bytes, to_numpy, typed_to_raw
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import decode
-from dynamo.frontend.api.openai.answers import Embedding, Embeddings, EmbeddingUsage
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import EmbeddingRequest
+from dynamo.frontend.api.openai.response_objects import Embedding, Embeddings, EmbeddingUsage
 from dynamo.frontend.api.openai.to_text import prompts_of
 from dynamo.frontend.api.text.rules import check_chars
 from dynamo.frontend.metrics import RequestType

@@ -6,7 +6,7 @@ import msgspec
 
 from dynamo.common.errors import Code, DynamoError, InvalidRequest
 from dynamo.frontend.api.http.exchange import ErrorForm
-from dynamo.frontend.api.openai.answers import ErrorAnswer, ErrorInfo
+from dynamo.frontend.api.openai.response_objects import ErrorInfo, ErrorResponse
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.preprocess.text import ContextExceeded
 
@@ -40,7 +40,7 @@ def error_info(error: BaseException, status: int) -> ErrorInfo:
 
 
 def error_body(error: BaseException, status: int) -> bytes:
-    return _encoder.encode(ErrorAnswer(error_info(error, status)))
+    return _encoder.encode(ErrorResponse(error_info(error, status)))
 
 
 def error_event(error: BaseException, status: int) -> bytes:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynamo.frontend.api.openai.answers import CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
+from dynamo.frontend.api.openai.response_objects import (
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 from dynamo.frontend.api.text.token_texts import TokenTexts, best_first, text_bytes
 
 Positions = Sequence[Sequence[tuple[int, float]]]

@@ -11,7 +11,6 @@ from starlette.routing import BaseRoute, Route
 from dynamo.common.config import ConfigError
 from dynamo.frontend.api.http.exchange import Endpoint, Exchange, HttpSettings
 from dynamo.frontend.api.http.openapi import Operation
-from dynamo.frontend.api.openai.answers import ChatCompletion, Completion, Detokenized, Embeddings, ErrorAnswer, Tokenized
 from dynamo.frontend.api.openai.chat import ChatCompletions
 from dynamo.frontend.api.openai.completions import Completions
 from dynamo.frontend.api.openai.edge import Edge
@@ -25,6 +24,14 @@ from dynamo.frontend.api.openai.requests import (
     TokenizeRequest,
 )
 from dynamo.frontend.api.openai.response_events import ResponseObject
+from dynamo.frontend.api.openai.response_objects import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    Embeddings,
+    ErrorResponse,
+    Tokenized,
+)
 from dynamo.frontend.api.openai.response_requests import ResponsesRequest
 from dynamo.frontend.api.openai.responses import Responses
 from dynamo.frontend.api.openai.to_text import RequestTemplate
@@ -40,7 +47,7 @@ OPERATIONS = (
         group=_GROUP,
         request=ChatRequest,
         answer=ChatCompletion,
-        error=ErrorAnswer,
+        error=ErrorResponse,
         streams=True,
     ),
     Operation(
@@ -49,7 +56,7 @@ OPERATIONS = (
         group=_GROUP,
         request=CompletionRequest,
         answer=Completion,
-        error=ErrorAnswer,
+        error=ErrorResponse,
         streams=True,
     ),
     Operation(
@@ -58,7 +65,7 @@ OPERATIONS = (
         group=_GROUP,
         request=ResponsesRequest,
         answer=ResponseObject,
-        error=ErrorAnswer,
+        error=ErrorResponse,
         streams=True,
     ),
     Operation(
@@ -67,10 +74,10 @@ OPERATIONS = (
         group=_GROUP,
         request=EmbeddingRequest,
         answer=Embeddings,
-        error=ErrorAnswer,
+        error=ErrorResponse,
     ),
     Operation(
-        path="/tokenize", summary="Text to tokens", group="Tokens", request=TokenizeRequest, answer=Tokenized, error=ErrorAnswer
+        path="/tokenize", summary="Text to tokens", group="Tokens", request=TokenizeRequest, answer=Tokenized, error=ErrorResponse
     ),
     Operation(
         path="/detokenize",
@@ -78,7 +85,7 @@ OPERATIONS = (
         group="Tokens",
         request=DetokenizeRequest,
         answer=Detokenized,
-        error=ErrorAnswer,
+        error=ErrorResponse,
     ),
 )
 

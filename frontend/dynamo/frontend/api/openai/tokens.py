@@ -9,9 +9,9 @@ import msgspec
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import decode
-from dynamo.frontend.api.openai.answers import Detokenized, Tokenized
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import DetokenizeRequest, TokenizeRequest
+from dynamo.frontend.api.openai.response_objects import Detokenized, Tokenized
 from dynamo.frontend.api.openai.to_text import messages_to_text, tools_to_text
 from dynamo.frontend.api.text.rules import check_chars, llm_of
 from dynamo.frontend.api.text.token_texts import TokenTexts

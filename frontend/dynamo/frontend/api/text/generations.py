@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from dynamo.common.generation import Summary
 from dynamo.frontend.preprocess.text import TextDelta
-from dynamo.frontend.router.base import Choice
+from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.serving.data_plane import Generation
 
 
@@ -23,7 +23,7 @@ class Source(Protocol):
     def prompt_tokens(self) -> int: ...
 
     @property
-    def choice(self) -> Choice | None: ...
+    def decision(self) -> RoutingDecision | None: ...
 
     @property
     def summary(self) -> Summary: ...
@@ -38,7 +38,7 @@ class Source(Protocol):
 
 
 class Several:
-    """Generations of one request, side by side: choice `c` of the `p`-th of them is choice `p * n + c` here.
+    """Generations of one request, side by side: decision `c` of the `p`-th of them is decision `p * n + c` here.
 
     Each is read ahead by one `read` at most, so a slow client holds back all of them.
     """
@@ -59,9 +59,9 @@ class Several:
         return sum(generation.prompt_tokens for generation in self._generations)
 
     @property
-    def choice(self) -> Choice | None:
+    def decision(self) -> RoutingDecision | None:
         """Where the first of them went."""
-        return self._generations[0].choice
+        return self._generations[0].decision
 
     @property
     def summary(self) -> Summary:

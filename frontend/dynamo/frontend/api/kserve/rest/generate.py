@@ -14,13 +14,13 @@ from dynamo.common.tensors import element_count
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import EventStream, Exchange
 from dynamo.frontend.api.kserve.infer import all_text, infer
-from dynamo.frontend.api.kserve.rest.answers import Answer, parameters_to_json, send_answer
 from dynamo.frontend.api.kserve.rest.bodies import read_body
 from dynamo.frontend.api.kserve.rest.elements import to_json
 from dynamo.frontend.api.kserve.rest.generate_requests import Asked, read_generate
 from dynamo.frontend.api.kserve.rest.infer import begin
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import decode_object
+from dynamo.frontend.api.kserve.rest.responses import Answer, parameters_to_json, send_answer
 from dynamo.frontend.api.kserve.text import to_text_requests
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.metrics import RequestType

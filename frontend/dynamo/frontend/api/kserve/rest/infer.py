@@ -8,10 +8,10 @@ from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve.infer import call_for, infer
-from dynamo.frontend.api.kserve.rest.answers import Answer, send_answer, write_answer
 from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, read_body, split
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import read_request
+from dynamo.frontend.api.kserve.rest.responses import Answer, send_answer, write_answer
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.serving.data_plane import Call, DataPlane
 

@@ -163,5 +163,5 @@ class ErrorInfo(Struct, frozen=True):
     code: str | None
 
 
-class ErrorAnswer(Struct, frozen=True):
+class ErrorResponse(Struct, frozen=True):
     error: ErrorInfo

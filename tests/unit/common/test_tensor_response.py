@@ -5,8 +5,8 @@ import pytest
 
 from dynamo.common.errors import EngineError
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
-from dynamo.common.tensor_answer import AnswerForm
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensor_response import ResponseForm
 from dynamo.common.tensors import decode_bytes, from_numpy
 from dynamo.protos.inference_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
 
@@ -26,7 +26,7 @@ BITS = b"\x01\x00\xc1\x7f\x00\x00\x80\x3f"
 """A NaN with a payload, and 1."""
 
 
-def form(*outputs: str, typed: bool = False, version: str = "", card: ModelCard = CARD, top: int = 0) -> AnswerForm:
+def form(*outputs: str, typed: bool = False, version: str = "", card: ModelCard = CARD, top: int = 0) -> ResponseForm:
     request = ModelInferRequest(model_name="alias", model_version=version, id="7")
     tensor = request.inputs.add(name="X", datatype="FP32", shape=[2])
     if typed:
@@ -37,7 +37,7 @@ def form(*outputs: str, typed: bool = False, version: str = "", card: ModelCard 
         output = request.outputs.add(name=name)
         if top:
             output.parameters["classification"].int64_param = top
-    return AnswerForm.of(TensorRequest.parse(request.SerializeToString()), card)
+    return ResponseForm.of(TensorRequest.parse(request.SerializeToString()), card)
 
 
 def answered(*names: str) -> ModelInferResponse:
@@ -47,7 +47,7 @@ def answered(*names: str) -> ModelInferResponse:
     return head
 
 
-def encoded(form: AnswerForm, arrays: dict[str, np.ndarray]) -> ModelInferResponse:
+def encoded(form: ResponseForm, arrays: dict[str, np.ndarray]) -> ModelInferResponse:
     """The answer to `form` of an engine that computed `arrays`."""
     head, raws = ModelInferResponse(), []
     for name, array in arrays.items():

@@ -28,7 +28,7 @@ from dynamo.protos.inference_pb2 import ModelInferResponse
 OutputTensor = ModelInferResponse.InferOutputTensor
 
 
-class AnswerForm(msgspec.Struct, frozen=True):
+class ResponseForm(msgspec.Struct, frozen=True):
     """How all answers to one request look. Made once per request."""
 
     model: str
@@ -43,7 +43,7 @@ class AnswerForm(msgspec.Struct, frozen=True):
     card: ModelCard
 
     @classmethod
-    def of(cls, request: TensorRequest, card: ModelCard) -> AnswerForm:
+    def of(cls, request: TensorRequest, card: ModelCard) -> ResponseForm:
         """The form that `request`, which passed its checks, asks for."""
         head = request.head
         wanted: tuple[str, ...] = ()
