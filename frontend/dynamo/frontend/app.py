@@ -210,12 +210,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             async def load_text(card: ModelCard) -> TextModel:
                 from dynamo.frontend.preprocess import pipeline  # heavy; a fleet of tensor models does without
 
-                limits = pipeline.TextLimits(
-                    max_prompt_chars=config.text.max_prompt_chars,
-                    max_messages=config.text.max_messages,
-                    max_stop_strings=config.text.max_stop_strings,
-                )
-                return await pipeline.load_text_model(card, store, limits, fast_tokenizer=config.text.fast_tokenizer)
+                return await pipeline.load_text_model(card, store, config.text.limits, fast_tokenizer=config.text.fast_tokenizer)
 
             settings = DataPlaneSettings(
                 declared=config.models,

@@ -233,8 +233,8 @@ class HttpOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextOptions:
-    """What one request for text may ask for."""
+class TextLimits:
+    """Bounds on what one text request may demand, checked before time is spent on it."""
 
     max_prompt_chars: int = option(16 * MIB, minimum=1, maximum=2**31 - 1, help="Longest prompt, before it is tokenized.")
     max_messages: int = option(16_384, minimum=1, maximum=1_000_000, help="Messages of a conversation.")
@@ -245,6 +245,13 @@ class TextOptions:
         MAX_LOGPROBS, minimum=0, maximum=MAX_LOGPROBS, help="Most alternatives that log probabilities are shown of."
     )
     max_embedding_inputs: int = option(2048, minimum=1, maximum=1_000_000, help="Texts in a request for embeddings.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How text requests are completed, bounded and tokenized."""
+
+    limits: TextLimits = group("Text", prefix="text", default=TextLimits)
     fast_tokenizer: bool = option(
         True,
         flags=("--fast-tokenizer",),

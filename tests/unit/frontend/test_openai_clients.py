@@ -21,7 +21,7 @@ from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensors import decode_bytes
-from dynamo.frontend.config import TextOptions
+from dynamo.frontend.config import TextLimits, TextOptions
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from tests.support.fakes import FakeStream, tensor_card
@@ -187,7 +187,7 @@ async def test_vectors_can_be_shortened() -> None:
 )
 async def test_what_cannot_be_embedded_is_refused(wrong: dict[str, Any], param: str) -> None:
     cards = (embedding_card(), chat_card(), tensor_card())
-    async with open_http_edge(*cards, respond=embed(), text=TextOptions(max_embedding_inputs=3)) as edge:
+    async with open_http_edge(*cards, respond=embed(), text=TextOptions(limits=TextLimits(max_embedding_inputs=3))) as edge:
         error = await edge.error("/v1/embeddings", {"model": "embedder", "input": "a"} | wrong)
     assert error["param"] == param
 

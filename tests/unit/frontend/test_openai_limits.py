@@ -28,7 +28,7 @@ from dynamo.frontend.api.openai.requests import (
 )
 from dynamo.frontend.api.openai.response_requests import InputItem, InputPart, ResponsesRequest
 from dynamo.frontend.api.openai.routes import read_request_template
-from dynamo.frontend.config import HttpOptions, TextOptions
+from dynamo.frontend.config import HttpOptions, TextLimits, TextOptions
 from tests.support.fakes import tensor_card
 from tests.support.http_edge import Speaker, open_http_edge, raw_connection
 
@@ -185,9 +185,9 @@ async def test_json_may_be_as_deep_as_the_limit_and_no_deeper() -> None:
 
 
 async def test_settings_bound_what_a_request_may_ask_for() -> None:
-    limits = TextOptions(max_messages=2, max_prompt_chars=10, max_choices=2, max_stop_strings=1, max_logprobs=1, max_best_of=2)
+    limits = TextLimits(max_messages=2, max_prompt_chars=10, max_choices=2, max_stop_strings=1, max_logprobs=1, max_best_of=2)
     message = {"role": "user", "content": "12345"}
-    async with open_http_edge(respond=Speaker(logprobs=lambda at: -1.0), text=limits) as edge:
+    async with open_http_edge(respond=Speaker(logprobs=lambda at: -1.0), text=TextOptions(limits=limits)) as edge:
         fitting = HELLO | {"messages": [message] * 2, "n": 2, "stop": ["a"], "logprobs": True, "top_logprobs": 1}
         assert (await edge.post(CHAT, fitting)).status_code == 200
         for wrong, param in (

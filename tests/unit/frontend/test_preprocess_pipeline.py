@@ -9,7 +9,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unavailable
 from dynamo.common.generation import Delta, FinishReason, Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
-from dynamo.frontend.preprocess.pipeline import TextLimits, TextModel, load_text_model
+from dynamo.frontend.config import TextLimits
+from dynamo.frontend.preprocess.pipeline import TextModel, load_text_model
 from dynamo.frontend.preprocess.text import TextRequest
 
 CONTEXT = 100

@@ -13,7 +13,7 @@ from dynamo.frontend.api.http.routing_routes import OPERATIONS as ROUTING_OPERAT
 from dynamo.frontend.api.kserve.rest.operations import OPERATIONS as KSERVE_OPERATIONS
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.routes import OPERATIONS as OPENAI_OPERATIONS
-from dynamo.frontend.api.openai.routes import openai_routes, read_request_template, text_limits
+from dynamo.frontend.api.openai.routes import openai_routes, read_request_template
 from dynamo.frontend.config import HttpOptions, OverloadStatus, TextOptions
 from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
 from dynamo.frontend.preprocess.parsers import OutputParsers
@@ -37,7 +37,7 @@ def text_routes(
 ) -> list[BaseRoute]:
     """Raises ConfigError for a request template that cannot be read."""
     settings = HttpSettings.of(http, overload)
-    limits = text_limits(text)
+    limits = text.limits
     template = read_request_template(text.request_template)
     return [
         *openai_routes(Edge(readiness=readiness, limits=limits, template=template, parsers=parsers), settings),

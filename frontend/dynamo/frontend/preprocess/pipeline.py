@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -21,11 +20,13 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import GenerateRequest, Stop, pack_tokens, unpack_tokens
 from dynamo.common.generation_rules import check_request
 from dynamo.common.model_card import LlmInfo, ModelCard
+from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.detokenize import CONTEXT_TOKENS, Detokenizer
 from dynamo.frontend.preprocess.template import ChatTemplate
 from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
 from dynamo.frontend.preprocess.tokenizer import Tokenizer
 
+_MAX_STOP_STRING_CHARS = 1024
 _MANY_MESSAGES = 32
 """Longer conversations are rendered in a thread."""
 _CONTINUE = "[goes on here]"
@@ -37,7 +38,7 @@ _MODALITIES = {
 }
 """What a model must take for content parts of these types."""
 
-__all__ = ["Detokenizer", "FileReader", "TextLimits", "TextModel", "load_text_model"]
+__all__ = ["Detokenizer", "FileReader", "TextModel", "load_text_model"]
 
 
 class FileReader(Protocol):
@@ -46,17 +47,6 @@ class FileReader(Protocol):
     async def get(self, key: str) -> bytes:
         """The contents of the file with this sha256 (hexadecimal)."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class TextLimits:
-    """What one request may ask of the frontend's time and memory."""
-
-    max_prompt_chars: int = 16 << 20
-    """Longer texts are refused before they are tokenized."""
-    max_messages: int = 16_384
-    max_stop_strings: int = 32
-    max_stop_string_chars: int = 1024
 
 
 async def load_text_model(
@@ -192,9 +182,9 @@ class TextModel:
                 param="stop",
             )
         for string in request.stop_strings:
-            if not 0 < len(string) <= self._limits.max_stop_string_chars:
+            if not 0 < len(string) <= _MAX_STOP_STRING_CHARS:
                 raise InvalidRequest(
-                    f"a stop string has {len(string)} characters; it must have 1 to {self._limits.max_stop_string_chars}",
+                    f"a stop string has {len(string)} characters; it must have 1 to {_MAX_STOP_STRING_CHARS}",
                     param="stop",
                 )
 

@@ -17,7 +17,8 @@ from dynamo.frontend.api.http.exchange import Endpoint, ErrorForm, Exchange, Htt
 from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.http.openapi import Operation
 from dynamo.frontend.api.statuses import public_message
-from dynamo.frontend.api.text.rules import TextLimits, llm_of, new_tool_call_id, parsed
+from dynamo.frontend.api.text.rules import llm_of, new_tool_call_id, parsed
+from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, OutputParsers, Part, Reasoning, ToolCall, make_parser
 from dynamo.frontend.preprocess.text import TextDelta

@@ -12,8 +12,9 @@ from msgspec import Meta, Struct
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard
-from dynamo.frontend.api.text.rules import TextLimits, check_chars, choose_parsers, llm_of, stop_strings
+from dynamo.frontend.api.text.rules import check_chars, choose_parsers, llm_of, stop_strings
 from dynamo.frontend.api.text.tool_choice import named_call, some_call
+from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.frontend.preprocess.text import TextRequest
 

@@ -18,7 +18,7 @@ from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, 
 from dynamo.frontend.api.openai.response_objects import Usage
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.text.generations import Source
-from dynamo.frontend.api.text.rules import TextLimits
+from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.serving.data_plane import DataPlane, Generation

@@ -36,8 +36,6 @@ from dynamo.frontend.api.openai.response_requests import ResponsesRequest
 from dynamo.frontend.api.openai.responses import Responses
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.openai.tokens import Detokenize, Tokenize
-from dynamo.frontend.api.text.rules import TextLimits
-from dynamo.frontend.config import TextOptions
 
 _GROUP = "OpenAI"
 OPERATIONS = (
@@ -103,18 +101,6 @@ def openai_routes(edge: Edge, settings: HttpSettings) -> list[BaseRoute]:
         "/v1/detokenize": detokenize,
     }
     return [Route(path, Endpoint(handle, OPENAI_ERRORS, settings), methods=["POST"]) for path, handle in handlers.items()]
-
-
-def text_limits(options: TextOptions) -> TextLimits:
-    return TextLimits(
-        max_choices=options.max_choices,
-        max_best_of=options.max_best_of,
-        max_logprobs=options.max_logprobs,
-        max_stop_strings=options.max_stop_strings,
-        max_messages=options.max_messages,
-        max_prompt_chars=options.max_prompt_chars,
-        max_embedding_inputs=options.max_embedding_inputs,
-    )
 
 
 def read_request_template(path: Path | None) -> RequestTemplate:

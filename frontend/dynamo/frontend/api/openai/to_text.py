@@ -23,8 +23,9 @@ from dynamo.frontend.api.openai.requests import (
     Tool,
     ToolChoice,
 )
-from dynamo.frontend.api.text.rules import TextLimits, check_chars, choose_parsers, llm_of, stop_strings
+from dynamo.frontend.api.text.rules import check_chars, choose_parsers, llm_of, stop_strings
 from dynamo.frontend.api.text.tool_choice import named_call, some_call
+from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.frontend.preprocess.text import TextRequest

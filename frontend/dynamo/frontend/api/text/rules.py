@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import LlmInfo, ModelCard
+from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.parsers import OutputParser, OutputParsers, ParserKind, Part
 from dynamo.frontend.preprocess.text import TextDelta
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextLimits:
-    """What one request may ask for."""
-
-    max_choices: int = 128
-    """`n` times the number of prompts."""
-    max_best_of: int = 20
-    max_logprobs: int = 20
-    max_stop_strings: int = 32
-    max_messages: int = 16_384
-    max_prompt_chars: int = 16 * 2**20
-    """Of all texts that go into the prompt together."""
-    max_embedding_inputs: int = 2048
 
 
 def llm_of(card: ModelCard) -> LlmInfo:
