@@ -18,7 +18,8 @@ from dynamo.common.messaging.server import Incoming, serve_requests
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.simple import RoundRobin
-from dynamo.frontend.serving.dispatch import Call, Dispatcher, Work
+from dynamo.frontend.serving.call import Call, Work
+from dynamo.frontend.serving.dispatch import Dispatcher
 from tests.support.fakes import FakeDirectory, tensor_card
 from tests.support.servers import NatsServer, start_nats
 

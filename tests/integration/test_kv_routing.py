@@ -9,7 +9,7 @@ from dynamo.common.generation import Stop
 from dynamo.common.kv.events import KvMessage, KvUpdate, message_encoder
 from dynamo.common.names import Endpoint
 from dynamo.frontend.preprocess.text import TextRequest
-from dynamo.frontend.serving.data_plane import Call
+from dynamo.frontend.serving.call import Call
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.sim_fleet import prompt, sim_fleet, until
 

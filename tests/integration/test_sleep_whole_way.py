@@ -15,7 +15,7 @@ from dynamo.common.errors import Unavailable
 from dynamo.common.generation import Stop
 from dynamo.common.names import InstanceId
 from dynamo.frontend.preprocess.text import TextRequest
-from dynamo.frontend.serving.data_plane import Call
+from dynamo.frontend.serving.call import Call
 from dynamo.worker.app import Worker
 from dynamo.worker.config import StatusOptions
 from dynamo.worker.engine.sim.engine import SimEngine

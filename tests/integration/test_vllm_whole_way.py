@@ -15,7 +15,7 @@ from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import serve_frontend
 from dynamo.frontend.config import FrontendConfig, HttpOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
-from dynamo.frontend.serving.data_plane import Call
+from dynamo.frontend.serving.call import Call
 from tests.support.processes import Process, worker
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.sim_fleet import prompt, until

@@ -15,7 +15,7 @@ from dynamo.frontend.app import Frontend, serve_frontend
 from dynamo.frontend.config import FrontendConfig, HttpOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.frontend.serving.data_plane import Call
+from dynamo.frontend.serving.call import Call
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import StatusOptions, WorkerConfig
 from dynamo.worker.engine.sim.engine import SimEngine

@@ -12,8 +12,9 @@ from dynamo.frontend.config import QueuePolicy
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.serving.admission import AdmissionQueue
+from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.data_plane import DataPlaneSettings, open_data_plane
-from dynamo.frontend.serving.dispatch import Call, Dispatcher, Work
+from dynamo.frontend.serving.dispatch import Dispatcher
 from dynamo.frontend.serving.text_models import TextModel
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, RecordingRouter, instance
 from tests.support.virtual_time import in_virtual_time

@@ -7,7 +7,7 @@ import pytest
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.metrics import RequestType
-from dynamo.frontend.serving.data_plane import Call
+from dynamo.frontend.serving.call import Call
 
 
 def call(caller: Caller, request_id: str = "", triton_priority: int = 0) -> Call:

@@ -41,7 +41,7 @@ class Asked:
         return b""
 
     def candidates(self) -> set[int]:
-        from dynamo.frontend.serving.dispatch import Call, Work  # what a request would be sent to
+        from dynamo.frontend.serving.call import Call, Work  # what a request would be sent to
 
         work = Work(model="talker", verb="generate", body=b"", metrics=FrontendMetrics(CollectorRegistry()).for_model("talker"))
         return {found.id for found in self.dispatcher._candidates(work, Call(request_id="r"), ())}

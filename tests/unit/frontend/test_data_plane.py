@@ -22,7 +22,8 @@ from dynamo.common.model_card import ModelCard, Role
 from dynamo.common.names import InstanceId
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.serving.data_plane import Call, DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.frontend.serving.disaggregation import DisaggregationSettings
 from dynamo.frontend.serving.text_models import LoadText, TextModel
 from dynamo.protos.inference_pb2 import (

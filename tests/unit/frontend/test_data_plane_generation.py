@@ -37,7 +37,8 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
-from dynamo.frontend.serving.data_plane import Call, DataPlane, DataPlaneSettings, Generation, open_data_plane
+from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, Generation, open_data_plane
 from dynamo.frontend.serving.dispatch import DispatchSettings
 from dynamo.frontend.serving.text_models import LoadText, TextModel
 from tests.support.fakes import (

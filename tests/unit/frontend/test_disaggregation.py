@@ -28,7 +28,8 @@ from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
-from dynamo.frontend.serving.data_plane import Call, DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
 from dynamo.frontend.serving.disaggregation import OFFER, DisaggregationSettings
 from tests.support.fakes import (
     FakeClient,

@@ -23,7 +23,8 @@ from dynamo.common.errors import (
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.serving.dispatch import Call, Dispatcher, DispatchSettings, RetryBudget, Work, able_to_serve
+from dynamo.frontend.serving.call import Call, Work
+from dynamo.frontend.serving.dispatch import Dispatcher, DispatchSettings, RetryBudget, able_to_serve
 from tests.support.fakes import (
     FakeClient,
     FakeDirectory,

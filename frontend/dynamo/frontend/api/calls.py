@@ -14,7 +14,7 @@ from dynamo.common.tracing import context_of
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.overrides import LIMITS, read_overrides
-from dynamo.frontend.serving.data_plane import Call
+from dynamo.frontend.serving.call import Call
 
 MAX_ID_CHARS = 128
 EXPLAIN = "x-dynamo-explain"

@@ -44,13 +44,14 @@ from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.security.accounts import Ticket, admit, permit, permits
 from dynamo.frontend.serving.admission import AdmissionQueue
+from dynamo.frontend.serving.call import Call, Client, Instances, Link, Work
 from dynamo.frontend.serving.disaggregation import Disaggregation, DisaggregationSettings
-from dynamo.frontend.serving.dispatch import Call, Client, DispatchedStream, Dispatcher, DispatchSettings, Instances, Link, Work
+from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher, DispatchSettings
 from dynamo.frontend.serving.generation import Generation
 from dynamo.frontend.serving.text_models import LoadText, TextModel, TextModels
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 
-__all__ = ["Answers", "Call", "DataPlane", "DataPlaneSettings", "Directory", "Generation", "open_data_plane"]
+__all__ = ["DataPlane", "DataPlaneSettings", "Directory", "Generation", "TensorResponses", "open_data_plane"]
 
 log = logging.getLogger(__name__)
 
@@ -203,10 +204,10 @@ class DataPlane:
         timer.finish()
         return answer
 
-    def infer_stream(self, request: TensorRequest, call: Call) -> Answers:
+    def infer_stream(self, request: TensorRequest, call: Call) -> TensorResponses:
         """The answers of any tensor model, decoupled or not. Raises ModelNotFound; all else is raised by reading."""
         model = self._find(request.head.model_name, request.head.model_version)
-        return Answers(self._dispatcher, model, request, call)
+        return TensorResponses(self._dispatcher, model, request, call)
 
     def generate(self, request: TextRequest, call: Call) -> Generation:
         """Text of a language model. Raises ModelNotFound, InvalidRequest; all else is raised by entering and reading."""
@@ -358,7 +359,7 @@ class DataPlane:
             self._metrics.describe(cards[0], instances=len(cards), migration_limit=self._settings.migration_limit)
 
 
-class Answers:
+class TensorResponses:
     """The answers to one tensor request. Leaving it early cancels the request at the instance."""
 
     def __init__(self, dispatcher: Dispatcher, model: _Model, request: TensorRequest, call: Call) -> None:

@@ -25,7 +25,8 @@ from dynamo.common.errors import EngineError, Overloaded, Unavailable, Unsupport
 from dynamo.common.generation import GenerateRequest, Stop, Summary, request_encoder, summary_decoder
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
-from dynamo.frontend.serving.dispatch import Call, Dispatcher, Work
+from dynamo.frontend.serving.call import Call, Work
+from dynamo.frontend.serving.dispatch import Dispatcher
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 
@@ -42,11 +42,11 @@ from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.tracing import Span, Tracing
-from dynamo.frontend.metrics import ModelMetrics, RequestTimer, RequestType
+from dynamo.frontend.metrics import RequestTimer
 from dynamo.frontend.router.base import Router, RouteRequest, RoutingDecision
-from dynamo.frontend.router.explanation import Explanation
-from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES, PromptHashes
+from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES
 from dynamo.frontend.serving.admission import AdmissionQueue
+from dynamo.frontend.serving.call import Call, Client, Instances, Link, Stream, Work
 from dynamo.frontend.serving.prefix_reuse import PrefixReuse
 
 REQUEST_ID_HEADER = "request-id"
@@ -57,65 +57,6 @@ BOOKING_HEADER = "booking"
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
-
-
-class Instances(Protocol):
-    """The part of the directory that dispatching needs."""
-
-    def instances(self, name: str) -> Sequence[Instance]:
-        """Those that serve a model, alias or adapter now, without those marked down. The same tuple until a change."""
-        ...
-
-    def mark_down(self, instance: InstanceId) -> None:
-        """Nothing answers there: leave it out until it is heard of again."""
-        ...
-
-
-class Stream(Protocol):
-    """One open request, as `messaging.client` has it."""
-
-    @property
-    def started(self) -> bool: ...
-
-    @property
-    def trailer(self) -> Buffer: ...
-
-    async def read(self) -> list[Buffer]: ...
-
-    async def result(self) -> Buffer: ...
-
-    def cancel(self) -> None:
-        """Ends the request early; does nothing if it has ended."""
-        ...
-
-
-class Client(Protocol):
-    """The part of `messaging.client.RequestClient` that dispatching needs."""
-
-    def open(
-        self,
-        instance: InstanceId,
-        subject: str,
-        verb: str,
-        body: Body,
-        *,
-        headers: Mapping[str, str] = ...,
-        deadline: float | None = None,
-    ) -> Stream: ...
-
-
-class Link(Protocol):
-    """The state of this process's own NATS connection."""
-
-    @property
-    def is_connected(self) -> bool: ...
-
-    @property
-    def reconnected_at(self) -> float:
-        """When it last came back, on the loop's clock; -inf if it never had to."""
-        ...
-
-    async def connected(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,58 +77,6 @@ class DispatchSettings:
     """How long a request, whatever its deadline, waits for a NATS connection that is away."""
     refusal_pause_s: float = 1.0
     """An instance that refused as unavailable, e.g. because it drains, is left out for so long if there are others."""
-
-
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks, and under which conditions; made by each protocol edge."""
-
-    request_id: str
-    deadline: float | None = None
-    """Absolute, on the event loop's clock."""
-    instance: InstanceId | None = None
-    """The only instance that may serve this."""
-    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """`traceparent`, `tracestate` and the like: passed to the worker."""
-    priority: int = 0
-    """Higher is more important."""
-    session: str = ""
-    overrides: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """Router settings of this request."""
-    explanation: Explanation | None = None
-    """Gets why instances were chosen; None: nobody wants to know."""
-    endpoint: str = "tensor"
-    """Which API asked, for metrics: one of a fixed set of names."""
-    request_type: RequestType = RequestType.UNARY
-    span: Span | None = None
-    """What the request's trace says about this process; None if it is not traced."""
-
-
-class Work(msgspec.Struct, kw_only=True):
-    """What is asked, and of whom it may be asked."""
-
-    model: str
-    """The name in the card, no alias."""
-    verb: str
-    body: Body
-    metrics: ModelMetrics
-    name: str = ""
-    """The alias or adapter that the request names: only instances that have it. Empty: the model's own name."""
-    version: str = ""
-    """Only instances that serve this version; empty: any."""
-    tokenizer: str = ""
-    """Only instances whose model has this tokenizer, for work that is token ids; empty: any."""
-    prompt: bytes = b""
-    hashes: PromptHashes | None = None
-    """Of `prompt`, where it is so long that they were computed before an instance is picked."""
-    adapter: str = ""
-    cache_salt: str = ""
-    expected_output_tokens: int = 0
-    role: Role | None = None
-    """Only instances of this role; None: any that answers requests, which those of role `prefill` do not."""
-    is_prefilled: bool = False
-    """The prompt was computed elsewhere: what is cached does not matter, nor does its length."""
-    otherwise: Work | None = None
-    """What is asked instead once an instance failed, or if there is none."""
 
 
 def able_to_serve(

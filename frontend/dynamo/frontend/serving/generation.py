@@ -43,8 +43,9 @@ from dynamo.frontend.metrics import ModelMetrics, RequestTimer
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.security.accounts import Ticket, admit
+from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.disaggregation import Disaggregation, Prefill
-from dynamo.frontend.serving.dispatch import Call, DispatchedStream, Dispatcher, Work
+from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.text_models import Detokenizer, TextModels, Vocabulary
 
 _END_TOKENS = 16

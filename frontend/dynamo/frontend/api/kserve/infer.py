@@ -12,7 +12,8 @@ from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve.text import TextAnswer, to_text_requests, wants_stream
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
-from dynamo.frontend.serving.data_plane import Call, DataPlane
+from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.data_plane import DataPlane
 
 TENSOR_ENDPOINT = "tensor"
 TEXT_ENDPOINT = "completions"

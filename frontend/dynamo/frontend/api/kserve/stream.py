@@ -31,7 +31,8 @@ from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import log_failure, public_message
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextRequest
-from dynamo.frontend.serving.data_plane import Call, DataPlane
+from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.protos.inference_pb2 import (
     InferParameter,
     ModelInferRequest,

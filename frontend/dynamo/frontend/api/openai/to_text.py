@@ -30,7 +30,7 @@ from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.overrides import read_overrides
-from dynamo.frontend.serving.data_plane import Call
+from dynamo.frontend.serving.call import Call
 
 
 class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

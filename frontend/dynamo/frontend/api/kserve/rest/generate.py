@@ -25,7 +25,8 @@ from dynamo.frontend.api.kserve.text import to_text_requests
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
-from dynamo.frontend.serving.data_plane import Call, DataPlane
+from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.data_plane import DataPlane
 
 
 async def answer_generate(plane: DataPlane, exchange: Exchange, target: Target) -> None:

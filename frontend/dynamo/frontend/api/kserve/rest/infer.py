@@ -13,7 +13,8 @@ from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import read_request
 from dynamo.frontend.api.kserve.rest.responses import Answer, send_answer, write_answer
 from dynamo.frontend.metrics import RequestType
-from dynamo.frontend.serving.data_plane import Call, DataPlane
+from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.data_plane import DataPlane
 
 
 async def answer_infer(plane: DataPlane, exchange: Exchange, target: Target) -> None:

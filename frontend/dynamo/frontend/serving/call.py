@@ -1,0 +1,131 @@
+"""What a request is to the data plane: who sent it (`Call`), what has to be done (`Work`), and the parts that carry it out.
+
+The protocols are what dispatching needs of the directory and of the messaging client; tests keep them in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from dynamo.common.discovery import Instance
+from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.model_card import Role
+from dynamo.common.names import InstanceId
+from dynamo.common.tracing import Span
+from dynamo.frontend.metrics import ModelMetrics, RequestType
+from dynamo.frontend.router.explanation import Explanation
+from dynamo.frontend.router.hashing import PromptHashes
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asks, and under which conditions; made by each protocol edge."""
+
+    request_id: str
+    deadline: float | None = None
+    """Absolute, on the event loop's clock."""
+    instance: InstanceId | None = None
+    """The only instance that may serve this."""
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """`traceparent`, `tracestate` and the like: passed to the worker."""
+    priority: int = 0
+    """Higher is more important."""
+    session: str = ""
+    overrides: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """Router settings of this request."""
+    explanation: Explanation | None = None
+    """Gets why instances were chosen; None: nobody wants to know."""
+    endpoint: str = "tensor"
+    """Which API asked, for metrics: one of a fixed set of names."""
+    request_type: RequestType = RequestType.UNARY
+    span: Span | None = None
+    """What the request's trace says about this process; None if it is not traced."""
+
+
+class Work(msgspec.Struct, kw_only=True):
+    """What is asked, and of whom it may be asked."""
+
+    model: str
+    """The name in the card, no alias."""
+    verb: str
+    body: Body
+    metrics: ModelMetrics
+    name: str = ""
+    """The alias or adapter that the request names: only instances that have it. Empty: the model's own name."""
+    version: str = ""
+    """Only instances that serve this version; empty: any."""
+    tokenizer: str = ""
+    """Only instances whose model has this tokenizer, for work that is token ids; empty: any."""
+    prompt: bytes = b""
+    hashes: PromptHashes | None = None
+    """Of `prompt`, where it is so long that they were computed before an instance is picked."""
+    adapter: str = ""
+    cache_salt: str = ""
+    expected_output_tokens: int = 0
+    role: Role | None = None
+    """Only instances of this role; None: any that answers requests, which those of role `prefill` do not."""
+    is_prefilled: bool = False
+    """The prompt was computed elsewhere: what is cached does not matter, nor does its length."""
+    otherwise: Work | None = None
+    """What is asked instead once an instance failed, or if there is none."""
+
+
+class Instances(Protocol):
+    """The part of the directory that dispatching needs."""
+
+    def instances(self, name: str) -> Sequence[Instance]:
+        """Those that serve a model, alias or adapter now, without those marked down. The same tuple until a change."""
+        ...
+
+    def mark_down(self, instance: InstanceId) -> None:
+        """Nothing answers there: leave it out until it is heard of again."""
+        ...
+
+
+class Stream(Protocol):
+    """One open request, as `messaging.client` has it."""
+
+    @property
+    def started(self) -> bool: ...
+
+    @property
+    def trailer(self) -> Buffer: ...
+
+    async def read(self) -> list[Buffer]: ...
+
+    async def result(self) -> Buffer: ...
+
+    def cancel(self) -> None:
+        """Ends the request early; does nothing if it has ended."""
+        ...
+
+
+class Client(Protocol):
+    """The part of `messaging.client.RequestClient` that dispatching needs."""
+
+    def open(
+        self,
+        instance: InstanceId,
+        subject: str,
+        verb: str,
+        body: Body,
+        *,
+        headers: Mapping[str, str] = ...,
+        deadline: float | None = None,
+    ) -> Stream: ...
+
+
+class Link(Protocol):
+    """The state of this process's own NATS connection."""
+
+    @property
+    def is_connected(self) -> bool: ...
+
+    @property
+    def reconnected_at(self) -> float:
+        """When it last came back, on the loop's clock; -inf if it never had to."""
+        ...
+
+    async def connected(self) -> None: ...
