@@ -346,9 +346,11 @@ async def test_each_rank_has_a_cache_of_its_own_and_all_are_told_of(tmp_path: Pa
         prompt = text("one prompt for both of the ranks, which is long enough to fill two blocks")
         held = set(sequence_hashes(pack_tokens(prompt), 32))
         kv = ranks.engine.kv
-        for rank in range(2):
-            assert (await answer(ranks, ask(prompt, 4, data_parallel_rank=rank)))[2].cached_tokens == 0
-            await until(lambda rank=rank: kv._ranks.get(rank) == held)
+        assert (await answer(ranks, ask(prompt, 4, data_parallel_rank=0)))[2].cached_tokens == 0
+        await until(lambda: set(kv.held()) == held)
+        assert (await answer(ranks, ask(prompt, 4, data_parallel_rank=1)))[2].cached_tokens == 0
+        kv.clear(rank=0)
+        await until(lambda: set(kv.held()) == held)  # the blocks of rank 1 remain
         assert (await answer(ranks, ask(prompt, 4, data_parallel_rank=1)))[2].cached_tokens == 64
     finally:
         await ranks.engine.close()

@@ -1,0 +1,113 @@
+"""Rules of the source tree that no other tool checks: what tests may touch, and what the import contracts cover."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+ROOTS = ("protos", "common", "frontend", "worker", "local")
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+STILL_PRIVATE = {
+    "tests/integration/test_discovery.py": 1,
+    "tests/integration/test_dispatch_over_nats.py": 1,
+    "tests/integration/test_failures_outages.py": 2,
+    "tests/integration/test_kv_routing.py": 1,
+    "tests/integration/test_request_plane.py": 20,
+    "tests/integration/test_routing_overrides.py": 2,
+    "tests/support/sim_fleet.py": 4,
+    "tests/unit/common/test_discovery_view.py": 1,
+    "tests/unit/common/test_lifecycle.py": 2,
+    "tests/unit/common/test_security_keys.py": 1,
+    "tests/unit/deploy/test_deployment_starts.py": 2,
+    "tests/unit/frontend/test_admission.py": 1,
+    "tests/unit/frontend/test_canary_frontend.py": 3,
+    "tests/unit/frontend/test_dispatch.py": 1,
+    "tests/unit/frontend/test_kv_feed.py": 1,
+    "tests/unit/frontend/test_repository_control.py": 3,
+    "tests/unit/frontend/test_router_affinity.py": 1,
+    "tests/unit/frontend/test_router_flags.py": 2,
+    "tests/unit/frontend/test_router_index.py": 1,
+    "tests/unit/frontend/test_router_simple.py": 1,
+    "tests/unit/local/test_replay.py": 1,
+    "tests/unit/worker/test_llama_cache.py": 1,
+    "tests/unit/worker/test_repository_models.py": 2,
+    "tests/unit/worker/test_sim_scheduler.py": 2,
+    "tests/unit/worker/test_vllm_engine.py": 4,
+}
+"""How often a file may still use a private name of another module. Numbers only shrink; new files are not added."""
+
+NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make"}
+BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "delitem"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and name.strip("_") != "" and not name.endswith("__") and name not in NAMED_TUPLE
+
+
+def private_uses(source: str) -> Iterator[str]:
+    """Yield each use of a private name that the file itself does not define: attributes, imports, and names in `setattr`."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node)}
+    for node in nodes:
+        match node:
+            case ast.Attribute(attr=name) if is_private(name) and name not in own and not is_own(node):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+            case ast.ImportFrom():
+                yield from (f"line {node.lineno}: import {alias.name}" for alias in node.names if is_private(alias.name))
+            case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called), args=[_, ast.Constant(value=str(name)), *_]):
+                if called in BY_NAME and is_private(name) and name not in own:
+                    yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def test_no_test_uses_a_private_name_of_another_module() -> None:
+    uses = {str(file.relative_to(ROOT)): list(private_uses(file.read_text())) for file in TESTS}
+    assert {name: listed for name, listed in uses.items() if len(listed) > STILL_PRIVATE.get(name, 0)} == {}
+
+
+def test_files_that_may_still_use_private_names_exist() -> None:
+    assert [name for name in STILL_PRIVATE if not (ROOT / name).exists()] == []
+
+
+def test_private_uses_are_found() -> None:
+    source = """
+from x import _secret
+class Own:
+    def __init__(self): self._mine = 1
+a._other; a.b._c; own._mine; self._x; a._replace(b=1); a.__class__
+monkeypatch.setattr(a, "_d", 1)
+"""
+    uses = {use.partition(": ")[2] for use in private_uses(source)}
+    assert uses == {"import _secret", "monkeypatch.setattr(a, '_d', 1)", "a._other", "a.b._c"}
+
+
+def test_no_source_root_has_an_init_file_that_would_hide_the_others() -> None:
+    assert [str(file) for root in ROOTS if (file := ROOT / root / "dynamo" / "__init__.py").exists()] == []
+
+
+@pytest.mark.parametrize("package", ["frontend", "frontend/api", "worker"])
+def test_every_module_has_a_layer_in_the_import_contracts(package: str) -> None:
+    root, _, inner = package.partition("/")
+    folder = ROOT / root / "dynamo" / root / inner
+    children = {path.stem for path in folder.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"} - {"__init__"}
+    assert children == set(layers_of(".".join(["dynamo", root, *filter(None, [inner])])))
+
+
+def layers_of(container: str) -> list[str]:
+    """Return the modules in the layers of the contract for `container`, which has to name them all."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    [contract] = [contract for contract in settings["contracts"] if container in contract.get("containers", ())]
+    assert contract["exhaustive"]
+    return [module for layer in contract["layers"] for module in re.findall(r"\w+", layer)]
