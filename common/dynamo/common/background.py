@@ -1,33 +1,138 @@
-"""Work beside the body of an `async with`."""
+"""Tasks with an owner. Everything that runs beside a function is started here, in one of these ways:
+
+| way | for | its failure |
+|---|---|---|
+| `running(work, name)` | work that lasts as long as the body of an `async with` | is logged, ends the body and is raised |
+| `running_tasks()` | any number of tasks that start and end during the body | is logged, ends the body and is raised |
+| `Tasks(on_failure)` | tasks of an object that has a `close()` | is logged, and given to `on_failure` |
+| `start(work, name, on_failure)` | one such task | is logged, and given to `on_failure` |
+| `awaited(work, name)` | a task that the function which starts it awaits as well | is raised by awaiting |
+
+`asyncio.TaskGroup` is fine inside a function. A test forbids bare `create_task` and `ensure_future` everywhere else.
+
+Tasks handle what can be foreseen: an error that reaches this module is a defect. The processes enter `running` and
+`running_tasks` in their main task, so such an error ends them in order, with a sentence (`lifecycle.run`), rather than leave
+them half alive.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any, TypeAlias, TypeVar
+
+from dynamo.common.errors import DynamoError
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Work: TypeAlias = Coroutine[Any, Any, T] | Generator[Any, Any, T]
+OnFailure: TypeAlias = Callable[[str, BaseException], None]
+"""Called with the task's name and its failure."""
+
+
+class TaskFailed(Exception):
+    """A task failed in a way that it does not handle. It has been logged; `str()` is a sentence for whoever ran the process."""
+
+
+def awaited(work: Work[T], name: str | None = None) -> asyncio.Task[T]:
+    """Start `work` beside the calling function, which awaits the task or hands it to an awaiter, and so gets its failure."""
+    return asyncio.create_task(work, name=name)
+
+
+def start(work: Work[T], name: str, on_failure: OnFailure | None = None) -> asyncio.Task[T]:
+    """Start `work` for an object that keeps the task and cancels it in its `close`.
+
+    If it fails, the failure is logged once and given to `on_failure`.
+    """
+    task: asyncio.Task[T] = awaited(work, name)
+
+    def ended(task: asyncio.Task[T]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)
+            if on_failure is not None:
+                on_failure(task.get_name(), error)
+
+    task.add_done_callback(ended)
+    return task
+
+
+class Tasks:
+    """Tasks of one object. A failure is logged once and given to `on_failure`, if there is one."""
+
+    def __init__(self, on_failure: OnFailure | None = None) -> None:
+        self._on_failure = on_failure
+        self._tasks: set[asyncio.Task[Any]] = set()  # the event loop keeps weak references only
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return iter(tuple(self._tasks))
+
+    def start(self, work: Work[T], name: str | None = None) -> asyncio.Task[T]:
+        """Start `work`. The task is kept until it ends."""
+        task = awaited(work, name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)
+            if self._on_failure is not None:
+                self._on_failure(task.get_name(), error)
+
+    async def finish(self) -> None:
+        """Return when all tasks have ended, those included that start meanwhile."""
+        while self._tasks:
+            await asyncio.wait(self)
+
+    async def close(self) -> None:
+        """Cancel all tasks and return when they have ended."""
+        for task in self._tasks:
+            task.cancel()
+        await self.finish()
+
 
 @asynccontextmanager
-async def running(work: Coroutine[object, object, None], name: str) -> AsyncIterator[None]:
-    """Runs `work` beside the body and ends it with the body, whose own error comes through as it is.
+async def running_tasks() -> AsyncIterator[Tasks]:
+    """Tasks that run beside the body and are cancelled at its end.
 
-    (A TaskGroup would wrap that error.) `work` handles whatever can happen; if it fails all the same, the failure is logged
-    at once and raised when the body has ended.
+    If one fails, the body is cancelled, and the failure is raised in place of the cancellation: a DynamoError as it is, any
+    other as the cause of TaskFailed. The body's own error comes through as it is; a TaskGroup would wrap it.
     """
-    task = asyncio.create_task(work, name=name)
-    task.add_done_callback(_log_failure)
+    body = asyncio.current_task()
+    failures: list[tuple[str, BaseException]] = []
+    has_ended = False
+
+    def end_body(name: str, error: BaseException) -> None:
+        failures.append((name, error))
+        if body is not None and not has_ended and len(failures) == 1:
+            body.cancel()
+
+    tasks = Tasks(end_body)
     try:
-        yield
+        yield tasks
+    except asyncio.CancelledError:
+        if not failures or body is None or body.uncancel() > 0:
+            raise
     finally:
-        task.cancel()
-        await asyncio.wait([task])
-    if not task.cancelled():
-        task.result()
+        has_ended = True
+        await tasks.close()
+    if failures:
+        name, error = failures[0]
+        if isinstance(error, DynamoError):
+            raise error
+        raise TaskFailed(f"{name} failed: {type(error).__name__}: {error}") from error
 
 
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s failed", task.get_name(), exc_info=error)
+@asynccontextmanager
+async def running(work: Work[object], name: str) -> AsyncIterator[None]:
+    """Run `work` beside the body and cancel it at the end. Its failure ends the body, as with `running_tasks`."""
+    async with running_tasks() as tasks:
+        tasks.start(work, name)
+        yield

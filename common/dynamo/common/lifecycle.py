@@ -29,6 +29,7 @@ from typing import Any, NoReturn, TypeVar
 
 import uvloop
 
+from dynamo.common.background import TaskFailed
 from dynamo.common.config import ConfigError, exit_with
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ _TRIM_THRESHOLD_BYTES = 256 * 2**20
 def run(main: Coroutine[Any, Any, T], *, program: str = "dynamo") -> T:
     """Runs `main` on a uvloop event loop, with memory settings for large messages, and returns what it returns.
 
-    A ConfigError (a port that is taken, a certificate that cannot be read) is printed as one sentence; status 2.
+    A ConfigError (a port that is taken, a certificate that cannot be read) is printed as one sentence; status 2. So is the
+    failure of a background task, which has been logged with its traceback; status 1.
     """
     keep_freed_memory()
     gc.set_threshold(50_000, 20, 50)  # most of what requests make dies by reference count
@@ -57,6 +59,9 @@ def run(main: Coroutine[Any, Any, T], *, program: str = "dynamo") -> T:
             return runner.run(main)
     except ConfigError as error:
         exit_with(program, error)
+    except TaskFailed as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(EXIT_FAILURE)
 
 
 def keep_freed_memory() -> bool:

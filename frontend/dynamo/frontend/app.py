@@ -24,6 +24,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from dynamo.common.background import running
 from dynamo.common.config import ConfigError, project_version
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest, Unavailable
@@ -131,9 +132,8 @@ async def run(config: FrontendConfig, *, metrics_folder: str | None = None) -> N
     """
     stop = stop_on_signal()
     start = asyncio.timeout(None)
-    watch = asyncio.create_task(_expire(start, stop))
     try:
-        async with AsyncExitStack() as stack:
+        async with running(_expire(start, stop), "stop"), AsyncExitStack() as stack:
             async with start:
                 await stack.enter_async_context(serve_frontend(config, metrics_folder=metrics_folder))
             freeze_garbage()
@@ -144,9 +144,6 @@ async def run(config: FrontendConfig, *, metrics_folder: str | None = None) -> N
         log.info("stopped before the start was complete")
     except (Unavailable, InvalidRequest) as error:
         raise ConfigError(str(error)) from error
-    finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -358,11 +355,9 @@ async def _watching(runtime: RuntimeMetrics, links: _Links, tallies: Sequence[Ta
                 tally.flush()
             await asyncio.sleep(_FLUSH_S if tallies else _WATCH_S)
 
-    task = asyncio.create_task(watch(), name="links")
     try:
-        yield
+        async with running(watch(), "links"):
+            yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         for tally in tallies:
             tally.flush()

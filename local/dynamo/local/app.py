@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError
 from dynamo.common.lifecycle import EXIT_FAILURE, EXIT_OK, end_at_once, stop_on_signal
 from dynamo.common.model_card import ModelKind
@@ -51,7 +52,7 @@ def say(line: str) -> None:
 
 async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
     """Runs `work`, which is cancelled when `stop` is set."""
-    task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    task, stopping = awaited(work), awaited(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dynamo.common.background import awaited, start
 from dynamo.common.errors import DynamoError
 from dynamo.local.child import Child
 from dynamo.local.servers import Server
@@ -47,9 +48,9 @@ class Supervisor:
             stage[name] = child
         self._add(stage)
 
-    async def unless_died(self, work: Awaitable[T]) -> T:
+    async def unless_died(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`; raises ChildDied as soon as one of the processes ends by itself."""
-        task = asyncio.ensure_future(work)
+        task = awaited(work)
         either: set[asyncio.Future[Any]] = {task, self._died}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -82,7 +83,7 @@ class Supervisor:
 
     def _add(self, stage: dict[str, Process]) -> None:
         self._stages.append(stage)
-        self._watchers += [asyncio.create_task(self._watch(name, process)) for name, process in stage.items()]
+        self._watchers += [start(self._watch(name, process), f"watch of {name}") for name, process in stage.items()]
 
     async def _watch(self, name: str, process: Process) -> None:
         code = await process.exited()

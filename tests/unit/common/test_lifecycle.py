@@ -15,8 +15,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from dynamo.common.background import running
 from dynamo.common.config import EXIT_CONFIG, ConfigError
-from dynamo.common.lifecycle import freeze_garbage, keep_freed_memory, open_listener, run, stop_on_signal, within
+from dynamo.common.lifecycle import EXIT_FAILURE, freeze_garbage, keep_freed_memory, open_listener, run, stop_on_signal, within
 
 
 @pytest.fixture
@@ -45,6 +46,23 @@ def test_a_configuration_that_turns_out_wrong_ends_with_status_2_and_one_sentenc
         run(main(), program="server")
     assert caught.value.code == EXIT_CONFIG
     assert capsys.readouterr().err == "server: --grpc-port: cannot listen\n"
+
+
+@pytest.mark.usefixtures("_thresholds")
+def test_a_background_task_that_fails_ends_the_process_with_status_1_and_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def follow() -> None:
+        raise LookupError("no such shelf")
+
+    async def main() -> None:
+        async with running(follow(), "directory"):
+            await asyncio.Event().wait()
+
+    with pytest.raises(SystemExit) as caught:
+        run(main(), program="server")
+    assert caught.value.code == EXIT_FAILURE
+    assert capsys.readouterr().err == "server: directory failed: LookupError: no such shelf\n"
 
 
 async def test_the_first_signal_asks_and_the_second_ends() -> None:

@@ -213,6 +213,47 @@ async def test_outputs_that_lost_rows_are_an_engine_error() -> None:
     assert all(isinstance(result, EngineError) and "first dimension must be 2" in str(result) for result in results)
 
 
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3)])
+async def test_a_model_that_ends_its_execution_fails_its_requests_and_takes_the_next(error: BaseException) -> None:
+    model = Model()
+
+    def end(inputs: Tensors) -> None:
+        raise error
+
+    async with batching(model) as batcher:
+        model.check = end
+        with pytest.raises(EngineError, match=r"the model cancelled its own execution|the model raised SystemExit"):
+            await batcher.submit(x(1), 1, Context("a"))
+        model.check = lambda inputs: None
+        assert (await batcher.submit(x(2), 1, Context("b")))["y"] == [[4]]
+
+
+async def test_a_model_that_responds_to_fewer_requests_than_it_got_fails_them_and_takes_the_next() -> None:
+    responses: list[list[object]] = [[], [{"y": np.zeros(1)}]]
+
+    async def execute(batch: Batch) -> list[object]:
+        return responses.pop(0)
+
+    batcher = Batcher(BatchPolicy(max_batch_size=1), execute)
+    batcher.start()
+    try:
+        with pytest.raises(EngineError, match="the model gave 0 responses to 1 requests"):
+            await batcher.submit(x(1), 1, Context("a"))
+        assert (await batcher.submit(x(1), 1, Context("b")))["y"] == [0]
+    finally:
+        await batcher.close()
+
+
+async def test_requests_are_told_when_no_batch_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    async with batching(model) as batcher:
+        with monkeypatch.context() as broken:
+            broken.setattr(batcher, "_ready", lambda group, now: 1 / 0)
+            with pytest.raises(EngineError, match="requests could not be batched"):
+                await batcher.submit(x(1), 1, Context("a"))
+        assert (await batcher.submit(x(2), 1, Context("b")))["y"] == [[4]]
+
+
 async def test_one_request_of_a_batch_stands_for_the_execution() -> None:
     model = Model()
     contexts = [Context(str(n)) for n in range(3)]

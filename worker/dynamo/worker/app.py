@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from dynamo.common.background import running
+from dynamo.common.background import awaited, running
 from dynamo.common.config import ConfigError, project_version
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
@@ -126,7 +126,7 @@ async def serve_fleet(
     """Each item of `fleet` as a worker of its own, as `serve_worker` does with one. When one fails, all of them stop."""
     stopping = stop if stop is not None else stop_on_signal()
     workers = [
-        asyncio.create_task(serve_worker(engines, _numbered(config, number), stop=stopping, on_started=on_started))
+        awaited(serve_worker(engines, _numbered(config, number), stop=stopping, on_started=on_started))
         for number, engines in enumerate(fleet)
     ]
     try:
@@ -170,8 +170,8 @@ async def serve_worker(
             on_started(worker)
             await _until(stopping, [engine for engine in _listed(engines) if isinstance(engine, MayFail)])
 
-    serving = asyncio.create_task(serve())
-    stopped = asyncio.create_task(stopping.wait())
+    serving = awaited(serve())
+    stopped = awaited(stopping.wait())
     try:
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not serving.done() and not started.is_set():
@@ -192,8 +192,8 @@ def _listed(engines: AnyEngine | Sequence[AnyEngine]) -> Sequence[AnyEngine]:
 
 async def _until(stopping: asyncio.Event, engines: Sequence[MayFail]) -> None:
     """Returns when `stopping` is set; raises what one of `engines` failed with for good."""
-    stopped = asyncio.create_task(stopping.wait())
-    failures = [asyncio.create_task(engine.failure()) for engine in engines]
+    stopped = awaited(stopping.wait())
+    failures = [awaited(engine.failure()) for engine in engines]
     try:
         await asyncio.wait((stopped, *failures), return_when=asyncio.FIRST_COMPLETED)
         for failure in failures:

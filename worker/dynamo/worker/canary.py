@@ -14,6 +14,7 @@ from typing import cast
 
 import msgspec
 
+from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded
 from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.worker.engine.base import Context, Engine
@@ -52,7 +53,7 @@ class Canary:
         """
         while not self._is_alive(idle_s):
             if self._asking is None or self._asking.done():
-                self._asking = self._loop.create_task(self._ask(), name="canary")
+                self._asking = awaited(self._ask(), "canary")
             asking = self._asking
             done, _ = await asyncio.wait({asking}, timeout=_LOOK_S)
             if done:

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
+from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError
 from dynamo.common.etcd.config import EtcdConfig, parse_endpoint
 from dynamo.common.etcd.errors import EtcdUnavailable, TokenExpired, from_rpc_error
@@ -183,7 +184,7 @@ class Transport:
 
     async def _elect(self) -> _Link:
         links = [_Link(endpoint, _open_channel(endpoint, self.config)) for endpoint in self.config.endpoints]
-        ready = {asyncio.create_task(link.channel.channel_ready(), name=f"etcd {link.endpoint}"): link for link in links}
+        ready = {awaited(link.channel.channel_ready(), f"etcd {link.endpoint}"): link for link in links}
         winner: _Link | None = None
         try:
             done, _ = await asyncio.wait(ready, timeout=self.config.connect_timeout_s, return_when=asyncio.FIRST_COMPLETED)

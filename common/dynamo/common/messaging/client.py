@@ -8,13 +8,13 @@ longer knows the stream or lost part of its answer. Nothing is retried here: `di
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 
+from dynamo.common.background import running
 from dynamo.common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -501,13 +501,10 @@ async def open_client(connection: Connection, namespace: str, limits: PlaneLimit
     client = RequestClient(connection, namespace, limits or PlaneLimits())
     subscription = await connection.subscribe(f"{client.prefix}.>", client.on_message)
     connection.on_reconnect(client.reconnected)
-    watch = asyncio.create_task(client.watch())
     try:
-        yield client
+        async with running(client.watch(), "probes of silent instances"):
+            yield client
     finally:
-        watch.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watch
         for stream in list(client._streams.values()):
             stream.cancel()
         for peer in client._peers.values():

@@ -8,13 +8,13 @@ answers) has its requests cancelled.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeAlias
 
+from dynamo.common.background import awaited, running
 from dynamo.common.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -217,7 +217,7 @@ class Incoming:
         self._server.uploads.arrived(size)
 
     def start(self) -> None:
-        self._task = self._server.loop.create_task(self._run())
+        self._task = awaited(self._run())  # the request keeps it, and `_run` turns every failure into an ERROR frame
 
     async def _run(self) -> None:
         try:
@@ -232,7 +232,7 @@ class Incoming:
                 log.warning("request %s (%s) failed after its last word: %s", self.request_id, self.verb, error)
             else:
                 self.fail(error)
-        except Exception:
+        except BaseException:  # a model may raise SystemExit, which is not the worker's end
             log.exception("request %s (%s) failed", self.request_id, self.verb)
             if not self._ended or self._outgoing:
                 self.fail(DynamoError("internal error"))
@@ -491,13 +491,12 @@ async def serve_requests(
     requests = await connection.subscribe(subject, server.on_message)
     gone = await connection.subscribe(f"{subject}.gone.*", server.on_message)
     connection.on_reconnect(server.reconnected)
-    beat = asyncio.create_task(server.beat())
     try:
-        yield server
+        async with running(server.beat(), "beats of open requests"):
+            try:
+                yield server
+            finally:
+                await requests.close()
     finally:
-        await requests.close()
-        beat.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await beat
         server.stop_all()
         await gone.close()

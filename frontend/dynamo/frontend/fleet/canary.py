@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 
+from dynamo.common.background import running
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError
 from dynamo.common.messaging.frames import Body, Buffer
@@ -121,9 +122,5 @@ class Canaries:
 @asynccontextmanager
 async def watching_instances(canaries: Canaries) -> AsyncIterator[None]:
     """Asks while the body runs."""
-    task = asyncio.create_task(canaries.run(), name="canaries")
-    try:
+    async with running(canaries.run(), "canaries"):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

@@ -14,7 +14,6 @@ With replica sync, bookings are exchanged with the other frontends of the namesp
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +21,7 @@ from typing import Protocol
 
 import msgspec
 
+from dynamo.common.background import Tasks, running, running_tasks
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.kv.events import (
@@ -116,7 +116,14 @@ class KvFeed:
     """Use `open_kv_feed`."""
 
     def __init__(
-        self, bus: Bus, directory: Directory, ask: Ask, caches: Caches | None, loads: LoadTable, history: KvHistory | None = None
+        self,
+        bus: Bus,
+        directory: Directory,
+        ask: Ask,
+        caches: Caches | None,
+        loads: LoadTable,
+        history: KvHistory | None,
+        tasks: Tasks,
     ) -> None:
         self._bus = bus
         self._directory = directory
@@ -124,10 +131,10 @@ class KvFeed:
         self._caches = caches
         self._loads = loads
         self._history = history
+        self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._sources: dict[Key, _Source] = {}
         self._components: dict[tuple[str, str], _Component] = {}
-        self._following: set[asyncio.Task[None]] = set()
         self._turns = asyncio.Semaphore(_ASKED_AT_ONCE)
         self.resyncs = 0
         """How often an instance was asked for what was missed."""
@@ -165,9 +172,7 @@ class KvFeed:
         if name in self._components:
             return
         self._components[name] = component = _Component(endpoint)
-        task = asyncio.create_task(self._follow(component), name=f"kv feed of {endpoint}")
-        self._following.add(task)
-        task.add_done_callback(self._following.discard)
+        self._tasks.start(self._follow(component), f"KV feed of {endpoint}")
 
     async def _follow(self, component: _Component) -> None:
         endpoint = component.endpoint
@@ -270,7 +275,7 @@ class KvFeed:
         if self._caches is None or source.asking is not None or not source.follower.behind:
             return
         if not self._components[_component_of(source.instance.endpoint)].in_the_past:
-            source.asking = asyncio.create_task(self._ask_until_exact(source), name="kv resync")
+            source.asking = self._tasks.start(self._ask_until_exact(source), "KV resync")
 
     async def _ask_until_exact(self, source: _Source) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -308,11 +313,6 @@ class KvFeed:
         return snapshot
 
     async def close(self) -> None:
-        tasks = [source.asking for source in self._sources.values() if source.asking is not None]
-        tasks += self._following
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         for component in self._components.values():
             for subscription in component.subscriptions:
                 await subscription.close()
@@ -358,13 +358,10 @@ class Bookings:
                 await asyncio.sleep(_ALIVE_S)
 
         subscription = await self._connection.subscribe(self._subject, on_bookings)
-        alive = asyncio.create_task(stay_alive(), name="bookings")
         try:
-            yield
+            async with running(stay_alive(), "bookings"):
+                yield
         finally:
-            alive.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await alive
             await subscription.close()
 
 
@@ -373,10 +370,12 @@ async def open_kv_feed(
     bus: Bus, directory: Directory, ask: Ask, caches: Caches | None, loads: LoadTable, history: KvHistory | None = None
 ) -> AsyncIterator[KvFeed]:
     """Keeps `caches` and `loads` current while the body runs. Without caches, only the loads."""
-    feed = KvFeed(bus, directory, ask, caches, loads, history)
-    directory.on_change(feed.refresh)
-    feed.refresh()
-    try:
-        yield feed
-    finally:
-        await feed.close()
+    async with running_tasks() as tasks:
+        feed = KvFeed(bus, directory, ask, caches, loads, history, tasks)
+        directory.on_change(feed.refresh)
+        feed.refresh()
+        try:
+            yield feed
+        finally:
+            await tasks.close()
+            await feed.close()

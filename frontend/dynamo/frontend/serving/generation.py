@@ -18,6 +18,7 @@ from typing import Self
 
 import msgspec
 
+from dynamo.common.background import awaited
 from dynamo.common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -259,7 +260,7 @@ class Generation:
         while parts := self._parts:
             for part in parts:
                 if part.reading is None:
-                    part.reading = asyncio.create_task(self._read(part))
+                    part.reading = awaited(self._read(part))
             await asyncio.wait([part.reading for part in parts if part.reading is not None], return_when=asyncio.FIRST_COMPLETED)
             deltas: list[Delta] = []
             for part in list(parts):

@@ -16,6 +16,7 @@ InvalidRequest: then each request runs again alone, so that only the one at faul
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +26,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from dynamo.common.background import start
 from dynamo.common.errors import DeadlineExceeded, EngineError, InvalidRequest, Overloaded
 from dynamo.worker.engine.base import Context
 
 Array: TypeAlias = NDArray[Any]
 Tensors: TypeAlias = Mapping[str, Array]
+
+log = logging.getLogger(__name__)
 
 DEFAULT_QUEUE_SIZE = 1024
 
@@ -133,6 +137,7 @@ class Batcher:
         self._changed = asyncio.Event()
         self._choosing = asyncio.Lock()
         self._slots: list[asyncio.Task[None]] = []
+        self._is_closed = False
 
     @property
     def waiting(self) -> int:
@@ -140,10 +145,11 @@ class Batcher:
         return self._waiting
 
     def start(self) -> None:
-        self._slots = [asyncio.create_task(self._run_slot()) for _ in range(self._policy.concurrency)]
+        self._slots = [start(self._run_slot(), f"batching slot {number}") for number in range(self._policy.concurrency)]
 
     async def close(self) -> None:
-        """Stops; requests that still wait are cancelled."""
+        """Stop. Requests that still wait are cancelled."""
+        self._is_closed = True
         for slot in self._slots:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
@@ -186,9 +192,21 @@ class Batcher:
 
     async def _run_slot(self) -> None:
         while True:
-            async with self._choosing:
-                jobs = await self._next_jobs()
+            try:
+                async with self._choosing:
+                    jobs = await self._next_jobs()
+            except Exception:  # a defect of this module: whoever waits is told, and the next request finds a slot again
+                log.exception("the next batch could not be chosen")
+                self._fail_waiting(EngineError("requests could not be batched"))
+                continue
             await self._run(jobs)
+
+    def _fail_waiting(self, error: EngineError) -> None:
+        for group in list(self._groups.values()):
+            waiting = list(group.jobs)
+            _fail(waiting, error)
+            for job in waiting:
+                self._remove(job)
 
     async def _next_jobs(self) -> list[_Job]:
         """Waits until there is something to run, and takes it from the queue."""
@@ -253,6 +271,8 @@ class Batcher:
             outputs = await self._execute(batch)
             split_start = time.perf_counter_ns()
             parts = outputs if isinstance(outputs, list) else _split(outputs, jobs, batch.rows)
+            if len(parts) != len(jobs):
+                raise EngineError(f"the model gave {len(parts)} responses to {len(jobs)} requests")
         except InvalidRequest as error:
             if len(jobs) > 1:
                 for job in jobs:
@@ -264,13 +284,21 @@ class Batcher:
         except Exception as error:
             self._account(jobs, batch, 0)
             _fail(jobs, error)
-        except BaseException:
-            for job in jobs:
-                job.answer.cancel()
-            raise
+        except asyncio.CancelledError:
+            if self._is_closed:
+                for job in jobs:
+                    job.answer.cancel()
+                raise
+            # Nobody cancelled this slot, so the model did: a future or an executor of its own was cancelled.
+            self._account(jobs, batch, 0)
+            _fail(jobs, EngineError("the model cancelled its own execution"))
+        except BaseException as error:  # SystemExit, for one: the model's own end is not that of its worker
+            log.exception("an execution of the model failed")
+            self._account(jobs, batch, 0)
+            _fail(jobs, EngineError(f"the model raised {type(error).__name__}"))
         else:
             self._account(jobs, batch, time.perf_counter_ns() - split_start)
-            for job, part in zip(jobs, parts, strict=True):
+            for job, part in zip(jobs, parts, strict=True):  # of equal length, see above
                 if isinstance(part, Exception):
                     _fail([job], part)
                 elif not job.answer.done():

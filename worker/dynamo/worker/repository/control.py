@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dynamo.common.background import Tasks
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.messaging.server import Handler
 from dynamo.common.model_card import ModelCard
@@ -30,7 +31,7 @@ class RepositoryControl:
         self._engine = engine
         self._service = service
         self._register = register
-        self._orders: set[asyncio.Task[Any]] = set()
+        self._orders = Tasks()
         engine.models.attach(self)
 
     @property
@@ -69,19 +70,21 @@ class RepositoryControl:
 
     async def _ordered(self, work: Coroutine[Any, Any, T]) -> T:
         """Completes what was begun, whether the caller waits for it or not: half a model is of use to nobody."""
-        task = asyncio.ensure_future(work)
-        self._orders.add(task)
-        task.add_done_callback(self._done)
-        return await asyncio.shield(task)
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._orders.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, DynamoError):
-            log.error("a change of the repository failed", exc_info=error)
+        async def order() -> T | DynamoError:
+            try:
+                return await work
+            except DynamoError as error:  # it concerns the caller alone, if that is still there
+                return error
+
+        result = await asyncio.shield(self._orders.start(order(), "a change of the repository"))
+        if isinstance(result, DynamoError):
+            raise result
+        return result
 
     async def finish(self) -> None:
         """Returns when no change is under way."""
-        await asyncio.gather(*self._orders, return_exceptions=True)
+        await self._orders.finish()
 
     # Polling
 

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
+from dynamo.common.background import awaited
 from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound
 from dynamo.common.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelEnsembling
@@ -57,7 +58,7 @@ class Ensemble:
 
     async def run(self, request: Request) -> AsyncIterator[Answer]:
         flow = _Flow(request.inputs, self._steps)
-        steps = [asyncio.ensure_future(self._run_step(step, flow, request)) for step in self._steps]
+        steps = [awaited(self._run_step(step, flow, request)) for step in self._steps]
         try:
             await asyncio.gather(*steps)
         finally:

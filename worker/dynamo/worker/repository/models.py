@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from dynamo.common.background import Tasks
 from dynamo.common.errors import DynamoError, InvalidRequest, ModelNotFound, Unavailable, Unsupported
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import check_name
@@ -90,7 +91,7 @@ class RepositoryModels:
         self._paths = ModelPaths(settings.path_roots, settings.path_max_bytes)
         self._loaded: dict[str, LoadedModel] = {}
         self._states: dict[str, _State] = {}
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring = Tasks()
         self._lock = asyncio.Lock()
         self._host: Host | None = None
         self._backends: dict[str, Backend] = {
@@ -419,9 +420,7 @@ class RepositoryModels:
             await self._publish()
 
     def _retire(self, model: LoadedModel) -> None:
-        task = asyncio.create_task(self._finish(model), name=f"the former '{model.name}'")
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
+        self._retiring.start(self._finish(model), f"the end of the former '{model.name}'")
 
     async def _finish(self, model: LoadedModel) -> None:
         """Closes a model when its requests are over."""
@@ -438,7 +437,7 @@ class RepositoryModels:
 
     async def close(self) -> None:
         """Closes all models. Requests are over by now, or out of time."""
-        await asyncio.gather(*self._retiring, *(model.close() for model in self._loaded.values()))
+        await asyncio.gather(self._retiring.finish(), *(model.close() for model in self._loaded.values()))
         self._loaded.clear()
 
 

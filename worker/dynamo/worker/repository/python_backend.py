@@ -14,6 +14,7 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
+from dynamo.common.background import start
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, Unavailable
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
@@ -94,7 +95,7 @@ class PythonModel:
                 raise error
         for instance, stub in zip(self._instances, stubs, strict=True):
             self._idle.put_nowait(stub)
-            self._keeping.append(asyncio.create_task(self._keep(instance, stub), name=f"instance {instance.name}"))
+            self._keeping.append(start(self._keep(instance, stub), f"instance {instance.name}"))
         if self._batcher is not None:
             self._batcher.start()
 
@@ -141,7 +142,7 @@ class PythonModel:
                 try:
                     stub = await self._start(instance)
                     break
-                except DynamoError as error:
+                except (DynamoError, OSError) as error:
                     log.error("instance %s does not start: %s", instance.name, error)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             self._alive.add(stub)

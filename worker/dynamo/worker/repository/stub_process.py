@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dynamo.common.background import start
 from dynamo.common.errors import (
     Cancelled,
     Code,
@@ -141,7 +142,7 @@ class StubProcess:
         self._answers: dict[int, Answers] = {}
         self._executions: dict[int, asyncio.Future[None]] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._reading = asyncio.create_task(self._read_all(), name=f"stub of {name}")
+        self._reading = start(self._read_all(), f"stub of {name}")
 
     @property
     def is_alive(self) -> bool:
@@ -287,7 +288,7 @@ class StubProcess:
             finally:
                 self._calls.pop(number, None)
 
-        self._calls[number] = asyncio.create_task(run(), name=f"a call of model '{self._name}'")
+        self._calls[number] = start(run(), f"a call of model '{self._name}'")
 
     def _over(self, why: str) -> None:
         self.closed.set()

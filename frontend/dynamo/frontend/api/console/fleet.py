@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct
 
+from dynamo.common.background import start
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Unavailable
 from dynamo.common.kv.events import LoadMessage, LoadReport
@@ -98,7 +99,7 @@ class LoadWatch:
         """By instance and model. The first look finds nothing, since reports come once a second."""
         self._until = self._clock() + WATCHED_S
         if self._following is None or self._following.done():
-            self._following = asyncio.create_task(self._follow(), name="console loads")
+            self._following = start(self._follow(), "console loads")
         return self._reports
 
     async def close(self) -> None:

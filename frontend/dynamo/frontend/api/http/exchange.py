@@ -20,6 +20,7 @@ from typing import TypeAlias
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from dynamo.common.background import start
 from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors import Buffer
@@ -147,7 +148,7 @@ class Exchange:
             self.client_left = True
             handler.cancel()
 
-        watcher = asyncio.get_running_loop().create_task(watch())
+        watcher = start(watch(), "watch of a client")
         try:
             yield
         except asyncio.CancelledError:
@@ -269,7 +270,7 @@ class EventStream:
     def _tick(self) -> None:
         # A comment may wait for a slow client, as any write may; while it does, no other is needed.
         if self._idle and (self._writing is None or self._writing.done()):
-            self._writing = self._loop.create_task(self.write(_KEEPALIVE))
+            self._writing = start(self.write(_KEEPALIVE), "keep-alive comment")
         self._idle = True
         self._timer = self._loop.call_later(self._interval_s, self._tick)
 

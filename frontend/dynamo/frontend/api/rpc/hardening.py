@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from dynamo.common.background import Tasks, awaited
 
 _ACCEPTED_AT_ONCE = 64
 """Calls of one method that can be taken in one turn of the event loop."""
@@ -37,7 +39,7 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._handlers: dict[str, Any] = {}
-        self._calls: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
+        self._calls = Tasks()
 
     def add_registered_method_handlers(self, method_handlers: Mapping[str, Any]) -> None:
         super().add_registered_method_handlers(method_handlers)
@@ -48,10 +50,10 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
 
         When the server stops, it fails as the caller expects.
         """
-        return asyncio.get_running_loop().create_task(self._accept(method))
+        return awaited(self._accept(method))
 
     async def _accept(self, method: bytes | None) -> None:
-        acceptors = [asyncio.create_task(self._accept_calls(method)) for _ in range(_ACCEPTED_AT_ONCE if method else 1)]
+        acceptors = [awaited(self._accept_calls(method)) for _ in range(_ACCEPTED_AT_ONCE if method else 1)]
         try:
             await asyncio.gather(*acceptors)
         finally:  # each has failed or is about to: gRPC core fails all that waits for calls when it stops
@@ -69,15 +71,10 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
                     continue
                 raise
             if method is None:
-                self._start_task(_refuse(call))
+                self._calls.start(_refuse(call))
             else:
                 handling = cygrpc._handle_rpc(name, resolver, (), call, loop, False)
-                self._start_task(cygrpc._schedule_rpc_coro(handling, call, loop, name))
-
-    def _start_task(self, handling: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(handling)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+                self._calls.start(cygrpc._schedule_rpc_coro(handling, call, loop, name))
 
 
 async def _refuse(call: Any) -> None:

@@ -15,6 +15,7 @@ import pygrpc_native.aio  # `from … import aio` recurses for ever in 0.5.0
 from pygrpc_native._server import _fallback_socket
 from pygrpc_native.aio import _Call, _Context
 
+from dynamo.common.background import awaited
 from dynamo.frontend.api.rpc.hardening import make_grpcio_server
 
 _LAST_WRITES_S = 0.2
@@ -71,7 +72,7 @@ class NativeServer(pygrpc_native.aio.Server):
             await super().stop(grace)
             return
         self._stopping = True  # calls that come now are refused, which clients may retry elsewhere
-        fallback = None if self._fallback is None else asyncio.create_task(self._fallback.stop(grace))
+        fallback = None if self._fallback is None else awaited(self._fallback.stop(grace))
         tasks = [call.task for call in self._calls.values() if call.task is not None]
         if grace and tasks:
             await asyncio.wait(tasks, timeout=grace)

@@ -10,6 +10,7 @@ from typing import Protocol, Self
 
 from msgspec.structs import replace
 
+from dynamo.common.background import awaited
 from dynamo.common.generation import Summary
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.router.base import RoutingDecision
@@ -81,8 +82,7 @@ class Several:
             self._stack = stack.pop_all()
         self._running = len(self._generations)
         self._tasks = [
-            asyncio.create_task(self._follow(generation, at * self._n), name=f"prompt {at}")
-            for at, generation in enumerate(self._generations)
+            awaited(self._follow(generation, at * self._n), f"prompt {at}") for at, generation in enumerate(self._generations)
         ]
         return self
 

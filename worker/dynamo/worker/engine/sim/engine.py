@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from dynamo.common.background import start
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.kv.events import KvState
@@ -101,7 +102,7 @@ class SimEngine:
     async def start(self) -> ModelCard:
         config, scheduler = self.config, self.config.scheduler
         self._ranks = [_Rank(number, config) for number in range(config.data_parallel_size)]
-        self._tasks = [asyncio.create_task(self._run(rank)) for rank in self._ranks]
+        self._tasks = [start(self._run(rank), f"scheduler of rank {rank.number}") for rank in self._ranks]
         return ModelCard(
             name=config.name,
             kind=ModelKind.LLM,
