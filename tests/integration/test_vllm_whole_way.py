@@ -13,7 +13,7 @@ from dynamo.common.generation import Sampling, Stop, Summary
 from dynamo.common.names import InstanceId
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import serve_frontend
-from dynamo.frontend.config import FrontendConfig, HttpOptions, RouterMode, RouterOptions
+from dynamo.frontend.config import FrontendConfig, HttpOptions, KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.serving.call import Call
 from tests.support.processes import Process, worker
@@ -37,7 +37,7 @@ async def test_two_workers_answer_and_a_prompt_goes_where_its_prefix_lies(
     flags = ("--engine", "vllm", "--model", str(model), "--engine-args", CPU)
     config = FrontendConfig(
         namespace=namespace,
-        router=RouterOptions(mode=RouterMode.KV, speculative_ttl_s=0),
+        router=RouterOptions(mode=RouterMode.KV, kv=KvRouterOptions(speculative_ttl_s=0)),
         http=HttpOptions(port=0),
         settle_s=0,
         log=LogOptions(),

@@ -19,10 +19,10 @@ from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, 
 from dynamo.frontend.api.rpc.metered import metered
 from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
-from dynamo.frontend.config import GrpcOptions, GrpcServerChoice, OverloadStatus
+from dynamo.frontend.config import GrpcOptions, GrpcServerChoice, OverloadStatus, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics
 from dynamo.frontend.router.simple import RoundRobin
-from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, FakeText, instance
 
@@ -96,7 +96,7 @@ async def open_edge(
 
     registry = CollectorRegistry()
     metrics = FrontendMetrics(registry)
-    settings = DataPlaneSettings(declared=declared)
+    settings = ServingOptions(models=declared)
     async with open_data_plane(directory, client, FakeLink(), RoundRobin(), load_text, metrics, settings) as plane:
         readiness = Readiness()
         readiness.attach(plane)

@@ -28,13 +28,13 @@ from dynamo.frontend.api.http.refusals import CountRefusals
 from dynamo.frontend.api.http.server import make_app, model_routes, serve_http
 from dynamo.frontend.api.http_routes import text_routes
 from dynamo.frontend.api.kserve.rest.routes import kserve_rest_routes
-from dynamo.frontend.config import HttpOptions, OverloadStatus, TextOptions
+from dynamo.frontend.config import HttpOptions, OverloadStatus, ServingOptions, TextOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.pipeline import TextModel, load_text_model
 from dynamo.frontend.preprocess.tokenizer import Tokenizer
 from dynamo.frontend.router.simple import RoundRobin
-from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.worker.engine.echo import byte_tokenizer
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, instance
 
@@ -181,7 +181,7 @@ async def open_http_edge(
     options = replace(http or HttpOptions(), port=0)
     registry = CollectorRegistry()
     metrics = FrontendMetrics(registry)
-    settings = DataPlaneSettings(declared=declared)
+    settings = ServingOptions(models=declared)
     async with open_data_plane(directory, client, FakeLink(), RoundRobin(), load_text, metrics, settings) as plane:
         readiness = Readiness()
         readiness.attach(plane)

@@ -12,7 +12,7 @@ from dynamo.common.generation import Sampling, Stop, Summary
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
-from dynamo.frontend.config import FrontendConfig, HttpOptions, RouterMode, RouterOptions
+from dynamo.frontend.config import FrontendConfig, HttpOptions, KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.serving.call import Call
@@ -77,7 +77,7 @@ class SimFleet:
         options = RouterOptions(
             mode=RouterMode.KV,
             replica_sync=replica_sync,
-            speculative_ttl_s=0,
+            kv=KvRouterOptions(speculative_ttl_s=0),
             durable_kv_events=self.durable,
             snapshot_threshold=snapshot_threshold,
             reset_states=reset_states,

@@ -38,6 +38,8 @@ EXIT_CONFIG = 2
 C = TypeVar("C")
 _OPTION = "dynamo.option"
 _GROUP = "dynamo.group"
+_GENERAL = "General"
+"""Title of the options that are in no group."""
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
@@ -121,7 +123,9 @@ def option(
 def group(title: str, *, prefix: str = "", default: Callable[[], object] | None = None) -> Any:
     """A dataclass field holding another dataclass of options; `title` heads it in the help and in the docs.
 
-    `default`, usually that dataclass, makes it when the outer one is built in a program instead of being loaded.
+    `default`, usually that dataclass, makes it when the outer one is built in a program instead of being loaded. A group
+    inside another one, with the same title and prefix, continues that one: this is how options contain the settings class of
+    the part that they configure, whose fields without `option` keep their defaults.
     """
     metadata = {_GROUP: Group(title, prefix)}
     return field(metadata=metadata) if default is None else field(default_factory=default, metadata=metadata)
@@ -248,16 +252,20 @@ def markdown_table(cls: type[Any]) -> str:
 
 
 def _settings(cls: type[Any], path: tuple[str, ...] = (), within: Group | None = None) -> Iterator[_Setting]:
-    within = within or Group("General")
+    """Yield the settings of `cls`: those of its own group in the order of its fields, then those of other groups."""
+    within = within or Group(_GENERAL)
     hints = typing.get_type_hints(cls)
-    nested = []
+    others: list[_Setting] = []
     for item in fields(cls):
         if inner := item.metadata.get(_GROUP):
-            nested.append((item.name, inner))
+            for setting in _settings(hints[item.name], (*path, item.name), inner):
+                if setting.title == within.title:
+                    yield setting
+                else:
+                    others.append(setting)
         elif described := item.metadata.get(_OPTION):
             yield _resolve((*path, item.name), hints[item.name], described, within, item.default)
-    for name, inner in nested:
-        yield from _settings(hints[name], (*path, name), inner)
+    yield from others
 
 
 def _resolve(path: tuple[str, ...], hint: Any, described: Option, within: Group, default: object) -> _Setting:
@@ -384,11 +392,11 @@ def _read_flags(settings: Sequence[_Setting], argv: Sequence[str], program: str,
             given.setdefault(self.const, []).append((flag, text))
 
     parser = _Parser(program, description=description, formatter_class=_Help, allow_abbrev=False, add_help=False)
-    general = parser.add_argument_group("General")
+    general = parser.add_argument_group(_GENERAL)
     general.add_argument("--help", "-h", action="help", help="Show this and exit.")
     general.add_argument("--version", action="version", version=f"{program} {project_version()}", help="Show and exit.")
     general.add_argument("--config", metavar="FILE", help="YAML file with these options [DYN_CONFIG].")
-    groups = {"General": general}
+    groups = {_GENERAL: general}
     for setting in settings:
         if setting.title not in groups:
             groups[setting.title] = parser.add_argument_group(setting.title)

@@ -80,11 +80,9 @@ from dynamo.frontend.router.explain import DecisionLog, ExplainingRouter
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.measured import MeasuredRouter
-from dynamo.frontend.router.select import effective_mode, follows_loads, make_router, thresholds_of
+from dynamo.frontend.router.select import effective_mode, follows_loads, make_router
 from dynamo.frontend.router.thresholds import ThresholdTable
-from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
-from dynamo.frontend.serving.disaggregation import DisaggregationSettings
-from dynamo.frontend.serving.dispatch import DispatchSettings
+from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.serving.text_models import TextModel
 
 log = logging.getLogger(__name__)
@@ -160,7 +158,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
     runtime = RuntimeMetrics(registry, role="frontend", version=project_version())
     readiness, links = Readiness(), _Links()
     control = RoutingControl(
-        ThresholdTable(thresholds_of(config.router)),
+        ThresholdTable(config.router.thresholds),
         DecisionLog(everything=logging.getLogger("dynamo.frontend.router.explain").isEnabledFor(logging.DEBUG)),
         follows_loads(config.router),
     )
@@ -209,29 +207,11 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
 
                 return await pipeline.load_text_model(card, store, config.text.limits, fast_tokenizer=config.text.fast_tokenizer)
 
-            settings = DataPlaneSettings(
-                declared=config.models,
-                repository_timeout_s=config.repository_timeout_s,
-                migration_limit=config.retry.migration_limit,
-                dispatch=DispatchSettings(
-                    request_timeout_s=config.request_timeout_s,
-                    max_attempts=config.retry.max_attempts,
-                    retry_ratio=config.retry.ratio,
-                    retry_floor_per_s=config.retry.floor_per_s,
-                ),
-                disaggregation=DisaggregationSettings(
-                    enforce=config.disaggregation.enforce, min_prompt_tokens=config.disaggregation.min_prompt_tokens
-                ),
-                queue_size=config.queue.size,
-                queue_policy=config.queue.policy,
-                canary_wait_s=config.canary.wait_s,
-                canary_timeout_s=config.canary.timeout_s,
-            )
             router = await stack.enter_async_context(_router(config, control, directory, nats, client))
             router = MeasuredRouter(router, RouterMetrics(metrics))
             repositories = await stack.enter_async_context(open_repositories(etcd, config.namespace))
             plane = await stack.enter_async_context(
-                open_data_plane(directory, client, nats, router, load_text, metrics, settings, tracing, repositories)
+                open_data_plane(directory, client, nats, router, load_text, metrics, config.serving, tracing, repositories)
             )
             if not directory.ready.is_set():
                 log.info("waiting for etcd")
@@ -284,7 +264,7 @@ async def _choosing_router(
         bookings = Bookings(nats, Endpoint(namespace=config.namespace)) if config.router.replica_sync else None
         loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.say)
         router = make_router(config.router, loads, clock, thresholds)
-        follower = router if isinstance(router, KvRouter) and config.router.use_kv_events else None
+        follower = router if isinstance(router, KvRouter) and config.router.kv.use_kv_events else None
 
         async def ask(instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
             return await client.open(instance.id, instance.subject, verb, body, deadline=deadline).result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -480,16 +481,9 @@ class AccessOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterOptions:
-    """How instances are chosen. Those about KV caches matter to `--router-mode kv` only, thresholds to all modes."""
+class KvRouterOptions:
+    """What the KV router weighs, and what it counts as cached; the formula is in `router.kv`."""
 
-    mode: RouterMode = option(RouterMode.ROUND_ROBIN, help="How an instance is chosen.")
-    load_aware: bool = option(
-        False,
-        flags=("--load-aware",),
-        env=("DYN_LOAD_AWARE", "DYN_ROUTER_LOAD_AWARE"),
-        help="least-loaded instead of round-robin, power-of-two instead of random.",
-    )
     overlap_score_weight: float = option(
         4.0,
         flags=("--overlap-score-weight", "--overlap-score-credit", "--kv-overlap-score-weight"),
@@ -502,6 +496,8 @@ class RouterOptions:
         16.0, minimum=0, help="Cost of a block to prefill against a block held by a running request."
     )
     temperature: float = option(0.0, minimum=0, help="Above 0 the instance is drawn from a softmax over normalised costs.")
+    kv_full_penalty: float = 1.0
+    """Weight of the term that keeps prompts away from instances whose KV blocks are more than half in use."""
     use_kv_events: bool = option(
         True,
         flags=("--router-kv-events", "--use-kv-events"),
@@ -523,6 +519,65 @@ class RouterOptions:
     speculative_ttl_s: float = option(
         2.0, minimum=0, help="With KV events: seconds for which a decision counts as cached before events confirm it."
     )
+    track_active_blocks: bool = option(
+        True, help="Count blocks held by running requests into the cost; off: prefill alone counts."
+    )
+    track_output_blocks: bool = option(False, help="Book the blocks that a request's max_tokens would fill, too.")
+    assume_kv_reuse: bool = option(
+        True, help="Bookings on one instance count shared prefixes once; off: each counts all its blocks."
+    )
+    block_size: int = 0
+    """Tokens of a KV block; 0: as the instances' cards say."""
+
+    def __post_init__(self) -> None:
+        for name in ("overlap_score_weight", "prefill_load_scale", "temperature", "kv_full_penalty"):
+            check_weight(name, getattr(self, name))
+        if not 0.0 < self.prune_target_ratio <= 1.0:
+            raise InvalidRequest("router_prune_target_ratio must be above 0 and at most 1")
+
+
+def check_weight(name: str, value: float) -> float:
+    """Return `value`. Raises InvalidRequest unless it can weigh a term of the KV router's cost."""
+    if not math.isfinite(value) or value < 0.0:
+        raise InvalidRequest(f"{name} must be a number from 0 on, not {value}", param=name)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """From which load on an instance is busy and gets no more requests. None: never."""
+
+    active_decode_blocks: float | None = option(
+        None,
+        flags=("--active-decode-blocks-threshold",),
+        env=("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",),
+        file_key="active_decode_blocks_threshold",
+        minimum=0,
+        maximum=1,
+        help="Share of its KV blocks in use above which an instance is busy; all busy: requests are refused as overload.",
+    )
+    active_prefill_tokens: int | None = option(
+        None,
+        flags=("--active-prefill-tokens-threshold",),
+        env=("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",),
+        file_key="active_prefill_tokens_threshold",
+        minimum=0,
+        help="Prompt tokens waiting to be computed above which an instance is busy; all busy: requests are refused as overload.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """How instances are chosen. Those about KV caches matter to `--router-mode kv` only, thresholds to all modes."""
+
+    mode: RouterMode = option(RouterMode.ROUND_ROBIN, help="How an instance is chosen.")
+    load_aware: bool = option(
+        False,
+        flags=("--load-aware",),
+        env=("DYN_LOAD_AWARE", "DYN_ROUTER_LOAD_AWARE"),
+        help="least-loaded instead of round-robin, power-of-two instead of random.",
+    )
+    kv: KvRouterOptions = group("Routing", prefix="router", default=KvRouterOptions)
     durable_kv_events: bool = option(
         False,
         flags=("--durable-kv-events", "--router-durable-kv-events"),
@@ -542,30 +597,7 @@ class RouterOptions:
     replica_sync: bool = option(
         False, help="Share bookings and sessions with the other frontends of the namespace, so that they decide like one."
     )
-    track_active_blocks: bool = option(
-        True, help="Count blocks held by running requests into the cost; off: prefill alone counts."
-    )
-    track_output_blocks: bool = option(False, help="Book the blocks that a request's max_tokens would fill, too.")
-    assume_kv_reuse: bool = option(
-        True, help="Bookings on one instance count shared prefixes once; off: each counts all its blocks."
-    )
-    active_decode_blocks_threshold: float | None = option(
-        None,
-        flags=("--active-decode-blocks-threshold",),
-        env=("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",),
-        file_key="active_decode_blocks_threshold",
-        minimum=0,
-        maximum=1,
-        help="Share of its KV blocks in use above which an instance is busy; all busy: requests are refused as overload.",
-    )
-    active_prefill_tokens_threshold: int | None = option(
-        None,
-        flags=("--active-prefill-tokens-threshold",),
-        env=("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",),
-        file_key="active_prefill_tokens_threshold",
-        minimum=0,
-        help="Prompt tokens waiting to be computed above which an instance is busy; all busy: requests are refused as overload.",
-    )
+    thresholds: Thresholds = group("Routing", prefix="router", default=Thresholds)
     session_affinity_ttl_s: float | None = option(
         None,
         flags=("--router-session-affinity-ttl-secs", "--session-affinity-ttl"),
@@ -625,6 +657,14 @@ class RetryOptions:
         help="Retries and moves allowed per request, over all: a dying fleet is not asked twice.",
     )
     floor_per_s: float = option(10.0, minimum=0, help="Retries and moves allowed per second however few requests there are.")
+    burst: int = 1000
+    """Retries saved up at most. An instance's death costs one for each request it held."""
+    reconnect_grace_s: float = 5.0
+    """After our NATS connection came back: how long instances that seem gone are waited for."""
+    disconnected_wait_s: float = 30.0
+    """How long a request, whatever its deadline, waits for a NATS connection that is away."""
+    refusal_pause_s: float = 1.0
+    """An instance that refused as unavailable, e.g. because it drains, is left out for so long if there are others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -668,6 +708,34 @@ class DisaggregationOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """What the data plane knows and does for every protocol."""
+
+    request_timeout_s: float | None = option(
+        None, minimum=0.001, help="Longest life of a request whose caller gave no deadline; unset: none."
+    )
+    repository_timeout_s: float = option(
+        600.0, flags=("--repository-timeout",), minimum=1, help="Seconds within which workers must load or unload a model."
+    )
+    models: tuple[ModelCard, ...] = option(
+        (),
+        flags=(),
+        env=(),
+        file_key="models",
+        from_file=parse_declared_models,
+        help="Tensor models known before a worker serves them: metadata is answered, inference is UNAVAILABLE until then.",
+    )
+    remember_s: float = 600.0
+    """A model that lost its last instance is known for so long: requests for it are unavailable, not unknown."""
+    statistics_timeout_s: float = 5.0
+    """How long instances are waited for when they are asked for statistics."""
+    queue: QueueOptions = group("Queue", prefix="queue", default=QueueOptions)
+    disaggregation: DisaggregationOptions = group("Disaggregated serving", prefix="disaggregation", default=DisaggregationOptions)
+    retry: RetryOptions = group("Retries and migration", prefix="retry", default=RetryOptions)
+    canary: CanaryOptions = group("Canaries", prefix="canary", default=CanaryOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
     """A stateless front door: KServe v2 and HTTP in front, workers found in etcd and reached over NATS behind."""
 
@@ -679,26 +747,12 @@ class FrontendConfig:
     settle_s: float = option(
         0.5, minimum=0, help="After SIGTERM, new requests are still taken for so long: readiness has to get around first."
     )
-    request_timeout_s: float | None = option(
-        None, minimum=0.001, help="Longest life of a request whose caller gave no deadline; unset: none."
-    )
-    repository_timeout_s: float = option(
-        600.0, flags=("--repository-timeout",), minimum=1, help="Seconds within which workers must load or unload a model."
-    )
     overload_status: OverloadStatus = option(
         OverloadStatus.UNAVAILABLE,
         help="HTTP status of refused overload; gRPC says RESOURCE_EXHAUSTED for 429 and UNAVAILABLE otherwise.",
     )
     cache_dir: Path = option(
         Path("~/.cache/dynamo"), help="Where tokenizers and templates are kept that were fetched from the object store."
-    )
-    models: tuple[ModelCard, ...] = option(
-        (),
-        flags=(),
-        env=(),
-        file_key="models",
-        from_file=parse_declared_models,
-        help="Tensor models known before a worker serves them: metadata is answered, inference is UNAVAILABLE until then.",
     )
     elsewhere: None = option(
         None,
@@ -714,10 +768,7 @@ class FrontendConfig:
     access: AccessOptions = group("Access", prefix="access", default=AccessOptions)
     text: TextOptions = group("Text", prefix="text", default=TextOptions)
     router: RouterOptions = group("Routing", prefix="router", default=RouterOptions)
-    queue: QueueOptions = group("Queue", prefix="queue", default=QueueOptions)
-    disaggregation: DisaggregationOptions = group("Disaggregated serving", prefix="disaggregation", default=DisaggregationOptions)
-    retry: RetryOptions = group("Retries and migration", prefix="retry", default=RetryOptions)
-    canary: CanaryOptions = group("Canaries", prefix="canary", default=CanaryOptions)
+    serving: ServingOptions = group("General", default=ServingOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
     etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)
     log: LogOptions = group("Logging", prefix="log", default=LogOptions)

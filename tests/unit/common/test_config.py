@@ -30,6 +30,24 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLimits:
+    blocks: int = option(64, help="Largest cache.")
+    ttl_s: float = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    name: str = option("main", help="Name.")
+    limits: CacheLimits = group("Cache", prefix="cache", default=CacheLimits)
+    folder: str = option("/tmp", help="Folder.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caching:
+    cache: CacheOptions = group("Cache", prefix="cache", default=CacheOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """A server."""
 
@@ -222,3 +240,12 @@ def test_the_table_for_the_docs_has_every_option() -> None:
     assert "| `--events`, `--no-events` | `DYN_EVENTS` | `events` | `on` | Listen to events. |" in table
     assert "`--nats-password-file`" in table and "`--nats-password`" not in table
     assert "DYNAMO_GRPC_PORT" in variables(Config) and "DYN_NATS_PASSWORD_FILE" in variables(Config)
+
+
+def test_a_group_within_a_group_of_the_same_title_continues_it() -> None:
+    config = load(Caching, ["--cache-blocks", "8"], {"DYN_CACHE_FOLDER": "/var"}, program="server")
+    assert config == Caching(cache=CacheOptions(limits=CacheLimits(blocks=8), folder="/var"))
+    assert config.cache.limits.ttl_s == 1.5, "a field without option keeps its default"
+    table = markdown_table(Caching)
+    flags = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert table.count("### Cache") == 1 and flags == ["--cache-name", "--cache-blocks", "--cache-folder"]

@@ -43,7 +43,7 @@ def test_one_file_serves_all_processes(tmp_path: Path) -> None:
     frontend = load(FrontendConfig, [], environ, program="frontend")
     worker = load(WorkerConfig, [], environ, program="worker")
     local = load(LocalConfig, [], environ, program="local")
-    assert (frontend.grpc.port, frontend.http.port, frontend.models[0].name) == (8787, 8788, "tensor_model")
+    assert (frontend.grpc.port, frontend.http.port, frontend.serving.models[0].name) == (8787, 8788, "tensor_model")
     assert worker.models == ("smollm2",)
     assert (local.workers, local.grpc_port) == (2, 8787)
     assert {frontend.log.format, worker.log.format, local.log.format} == {LogFormat.JSON}

@@ -203,7 +203,7 @@ def test_the_chart_monitors_what_the_monitors_of_the_base_do() -> None:
 @rendering
 def test_without_canaries_instances_are_not_asked(tmp_path: Path) -> None:
     configs = configs_of(helm({"frontend": {"canaryWaitSeconds": 0}}), tmp_path)
-    assert [config.canary.wait_s for config in configs if isinstance(config, FrontendConfig)] == [None]
+    assert [config.serving.canary.wait_s for config in configs if isinstance(config, FrontendConfig)] == [None]
 
 
 @rendering

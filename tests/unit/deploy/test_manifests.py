@@ -102,7 +102,7 @@ def test_our_programs_understand_the_flags_and_variables_they_are_given(folder: 
         assert config.etcd.endpoints != FrontendConfig().etcd.endpoints and config.nats.servers != FrontendConfig().nats.servers
         if isinstance(config, FrontendConfig):
             assert config.grpc.wanted
-            assert config.canary.wait_s is not None, "the alert about engines that hang would never see anything"
+            assert config.serving.canary.wait_s is not None, "the alert about engines that hang would never see anything"
             assert (found.container.port("http"), found.container.port("grpc")) == (config.http.port, config.grpc.port)
             assert (config.http.host, config.grpc.host) == ("0.0.0.0", "0.0.0.0")
             assert str(config.cache_dir).startswith(str(tmp_path)), "the cache lies outside of what can be written"

@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.errors import DeadlineExceeded, NoInstances, Overloaded
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
-from dynamo.frontend.config import QueuePolicy
+from dynamo.frontend.config import QueueOptions, QueuePolicy, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.call import Call, Work
-from dynamo.frontend.serving.data_plane import DataPlaneSettings, open_data_plane
+from dynamo.frontend.serving.data_plane import open_data_plane
 from dynamo.frontend.serving.dispatch import Dispatcher
 from dynamo.frontend.serving.text_models import TextModel
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, RecordingRouter, instance
@@ -255,7 +255,7 @@ async def test_decode_instances_that_are_busy_hold_up_nobody_who_wants_a_prefill
 async def test_metrics_say_how_many_wait_and_why_others_may_not() -> None:
     registry = CollectorRegistry()
     metrics, client, router = FrontendMetrics(registry), FakeClient(lambda stream: None), OneAtATime()
-    settings = DataPlaneSettings(queue_size=1)
+    settings = ServingOptions(queue=QueueOptions(size=1))
     directory = FakeDirectory(instance(1))
     async with open_data_plane(directory, client, FakeLink(), router, load_text, metrics, settings) as plane:
         dispatcher = plane._dispatcher

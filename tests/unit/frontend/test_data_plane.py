@@ -21,10 +21,10 @@ from dynamo.common.errors import (
 from dynamo.common.model_card import ModelCard, Role
 from dynamo.common.names import InstanceId
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.frontend.config import DisaggregationOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.serving.call import Call
-from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
-from dynamo.frontend.serving.disaggregation import DisaggregationSettings
+from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.serving.text_models import LoadText, TextModel
 from dynamo.protos.inference_pb2 import (
     InferBatchStatistics,
@@ -70,7 +70,7 @@ async def front(
     respond: Callable[[FakeStream], None] = lambda stream: None,
     *,
     load: LoadText = load_at_once,
-    settings: DataPlaneSettings | None = None,
+    settings: ServingOptions | None = None,
 ) -> AsyncIterator[Front]:
     client, router, registry = FakeClient(respond), RecordingRouter(), CollectorRegistry()
     metrics = FrontendMetrics(registry)
@@ -147,7 +147,7 @@ async def test_readiness_is_shown_in_the_metrics() -> None:
 async def test_decode_instances_alone_are_ready_unless_they_may_not_serve_alone() -> None:
     async with front(FakeDirectory(instance(1, llm_card(role=Role.DECODE)))) as f:
         assert f.plane.model_ready("talker")
-    enforced = DataPlaneSettings(disaggregation=DisaggregationSettings(enforce=True))
+    enforced = ServingOptions(disaggregation=DisaggregationOptions(enforce=True))
     async with front(FakeDirectory(instance(1, llm_card(role=Role.DECODE))), settings=enforced) as f:
         assert not f.plane.model_ready("talker")
         f.directory.add(instance(2, llm_card(role=Role.PREFILL)))
@@ -194,7 +194,7 @@ async def test_an_aliased_request_goes_only_to_instances_that_know_the_alias() -
 
 @in_virtual_time
 async def test_a_model_that_lost_its_instances_is_unavailable_before_it_is_unknown() -> None:
-    async with front(FakeDirectory(instance(1)), settings=DataPlaneSettings(remember_s=60)) as f:
+    async with front(FakeDirectory(instance(1)), settings=ServingOptions(remember_s=60)) as f:
         f.directory.remove(1)
         await settled()
         with pytest.raises(NoInstances):
@@ -213,7 +213,7 @@ async def test_a_model_that_lost_its_instances_in_this_turn_of_the_loop_is_known
 
 
 async def test_a_declared_model_is_known_before_it_is_served() -> None:
-    async with front(FakeDirectory(), settings=DataPlaneSettings(declared=(tensor_card("later"),))) as f:
+    async with front(FakeDirectory(), settings=ServingOptions(models=(tensor_card("later"),))) as f:
         assert [card.name for card in f.plane.cards()] == ["later"]
         assert not f.plane.model_ready("later")
         with pytest.raises(NoInstances):

@@ -35,11 +35,11 @@ from dynamo.common.generation import (
 )
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId
+from dynamo.frontend.config import RetryOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.serving.call import Call
-from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, Generation, open_data_plane
-from dynamo.frontend.serving.dispatch import DispatchSettings
+from dynamo.frontend.serving.data_plane import DataPlane, Generation, open_data_plane
 from dynamo.frontend.serving.text_models import LoadText, TextModel
 from tests.support.fakes import (
     DyingEngine,
@@ -86,7 +86,7 @@ async def front(
     *,
     instances: int = 8,
     card: ModelCard | None = None,
-    settings: DataPlaneSettings | None = None,
+    settings: ServingOptions | None = None,
     load: LoadText | None = None,
 ) -> AsyncIterator[Front]:
     directory = FakeDirectory(*(instance(id_, card or llm_card()) for id_ in range(1, instances + 1)))
@@ -271,7 +271,7 @@ async def test_a_finished_answer_whose_summary_was_lost_is_complete() -> None:
 
 async def test_migrations_are_limited() -> None:
     engine = TokenEngine([1] * 9, gone)
-    async with front(engine, settings=DataPlaneSettings(migration_limit=2)) as f:
+    async with front(engine, settings=ServingOptions(retry=RetryOptions(migration_limit=2))) as f:
         async with f.plane.generate(ask(8), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
@@ -281,8 +281,8 @@ async def test_migrations_are_limited() -> None:
 
 async def test_migrations_come_out_of_the_retry_budget() -> None:
     engine = TokenEngine([1] * 9, gone)
-    dispatch = DispatchSettings(retry_ratio=0.0, retry_floor_per_s=0.0, retry_burst=1)
-    async with front(engine, settings=DataPlaneSettings(dispatch=dispatch)) as f:
+    retry = RetryOptions(ratio=0.0, floor_per_s=0.0, burst=1)
+    async with front(engine, settings=ServingOptions(retry=retry)) as f:
         async with f.plane.generate(ask(8), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
@@ -381,8 +381,8 @@ async def test_choices_that_had_finished_are_not_asked_for_again() -> None:
 
 
 async def test_each_choice_that_goes_on_costs_one_of_the_retry_budget() -> None:
-    dispatch = DispatchSettings(retry_ratio=0.0, retry_floor_per_s=0.0, retry_burst=2)
-    async with front(ChoiceEngine([3]), settings=DataPlaneSettings(dispatch=dispatch)) as f:
+    retry = RetryOptions(ratio=0.0, floor_per_s=0.0, burst=2)
+    async with front(ChoiceEngine([3]), settings=ServingOptions(retry=retry)) as f:
         async with f.plane.generate(ask(8, n=3), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)

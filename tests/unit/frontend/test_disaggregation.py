@@ -24,13 +24,14 @@ from dynamo.common.generation import (
 from dynamo.common.kv.hashes import sequence_hashes
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
+from dynamo.frontend.config import DisaggregationOptions, KvRouterOptions, RetryOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import RouteRequest
-from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
+from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.serving.call import Call
-from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
-from dynamo.frontend.serving.disaggregation import OFFER, DisaggregationSettings
+from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
+from dynamo.frontend.serving.disaggregation import OFFER
 from tests.support.fakes import (
     FakeClient,
     FakeDirectory,
@@ -109,7 +110,7 @@ async def front(
     async def load(card: object) -> FakeText:
         return FakeText()
 
-    chosen = DataPlaneSettings(disaggregation=DisaggregationSettings(**settings), migration_limit=migration_limit)
+    chosen = ServingOptions(disaggregation=DisaggregationOptions(**settings), retry=RetryOptions(migration_limit=migration_limit))
     metrics = FrontendMetrics(CollectorRegistry())
     async with open_data_plane(directory, FakeClient(engines), FakeLink(), router, load, metrics, chosen) as plane:  # type: ignore[arg-type]
         yield Front(plane, engines, router)
@@ -299,7 +300,7 @@ async def test_what_little_is_missing_is_computed_where_it_is_answered() -> None
 
 def test_the_router_knows_how_much_of_a_prompt_the_best_candidate_lacks() -> None:
     fleet = [instance(id_, llm_card(role=Role.DECODE)) for id_ in (1, 2)]
-    kv = KvRouter(KvRouterConfig(block_size=4))
+    kv = KvRouter(KvRouterOptions(block_size=4))
     prompt = pack_tokens(range(10))
     request = RouteRequest(model="talker", prompt=prompt)
     assert kv.missing_tokens(request, fleet) == 10

@@ -22,9 +22,10 @@ from dynamo.common.errors import (
 )
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
+from dynamo.frontend.config import RetryOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.serving.call import Call, Work
-from dynamo.frontend.serving.dispatch import Dispatcher, DispatchSettings, RetryBudget, able_to_serve
+from dynamo.frontend.serving.dispatch import Dispatcher, RetryBudget, able_to_serve
 from tests.support.fakes import (
     FakeClient,
     FakeDirectory,
@@ -62,7 +63,7 @@ class Bench:
 def bench(
     respond: Callable[[FakeStream], None] = lambda stream: None,
     *instances: Instance,
-    settings: DispatchSettings | None = None,
+    settings: ServingOptions | None = None,
 ) -> Bench:
     directory = FakeDirectory(*(instances or (instance(1), instance(2), instance(3))))
     client, link, router = FakeClient(respond), FakeLink(), RecordingRouter()
@@ -162,7 +163,7 @@ async def test_a_request_visits_no_instance_twice_and_reports_the_last_failure()
 
 
 async def test_attempts_are_limited() -> None:
-    settings = DispatchSettings(max_attempts=2)
+    settings = ServingOptions(retry=RetryOptions(max_attempts=2))
     b = bench(failing_on({id_: Overloaded("full") for id_ in (1, 2, 3)}), settings=settings)
     with pytest.raises(Overloaded):
         await b.call()
@@ -191,7 +192,7 @@ async def test_when_all_instances_are_gone_the_answer_comes_at_once() -> None:
 
 @in_virtual_time
 async def test_retries_stay_a_fraction_of_the_requests() -> None:
-    settings = DispatchSettings(retry_ratio=0.2, retry_floor_per_s=0.0, retry_burst=1)
+    settings = ServingOptions(retry=RetryOptions(ratio=0.2, floor_per_s=0.0, burst=1))
     b = bench(failing_on({1: Overloaded("full")}), settings=settings)
     outcomes = []
     for _ in range(101):
@@ -204,7 +205,7 @@ async def test_retries_stay_a_fraction_of_the_requests() -> None:
 
 
 def test_an_idle_frontend_may_still_retry_a_few_times_a_second() -> None:
-    budget = RetryBudget(DispatchSettings(retry_floor_per_s=10.0, retry_burst=5), now=0.0)
+    budget = RetryBudget(RetryOptions(floor_per_s=10.0, burst=5), now=0.0)
     assert [budget.take(0.0) for _ in range(6)] == [True] * 5 + [False]
     assert [budget.take(0.25) for _ in range(3)] == [True, True, False]
     assert [budget.take(1000.0) for _ in range(6)] == [True] * 5 + [False]
@@ -236,7 +237,7 @@ async def test_a_failure_after_the_deadline_is_not_retried() -> None:
 
 @in_virtual_time
 async def test_requests_without_a_deadline_get_the_default_one() -> None:
-    b = bench(settings=DispatchSettings(request_timeout_s=3.0))
+    b = bench(settings=ServingOptions(request_timeout_s=3.0))
     with pytest.raises(DeadlineExceeded):
         await b.call()
     assert asyncio.get_running_loop().time() == 3.0
@@ -356,7 +357,7 @@ async def test_requests_wait_for_the_connection_no_longer_than_their_deadline() 
 
 @in_virtual_time
 async def test_requests_without_a_deadline_do_not_wait_for_the_connection_forever() -> None:
-    b = bench(failing_on({}), settings=DispatchSettings(disconnected_wait_s=30.0))
+    b = bench(failing_on({}), settings=ServingOptions(retry=RetryOptions(disconnected_wait_s=30.0)))
     b.link.cut()
     with pytest.raises(Unavailable, match="no connection to its workers"):
         await b.call()

@@ -114,7 +114,7 @@ def test_the_sample_file_of_the_field_is_valid(tmp_path: Path) -> None:
     assert config.grpc.wanted
     assert (config.grpc.host, config.grpc.port) == ("0.0.0.0", 8787)
     assert (config.http.host, config.http.port) == ("0.0.0.0", 8788)
-    (card,) = config.models
+    (card,) = config.serving.models
     assert (card.name, card.kind) == ("tensor_model", ModelKind.TENSOR)
     assert card.inputs[0].shape == (1, 1024)
     assert card.outputs[0].datatype == "FP32"

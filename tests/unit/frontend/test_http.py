@@ -24,10 +24,10 @@ from dynamo.frontend.api.http.server import (
     model_routes,
     serve_http,
 )
-from dynamo.frontend.config import HttpOptions, OverloadStatus
+from dynamo.frontend.config import HttpOptions, OverloadStatus, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.simple import RoundRobin
-from dynamo.frontend.serving.data_plane import DataPlane, DataPlaneSettings, open_data_plane
+from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeText, instance, tensor_card
 
 
@@ -70,7 +70,7 @@ async def side() -> AsyncIterator[Side]:
     async def load_text(card: object) -> FakeText:
         return FakeText()
 
-    settings = DataPlaneSettings(declared=(tensor_card("later"),))
+    settings = ServingOptions(models=(tensor_card("later"),))
     async with (
         open_data_plane(directory, FakeClient(), FakeLink(), RoundRobin(), load_text, metrics, settings) as plane,
         serve_http(HttpOptions(port=0), make_app(routes, OverloadStatus.TOO_MANY_REQUESTS)) as server,

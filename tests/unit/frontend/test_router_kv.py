@@ -16,9 +16,10 @@ from dynamo.common.kv.events import KvSnapshot, KvUpdate, LoadReport
 from dynamo.common.kv.hashes import pack_hashes, sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.frontend.config import KvRouterOptions
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.hashing import PromptHashes
-from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
+from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import BookingEvent, LoadTable
 from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
@@ -48,8 +49,10 @@ PROMPT = pack_tokens(range(40))
 HASHES = sequence_hashes(PROMPT, SIZE)
 
 
-def router(config: KvRouterConfig | None = None, thresholds: Thresholds = NEVER_BUSY, clock: FakeClock | None = None) -> KvRouter:
-    return KvRouter(config or KvRouterConfig(), ThresholdTable(thresholds), rng=random.Random(0), clock=clock or FakeClock())
+def router(
+    config: KvRouterOptions | None = None, thresholds: Thresholds = NEVER_BUSY, clock: FakeClock | None = None
+) -> KvRouter:
+    return KvRouter(config or KvRouterOptions(), ThresholdTable(thresholds), rng=random.Random(0), clock=clock or FakeClock())
 
 
 def ask(
@@ -82,7 +85,7 @@ def test_load_outweighs_a_short_prefix() -> None:
 
 
 def test_the_cost_is_what_the_module_says() -> None:
-    kv = router(KvRouterConfig(overlap_score_weight=2.0, prefill_load_scale=3.0))
+    kv = router(KvRouterOptions(overlap_score_weight=2.0, prefill_load_scale=3.0))
     store(kv, A, HASHES[:4])
     kv.loads.report(A, LoadReport(queued_prefill_tokens=8, active_blocks=5), 100.0)
     decision = kv.pick(RouteRequest(model="m", prompt=PROMPT), FLEET, explain=True)
@@ -104,7 +107,7 @@ def test_the_cost_is_what_the_module_says() -> None:
 
 
 def test_equal_instances_are_chosen_at_random() -> None:
-    kv = router(KvRouterConfig(speculative_ttl_s=0.0))
+    kv = router(KvRouterOptions(speculative_ttl_s=0.0))
     counts: Counter[int] = Counter()
     for number in range(300):
         counts[ask(kv, str(number)).instance.id] += 1
@@ -125,17 +128,17 @@ def test_a_burst_of_a_hundred_siblings_lands_together() -> None:
 
 
 def test_a_burst_of_siblings_over_two_frontends_that_share_bookings_lands_together() -> None:
-    assert burst(sharing_bookings(KvRouterConfig(), 2)) == 1
+    assert burst(sharing_bookings(KvRouterOptions(), 2)) == 1
 
 
 def test_without_speculation_a_burst_scatters() -> None:
-    config = KvRouterConfig(speculative_ttl_s=0.0)
+    config = KvRouterOptions(speculative_ttl_s=0.0)
     assert burst([router(config)]) == 3
     assert burst(sharing_bookings(config, 2)) == 3
 
 
 def test_a_guess_about_a_siblings_booking_needs_its_blocks() -> None:
-    one, other = sharing_bookings(KvRouterConfig(assume_kv_reuse=False), 2)
+    one, other = sharing_bookings(KvRouterOptions(assume_kv_reuse=False), 2)
     ask(one)
     assert ask(other, "s").overlap_blocks == 0
 
@@ -153,7 +156,7 @@ def test_a_guess_that_no_event_confirms_is_forgotten() -> None:
 
 def test_without_events_decisions_are_remembered_for_their_ttl() -> None:
     clock = FakeClock()
-    kv = router(KvRouterConfig(use_kv_events=False, ttl_s=120.0), clock=clock)
+    kv = router(KvRouterOptions(use_kv_events=False, ttl_s=120.0), clock=clock)
     store(kv, A, HASHES)
     first = ask(kv)
     assert first.overlap_blocks == 0  # events are not looked at
@@ -178,7 +181,7 @@ def test_models_have_caches_of_their_own() -> None:
 
 
 def test_a_nearly_full_instance_does_not_win() -> None:
-    without = router(KvRouterConfig(kv_full_penalty=0.0))
+    without = router(KvRouterOptions(kv_full_penalty=0.0))
     with_penalty = router()
     for kv in (without, with_penalty):
         store(kv, A, HASHES[:1])
@@ -190,7 +193,7 @@ def test_a_nearly_full_instance_does_not_win() -> None:
 def test_a_temperature_spreads_choices_by_cost() -> None:
     counts: dict[float, Counter[int]] = {}
     for temperature in (0.0, 0.5, 100.0):
-        kv = router(KvRouterConfig(temperature=temperature, speculative_ttl_s=0.0))
+        kv = router(KvRouterOptions(temperature=temperature, speculative_ttl_s=0.0))
         store(kv, A, HASHES)
         counts[temperature] = Counter()
         for number in range(500):
@@ -202,7 +205,7 @@ def test_a_temperature_spreads_choices_by_cost() -> None:
 
 
 def test_a_request_may_override_weights() -> None:
-    kv = router(KvRouterConfig(speculative_ttl_s=0.0))
+    kv = router(KvRouterOptions(speculative_ttl_s=0.0))
     store(kv, A, HASHES[:5])
     kv.loads.report(A, LoadReport(queued_prefill_tokens=40), 100.0)
     assert ask(kv).instance.id == A
@@ -216,13 +219,13 @@ def test_a_request_may_override_weights() -> None:
 @pytest.mark.parametrize(
     ("config", "blocks"),
     [
-        (KvRouterConfig(), 10 + 1),
-        (KvRouterConfig(assume_kv_reuse=False), 2 * 10),
-        (KvRouterConfig(track_output_blocks=True), 10 + 1 + 2 * 3),
-        (KvRouterConfig(track_active_blocks=False), 0),
+        (KvRouterOptions(), 10 + 1),
+        (KvRouterOptions(assume_kv_reuse=False), 2 * 10),
+        (KvRouterOptions(track_output_blocks=True), 10 + 1 + 2 * 3),
+        (KvRouterOptions(track_active_blocks=False), 0),
     ],
 )
-def test_what_a_booking_counts_is_a_setting(config: KvRouterConfig, blocks: int) -> None:
+def test_what_a_booking_counts_is_a_setting(config: KvRouterOptions, blocks: int) -> None:
     kv = router(config)
     ask(kv, "r", PROMPT, FLEET[:1], expected_output_tokens=12)
     ask(kv, "s", PROMPT[:-4], FLEET[:1], expected_output_tokens=12)  # its last block is not full
@@ -320,12 +323,12 @@ def test_a_prompt_hashed_in_steps_has_the_same_hashes(tokens: int, parent: int |
 @pytest.mark.parametrize("field", ["overlap_score_weight", "prefill_load_scale", "temperature", "kv_full_penalty"])
 def test_weights_below_zero_are_refused(field: str) -> None:
     with pytest.raises(InvalidRequest, match=field):
-        KvRouterConfig(**{field: -0.1})
+        KvRouterOptions(**{field: -0.1})
     with pytest.raises(InvalidRequest, match=field):
-        KvRouterConfig(**{field: float("nan")})
+        KvRouterOptions(**{field: float("nan")})
 
 
-def sharing_bookings(config: KvRouterConfig, count: int) -> list[KvRouter]:
+def sharing_bookings(config: KvRouterOptions, count: int) -> list[KvRouter]:
     """The routers of so many frontends, each of which hears at once what the others book."""
     tables: list[LoadTable] = []
 
@@ -339,10 +342,10 @@ def sharing_bookings(config: KvRouterConfig, count: int) -> list[KvRouter]:
 
 @pytest.mark.parametrize(
     "config",
-    [KvRouterConfig(speculative_ttl_s=0.0), KvRouterConfig(), KvRouterConfig(use_kv_events=False)],
+    [KvRouterOptions(speculative_ttl_s=0.0), KvRouterOptions(), KvRouterOptions(use_kv_events=False)],
     ids=["loads", "speculative", "guessing"],
 )
-def test_two_frontends_that_share_bookings_decide_like_one(config: KvRouterConfig) -> None:
+def test_two_frontends_that_share_bookings_decide_like_one(config: KvRouterOptions) -> None:
     def decisions(count: int) -> list[tuple[int, int]]:
         routers = sharing_bookings(config, count)
         chosen: list[tuple[int, int]] = []
@@ -371,7 +374,7 @@ def relabelled(chosen: list[int]) -> list[int]:
     return [order.index(instance) for instance in chosen]
 
 
-def strangers(config: KvRouterConfig, count: int) -> list[KvRouter]:
+def strangers(config: KvRouterOptions, count: int) -> list[KvRouter]:
     """The routers of so many frontends, none of which hears of what the others book."""
     return [KvRouter(config, rng=random.Random(number), clock=FakeClock()) for number in range(count)]
 
@@ -385,8 +388,8 @@ def test_a_burst_over_two_frontends_scatters_unless_they_share_bookings() -> Non
             each.loads.report(C, LoadReport(active_blocks=1, kv_number=0), 100.0)
         return burst(routers)
 
-    assert instances(sharing_bookings(KvRouterConfig(), 2)) == 1
-    assert instances(strangers(KvRouterConfig(), 2)) == 2
+    assert instances(sharing_bookings(KvRouterOptions(), 2)) == 1
+    assert instances(strangers(KvRouterOptions(), 2)) == 2
 
 
 def test_a_burst_over_two_frontends_piles_up_at_one_instance_unless_they_share_bookings() -> None:
@@ -399,8 +402,8 @@ def test_a_burst_over_two_frontends_piles_up_at_one_instance_unless_they_share_b
         chosen = [ask(routers[number % 2], str(number), prompt).instance.id for number, prompt in enumerate(prompts)]
         return chosen.count(A)
 
-    assert at_the_idle_one(sharing_bookings(KvRouterConfig(), 2)) <= 14, "from there on, the others have less to do"
-    assert at_the_idle_one(strangers(KvRouterConfig(), 2)) >= 18
+    assert at_the_idle_one(sharing_bookings(KvRouterOptions(), 2)) <= 14, "from there on, the others have less to do"
+    assert at_the_idle_one(strangers(KvRouterOptions(), 2)) >= 18
 
 
 def test_a_watched_router_tells_what_it_did() -> None:

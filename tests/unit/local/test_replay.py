@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.frontend.config import RouterOptions
+from dynamo.frontend.config import RouterOptions, Thresholds
 from dynamo.local.replay.command import main
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures, summary
@@ -87,7 +87,7 @@ def test_two_frontends_that_share_nothing_do_worse() -> None:
 
 
 def test_busy_thresholds_reject_and_what_is_rejected_is_not_good() -> None:
-    limited = replace(FLEET, router=RouterOptions(active_prefill_tokens_threshold=8000))
+    limited = replace(FLEET, router=RouterOptions(thresholds=Thresholds(active_prefill_tokens=8000)))
     for mode in (ReplayMode.KV, ReplayMode.LEAST_LOADED, ReplayMode.ROUND_ROBIN):
         figures = run(limited, mode)
         assert 0 < figures.rejected < figures.requests

@@ -23,15 +23,16 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import DynamoError, InvalidRequest
+from dynamo.common.errors import DynamoError
 from dynamo.common.kv.events import KvSnapshot, KvUpdate
 from dynamo.common.kv.hashes import TOKEN_BYTES, space_hash
 from dynamo.common.names import InstanceId
+from dynamo.frontend.config import KvRouterOptions, check_weight
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.hashing import PromptHashes, RecentPrompts
@@ -48,61 +49,6 @@ those who share the rest of it find that instance by what it told."""
 _KV_FULL_FROM = 0.5
 _KV_FULL_LIMIT = 0.99
 """k is cut off here: past it, instances differ by their other terms."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvRouterConfig:
-    """What the flags of the KV router set."""
-
-    overlap_score_weight: float = 4.0
-    """How many blocks of prefill one cached block saves. 0: caches are not looked at."""
-    prefill_load_scale: float = 16.0
-    """What one block to prefill costs, against one block that a running request holds."""
-    temperature: float = 0.0
-    kv_full_penalty: float = 1.0
-    use_kv_events: bool = True
-    """False: caches are guessed from the router's own decisions."""
-    ttl_s: float = 120.0
-    """How long such a guess lasts."""
-    max_tree_size: int = 1 << 20
-    """How many (block, instance) pairs are guessed at most."""
-    prune_target_ratio: float = 0.8
-    """What is left of them after pruning."""
-    speculative_ttl_s: float = 2.0
-    """With events: how long a decision counts as cached before events must confirm it. 0: not at all."""
-    track_active_blocks: bool = True
-    """False: blocks held by running requests cost nothing; only prefill counts."""
-    track_output_blocks: bool = False
-    """True: the blocks that a request's expected output will fill are booked with it."""
-    assume_kv_reuse: bool = True
-    """False: bookings on one instance count shared prefixes once each."""
-    block_size: int = 0
-    """0: as the instances' cards say."""
-
-    def __post_init__(self) -> None:
-        for name in ("overlap_score_weight", "prefill_load_scale", "temperature", "kv_full_penalty"):
-            _check_weight(name, getattr(self, name))
-        if not 0.0 < self.prune_target_ratio <= 1.0:
-            raise InvalidRequest("router_prune_target_ratio must be above 0 and at most 1")
-
-    def overridden(self, overrides: Mapping[str, float]) -> KvRouterConfig:
-        """The settings for a request that changes some of them. Names that are none of them are left to others."""
-        weight, scale, temperature = self.overlap_score_weight, self.prefill_load_scale, self.temperature
-        for name, value in overrides.items():
-            match name:
-                case "overlap_score_weight" | "overlap_score_credit":
-                    weight = _check_weight(name, value)
-                case "prefill_load_scale":
-                    scale = _check_weight(name, value)
-                case "router_temperature":
-                    temperature = _check_weight(name, value)
-        return replace(self, overlap_score_weight=weight, prefill_load_scale=scale, temperature=temperature)
-
-
-def _check_weight(name: str, value: float) -> float:
-    if not math.isfinite(value) or value < 0.0:
-        raise InvalidRequest(f"{name} must be a number from 0 on, not {value}", param=name)
-    return value
 
 
 class _Model:
@@ -132,14 +78,14 @@ class KvRouter:
 
     def __init__(
         self,
-        config: KvRouterConfig | None = None,
+        config: KvRouterOptions | None = None,
         thresholds: ThresholdTable | None = None,
         loads: LoadTable | None = None,
         *,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config or KvRouterConfig()
+        self.config = config or KvRouterOptions()
         self.thresholds = ThresholdTable() if thresholds is None else thresholds
         self.loads = LoadTable() if loads is None else loads
         self._models: dict[str, _Model] = {}
@@ -180,7 +126,7 @@ class KvRouter:
         return prompt.tokens - overlap * prompt.block_size
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
-        config = self.config.overridden(request.overrides) if request.overrides else self.config
+        config = _overridden(self.config, request.overrides) if request.overrides else self.config
         if request.is_prefilled:
             config = replace(config, prefill_load_scale=0.0)
         now = self._clock()
@@ -263,7 +209,7 @@ class KvRouter:
         self,
         request: RouteRequest,
         candidates: Sequence[Instance],
-        config: KvRouterConfig,
+        config: KvRouterOptions,
         loads: Sequence[Load],
         costs: list[float],
     ) -> tuple[int, str]:
@@ -288,7 +234,7 @@ class KvRouter:
         return self._rng.choices(range(len(costs)), weights)[0]
 
     def _book(
-        self, request: RouteRequest, config: KvRouterConfig, prompt: _Prompt, instance: InstanceId, overlap: int, now: float
+        self, request: RouteRequest, config: KvRouterOptions, prompt: _Prompt, instance: InstanceId, overlap: int, now: float
     ) -> None:
         # An engine computes at least the last token of a prompt that it has cached completely.
         prefill_tokens = max(prompt.tokens - overlap * prompt.block_size, min(prompt.tokens, 1))
@@ -309,7 +255,21 @@ class KvRouter:
         )
 
 
-def _costs(config: KvRouterConfig, prompt: _Prompt, loads: Sequence[Load], overlaps: Mapping[int, int]) -> list[float]:
+def _overridden(config: KvRouterOptions, overrides: Mapping[str, float]) -> KvRouterOptions:
+    """Return the settings of a request that changes some of them. Names of other settings are left to other routers."""
+    weight, scale, temperature = config.overlap_score_weight, config.prefill_load_scale, config.temperature
+    for name, value in overrides.items():
+        match name:
+            case "overlap_score_weight" | "overlap_score_credit":
+                weight = check_weight(name, value)
+            case "prefill_load_scale":
+                scale = check_weight(name, value)
+            case "router_temperature":
+                temperature = check_weight(name, value)
+    return replace(config, overlap_score_weight=weight, prefill_load_scale=scale, temperature=temperature)
+
+
+def _costs(config: KvRouterOptions, prompt: _Prompt, loads: Sequence[Load], overlaps: Mapping[int, int]) -> list[float]:
     if not prompt.block_size:
         return [float(load.requests) for load in loads]
     scale = config.prefill_load_scale / prompt.block_size

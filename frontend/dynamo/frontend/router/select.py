@@ -9,11 +9,11 @@ from typing import assert_never
 from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.frontend.router.balance import LoadRouter, least_loaded, power_of_two
 from dynamo.frontend.router.base import Router
-from dynamo.frontend.router.kv import KvRouter, KvRouterConfig
+from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.simple import Direct, RandomChoice, RoundRobin
 from dynamo.frontend.router.sparing import SparingRouter
-from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
+from dynamo.frontend.router.thresholds import NEVER_BUSY, ThresholdTable
 
 _BY_LOAD = (RouterMode.KV, RouterMode.LEAST_LOADED, RouterMode.POWER_OF_TWO)
 
@@ -27,32 +27,9 @@ def effective_mode(options: RouterOptions) -> RouterMode:
     return options.mode
 
 
-def thresholds_of(options: RouterOptions) -> Thresholds:
-    return Thresholds(
-        active_decode_blocks=options.active_decode_blocks_threshold,
-        active_prefill_tokens=options.active_prefill_tokens_threshold,
-    )
-
-
-def kv_config(options: RouterOptions) -> KvRouterConfig:
-    return KvRouterConfig(
-        overlap_score_weight=options.overlap_score_weight,
-        prefill_load_scale=options.prefill_load_scale,
-        temperature=options.temperature,
-        use_kv_events=options.use_kv_events,
-        ttl_s=options.ttl_s,
-        max_tree_size=options.max_tree_size,
-        prune_target_ratio=options.prune_target_ratio,
-        speculative_ttl_s=options.speculative_ttl_s,
-        track_active_blocks=options.track_active_blocks,
-        track_output_blocks=options.track_output_blocks,
-        assume_kv_reuse=options.assume_kv_reuse,
-    )
-
-
 def follows_loads(options: RouterOptions) -> bool:
     """Whether the router looks at the loads of instances: all modes do that have to, the others if a threshold is configured."""
-    return effective_mode(options) in _BY_LOAD or thresholds_of(options) != NEVER_BUSY
+    return effective_mode(options) in _BY_LOAD or options.thresholds != NEVER_BUSY
 
 
 def make_router(
@@ -69,11 +46,11 @@ def make_router(
     """
     mode = effective_mode(options)
     if thresholds is None:
-        thresholds = ThresholdTable(thresholds_of(options))
+        thresholds = ThresholdTable(options.thresholds)
     blind: Router
     match mode:
         case RouterMode.KV:
-            return KvRouter(kv_config(options), thresholds, loads, rng=rng, clock=clock)
+            return KvRouter(options.kv, thresholds, loads, rng=rng, clock=clock)
         case RouterMode.LEAST_LOADED:
             return LoadRouter(mode.value, least_loaded, thresholds, loads, rng=rng, clock=clock)
         case RouterMode.POWER_OF_TWO:

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from dynamo.frontend.config import Thresholds
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """From which load on an instance counts as busy and gets no more requests. None: never."""
-
-    active_decode_blocks: float | None = None
-    """Share of the instance's KV blocks in use, 0 to 1."""
-    active_prefill_tokens: int | None = None
-    """Prompt tokens still to be computed."""
-
+__all__ = ["NEVER_BUSY", "ThresholdTable", "Thresholds"]
 
 NEVER_BUSY = Thresholds()
 

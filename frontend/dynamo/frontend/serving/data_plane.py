@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -35,7 +35,7 @@ from dynamo.common.names import InstanceId
 from dynamo.common.repository import IndexEntry, LoadRequest, UnloadRequest
 from dynamo.common.tensor_request import RequestChecker, TensorRequest
 from dynamo.common.tracing import Tracing
-from dynamo.frontend.config import QueuePolicy
+from dynamo.frontend.config import ServingOptions
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
 from dynamo.frontend.fleet.repository import Repository, RepositoryView
 from dynamo.frontend.fleet.statistics import add_up
@@ -45,13 +45,13 @@ from dynamo.frontend.router.base import Router
 from dynamo.frontend.security.accounts import Ticket, admit, permit, permits
 from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.call import Call, Client, Instances, Link, Work
-from dynamo.frontend.serving.disaggregation import Disaggregation, DisaggregationSettings
-from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher, DispatchSettings
+from dynamo.frontend.serving.disaggregation import Disaggregation
+from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.generation import Generation
 from dynamo.frontend.serving.text_models import LoadText, TextModel, TextModels
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 
-__all__ = ["DataPlane", "DataPlaneSettings", "Directory", "Generation", "TensorResponses", "open_data_plane"]
+__all__ = ["DataPlane", "Directory", "Generation", "TensorResponses", "open_data_plane"]
 
 log = logging.getLogger(__name__)
 
@@ -74,28 +74,6 @@ class Directory(Instances, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataPlaneSettings:
-    migration_limit: int = 3
-    """How often one generation may be moved to another instance."""
-    remember_s: float = 600.0
-    """A model that lost its last instance is known for so long: asking for it is unavailable, not unknown."""
-    statistics_timeout_s: float = 5.0
-    """How long instances are waited for when they are asked for statistics."""
-    repository_timeout_s: float = 600.0
-    """How long loading or unloading a model may take."""
-    declared: tuple[ModelCard, ...] = ()
-    """Models known before a worker serves them."""
-    dispatch: DispatchSettings = field(default_factory=DispatchSettings)
-    disaggregation: DisaggregationSettings = field(default_factory=DisaggregationSettings)
-    queue_size: int = 0
-    """Requests of a model that may wait while all its instances are busy; 0: they are refused."""
-    queue_policy: QueuePolicy = QueuePolicy.FCFS
-    canary_wait_s: float | None = None
-    """How often instances are asked whether their engine works; None: never."""
-    canary_timeout_s: float = 3.0
-
-
 @dataclass(frozen=True, slots=True)
 class _Model:
     """A model that requests can name."""
@@ -114,7 +92,7 @@ class DataPlane:
         dispatcher: Dispatcher,
         texts: TextModels,
         metrics: FrontendMetrics,
-        settings: DataPlaneSettings,
+        settings: ServingOptions,
         repository: Repository | None = None,
     ) -> None:
         self.models = directory
@@ -165,7 +143,7 @@ class DataPlane:
 
     def cards(self) -> list[ModelCard]:
         """One card per model that is served or declared and that the caller may use, in order of name."""
-        found = {card.name: card for card in self._settings.declared}
+        found = {card.name: card for card in self._settings.models}
         found.update((name, cards[0]) for name, cards in self._cards.items())
         return [found[name] for name in sorted(found) if permits(name) or any(map(permits, other_names(found[name])))]
 
@@ -214,7 +192,7 @@ class DataPlane:
         model = self._find(request.model, "")
         if model.card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{model.card.name}' takes tensors; it does not generate text")
-        limit = self._settings.migration_limit
+        limit = self._settings.retry.migration_limit
         return Generation(self._dispatcher, self._disaggregation, self._texts, model.metrics, limit, model.card, request, call)
 
     def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
@@ -312,7 +290,7 @@ class DataPlane:
             lost = [card for card, at in self._gone.values() if now - at < self._settings.remember_s]
             if self._refresh_due:  # what left in this very turn of the loop is not among them yet
                 lost += [cards[0] for cards in self._cards.values()]
-            cards = [card for card in (*lost, *self._settings.declared) if name in (card.name, *other_names(card))][:1]
+            cards = [card for card in (*lost, *self._settings.models) if name in (card.name, *other_names(card))][:1]
         if not cards:
             raise ModelNotFound(name)
         for card in cards:
@@ -356,7 +334,7 @@ class DataPlane:
     def _show_readiness(self) -> None:
         for name, cards in self._cards.items():
             self._metrics.for_model(name).ready.set(self.model_ready(name))
-            self._metrics.describe(cards[0], instances=len(cards), migration_limit=self._settings.migration_limit)
+            self._metrics.describe(cards[0], instances=len(cards), migration_limit=self._settings.retry.migration_limit)
 
 
 class TensorResponses:
@@ -427,14 +405,14 @@ async def open_data_plane(
     router: Router,
     load_text: LoadText,
     metrics: FrontendMetrics,
-    settings: DataPlaneSettings | None = None,
+    settings: ServingOptions | None = None,
     tracing: Tracing | None = None,
     repositories: RepositoryView | None = None,
 ) -> AsyncIterator[DataPlane]:
     """A data plane that follows `directory`. `load_text` reads the tokenizer of a card; `link` is the client's connection."""
-    settings = settings or DataPlaneSettings()
+    settings = settings or ServingOptions()
     queue: AdmissionQueue | None = None
-    if settings.queue_size:
+    if settings.queue.size:
 
         def changed(model: str, waiting: int) -> None:
             metrics.for_model(model).set_router_queue(waiting)
@@ -442,18 +420,18 @@ async def open_data_plane(
         def refused(model: str, reason: str) -> None:
             metrics.for_model(model).queue_refused(reason)
 
-        queue = AdmissionQueue(settings.queue_size, settings.queue_policy, changed, refused)
-    dispatcher = Dispatcher(directory, client, link, router, settings.dispatch, tracing, queue)
+        queue = AdmissionQueue(settings.queue.size, settings.queue.policy, changed, refused)
+    dispatcher = Dispatcher(directory, client, link, router, settings, tracing, queue)
     async with TextModels(load_text) as texts:
         repository = None
         if repositories is not None:
             repository = Repository(repositories, dispatcher.ask_at, directory, settings.repository_timeout_s)
         plane = DataPlane(directory, dispatcher, texts, metrics, settings, repository)
         try:
-            if settings.canary_wait_s is None:
+            if settings.canary.wait_s is None:
                 yield plane
                 return
-            wait_s, timeout_s = settings.canary_wait_s, settings.canary_timeout_s
+            wait_s, timeout_s = settings.canary.wait_s, settings.canary.timeout_s
             canaries = Canaries(directory, dispatcher, metrics, wait_s=wait_s, timeout_s=timeout_s)
             async with watching_instances(canaries):
                 yield plane

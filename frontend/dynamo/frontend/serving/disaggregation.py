@@ -25,6 +25,7 @@ from dynamo.common.errors import EngineError, Overloaded, Unavailable, Unsupport
 from dynamo.common.generation import GenerateRequest, Stop, Summary, request_encoder, summary_decoder
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
+from dynamo.frontend.config import DisaggregationOptions
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.dispatch import Dispatcher
 
@@ -39,14 +40,6 @@ OFFER: dict[str, Any] = {
     "remote_port": None,
 }
 """Asks an instance to keep the KV blocks of a prompt for another one; in the words of vLLM's connectors."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DisaggregationSettings:
-    enforce: bool = False
-    """Requests fail rather than being served by one instance alone."""
-    min_prompt_tokens: int = 0
-    """Prompts of which less is missing are computed where they are answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +63,7 @@ class Placed:
 class Disaggregation:
     """Whether and how a prompt is computed apart. One per process."""
 
-    def __init__(self, dispatcher: Dispatcher, settings: DisaggregationSettings) -> None:
+    def __init__(self, dispatcher: Dispatcher, settings: DisaggregationOptions) -> None:
         self._dispatcher = dispatcher
         self._settings = settings
 

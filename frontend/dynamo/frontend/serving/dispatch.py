@@ -21,7 +21,6 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -42,6 +41,7 @@ from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.tracing import Span, Tracing
+from dynamo.frontend.config import RetryOptions, ServingOptions
 from dynamo.frontend.metrics import RequestTimer
 from dynamo.frontend.router.base import Router, RouteRequest, RoutingDecision
 from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES
@@ -57,26 +57,6 @@ BOOKING_HEADER = "booking"
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchSettings:
-    request_timeout_s: float | None = None
-    """For requests that come without a deadline; None: they have none."""
-    max_attempts: int = 5
-    """Instances asked for one request, the first included. A migration counts anew."""
-    retry_ratio: float = 0.2
-    """Retries and migrations allowed per request, over all of them."""
-    retry_floor_per_s: float = 10.0
-    """Retries allowed however few requests there are."""
-    retry_burst: int = 1000
-    """Retries saved up at most. An instance's death costs one for each request it held."""
-    reconnect_grace_s: float = 5.0
-    """After our NATS connection came back: how long instances that seem gone are waited for."""
-    disconnected_wait_s: float = 30.0
-    """How long a request, whatever its deadline, waits for a NATS connection that is away."""
-    refusal_pause_s: float = 1.0
-    """An instance that refused as unavailable, e.g. because it drains, is left out for so long if there are others."""
 
 
 def able_to_serve(
@@ -95,10 +75,10 @@ def able_to_serve(
 class RetryBudget:
     """A token bucket that grows with requests and with time, so that retries stay a fraction of the traffic."""
 
-    def __init__(self, settings: DispatchSettings, now: float) -> None:
-        self._ratio = settings.retry_ratio
-        self._per_s = settings.retry_floor_per_s
-        self._burst = float(settings.retry_burst)
+    def __init__(self, settings: RetryOptions, now: float) -> None:
+        self._ratio = settings.ratio
+        self._per_s = settings.floor_per_s
+        self._burst = float(settings.burst)
         self._left = self._burst
         self._at = now
 
@@ -125,7 +105,7 @@ class Dispatcher:
         client: Client,
         link: Link,
         router: Router,
-        settings: DispatchSettings | None = None,
+        settings: ServingOptions | None = None,
         tracing: Tracing | None = None,
         queue: AdmissionQueue | None = None,
     ) -> None:
@@ -135,9 +115,11 @@ class Dispatcher:
         self._client = client
         self._link = link
         self._router = router
-        self._settings = settings or DispatchSettings()
+        settings = settings or ServingOptions()
+        self._timeout_s = settings.request_timeout_s
+        self._retry = settings.retry
         self._loop = asyncio.get_running_loop()
-        self._budget = RetryBudget(self._settings, self._loop.time())
+        self._budget = RetryBudget(self._retry, self._loop.time())
         self.reuse = PrefixReuse(self._loop.time)
         """What prompts found in the caches of instances."""
         # Clients choose request ids and may use one twice; bookings have ids of their own, unique among frontends too.
@@ -176,9 +158,9 @@ class Dispatcher:
 
     def deadline(self, call: Call) -> float | None:
         """The call's deadline, or else the default one, counted from now."""
-        if call.deadline is not None or self._settings.request_timeout_s is None:
+        if call.deadline is not None or self._timeout_s is None:
             return call.deadline
-        return self._loop.time() + self._settings.request_timeout_s
+        return self._loop.time() + self._timeout_s
 
     def leave_out(self, instance: InstanceId) -> None:
         """The instance gets no requests, unless there is no other, until `take_back`."""
@@ -240,7 +222,7 @@ class Dispatcher:
     def _is_disturbed(self, now: float) -> bool:
         """Our own connection is away, or came back so recently that the instances' may not have."""
         link = self._link
-        return not link.is_connected or now - link.reconnected_at < self._settings.reconnect_grace_s
+        return not link.is_connected or now - link.reconnected_at < self._retry.reconnect_grace_s
 
     def _note(self, instance: InstanceId, error: DynamoError) -> None:
         """Draws the conclusion from a failed attempt for other requests."""
@@ -250,7 +232,7 @@ class Dispatcher:
             if not error.is_alive:
                 self._directory.mark_down(instance)
         else:
-            until = self._loop.time() + self._settings.refusal_pause_s
+            until = self._loop.time() + self._retry.refusal_pause_s
             self._refusing[instance] = max(until, self._refusing.get(instance, 0.0))
 
 
@@ -532,7 +514,7 @@ class DispatchedStream:
             self._work = self._work.otherwise
         if (
             call.instance is not None
-            or self._attempts >= dispatcher._settings.max_attempts
+            or self._attempts >= dispatcher._retry.max_attempts
             or not dispatcher._candidates(self._work, call, self._failed)
             or not dispatcher._budget.take(now)
         ):
@@ -543,7 +525,7 @@ class DispatchedStream:
         dispatcher = self._dispatcher
         now = dispatcher._loop.time()
         if self._wait_until is None:
-            self._wait_until = now + dispatcher._settings.disconnected_wait_s
+            self._wait_until = now + dispatcher._retry.disconnected_wait_s
         if now >= self._wait_until:
             raise error
         self._failed.clear()  # what failed before may be back, too

@@ -195,9 +195,9 @@ class Replay:
 
 
 def router_options(options: RouterOptions, mode: ReplayMode) -> RouterOptions:
-    """Those of a frontend whose router has this mode."""
+    """Return `options` with this mode of the router."""
     if mode is ReplayMode.KV_APPROXIMATE:
-        return replace(options, mode=RouterMode.KV, use_kv_events=False)
+        return replace(options, mode=RouterMode.KV, kv=replace(options.kv, use_kv_events=False))
     return replace(options, mode=RouterMode(mode.value))
 
 
