@@ -149,11 +149,11 @@ async def test_a_password_is_not_sent_to_a_server_that_offers_no_tls(tmp_path: P
 
 # What the roles of the deployment may do
 
-REQUEST, ANSWER = "dynamo.ns.backend.1f.rpc", "dynamo.ns.answers.c1.1f.1"
+REQUEST, RESPONSE = "dynamo.ns.backend.1f.rpc", "dynamo.ns.responses.c1.1f.1"
 NOT_ALLOWED = {
     "frontend": {
         "publish": [
-            ANSWER,
+            RESPONSE,
             "dynamo.ns.backend.kv.1f",
             "dynamo.ns.backend.load.1f",
             "$O.dynamo-models.M.x",
@@ -175,15 +175,24 @@ NOT_ALLOWED = {
             "_INBOX.somebody",
             "elsewhere",
         ],
-        "subscribe": [ANSWER, "dynamo.*.answers.>", "dynamo.*.*.kv.*", "dynamo.*.*.load.*", "dynamo.>", ">", "$SYS.>", "$O.>"],
+        "subscribe": [
+            RESPONSE,
+            "dynamo.*.responses.>",
+            "dynamo.*.*.kv.*",
+            "dynamo.*.*.load.*",
+            "dynamo.>",
+            ">",
+            "$SYS.>",
+            "$O.>",
+        ],
     },
 }
 ALLOWED = {
     "frontend": {
         "publish": [REQUEST, "dynamo.ns.backend.bookings"],
-        "subscribe": ["dynamo.ns.answers.c1.>", "dynamo.ns.backend.kv.*"],
+        "subscribe": ["dynamo.ns.responses.c1.>", "dynamo.ns.backend.kv.*"],
     },
-    "worker": {"publish": [ANSWER, "dynamo.ns.backend.kv.1f", "dynamo.ns.backend.load.1f"], "subscribe": [REQUEST]},
+    "worker": {"publish": [RESPONSE, "dynamo.ns.backend.kv.1f", "dynamo.ns.backend.load.1f"], "subscribe": [REQUEST]},
 }
 
 

@@ -154,6 +154,6 @@ def repository_prefix(namespace: str | None) -> str:
     return f"{REPOSITORY_ROOT}/" if namespace is None else f"{REPOSITORY_ROOT}/{encode(namespace, 'namespace')}/"
 
 
-def answers_prefix(namespace: str, client: str) -> str:
-    """NATS subject prefix under which one client process is answered; `.{instance}` and `.{instance}.{batch}` follow."""
-    return f"dynamo.{encode(namespace, 'namespace')}.answers.{client}"
+def responses_prefix(namespace: str, client: str) -> str:
+    """Return the NATS subject prefix of responses to one client process; `.{instance}` and `.{instance}.{batch}` follow it."""
+    return f"dynamo.{encode(namespace, 'namespace')}.responses.{client}"

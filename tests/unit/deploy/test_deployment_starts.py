@@ -370,12 +370,12 @@ async def lame(pod: Pod) -> int:
 @pytest.mark.parametrize(
     ("user", "key", "allowed", "refused"),
     [
-        ("worker", "worker-password", "dynamo.dynamo.answers.c1.1.1", "dynamo.dynamo.backend.1f.rpc"),
+        ("worker", "worker-password", "dynamo.dynamo.responses.c1.1.1", "dynamo.dynamo.backend.1f.rpc"),
         ("worker", "worker-password", "dynamo.dynamo.backend.kv.1f", "$JS.API.STREAM.DELETE.OBJ_dynamo-models"),
         ("worker", "worker-password", "dynamo.dynamo.backend.load.1f", "dynamo.dynamo.backend.bookings"),
         ("worker", "worker-password", "$JS.API.STREAM.INFO.dynamo-kv", "$O.dynamo-kv-snapshots.M.x"),
         ("frontend", "frontend-password", "$JS.API.STREAM.PURGE.dynamo-kv", "$JS.API.STREAM.DELETE.dynamo-kv"),
-        ("frontend", "frontend-password", "dynamo.dynamo.backend.1f.rpc", "dynamo.dynamo.answers.c1.1.1"),
+        ("frontend", "frontend-password", "dynamo.dynamo.backend.1f.rpc", "dynamo.dynamo.responses.c1.1.1"),
         ("frontend", "frontend-password", "dynamo.dynamo.backend.bookings", "dynamo.dynamo.backend.kv.1f"),
         ("frontend", "frontend-password", "dynamo.dynamo.backend.bookings", "$O.dynamo-models.M.x"),
     ],

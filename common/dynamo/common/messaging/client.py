@@ -32,7 +32,7 @@ from dynamo.common.messaging.connection import Connection
 from dynamo.common.messaging.frames import INLINE_BYTES, Body, Buffer, Pieces, size_of
 from dynamo.common.messaging.limits import FRAME_COST, PlaneLimits
 from dynamo.common.messaging.outbox import Outbox
-from dynamo.common.names import InstanceId, answers_prefix
+from dynamo.common.names import InstanceId, responses_prefix
 
 log = logging.getLogger(__name__)
 
@@ -332,7 +332,7 @@ class RequestClient:
         """The loop's clock, read once per message rather than once per frame."""
         self.chunk_bytes = min(limits.chunk_bytes, connection.max_payload // 2)
         self.inline_bytes = min(self.chunk_bytes, INLINE_BYTES)
-        self.prefix = answers_prefix(namespace, secrets.token_hex(8))
+        self.prefix = responses_prefix(namespace, secrets.token_hex(8))
         self._connection = connection
         self._peers: dict[InstanceId, _Peer] = {}
         self._streams: dict[int, Stream] = {}
