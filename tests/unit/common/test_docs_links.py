@@ -13,10 +13,11 @@ from dynamo.frontend.config import FrontendConfig
 from dynamo.local.config import LocalConfig
 from dynamo.local.replay.config import ReplayConfig
 from dynamo.worker.config import WorkerConfig
+from examples.extending.option import ExampleConfig
 
 ROOT = Path(__file__).parents[3]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
-CONFIGS = (FrontendConfig, WorkerConfig, LocalConfig, ReplayConfig)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+CONFIGS = (FrontendConfig, WorkerConfig, LocalConfig, ReplayConfig, ExampleConfig)
 FOLDERS = ("protos", "common", "frontend", "worker", "local", "tests", "docs", "deploy", "examples", "benchmarks")
 
 FLAGS_OF_OTHERS = {

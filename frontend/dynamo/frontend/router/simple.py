@@ -50,7 +50,7 @@ def wished(request: RouteRequest, candidates: Sequence[Instance]) -> RoutingDeci
     return None
 
 
-class _Unbooked:
+class Unbooked:
     """The part of a router that keeps no bookings and looks at no prompts."""
 
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
@@ -66,7 +66,7 @@ class _Unbooked:
     def removed(self, instance: InstanceId) -> None: ...
 
 
-class RandomChoice(_Unbooked):
+class RandomChoice(Unbooked):
     """Any candidate, each as likely as the others."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
@@ -76,7 +76,7 @@ class RandomChoice(_Unbooked):
         return wished(request, candidates) or RoutingDecision(candidates[int(self._rng.random() * len(candidates))], "random")
 
 
-class Direct(_Unbooked):
+class Direct(Unbooked):
     """Only the instance that the request names."""
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
@@ -86,7 +86,7 @@ class Direct(_Unbooked):
         return RoutingDecision(candidates[at], "pinned")
 
 
-class RoundRobin(_Unbooked):
+class RoundRobin(Unbooked):
     """Each model's instances in turn: always the one whose last turn is longest ago.
 
     Who joins comes next, who leaves is left out, who was left out for a moment keeps its place: nobody else's turn is skipped
