@@ -18,6 +18,7 @@ from dynamo.common.messaging.server import Incoming, serve_requests
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.simple import RoundRobin
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.dispatch import Dispatcher
 from tests.support.fakes import FakeDirectory, tensor_card
@@ -50,7 +51,7 @@ class Fleet:
     async def call(self) -> int:
         work = Work(model="adder", verb="infer", body=b"?", metrics=self.metrics.for_model("adder"))
         deadline = asyncio.get_running_loop().time() + 20
-        answer = await self.dispatcher.call(work, Call(request_id="r", deadline=deadline))
+        answer = await self.dispatcher.call(work, Call(account=ANONYMOUS, request_id="r", deadline=deadline))
         return int(bytes(answer), 16)
 
 

@@ -19,6 +19,7 @@ import pytest
 from dynamo.common.options import EtcdOptions, NatsOptions
 from dynamo.frontend.app import serve_frontend
 from dynamo.frontend.config import FrontendConfig, GrpcOptions, HttpOptions
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.protos import inference_pb2 as pb
 from dynamo.worker.app import open_worker
 from dynamo.worker.config import WorkerConfig
@@ -347,6 +348,6 @@ async def test_both_sides_live_in_one_program(etcd_server: EtcdServer, nats_serv
             async for _ in running.readiness.changes():
                 if running.readiness.is_ready():
                     break
-        assert [card.name for card in running.plane.cards()] == ["echo"]
+        assert [card.name for card in running.plane.cards(ANONYMOUS)] == ["echo"]
         async with connected(f"127.0.0.1:{running.grpc_port}") as (channel,):
             assert (await infer(channel)).id == "1"

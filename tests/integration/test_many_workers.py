@@ -13,6 +13,7 @@ from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import serve_frontend
 from dynamo.frontend.config import FrontendConfig, HttpOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from tests.support.processes import worker
 from tests.support.servers import EtcdServer, NatsServer, free_ports
@@ -44,7 +45,7 @@ async def test_a_hundred_workers_in_one_process_register_and_serve(
 
         async def ask(number: int) -> int:
             request = TextRequest(model="sim", prompt=f"request {number}", stop=Stop(max_tokens=4))
-            async with frontend.plane.generate(request, Call(request_id=f"r{number}")) as generation:
+            async with frontend.plane.generate(request, Call(account=ANONYMOUS, request_id=f"r{number}")) as generation:
                 while await generation.read():
                     pass
                 assert generation.decision is not None and generation.summary.output_tokens > 0

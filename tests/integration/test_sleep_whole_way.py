@@ -15,6 +15,7 @@ from dynamo.common.errors import Unavailable
 from dynamo.common.generation import Stop
 from dynamo.common.names import InstanceId
 from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from dynamo.worker.app import Worker
 from dynamo.worker.config import StatusOptions
@@ -116,7 +117,7 @@ async def test_a_stream_longer_than_the_drain_goes_on_elsewhere(
     async with f.worker() as one, f.worker() as other, f.frontend():
         workers = {worker.instance: worker for worker in (one, other)}
         request = TextRequest(model="sim", prompt=prompt(1), stop=Stop(max_tokens=2000, ignore_eos=True))
-        async with f.frontends[0].plane.generate(request, Call(request_id="long")) as generation:
+        async with f.frontends[0].plane.generate(request, Call(account=ANONYMOUS, request_id="long")) as generation:
             assert await generation.read()
             assert generation.decision is not None
             first = generation.decision.instance.id

@@ -15,6 +15,7 @@ from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import serve_frontend
 from dynamo.frontend.config import FrontendConfig, HttpOptions, KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from tests.support.processes import Process, worker
 from tests.support.servers import EtcdServer, NatsServer
@@ -54,7 +55,7 @@ async def test_two_workers_answer_and_a_prompt_goes_where_its_prefix_lies(
         async def ask(text: str, name: str) -> tuple[InstanceId, int, Summary]:
             stop, sampling = Stop(max_tokens=8, ignore_eos=True), Sampling(temperature=0.0)
             request = TextRequest(model="tiny", prompt=text, stop=stop, sampling=sampling)
-            async with frontend.plane.generate(request, Call(request_id=name)) as generation:
+            async with frontend.plane.generate(request, Call(account=ANONYMOUS, request_id=name)) as generation:
                 while await generation.read():
                     pass
                 assert generation.decision is not None

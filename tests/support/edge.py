@@ -22,6 +22,7 @@ from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import GrpcOptions, GrpcServerChoice, OverloadStatus, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics
 from dynamo.frontend.router.simple import RoundRobin
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, FakeText, instance
@@ -103,7 +104,7 @@ async def open_edge(
         drain = StreamDrain()
         limits = StreamLimits(max_requests=max_stream_requests, max_message_bytes=options.max_message_bytes)
         services = {
-            SERVICE: KserveService(plane, readiness, drain, limits, overload).handlers(),
+            SERVICE: KserveService(plane, readiness, drain, limits, lambda: ANONYMOUS, overload).handlers(),
             HEALTH_SERVICE: HealthService(plane, readiness).handlers(),
             **dict.fromkeys(
                 REFLECTION_SERVICES, ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).handlers()

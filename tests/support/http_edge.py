@@ -23,7 +23,10 @@ from dynamo.common.generation import (
     summary_encoder,
 )
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.exchange import HttpSettings
+from dynamo.frontend.api.http.guard import HttpGuard
 from dynamo.frontend.api.http.refusals import CountRefusals
 from dynamo.frontend.api.http.server import make_app, model_routes, serve_http
 from dynamo.frontend.api.http_routes import text_routes
@@ -191,8 +194,9 @@ async def open_http_edge(
             *text_routes(readiness, options, text or TextOptions(), overload, own),
             *kserve_rest_routes(readiness, options, overload),
         ]
+        app = HttpGuard(make_app(routes, overload), Guard(None), HttpSettings.of(options, overload))
         async with (
-            serve_http(options, CountRefusals(make_app(routes, overload), metrics.refused)) as server,
+            serve_http(options, CountRefusals(app, metrics.refused)) as server,
             httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20, verify=False) as session,
         ):
             if any(card.llm is not None for card in known):

@@ -15,6 +15,7 @@ from dynamo.frontend.app import Frontend, serve_frontend
 from dynamo.frontend.config import FrontendConfig, HttpOptions, KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.kv import KvRouter
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import StatusOptions, WorkerConfig
@@ -111,7 +112,7 @@ class SimFleet:
         request = TextRequest(
             model=self.model, prompt=prompt, stop=Stop(max_tokens=tokens, ignore_eos=True), sampling=Sampling(seed=1)
         )
-        async with self.frontends[frontend].plane.generate(request, Call(request_id="test")) as generation:
+        async with self.frontends[frontend].plane.generate(request, Call(account=ANONYMOUS, request_id="test")) as generation:
             while await generation.read():
                 pass
             assert generation.decision is not None

@@ -19,7 +19,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +62,7 @@ from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT
 from dynamo.frontend.api.kserve.rest.routes import kserve_rest_routes
 from dynamo.frontend.api.kserve.service import SERVICE, KserveService
 from dynamo.frontend.api.kserve.stream import StreamLimits
-from dynamo.frontend.api.rpc.guard import guarded
+from dynamo.frontend.api.rpc.guard import account_source, guarded
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
 from dynamo.frontend.api.rpc.metered import metered
 from dynamo.frontend.api.rpc.server import GrpcServer, Handlers, check_grpc, serve_grpc
@@ -82,6 +82,7 @@ from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.select import effective_mode, follows_loads, make_router
 from dynamo.frontend.router.thresholds import ThresholdTable
+from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.serving.text_models import TextModel
 
@@ -219,7 +220,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             drain = StreamDrain()
             grpc: GrpcServer | None = None
             if config.grpc.wanted:
-                services = grpc_services(config, plane, readiness, drain)
+                services = grpc_services(config, plane, readiness, drain, account_source(grpc_guard))
                 services = guarded(services, grpc_guard, partial(metrics.refused, TENSOR_ENDPOINT))
                 services = metered(services, grpc_metrics)
                 grpc = await stack.enter_async_context(serve_grpc(config.grpc, services, share_port=share_port))
@@ -279,12 +280,14 @@ async def _choosing_router(
         yield router
 
 
-def grpc_services(config: FrontendConfig, plane: DataPlane, readiness: Readiness, drain: StreamDrain) -> dict[str, Handlers]:
+def grpc_services(
+    config: FrontendConfig, plane: DataPlane, readiness: Readiness, drain: StreamDrain, account: Callable[[], Account]
+) -> dict[str, Handlers]:
     """Everything on the gRPC port, by full service name."""
     limits = StreamLimits(max_requests=config.grpc.max_stream_requests, max_message_bytes=config.grpc.max_message_bytes)
     reflection = ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).handlers()
     return {
-        SERVICE: KserveService(plane, readiness, drain, limits, config.overload_status).handlers(),
+        SERVICE: KserveService(plane, readiness, drain, limits, account, config.overload_status).handlers(),
         HEALTH_SERVICE: HealthService(plane, readiness).handlers(),
         **dict.fromkeys(REFLECTION_SERVICES, reflection),
     }

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dynamo.common.config import ConfigError
 from dynamo.common.errors import Forbidden, RateLimited, Unauthenticated
 from dynamo.common.security.files import Watched
-from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.security.accounts import KeyAccount
 from dynamo.frontend.security.keys import ApiKey, Limits, entry_for, make_key, parse_keys, read_keys
 from dynamo.frontend.security.surfaces import SCOPES, Scope, Surface, parse_restrictions
 
@@ -30,9 +30,9 @@ class Clock:
         return self.now
 
 
-def account(clock: Clock | None = None, *, models: tuple[str, ...] = ("*",), **limits: float) -> Account:
+def account(clock: Clock | None = None, *, models: tuple[str, ...] = ("*",), **limits: float) -> KeyAccount:
     key = ApiKey(name="team", salt=b"", digest=b"", models=models, limits=Limits(**limits))  # type: ignore[arg-type]
-    return Account(key, clock or Clock())
+    return KeyAccount(key, clock or Clock())
 
 
 # The file
@@ -220,7 +220,7 @@ def test_an_account_that_was_withdrawn_or_has_expired_admits_nothing_more() -> N
     team.withdrawn = True
     with pytest.raises(Unauthenticated, match="not valid any more"):
         team.admit("m", object())
-    old = Account(ApiKey(name="old", salt=b"", digest=b"", expires_at=time.time() - 1))
+    old = KeyAccount(ApiKey(name="old", salt=b"", digest=b"", expires_at=time.time() - 1))
     with pytest.raises(Unauthenticated, match="'old' has expired"):
         old.admit("m", object())
 

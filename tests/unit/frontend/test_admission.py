@@ -11,6 +11,7 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.config import QueueOptions, QueuePolicy, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RoutingDecision
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.data_plane import open_data_plane
@@ -48,7 +49,7 @@ class Fleet:
         work = Work(model="adder", verb="infer", body=name.encode(), metrics=self.metrics, prompt=bytes(4 * prompt))
 
         async def asked() -> None:
-            await self.dispatcher.call(work, Call(request_id=name, **call))  # type: ignore[arg-type]
+            await self.dispatcher.call(work, Call(account=ANONYMOUS, request_id=name, **call))  # type: ignore[arg-type]
             self.done.append(name)
 
         return asyncio.create_task(asked())
@@ -264,13 +265,13 @@ async def test_metrics_say_how_many_wait_and_why_others_may_not() -> None:
         def count(name: str, **labels: str) -> float:
             return registry.get_sample_value(f"dynamo_frontend_router_queue_{name}", {"model": "adder", **labels}) or 0.0
 
-        running = asyncio.create_task(dispatcher.call(work, Call(request_id="running")))
+        running = asyncio.create_task(dispatcher.call(work, Call(account=ANONYMOUS, request_id="running")))
         await asyncio.sleep(0.01)
-        expiring = asyncio.create_task(dispatcher.call(work, Call(request_id="expiring", deadline=now() + 1)))
+        expiring = asyncio.create_task(dispatcher.call(work, Call(account=ANONYMOUS, request_id="expiring", deadline=now() + 1)))
         await asyncio.sleep(0.01)
         assert count("requests") == 1
         with pytest.raises(Overloaded):
-            await dispatcher.call(work, Call(request_id="one too many"))
+            await dispatcher.call(work, Call(account=ANONYMOUS, request_id="one too many"))
         with pytest.raises(DeadlineExceeded):
             await expiring
         assert count("requests") == 0

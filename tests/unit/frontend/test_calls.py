@@ -7,6 +7,7 @@ import pytest
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.metrics import RequestType
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 
 
@@ -24,7 +25,7 @@ async def test_headers_become_the_conditions_of_the_call() -> None:
         ("user-agent", "test"),
         ("some-bin", b"\0"),
     ]
-    made = call(Caller.read(headers, 5.0), "ignored")
+    made = call(Caller.read(ANONYMOUS, headers, 5.0), "ignored")
     assert made.request_id == "r1"
     assert made.instance == 0x1F
     assert made.priority == -3
@@ -35,7 +36,7 @@ async def test_headers_become_the_conditions_of_the_call() -> None:
 
 @pytest.mark.parametrize("remaining_s", [None, float("inf"), 9.2e9])
 async def test_no_deadline_stays_none(remaining_s: float | None) -> None:
-    assert Caller.read([], remaining_s).deadline is None
+    assert Caller.read(ANONYMOUS, [], remaining_s).deadline is None
 
 
 @pytest.mark.parametrize(
@@ -45,41 +46,41 @@ async def test_no_deadline_stays_none(remaining_s: float | None) -> None:
 async def test_a_requests_own_timeout_only_shortens_its_deadline(
     remaining_s: float | None, timeout_us: int, expected_s: float
 ) -> None:
-    made = Caller.read([], remaining_s).call(timeout_us=timeout_us, endpoint="tensor", request_type=RequestType.UNARY)
+    made = Caller.read(ANONYMOUS, [], remaining_s).call(timeout_us=timeout_us, endpoint="tensor", request_type=RequestType.UNARY)
     assert made.deadline == pytest.approx(asyncio.get_running_loop().time() + expected_s, abs=0.5)
 
 
 @pytest.mark.parametrize("timeout_us", [0, 2**64 - 1])
 async def test_a_timeout_of_nothing_or_of_ages_is_no_deadline(timeout_us: int) -> None:
-    made = Caller.read([]).call(timeout_us=timeout_us, endpoint="tensor", request_type=RequestType.UNARY)
+    made = Caller.read(ANONYMOUS, []).call(timeout_us=timeout_us, endpoint="tensor", request_type=RequestType.UNARY)
     assert made.deadline is None
 
 
 @pytest.mark.parametrize(("remaining_s", "asked_ms", "expected_s"), [(None, "2500", 2.5), (1.0, "2500", 1.0), (9.0, "2500", 2.5)])
 async def test_the_sooner_of_two_deadlines_counts(remaining_s: float | None, asked_ms: str, expected_s: float) -> None:
-    deadline = Caller.read([("x-request-timeout-ms", asked_ms)], remaining_s).deadline
+    deadline = Caller.read(ANONYMOUS, [("x-request-timeout-ms", asked_ms)], remaining_s).deadline
     assert deadline == pytest.approx(asyncio.get_running_loop().time() + expected_s, abs=0.5)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "1.5"])
 async def test_a_timeout_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(InvalidRequest, match="x-request-timeout-ms"):
-        Caller.read([("x-request-timeout-ms", value)])
+        Caller.read(ANONYMOUS, [("x-request-timeout-ms", value)])
 
 
 @pytest.mark.parametrize("bad", ["x" * 129, "line\nbreak", "größe", ""])
 async def test_an_id_that_would_spoil_logs_is_replaced(bad: str) -> None:
-    first, second = call(Caller.read([("x-request-id", bad)])), call(Caller.read([]), bad)
+    first, second = call(Caller.read(ANONYMOUS, [("x-request-id", bad)])), call(Caller.read(ANONYMOUS, []), bad)
     assert first.request_id.isalnum()
     assert first.request_id != second.request_id
 
 
 async def test_the_requests_own_id_is_used_without_a_header() -> None:
-    assert call(Caller.read([]), "mine").request_id == "mine"
+    assert call(Caller.read(ANONYMOUS, []), "mine").request_id == "mine"
 
 
 async def test_tritons_priority_one_is_the_most_urgent_and_zero_the_default() -> None:
-    caller = Caller.read([])
+    caller = Caller.read(ANONYMOUS, [])
     urgent, less, default, most = (call(caller, triton_priority=level).priority for level in (1, 2, 0, 2**40))
     assert urgent > less > default == 0
     assert most > default
@@ -88,12 +89,12 @@ async def test_tritons_priority_one_is_the_most_urgent_and_zero_the_default() ->
 @pytest.mark.parametrize("header", [("x-dynamo-instance", "xyz"), ("x-dynamo-request-priority", "1.5")])
 async def test_headers_that_cannot_be_read_are_refused(header: tuple[str, str]) -> None:
     with pytest.raises(InvalidRequest):
-        Caller.read([header])
+        Caller.read(ANONYMOUS, [header])
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("true", True), ("TRUE", True), ("false", False), ("1", False)])
 async def test_real_statuses_on_streams_are_asked_for_by_true(value: str, wanted: bool) -> None:
-    assert Caller.read([("triton_grpc_error", value)]).grpc_errors is wanted
+    assert Caller.read(ANONYMOUS, [("triton_grpc_error", value)]).grpc_errors is wanted
 
 
 async def test_a_request_may_change_router_settings_and_ask_why() -> None:
@@ -105,11 +106,11 @@ async def test_a_request_may_change_router_settings_and_ask_why() -> None:
         ("x-worker-instance-id", "ff"),
         ("x-dynamo-explain", "True"),
     ]
-    made = call(Caller.read(headers))
+    made = call(Caller.read(ANONYMOUS, headers))
     assert made.overrides == {"overlap_score_weight": 0.0, "prefill_load_scale": 2.5, "router_temperature": 0.1}
     assert (made.session, made.instance) == ("s", 255)
     assert made.explanation is not None
-    plain = call(Caller.read([("x-dynamo-explain", "false")]))
+    plain = call(Caller.read(ANONYMOUS, [("x-dynamo-explain", "false")]))
     assert plain.explanation is None
     assert not plain.overrides
 
@@ -129,4 +130,4 @@ async def test_a_request_may_change_router_settings_and_ask_why() -> None:
 )
 async def test_routing_headers_out_of_range_are_refused_with_a_sentence(headers: list[tuple[str, str]], sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
-        Caller.read(headers)
+        Caller.read(ANONYMOUS, headers)

@@ -16,6 +16,7 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.simple import RoundRobin
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.dispatch import Dispatcher
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, instance
 from tests.support.http_edge import chat_card
@@ -44,7 +45,7 @@ class Asked:
         from dynamo.frontend.serving.call import Call, Work  # what a request would be sent to
 
         work = Work(model="talker", verb="generate", body=b"", metrics=FrontendMetrics(CollectorRegistry()).for_model("talker"))
-        return {found.id for found in self.dispatcher._candidates(work, Call(request_id="r"), ())}
+        return {found.id for found in self.dispatcher._candidates(work, Call(account=ANONYMOUS, request_id="r"), ())}
 
 
 class Fleet:

@@ -23,6 +23,7 @@ from dynamo.common.names import InstanceId
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.config import DisaggregationOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.serving.text_models import LoadText, TextModel
@@ -92,7 +93,7 @@ def request(model: str = "adder", version: str = "", size: int = 3) -> TensorReq
     return TensorRequest.parse(head.SerializeToString())
 
 
-CALL = Call(request_id="r")
+CALL = Call(account=ANONYMOUS, request_id="r")
 
 
 # Which models there are
@@ -166,10 +167,10 @@ async def test_the_newest_instance_that_has_the_version_describes_it() -> None:
     old = instance(1, tensor_card(versions=("1",)), started_at=1.0)
     new = instance(2, tensor_card(versions=("1", "2")), started_at=2.0)
     async with front(FakeDirectory(new, old)) as f:
-        assert f.plane.card("adder").versions == ("1", "2")
-        assert f.plane.card("adder", "2") == new.card
+        assert f.plane.card(ANONYMOUS, "adder").versions == ("1", "2")
+        assert f.plane.card(ANONYMOUS, "adder", "2") == new.card
         with pytest.raises(ModelNotFound, match="model 'adder' has no version '3'"):
-            f.plane.card("adder", "3")
+            f.plane.card(ANONYMOUS, "adder", "3")
 
 
 async def test_a_model_is_found_by_alias_and_adapter() -> None:
@@ -177,9 +178,9 @@ async def test_a_model_is_found_by_alias_and_adapter() -> None:
     assert card.llm is not None
     llm = msgspec.structs.replace(card.llm, adapters=("talker-law",))
     async with front(FakeDirectory(instance(1, msgspec.structs.replace(card, aliases=("t",), llm=llm)))) as f:
-        assert f.plane.card("t").name == "talker"
-        assert f.plane.card("talker-law").name == "talker"
-        assert [card.name for card in f.plane.cards()] == ["talker"]
+        assert f.plane.card(ANONYMOUS, "t").name == "talker"
+        assert f.plane.card(ANONYMOUS, "talker-law").name == "talker"
+        assert [card.name for card in f.plane.cards(ANONYMOUS)] == ["talker"]
 
 
 async def test_an_aliased_request_goes_only_to_instances_that_know_the_alias() -> None:
@@ -199,7 +200,7 @@ async def test_a_model_that_lost_its_instances_is_unavailable_before_it_is_unkno
         await settled()
         with pytest.raises(NoInstances):
             await f.plane.infer(request(), CALL)
-        assert f.plane.cards() == []
+        assert f.plane.cards(ANONYMOUS) == []
         await asyncio.sleep(60)
         with pytest.raises(ModelNotFound):
             await f.plane.infer(request(), CALL)
@@ -208,13 +209,13 @@ async def test_a_model_that_lost_its_instances_is_unavailable_before_it_is_unkno
 async def test_a_model_that_lost_its_instances_in_this_turn_of_the_loop_is_known() -> None:
     async with front(FakeDirectory(instance(1))) as f:
         f.directory.remove(1)
-        assert f.plane.card("adder").name == "adder"
+        assert f.plane.card(ANONYMOUS, "adder").name == "adder"
         assert not f.plane.model_ready("adder")
 
 
 async def test_a_declared_model_is_known_before_it_is_served() -> None:
     async with front(FakeDirectory(), settings=ServingOptions(models=(tensor_card("later"),))) as f:
-        assert [card.name for card in f.plane.cards()] == ["later"]
+        assert [card.name for card in f.plane.cards(ANONYMOUS)] == ["later"]
         assert not f.plane.model_ready("later")
         with pytest.raises(NoInstances):
             await f.plane.infer(request("later"), CALL)
@@ -385,7 +386,7 @@ async def test_statistics_are_added_up_over_instances() -> None:
     answers = {1: statistics(2, 10, 5, 1), 2: statistics(3, 20, 9, 1), 3: statistics(4, 30, 7, 8)}
     async with front(FakeDirectory(instance(1), instance(2), instance(3))) as f:
         f.client.respond = lambda stream: stream.end(answers[int(stream.instance)].SerializeToString())
-        total = (await f.plane.statistics("adder")).model_stats[0]
+        total = (await f.plane.statistics(ANONYMOUS, "adder")).model_stats[0]
         assert (total.last_inference, total.inference_count, total.execution_count) == (9, 2 + 3 + 32, 9)
         assert (total.inference_stats.success.count, total.inference_stats.success.ns) == (9, 60)
         assert [(batch.batch_size, batch.compute_infer.ns) for batch in total.batch_stats] == [(1, 30), (8, 30)]
@@ -400,7 +401,7 @@ async def test_statistics_leave_out_instances_that_do_not_answer() -> None:
             stream.end(statistics(2, 10, 5, 1).SerializeToString())
 
     async with front(FakeDirectory(instance(1), instance(2)), respond) as f:
-        total = await f.plane.statistics()
+        total = await f.plane.statistics(ANONYMOUS)
         assert total.model_stats[0].execution_count == 2
         assert asyncio.get_running_loop().time() == 5.0
 
@@ -415,11 +416,11 @@ async def test_statistics_fail_if_no_instance_gives_any(error: DynamoError | Non
 
     async with front(FakeDirectory(instance(1)), respond) as f:
         with pytest.raises(Unavailable, match="no instance gave statistics"):
-            await f.plane.statistics("adder")
+            await f.plane.statistics(ANONYMOUS, "adder")
 
 
 async def test_an_instance_that_serves_two_models_is_asked_once_for_all_statistics() -> None:
     async with front(FakeDirectory(instance(1), instance(1, tensor_card("other")))) as f:
         f.client.respond = lambda stream: stream.end(b"")
-        await f.plane.statistics()
+        await f.plane.statistics(ANONYMOUS)
         assert f.client.asked == [1]

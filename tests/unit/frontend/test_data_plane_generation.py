@@ -38,6 +38,7 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.config import RetryOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, Generation, open_data_plane
 from dynamo.frontend.serving.text_models import LoadText, TextModel
@@ -57,7 +58,7 @@ from tests.support.fakes import (
 )
 from tests.support.virtual_time import in_virtual_time, run
 
-CALL = Call(request_id="r", endpoint="completions", request_type=RequestType.STREAM)
+CALL = Call(account=ANONYMOUS, request_id="r", endpoint="completions", request_type=RequestType.STREAM)
 PROMPT = [3, 1, 4, 1, 5]
 
 
@@ -156,7 +157,7 @@ async def test_the_worker_gets_the_tokens_under_the_models_own_name() -> None:
     card = msgspec.structs.replace(card, aliases=("t",), llm=msgspec.structs.replace(card.llm, adapters=("law",)))
     async with front(TokenEngine([], gone), card=card) as f:
         for name in ("t", "law"):
-            call = Call(request_id="r", priority=4)
+            call = Call(account=ANONYMOUS, request_id="r", priority=4)
             async with f.plane.generate(ask(model=name), call) as generation:
                 await read_all(generation)
         sent = [request_decoder.decode(stream.body) for stream in f.client.streams]
@@ -416,7 +417,7 @@ async def test_an_engine_that_answers_more_than_the_one_choice_is_wrong() -> Non
 
 async def test_a_generation_that_names_its_instance_is_not_moved() -> None:
     async with front(TokenEngine([2], gone)) as f:
-        async with f.plane.generate(ask(8), Call(request_id="r", instance=InstanceId(3))) as generation:
+        async with f.plane.generate(ask(8), Call(account=ANONYMOUS, request_id="r", instance=InstanceId(3))) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
         assert f.client.asked == [3]
@@ -485,7 +486,7 @@ async def test_a_generation_waits_for_the_tokenizer_no_longer_than_its_deadline(
 
     async with front(load=never) as f:
         with pytest.raises(DeadlineExceeded):
-            async with f.plane.generate(ask(), Call(request_id="r", deadline=2.0)):
+            async with f.plane.generate(ask(), Call(account=ANONYMOUS, request_id="r", deadline=2.0)):
                 pass
         assert asyncio.get_running_loop().time() == 2.0
         assert f.count("inflight_requests") == 0

@@ -29,6 +29,7 @@ from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.kv import KvRouter
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.serving.disaggregation import OFFER
@@ -47,7 +48,7 @@ from tests.support.fakes import (
 PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, BOTH = map(InstanceId, (1, 2, 11, 12, 21))
 PROMPT = [3, 1, 4, 1, 5]
 HANDED_OVER = {"do_remote_prefill": True, "remote_engine_id": "e1", "remote_block_ids": [7, 8]}
-CALL = Call(request_id="r", endpoint="completions", request_type=RequestType.STREAM)
+CALL = Call(account=ANONYMOUS, request_id="r", endpoint="completions", request_type=RequestType.STREAM)
 
 
 class Engines:
@@ -223,8 +224,8 @@ async def test_a_short_prompt_is_computed_where_it_is_answered() -> None:
 
 async def test_a_pin_names_who_answers() -> None:
     async with front(*PAIR, (OTHER_DECODE, Role.DECODE), (BOTH, Role.AGGREGATED)) as f:
-        await f.ask(call=Call(request_id="r", instance=OTHER_DECODE))
-        await f.ask(call=Call(request_id="r", instance=BOTH))
+        await f.ask(call=Call(account=ANONYMOUS, request_id="r", instance=OTHER_DECODE))
+        await f.ask(call=Call(account=ANONYMOUS, request_id="r", instance=BOTH))
         assert f.engines.asked == [PREFILL, OTHER_DECODE, BOTH]
 
 

@@ -24,6 +24,7 @@ from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import RetryOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.dispatch import Dispatcher, RetryBudget, able_to_serve
 from tests.support.fakes import (
@@ -54,7 +55,7 @@ class Bench:
         return Work(model="adder", verb="infer", body=body, metrics=self.metrics.for_model("adder"))
 
     async def call(self, call: Call | None = None) -> bytes:
-        return bytes(await self.dispatcher.call(self.work(), call or Call(request_id="r")))
+        return bytes(await self.dispatcher.call(self.work(), call or Call(account=ANONYMOUS, request_id="r")))
 
     def retries(self) -> float:
         return self.metrics.for_model("adder").retries._value.get()
@@ -90,7 +91,7 @@ def gone(id_: int) -> InstanceGone:
 
 async def test_a_request_is_answered_and_its_booking_released() -> None:
     b = bench(failing_on({}))
-    assert await b.call(Call(request_id="abc", headers={"traceparent": "00-1"})) == b"answer"
+    assert await b.call(Call(account=ANONYMOUS, request_id="abc", headers={"traceparent": "00-1"})) == b"answer"
     assert b.client.streams[0].headers == {"traceparent": "00-1", "request-id": "abc"}
     assert not b.router.open
     assert b.router.outcomes == [None]
@@ -100,7 +101,7 @@ async def test_a_request_with_a_prompt_tells_its_instance_the_booking() -> None:
     b = bench(failing_on({}))
     work = b.work()
     work.prompt = b"\1\0\0\0"
-    await b.dispatcher.call(work, Call(request_id="abc"))
+    await b.dispatcher.call(work, Call(account=ANONYMOUS, request_id="abc"))
     assert b.client.streams[0].headers == {"request-id": "abc", "booking": b.router.requests[0].booking_id}
 
 
@@ -219,7 +220,7 @@ async def test_a_request_whose_deadline_has_passed_is_not_sent() -> None:
     b = bench(failing_on({}))
     await asyncio.sleep(1)
     with pytest.raises(DeadlineExceeded):
-        await b.call(Call(request_id="r", deadline=0.5))
+        await b.call(Call(account=ANONYMOUS, request_id="r", deadline=0.5))
     assert b.client.asked == []
 
 
@@ -230,7 +231,7 @@ async def test_a_failure_after_the_deadline_is_not_retried() -> None:
     # The instance's word comes in the same turn of the loop as the deadline.
     b.client.respond = lambda stream: loop.call_at(1.0, stream.fail, gone(1)) and None
     with pytest.raises(DeadlineExceeded):
-        await b.call(Call(request_id="r", deadline=1.0))
+        await b.call(Call(account=ANONYMOUS, request_id="r", deadline=1.0))
     assert b.client.asked == [1]
     assert not b.router.open
 
@@ -249,7 +250,7 @@ async def test_requests_without_a_deadline_get_the_default_one() -> None:
 
 async def test_a_stream_is_retried_before_its_first_frame() -> None:
     b = bench()
-    async with b.dispatcher.stream(b.work(), Call(request_id="r")) as stream:
+    async with b.dispatcher.stream(b.work(), Call(account=ANONYMOUS, request_id="r")) as stream:
         reading = asyncio.create_task(stream.read())
         (await b.client.next_stream()).fail(gone(1))
         second = await b.client.next_stream()
@@ -265,7 +266,7 @@ async def test_a_stream_is_retried_before_its_first_frame() -> None:
 
 async def test_a_stream_is_not_retried_after_its_first_frame() -> None:
     b = bench()
-    async with b.dispatcher.stream(b.work(), Call(request_id="r")) as stream:
+    async with b.dispatcher.stream(b.work(), Call(account=ANONYMOUS, request_id="r")) as stream:
         b.client.respond = lambda opened: opened.data(b"one")
         assert await stream.read() == [b"one"]
         b.client.streams[0].fail(gone(1))
@@ -278,7 +279,7 @@ async def test_a_stream_is_not_retried_after_its_first_frame() -> None:
 
 async def test_leaving_a_stream_early_cancels_it_and_releases_the_booking() -> None:
     b = bench(lambda opened: opened.data(b"one"))
-    async with b.dispatcher.stream(b.work(), Call(request_id="r")) as stream:
+    async with b.dispatcher.stream(b.work(), Call(account=ANONYMOUS, request_id="r")) as stream:
         await stream.read()
         assert len(b.router.open) == 1
     assert b.client.streams[0].cancelled
@@ -310,7 +311,7 @@ async def test_a_request_that_cannot_be_sent_releases_the_booking() -> None:
 
 async def test_two_requests_of_one_id_have_bookings_of_their_own() -> None:
     b = bench()
-    calls = [asyncio.create_task(b.call(Call(request_id="same"))) for _ in range(2)]
+    calls = [asyncio.create_task(b.call(Call(account=ANONYMOUS, request_id="same"))) for _ in range(2)]
     await asyncio.sleep(0)
     assert len(b.router.open) == 2
     for stream in b.client.streams:
@@ -324,14 +325,14 @@ async def test_two_requests_of_one_id_have_bookings_of_their_own() -> None:
 async def test_a_request_that_names_its_instance_goes_nowhere_else() -> None:
     b = bench(failing_on({2: Overloaded("full")}))
     with pytest.raises(Overloaded):
-        await b.call(Call(request_id="r", instance=InstanceId(2)))
+        await b.call(Call(account=ANONYMOUS, request_id="r", instance=InstanceId(2)))
     assert b.client.asked == [2]
 
 
 async def test_naming_an_unknown_instance_is_answered_by_its_name() -> None:
     b = bench()
     with pytest.raises(Unavailable, match="instance ff does not serve model 'adder' now"):
-        await b.call(Call(request_id="r", instance=InstanceId(255)))
+        await b.call(Call(account=ANONYMOUS, request_id="r", instance=InstanceId(255)))
 
 
 # Our own NATS connection
@@ -342,7 +343,7 @@ async def test_requests_wait_for_the_connection_and_are_then_answered() -> None:
     b = bench(failing_on({}))
     b.link.cut()
     asyncio.get_running_loop().call_later(2.0, b.link.restore)
-    assert await b.call(Call(request_id="r", deadline=10.0)) == b"answer"
+    assert await b.call(Call(account=ANONYMOUS, request_id="r", deadline=10.0)) == b"answer"
     assert 2.0 < asyncio.get_running_loop().time() < 2.2
 
 
@@ -351,7 +352,7 @@ async def test_requests_wait_for_the_connection_no_longer_than_their_deadline() 
     b = bench(failing_on({}))
     b.link.cut()
     with pytest.raises(DeadlineExceeded):
-        await b.call(Call(request_id="r", deadline=10.0))
+        await b.call(Call(account=ANONYMOUS, request_id="r", deadline=10.0))
     assert asyncio.get_running_loop().time() == 10.0
 
 

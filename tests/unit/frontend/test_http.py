@@ -14,7 +14,10 @@ from starlette.routing import Route
 
 from dynamo.common.errors import Overloaded
 from dynamo.common.telemetry import make_registry, render
+from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.exchange import HttpSettings
+from dynamo.frontend.api.http.guard import HttpGuard
 from dynamo.frontend.api.http.server import (
     LinkState,
     health_routes,
@@ -71,9 +74,10 @@ async def side() -> AsyncIterator[Side]:
         return FakeText()
 
     settings = ServingOptions(models=(tensor_card("later"),))
+    app = make_app(routes, OverloadStatus.TOO_MANY_REQUESTS)
     async with (
         open_data_plane(directory, FakeClient(), FakeLink(), RoundRobin(), load_text, metrics, settings) as plane,
-        serve_http(HttpOptions(port=0), make_app(routes, OverloadStatus.TOO_MANY_REQUESTS)) as server,
+        serve_http(HttpOptions(port=0), HttpGuard(app, Guard(None), HttpSettings())) as server,
         httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client,
     ):
         yield Side(readiness, directory, links, client, plane)

@@ -22,6 +22,7 @@ from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.repository import ControlMode, IndexEntry, LoadRequest, ModelState, RepositoryInstance, UnloadRequest
 from dynamo.frontend.fleet.repository import Repository, RepositoryView
+from dynamo.frontend.security.accounts import ANONYMOUS
 
 EXPLICIT = ControlMode.EXPLICIT
 
@@ -137,9 +138,9 @@ GONE, BROKEN = ModelNotFound("m"), InvalidRequest("no weights")
 async def test_a_model_is_loaded_by_every_worker_that_has_it(answers: tuple[DynamoError | None, ...]) -> None:
     fleet = Fleet(*answers)
     repository = await fleet.repository()
-    await repository.load(LoadRequest(model="m"))
+    await repository.load(ANONYMOUS, LoadRequest(model="m"))
     assert fleet.asked == [(number, "repository_load") for number in range(1, len(answers) + 1)]
-    await repository.unload(UnloadRequest(model="m"))
+    await repository.unload(ANONYMOUS, UnloadRequest(model="m"))
     assert fleet.models.serving == []
 
 
@@ -159,12 +160,12 @@ async def test_what_keeps_a_worker_from_it_is_the_answer(
     answers: tuple[DynamoError | None, ...], kind: type[DynamoError], text: str
 ) -> None:
     with pytest.raises(kind) as error:
-        await (await Fleet(*answers).repository()).load(LoadRequest(model="m"))
+        await (await Fleet(*answers).repository()).load(ANONYMOUS, LoadRequest(model="m"))
     assert text in str(error.value)
 
 
 @pytest.mark.parametrize("fleet", [Fleet(), Fleet(None, mode=ControlMode.NONE), Fleet(None, mode=ControlMode.POLL)])
 async def test_without_a_worker_in_explicit_mode_nobody_is_asked(fleet: Fleet) -> None:
     with pytest.raises(Unsupported, match="--model-control-mode explicit"):
-        await (await fleet.repository()).load(LoadRequest(model="m"))
+        await (await fleet.repository()).load(ANONYMOUS, LoadRequest(model="m"))
     assert not fleet.asked

@@ -14,6 +14,7 @@ from dynamo.common.tracing import context_of
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.overrides import LIMITS, read_overrides
+from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.call import Call
 
 MAX_ID_CHARS = 128
@@ -32,6 +33,8 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """What the headers of a call say, for the one or many requests in it."""
 
+    account: Account
+    """The caller, as the guard has it."""
     request_id: str = ""
     deadline: float | None = None
     """Absolute, on the event loop's clock."""
@@ -47,7 +50,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """On a stream: the first failure ends it with a status, instead of going in-band."""
 
     @classmethod
-    def read(cls, headers: Iterable[tuple[str, str | bytes]], remaining_s: float | None = None) -> Caller:
+    def read(cls, account: Account, headers: Iterable[tuple[str, str | bytes]], remaining_s: float | None = None) -> Caller:
         """From headers with lower-case names and the seconds until the deadline. Raises InvalidRequest."""
         request_id = session = ""
         instance = None
@@ -85,6 +88,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             elif name == EXPLAIN and _boolean(name, value):
                 explanation = Explanation()
         return cls(
+            account=account,
             request_id=request_id,
             deadline=None if remaining_s is None else _deadline(remaining_s),
             instance=instance,
@@ -110,6 +114,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         `timeout_us`, if above 0, is the request's own time from now; of it and the caller's deadline the sooner counts.
         """
         return Call(
+            account=self.account,
             request_id=self.request_id or usable_id(request_id) or secrets.token_hex(8),
             deadline=_sooner(self.deadline, _deadline(timeout_us / 1e6)) if timeout_us > 0 else self.deadline,
             instance=self.instance,

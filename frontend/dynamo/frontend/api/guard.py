@@ -16,7 +16,7 @@ from pathlib import Path
 from dynamo.common.errors import DynamoError, Forbidden, Unauthenticated
 from dynamo.common.security.files import Watched
 from dynamo.frontend.config import FrontendConfig
-from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
 from dynamo.frontend.security.keys import KeyRing, read_keys
 from dynamo.frontend.security.surfaces import SCOPES, Restriction, Surface
 
@@ -46,6 +46,10 @@ class Guard:
         self._restrictions = tuple(restrictions)
 
     @property
+    def requires_keys(self) -> bool:
+        return self._accounts is not None
+
+    @property
     def is_on(self) -> bool:
         return self._accounts is not None or bool(self._restrictions)
 
@@ -54,8 +58,8 @@ class Guard:
         restricted = any(surface in restriction.surfaces for restriction in self._restrictions)
         return restricted or (self._accounts is not None and surface is not Surface.HEALTH)
 
-    def enter(self, surface: Surface, headers: Mapping[str, str], *, browsing: bool = False) -> Account | None:
-        """Whose call this is, None if nobody is asked. `headers` have lower-case names.
+    def enter(self, surface: Surface, headers: Mapping[str, str], *, browsing: bool = False) -> Account:
+        """Return the account that a call is made for. `headers` have lower-case names.
 
         Raises Unauthenticated, Forbidden, RateLimited.
         """
@@ -63,11 +67,11 @@ class Guard:
             if surface in restriction.surfaces and not _same(headers.get(restriction.header, ""), restriction.value):
                 raise Forbidden(f"this is restricted: the header '{restriction.header}' is missing or wrong")
         if self._accounts is None or surface is Surface.HEALTH:
-            return None
+            return ANONYMOUS
         presented = _credential(headers, browsing=browsing)
         if not presented:
             if surface in self._open:
-                return None
+                return ANONYMOUS
             raise Unauthenticated("an API key is needed, as 'authorization: Bearer KEY' or 'x-api-key: KEY'")
         account = self._accounts.of(presented)
         if surface not in self._open and not account.key.may_use(SCOPES[surface]):
@@ -83,9 +87,9 @@ class Accounts:
     def __init__(self, keys: Watched[KeyRing]) -> None:
         self._keys = keys
         self._ring = keys.current()
-        self._by_name: dict[str, Account] = {}
+        self._by_name: dict[str, KeyAccount] = {}
 
-    def of(self, presented: str) -> Account:
+    def of(self, presented: str) -> KeyAccount:
         """The account of a key. Raises Unauthenticated."""
         self._follow()
         key = self._ring.find(presented)
@@ -93,7 +97,7 @@ class Accounts:
             raise Unauthenticated("the API key is not valid")
         account = self._by_name.get(key.name)
         if account is None:
-            account = self._by_name[key.name] = Account(key, follow=self._follow)
+            account = self._by_name[key.name] = KeyAccount(key, follow=self._follow)
         account.check_valid()
         return account
 
@@ -145,10 +149,10 @@ def _say_who_may_come(config: FrontendConfig, keys: Watched[KeyRing] | None) -> 
             _log.warning("%s listens on %s without TLS: API keys can be read on the way, unless a proxy ends TLS", name, host)
 
 
-def record(action: str, who: Account | None, peer: str, request_id: str, outcome: str) -> None:
+def record(action: str, account: Account, peer: str, request_id: str, outcome: str) -> None:
     """The line about one action of an administrator."""
-    name = "anybody" if who is None else f"key '{who.key.name}'"
-    fields = _fields(action, "" if who is None else who.key.name, peer, request_id, outcome)
+    name = f"key '{account.name}'" if account.name else "anybody"
+    fields = _fields(action, account.name, peer, request_id, outcome)
     _audit.info("%s by %s from %s, request %s: %s", action, name, peer, request_id, outcome, extra=fields)
 
 

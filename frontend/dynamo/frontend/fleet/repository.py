@@ -33,7 +33,7 @@ from dynamo.common.repository import (
     decode_repository,
     merge_indexes,
 )
-from dynamo.frontend.security.accounts import permit, permits
+from dynamo.frontend.security.accounts import Account
 
 log = logging.getLogger(__name__)
 
@@ -146,19 +146,19 @@ class Repository:
         self._changed = asyncio.Event()
         models.on_change(self._changed.set)
 
-    def index(self) -> list[IndexEntry]:
+    def index(self, account: Account) -> list[IndexEntry]:
         """Of all models that the caller may use, loaded or not, in order of name and version."""
-        return [entry for entry in merge_indexes(self._view.instances()) if permits(entry.name)]
+        return [entry for entry in merge_indexes(self._view.instances()) if account.permits(entry.name)]
 
-    async def load(self, request: LoadRequest) -> None:
+    async def load(self, account: Account, request: LoadRequest) -> None:
         """Returns when every worker that has the model serves it. Raises DynamoError saying why one does not."""
-        permit(request.model)
+        account.permit(request.model)
         done = await self._order(request.model, LOAD, msgspec.msgpack.encode(request))
         await self._see(lambda: done <= {instance.id for instance in self._models.instances(request.model)})
 
-    async def unload(self, request: UnloadRequest) -> None:
+    async def unload(self, account: Account, request: UnloadRequest) -> None:
         """Returns when no worker serves the model and its accepted requests are over. Raises DynamoError."""
-        permit(request.model)
+        account.permit(request.model)
         done = await self._order(request.model, UNLOAD, msgspec.msgpack.encode(request))
         await self._see(lambda: done.isdisjoint(instance.id for instance in self._models.instances(request.model)))
 

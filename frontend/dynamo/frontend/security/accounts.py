@@ -1,14 +1,15 @@
-"""What the holder of a key has used of its limits, and the account that the current request goes to.
+"""Accounts: on whose behalf a request is made, and what that caller has used of its limits.
 
-Limits hold per process: frontends share nothing, and behind a balancer each sees its part.
+Every request has one. Its protocol edge gets it from the guard and hands it on in the `Call`: `KeyAccount` for the holder of a
+key, `ANONYMOUS` where no key is required. Limits apply to each process separately; frontends behind a balancer do not share them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextvars import ContextVar
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 from dynamo.common.errors import Forbidden, RateLimited, Unauthenticated
 from dynamo.frontend.security.keys import ApiKey
@@ -19,7 +20,7 @@ _CONCURRENCY_PAUSE_S = 1.0
 
 
 class Bucket:
-    """Fills by `rate` a second up to `size`. May be overdrawn, since what a request costs is known only at its end."""
+    """Fills by `rate` a second up to `size`. May be overdrawn, since the cost of a request is known only at its end."""
 
     __slots__ = ("_at", "_level", "rate", "size")
 
@@ -48,14 +49,43 @@ class Bucket:
         self._at = now
 
 
-class Account:
-    """One key's. Lives on when the key file is read anew, so that this does not give anybody a fresh budget."""
+class Account(Protocol):
+    """On whose behalf a call is made."""
+
+    @property
+    def name(self) -> str:
+        """The name of the key; empty without one."""
+        ...
+
+    def permits(self, model: str) -> bool:
+        """Return whether this caller may use a model."""
+        ...
+
+    def permit(self, model: str) -> None:
+        """Raise Forbidden unless this caller may use a model, whether or not the model exists."""
+        ...
+
+    def admit(self, model: str, request: object) -> Ticket:
+        """Count a part of a request to a model; close the ticket when that part ends.
+
+        Parts that are open at the same time with the same object as `request`, such as the prompts of a batch, count as one.
+        Raises Unauthenticated, Forbidden, RateLimited.
+        """
+        ...
+
+    def charge(self, tokens: int) -> None:
+        """Count tokens of a request whose ticket is closed."""
+        ...
+
+
+class KeyAccount:
+    """The account of one key. It survives a reload of the key file, so that a reload does not reset what was used."""
 
     def __init__(self, key: ApiKey, clock: Clock = time.monotonic, follow: Callable[[], None] = lambda: None) -> None:
-        """`follow` looks whether the key file has changed and tells the accounts."""
+        """`follow` checks whether the key file has changed and updates the accounts."""
         self.key = key
         self.withdrawn = False
-        """The key is no longer in the file; streams that it opened may still be there."""
+        """The key is no longer in the file; streams that it opened may still be open."""
         self._clock = clock
         self._follow = follow
         self._requests: Bucket | None = None
@@ -65,8 +95,12 @@ class Account:
         self.renew(key)
 
     @property
+    def name(self) -> str:
+        return self.key.name
+
+    @property
     def running(self) -> int:
-        """Requests that have been admitted and not closed."""
+        """The number of requests that have been admitted and are not over."""
         return len(self._running)
 
     def renew(self, key: ApiKey) -> None:
@@ -95,28 +129,22 @@ class Account:
     def permits(self, model: str) -> bool:
         if self.key.models == ("*",):
             return True
-        found = self._permitted.get(model)
-        if found is None:
-            found = any(fnmatchcase(model, pattern) for pattern in self.key.models)
+        permitted = self._permitted.get(model)
+        if permitted is None:
+            permitted = any(fnmatchcase(model, pattern) for pattern in self.key.models)
             if len(self._permitted) < 1024:  # clients choose these names
-                self._permitted[model] = found
-        return found
+                self._permitted[model] = permitted
+        return permitted
 
     def permit(self, model: str) -> None:
-        """Raises Forbidden. Says the same of models that are not there, so that names cannot be found out."""
         if not self.permits(model):
             raise Forbidden(f"the API key '{self.key.name}' may not use model '{model[:200]}'")
 
     def count(self) -> None:
-        """One call that asks no model. Raises RateLimited."""
+        """Count one call that is no request to a model. Raises RateLimited."""
         self._check_rate(self._clock())
 
     def admit(self, model: str, request: object) -> Ticket:
-        """Part of a request to a model, to be closed at its end.
-
-        Parts that are open at the same time with the same object as `request`, such as the prompts of a batch, count as one.
-        Raises Unauthenticated, Forbidden, RateLimited.
-        """
         self._follow()  # a stream may have been opened long ago
         self.check_valid()
         self.permit(model)
@@ -164,46 +192,48 @@ class _Running:
 
 
 class Ticket:
-    """A request, or a part of one, that counts against an account while it runs."""
+    """A request, or a part of one, that counts against an account until it is closed."""
 
     __slots__ = ("_account", "_running")
 
-    def __init__(self, account: Account, running: _Running) -> None:
+    def __init__(self, account: KeyAccount | None, running: _Running | None) -> None:
+        """Without an account nothing is counted."""
         self._account = account
-        self._running: _Running | None = running
+        self._running = running
 
     def charge(self, tokens: int) -> None:
-        """Tokens read or made, as soon as they are known."""
-        self._account.charge(tokens)
+        """Count tokens read or generated, as soon as their number is known."""
+        if self._account is not None:
+            self._account.charge(tokens)
 
     def close(self) -> None:
-        """Idempotent."""
-        if self._running is not None:
+        """End the request, or the part of it. Calls after the first have no effect."""
+        if self._account is not None and self._running is not None:
             self._account.part_over(self._running)
             self._running = None
 
 
-account: ContextVar[Account | None] = ContextVar("account", default=None)
-"""Whose request the current task works on; None where keys are not asked for. Set by each protocol edge."""
+_UNCOUNTED = Ticket(None, None)
 
 
-def permit(model: str) -> None:
-    """Raises Forbidden if the current request may not name this model."""
-    if (holder := account.get()) is not None:
-        holder.permit(model)
+class AnonymousAccount:
+    """The account of callers that need no key: it permits every model and has no limits."""
+
+    __slots__ = ()
+
+    name = ""
+
+    def permits(self, model: str) -> bool:
+        return True
+
+    def permit(self, model: str) -> None:
+        pass
+
+    def admit(self, model: str, request: object) -> Ticket:
+        return _UNCOUNTED
+
+    def charge(self, tokens: int) -> None:
+        pass
 
 
-def permits(model: str) -> bool:
-    holder = account.get()
-    return holder is None or holder.permits(model)
-
-
-def admit(model: str, request: object) -> Ticket | None:
-    """Counts the current request against its account, as `Account.admit` does; None if there is none."""
-    return None if (holder := account.get()) is None else holder.admit(model, request)
-
-
-def charge(tokens: int) -> None:
-    """Tokens of the current request that no ticket stands for any more."""
-    if (holder := account.get()) is not None:
-        holder.charge(tokens)
+ANONYMOUS = AnonymousAccount()

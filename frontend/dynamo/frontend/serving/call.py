@@ -18,12 +18,15 @@ from dynamo.common.tracing import Span
 from dynamo.frontend.metrics import ModelMetrics, RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.hashing import PromptHashes
+from dynamo.frontend.security.accounts import Account
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks, and under which conditions; made by each protocol edge."""
 
     request_id: str
+    account: Account
+    """On whose behalf; decides which models may be used, and how much of them."""
     deadline: float | None = None
     """Absolute, on the event loop's clock."""
     instance: InstanceId | None = None

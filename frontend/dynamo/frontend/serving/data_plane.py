@@ -42,7 +42,7 @@ from dynamo.frontend.fleet.statistics import add_up
 from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics, RequestTimer, RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import Router
-from dynamo.frontend.security.accounts import Ticket, admit, permit, permits
+from dynamo.frontend.security.accounts import Account, Ticket
 from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.call import Call, Client, Instances, Link, Work
 from dynamo.frontend.serving.disaggregation import Disaggregation
@@ -136,16 +136,16 @@ class DataPlane:
             return False
         return card.llm is None or self._texts.is_loaded(card)
 
-    def card(self, model: str, version: str = "") -> ModelCard:
-        """The card of a model, by its name, an alias or an adapter of it. Raises ModelNotFound, and Forbidden to some callers."""
-        permit(model)
+    def card(self, account: Account, model: str, version: str = "") -> ModelCard:
+        """Return the card of a model, by its name, an alias or an adapter. Raises ModelNotFound, Forbidden."""
+        account.permit(model)
         return self._find(model, version).card
 
-    def cards(self) -> list[ModelCard]:
+    def cards(self, account: Account) -> list[ModelCard]:
         """One card per model that is served or declared and that the caller may use, in order of name."""
         found = {card.name: card for card in self._settings.models}
         found.update((name, cards[0]) for name, cards in self._cards.items())
-        return [found[name] for name in sorted(found) if permits(name) or any(map(permits, other_names(found[name])))]
+        return [found[name] for name in sorted(found) if any(map(account.permits, (name, *other_names(found[name]))))]
 
     def start_draining(self) -> None:
         """From now on this process says that it is not ready. It serves what comes nevertheless."""
@@ -166,7 +166,7 @@ class DataPlane:
         call = self._dispatcher.traced(call, timer, card.name)
         ticket: Ticket | None = None
         try:
-            ticket = admit(name, call)
+            ticket = call.account.admit(name, call)
             if card.decoupled:
                 raise Unsupported(
                     f"model '{card.name}' is decoupled: a request may have any number of answers, so ask by a stream"
@@ -199,27 +199,27 @@ class DataPlane:
         """A protocol's edge answers a request with this failure; it counts, unless it did so before."""
         self._metrics.refused(endpoint, error, request_type)
 
-    async def text_model(self, model: str) -> TextModel:
+    async def text_model(self, account: Account, model: str) -> TextModel:
         """Tokenizer and template of a language model. Raises ModelNotFound, InvalidRequest for other models, Unavailable."""
-        card = self.card(model)
+        card = self.card(account, model)
         if card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{card.name}' takes tensors; it has no tokenizer", param="model")
         return await self._texts.get(card, None)
 
-    async def statistics(self, model: str = "", version: str = "") -> ModelStatisticsResponse:
+    async def statistics(self, account: Account, model: str = "", version: str = "") -> ModelStatisticsResponse:
         """Statistics of one model, or of all that the caller may use, added up over their instances.
 
         Instances that do not answer in time are left out, which the log says. Raises ModelNotFound, NoInstances if the model
         has none, and Unavailable if none answered.
         """
         if model:
-            card = self.card(model, version)
+            card = self.card(account, model, version)
             asked = [i for i in self.models.instances(card.name) if not version or version in i.card.versions]
             if not asked:
                 raise NoInstances(card.name)
             model = card.name
         else:
-            names = [card.name for card in self.cards() if card.name in self._cards]
+            names = [card.name for card in self.cards(account) if card.name in self._cards]
             asked = list({instance.id: instance for name in names for instance in self.models.instances(name)}.values())
         body = msgspec.msgpack.encode({"model": model, "version": version})
         deadline = self._loop.time() + self._settings.statistics_timeout_s
@@ -251,17 +251,17 @@ class DataPlane:
 
     # Model repositories
 
-    def repository_index(self) -> list[IndexEntry]:
+    def repository_index(self, account: Account) -> list[IndexEntry]:
         """What the workers' repositories hold, as far as the caller may use it."""
-        return [] if self._repository is None else self._repository.index()
+        return [] if self._repository is None else self._repository.index(account)
 
-    async def load_model(self, request: LoadRequest) -> None:
+    async def load_model(self, account: Account, request: LoadRequest) -> None:
         """Has the workers that can load a model do so. Raises DynamoError."""
-        await self._repositories().load(request)
+        await self._repositories().load(account, request)
 
-    async def unload_model(self, request: UnloadRequest) -> None:
+    async def unload_model(self, account: Account, request: UnloadRequest) -> None:
         """Has every worker unload a model, and returns when its accepted requests are over. Raises DynamoError."""
-        await self._repositories().unload(request)
+        await self._repositories().unload(account, request)
 
     def _repositories(self) -> Repository:
         if self._repository is None:
@@ -354,7 +354,7 @@ class TensorResponses:
         self._call = self._dispatcher.traced(self._call, self._timer, self._model.card.name)
         try:
             name, version = self._request.head.model_name, self._request.head.model_version
-            self._ticket = admit(name, self._call)
+            self._ticket = self._call.account.admit(name, self._call)
             self._model.checker.check(self._request)
             self._stream = self._dispatcher.stream(_infer(self._request, self._model, name, version), self._call)
         except BaseException as error:

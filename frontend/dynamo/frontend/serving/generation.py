@@ -43,7 +43,7 @@ from dynamo.common.model_card import ModelCard
 from dynamo.frontend.metrics import ModelMetrics, RequestTimer
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RoutingDecision
-from dynamo.frontend.security.accounts import Ticket, admit
+from dynamo.frontend.security.accounts import Ticket
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.disaggregation import Disaggregation, Prefill
 from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
@@ -153,7 +153,7 @@ class Generation:
         self._timer = self._metrics.start(self._call.endpoint, self._call.request_type)
         self._call = self._dispatcher.traced(self._call, self._timer, self._card.name)
         try:
-            self._ticket = admit(self._request.model, self._call)
+            self._ticket = self._call.account.admit(self._request.model, self._call)
             deadline = self._dispatcher.deadline(self._call)
             if deadline != self._call.deadline:
                 self._call = msgspec.structs.replace(self._call, deadline=deadline)

@@ -84,8 +84,8 @@ class CountTokens:
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
         request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
-        llm = llm_of(self._edge.plane.card(request.model))
-        text = await self._edge.plane.text_model(request.model)
+        llm = llm_of(self._edge.plane.card(exchange.account, request.model))
+        text = await self._edge.plane.text_model(exchange.account, request.model)
         prompt = text.render(conversation(request, llm, self._edge.limits))
         tokens = await text.tokenizer.encode(prompt, special_tokens=False)
         await exchange.answer(encode({"input_tokens": len(tokens)}))
@@ -100,7 +100,7 @@ class Messages:
         edge = self._edge
         caller = exchange.caller()
         request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
-        asked = to_text(request, edge.plane.card(request.model), edge.parsers, edge.limits)
+        asked = to_text(request, edge.plane.card(exchange.account, request.model), edge.parsers, edge.limits)
         kind = RequestType.STREAM if request.stream else RequestType.UNARY
         generation = edge.plane.generate(asked.text, caller.call(endpoint="anthropic_messages", request_type=kind))
         async with exchange.attended(), generation:

@@ -20,6 +20,8 @@ from starlette.routing import BaseRoute, Route
 from dynamo.common.config import project_version
 from dynamo.frontend.api.console.fleet import FleetState, LoadWatch, model_state
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.exchange import account_of
+from dynamo.frontend.security.accounts import Account
 
 _FILES = {
     "/console": ("page.html", "text/html; charset=utf-8"),
@@ -48,7 +50,7 @@ class Console:
         self._processes = processes
         self.loads: LoadWatch | None = None
 
-    def fleet(self) -> FleetState:
+    def fleet(self, account: Account) -> FleetState:
         """Raises Unavailable while the process starts."""
         plane = self._readiness.plane
         reports = self.loads.read() if self.loads is not None else {}
@@ -60,14 +62,16 @@ class Console:
             explains=self._explains,
             asks_keys=self._asks_keys,
             processes=self._processes,
-            models=tuple(model_state(plane, card, reports, time.time()) for card in plane.cards()),
+            models=tuple(model_state(plane, card, reports, time.time()) for card in plane.cards(account)),
         )
 
 
 def console_routes(console: Console) -> list[BaseRoute]:
     async def fleet(request: Request) -> Response:
         return Response(
-            msgspec.json.encode(console.fleet()), media_type="application/json", headers={"cache-control": "no-store"}
+            msgspec.json.encode(console.fleet(account_of(request.scope))),
+            media_type="application/json",
+            headers={"cache-control": "no-store"},
         )
 
     async def slash(request: Request) -> Response:

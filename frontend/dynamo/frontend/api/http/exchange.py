@@ -29,10 +29,14 @@ from dynamo.frontend.api.http.refusals import REFUSED
 from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.router.explanation import Explanation
+from dynamo.frontend.security.accounts import Account
 
 log = logging.getLogger(__name__)
 
 Header: TypeAlias = tuple[bytes, bytes]
+
+ACCOUNT = "dynamo.account"
+"""Where the guard puts the account of a call in its ASGI scope."""
 
 JSON = (b"content-type", b"application/json")
 _STREAM_HEADERS: tuple[Header, ...] = (
@@ -73,6 +77,12 @@ class HttpSettings:
         )
 
 
+def account_of(scope: Scope) -> Account:
+    """The account that the guard has put into the scope of a call. Raises KeyError where there is no guard."""
+    account: Account = scope[ACCOUNT]
+    return account
+
+
 class Exchange:
     """The answer is either one `answer`, or events by `events()`."""
 
@@ -86,14 +96,20 @@ class Exchange:
         """The caller's, if it wants one; goes there too."""
         self.client_left = False
         self.stream: EventStream | None = None
+        self._scope = scope
         self._receive = receive
         self._send = send
         self._answered = False
         self._refused: Callable[[BaseException], None] | None = scope.get(REFUSED)
 
+    @property
+    def account(self) -> Account:
+        """The account that the guard has found; an exchange that no guard has let in has none."""
+        return account_of(self._scope)
+
     def caller(self) -> Caller:
         """Who asks, under an id that the answer repeats. Raises InvalidRequest."""
-        caller = Caller.read(self.headers.items())
+        caller = Caller.read(self.account, self.headers.items())
         self.request_id = caller.request_id or secrets.token_hex(12)
         logged_id.set(self.request_id)
         self.explanation = caller.explanation

@@ -11,12 +11,12 @@ from dynamo.common.errors import DynamoError, Unauthenticated
 from dynamo.frontend.api.anthropic.messages import ANTHROPIC_ERRORS
 from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.guard import BROWSED, Guard, record, record_refusal
-from dynamo.frontend.api.http.exchange import JSON, ErrorForm, Exchange, HttpSettings
+from dynamo.frontend.api.http.exchange import ACCOUNT, JSON, ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.kserve.rest.paths import Resource, find
 from dynamo.frontend.api.kserve.rest.routes import ERRORS as KSERVE_ERRORS
 from dynamo.frontend.api.openai.errors import OPENAI_ERRORS
 from dynamo.frontend.api.statuses import http_status, retry_after_s
-from dynamo.frontend.security.accounts import Account, account
+from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.security.surfaces import Surface
 
 _SURFACES = {
@@ -99,21 +99,22 @@ class HttpGuard:
             return await self._app(scope, receive, send)
         path: str = scope["path"]
         if self._guard is None:
+            scope[ACCOUNT] = ANONYMOUS
             if _is_admin(path):
-                return await self._recorded(scope, receive, send, None)
+                return await self._recorded(scope, receive, send, ANONYMOUS)
             return await self._app(scope, receive, send)
         surface = surface_of(path, scope["raw_path"])
-        holder: Account | None = None
+        account: Account = ANONYMOUS
         if self._guard.guards(surface):
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             browsing = surface in BROWSED and scope["method"] in _READING
             try:
-                holder = self._guard.enter(surface, headers, browsing=browsing)
+                account = self._guard.enter(surface, headers, browsing=browsing)
             except DynamoError as error:
                 return await self._refuse(error, surface, scope, receive, send)
-        account.set(holder)
+        scope[ACCOUNT] = account
         if surface in _ADMIN:
-            return await self._recorded(scope, receive, send, holder)
+            return await self._recorded(scope, receive, send, account)
         return await self._app(scope, receive, send)
 
     async def _refuse(self, error: DynamoError, surface: Surface, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,7 +130,7 @@ class HttpGuard:
             headers.append((b"retry-after", b"%d" % max(1, round(pause_s))))
         await exchange.answer(_errors_of(exchange.path).body(error, status), status, tuple(headers))
 
-    async def _recorded(self, scope: Scope, receive: Receive, send: Send, holder: Account | None) -> None:
+    async def _recorded(self, scope: Scope, receive: Receive, send: Send, account: Account) -> None:
         """Reading is no action."""
         path: str = scope["path"]
         if scope["method"] in _READING or path.endswith("/index"):
@@ -150,7 +151,7 @@ class HttpGuard:
         try:
             await self._app(scope, receive, noticing)
         finally:
-            record(_action(scope), holder, _peer(scope), request_id, outcome)
+            record(_action(scope), account, _peer(scope), request_id, outcome)
 
 
 def _action(scope: Scope) -> str:

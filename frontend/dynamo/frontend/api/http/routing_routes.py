@@ -23,13 +23,14 @@ from starlette.routing import BaseRoute, Route
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.http.exchange import Endpoint, ErrorForm, Exchange, HttpSettings
+from dynamo.frontend.api.http.exchange import Endpoint, ErrorForm, Exchange, HttpSettings, account_of
 from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.http.openapi import Operation
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.router.explain import DecisionLog
 from dynamo.frontend.router.explanation import DecisionRecord
 from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable
+from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane
 
 _MAX_TOKENS = 2**53
@@ -100,13 +101,15 @@ def routing_routes(readiness: Readiness, control: RoutingControl, settings: Http
     decoder = msgspec.json.Decoder(ThresholdsRequest)
 
     async def listed(request: Request) -> Response:
-        models = {card.name for card in readiness.plane.cards() if card.llm is not None} | set(control.thresholds.changes())
+        models = {card.name for card in readiness.plane.cards(account_of(request.scope)) if card.llm is not None} | set(
+            control.thresholds.changes()
+        )
         return _json(AllThresholds([_shown(model, control.thresholds.of(model)) for model in sorted(models)]))
 
     async def changed(exchange: Exchange) -> None:
         exchange.caller()
         request = decode(decoder, await exchange.body(), exchange.settings.max_json_depth)
-        thresholds = _change(readiness.plane, control, request)
+        thresholds = _change(readiness.plane, exchange.account, control, request)
         await exchange.answer(msgspec.json.encode(thresholds))
 
     async def decisions(request: Request) -> Response:
@@ -121,9 +124,9 @@ def routing_routes(readiness: Readiness, control: RoutingControl, settings: Http
     ]
 
 
-def _change(plane: DataPlane, control: RoutingControl, request: ThresholdsRequest) -> ModelThresholds:
+def _change(plane: DataPlane, account: Account, control: RoutingControl, request: ThresholdsRequest) -> ModelThresholds:
     """Raises ModelNotFound; InvalidRequest if nobody would heed the thresholds."""
-    model = plane.card(request.model).name
+    model = plane.card(account, request.model).name
     known = control.thresholds.of(model)
     decode_blocks, prefill_tokens = request.active_decode_blocks_threshold, request.active_prefill_tokens_threshold
     if decode_blocks is UNSET and prefill_tokens is UNSET:

@@ -30,10 +30,9 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.security.tls import server_context
 from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.health import Readiness, State
-from dynamo.frontend.api.http.exchange import Endpoint
+from dynamo.frontend.api.http.exchange import Endpoint, account_of
 from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
-from dynamo.frontend.security.accounts import permits
 
 Render = Callable[[], tuple[bytes, str]]
 """Makes the text of a metrics scrape and its content type."""
@@ -224,16 +223,18 @@ def model_routes(readiness: Readiness, started_at: float) -> list[BaseRoute]:
         return found
 
     async def models(request: Request) -> Response:
-        named = [(c, name) for c in readiness.plane.cards() for name in (c.name, *other_names(c)) if permits(name)]
+        account = account_of(request.scope)
+        cards = readiness.plane.cards(account)
+        named = [(card, name) for card in cards for name in (card.name, *other_names(card)) if account.permits(name)]
         return json_response({"object": "list", "data": [describe(card, name) for card, name in named]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
-        return json_response(describe(readiness.plane.card(name), name))
+        return json_response(describe(readiness.plane.card(account_of(request.scope), name), name))
 
     async def ready(request: Request) -> Response:
         name = request.path_params["model"]
-        readiness.plane.card(name)
+        readiness.plane.card(account_of(request.scope), name)
         is_ready = readiness.is_model_ready(name)
         return json_response({"id": name, "ready": is_ready}, 200 if is_ready else 503)
 

@@ -30,6 +30,7 @@ from dynamo.frontend.api.statuses import grpc_status, log_failure, public_messag
 from dynamo.frontend.config import OverloadStatus
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
+from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.protos import inference_pb2 as pb
 
@@ -48,12 +49,14 @@ class KserveService:
         readiness: Readiness,
         drain: StreamDrain,
         limits: StreamLimits,
+        account: Callable[[], Account],
         overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
     ) -> None:
         self._plane = plane
         self._readiness = readiness
         self._drain = drain
         self._limits = limits
+        self._account = account
         self._overload = overload
         self._live = pb.ServerLiveResponse(live=True).SerializeToString()
         self._metadata = kserve_messages.server_metadata().SerializeToString()
@@ -96,10 +99,10 @@ class KserveService:
         request_id = ""
         explanation: Explanation | None = None
         try:
-            caller = _caller(context)
+            caller = _caller(self._account(), context)
             request_id, explanation = caller.request_id, caller.explanation
             request = TensorRequest.parse(data)
-            card = self._plane.card(request.head.model_name, request.head.model_version)
+            card = self._plane.card(caller.account, request.head.model_name, request.head.model_version)
             call = call_for(request, card, caller, RequestType.UNARY)
             request_id = call.request_id
             logged_id.set(request_id)
@@ -115,7 +118,7 @@ class KserveService:
         request_id = ""
         explanation: Explanation | None = None
         try:
-            caller = _caller(context)
+            caller = _caller(self._account(), context)
             request_id, explanation = caller.request_id, caller.explanation
             await KserveStream(self._plane, self._drain, self._limits, context, caller).run()
             if request_id or explanation is not None:
@@ -144,21 +147,24 @@ class KserveService:
 
     async def _model_metadata(self, data: bytes) -> bytes:
         request = _parse(pb.ModelMetadataRequest, data)
-        return kserve_messages.model_metadata(self._plane.card(request.name, request.version)).SerializeToString()
+        return kserve_messages.model_metadata(
+            self._plane.card(self._account(), request.name, request.version)
+        ).SerializeToString()
 
     async def _model_config(self, data: bytes) -> bytes:
         request = _parse(pb.ModelConfigRequest, data)
-        return kserve_messages.model_config(self._plane.card(request.name, request.version)).SerializeToString()
+        return kserve_messages.model_config(self._plane.card(self._account(), request.name, request.version)).SerializeToString()
 
     async def _model_statistics(self, data: bytes) -> bytes:
         request = _parse(pb.ModelStatisticsRequest, data)
-        return (await self._plane.statistics(request.name, request.version)).SerializeToString()
+        return (await self._plane.statistics(self._account(), request.name, request.version)).SerializeToString()
 
     async def _repository_index(self, data: bytes) -> bytes:
         request = _parse(pb.RepositoryIndexRequest, data)
         check_repository(request.repository_name)
-        entries = self._plane.repository_index()
-        index = kserve_messages.repository_index(self._plane.cards(), self._readiness.is_model_ready, entries)
+        account = self._account()
+        entries = self._plane.repository_index(account)
+        index = kserve_messages.repository_index(self._plane.cards(account), self._readiness.is_model_ready, entries)
         if request.ready:
             ready = [entry for entry in index.models if entry.state == "READY"]
             index = pb.RepositoryIndexResponse(models=ready)
@@ -167,13 +173,13 @@ class KserveService:
     async def _repository_model_load(self, data: bytes) -> bytes:
         request = _parse(pb.RepositoryModelLoadRequest, data)
         check_repository(request.repository_name)
-        await self._plane.load_model(load_request(request.model_name, request.parameters))
+        await self._plane.load_model(self._account(), load_request(request.model_name, request.parameters))
         return pb.RepositoryModelLoadResponse(model_name=request.model_name, isLoaded=True).SerializeToString()
 
     async def _repository_model_unload(self, data: bytes) -> bytes:
         request = _parse(pb.RepositoryModelUnloadRequest, data)
         check_repository(request.repository_name)
-        await self._plane.unload_model(unload_request(request.model_name, request.parameters))
+        await self._plane.unload_model(self._account(), unload_request(request.model_name, request.parameters))
         return pb.RepositoryModelUnloadResponse(model_name=request.model_name, isUnloaded=True).SerializeToString()
 
     # Failures
@@ -202,8 +208,8 @@ class KserveService:
         await context.abort(grpc_status(error, self._overload), public_message(error), tuple(metadata))
 
 
-def _caller(context: Context) -> Caller:
-    return Caller.read(context.invocation_metadata() or (), context.time_remaining())
+def _caller(account: Account, context: Context) -> Caller:
+    return Caller.read(account, context.invocation_metadata() or (), context.time_remaining())
 
 
 def _asked_id(context: Context) -> str:

@@ -112,7 +112,7 @@ class KserveStream:
         problem: DynamoError | None = None
         try:
             request = TensorRequest.parse(data)
-            card = self._plane.card(request.head.model_name, request.head.model_version)
+            card = self._plane.card(self._caller.account, request.head.model_name, request.head.model_version)
         except DynamoError as error:
             problem = error
         turn = after = None

@@ -32,6 +32,7 @@ from dynamo.frontend.api.text.rules import new_tool_call_id, parsed
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, ToolCall, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
+from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import Generation
 
 
@@ -45,12 +46,12 @@ class ChatCompletions:
         started = edge.clock()
         caller = exchange.caller()
         request = edge.completed(decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth))
-        asked = chat_to_text(request, edge.plane.card(request.model), edge.parsers, edge.limits)
+        asked = chat_to_text(request, edge.plane.card(exchange.account, request.model), edge.parsers, edge.limits)
         call = call_of(request, caller, "chat_completions")
         extras = Extras(request, started, edge.clock)
         generation = edge.plane.generate(asked.texts[0], call)
         async with exchange.attended(), generation:
-            texts = await self._token_texts(request)
+            texts = await self._token_texts(exchange.account, request)
             head = Head(
                 id=f"chatcmpl-{secrets.token_hex(12)}",
                 kind="chat.completion.chunk",
@@ -70,7 +71,7 @@ class ChatCompletions:
         chunks = ChatChunks(head, asked.n, _parsers(asked, generation), texts, text.logprobs or 0)
         async with exchange.events() as stream:
             if extras.annotations:
-                model = await self._edge.plane.text_model(text.model)
+                model = await self._edge.plane.text_model(exchange.account, text.model)
                 if annotations := await extras.before(generation, model, text, exchange.request_id):
                     await stream.write(b"".join(annotations))
             await write_stream(stream, generation, extras.watched(chunks))
@@ -101,10 +102,10 @@ class ChatCompletions:
         )
         await exchange.answer(encode(answer))
 
-    async def _token_texts(self, request: ChatRequest) -> TokenTexts | None:
+    async def _token_texts(self, account: Account, request: ChatRequest) -> TokenTexts | None:
         if not request.logprobs and request.prompt_logprobs is None:
             return None
-        return TokenTexts((await self._edge.plane.text_model(request.model)).tokenizer)
+        return TokenTexts((await self._edge.plane.text_model(account, request.model)).tokenizer)
 
 
 def _parsers(asked: Asked, generation: Generation) -> list[OutputParser]:

@@ -21,6 +21,7 @@ from dynamo.frontend.api.openai.to_text import Asked, call_of, completion_to_tex
 from dynamo.frontend.api.text.generations import Source, one_source
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextDelta
+from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import Generation
 
 
@@ -34,7 +35,7 @@ class Completions:
         started = edge.clock()
         caller = exchange.caller()
         request = edge.completed(decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth))
-        asked = completion_to_text(request, edge.plane.card(request.model), edge.limits)
+        asked = completion_to_text(request, edge.plane.card(exchange.account, request.model), edge.limits)
         call = call_of(request, caller, "completions")
         extras = Extras(request, started, edge.clock)
         if len(asked.texts) > 1 and extras:
@@ -65,12 +66,12 @@ class Completions:
     ) -> None:
         text = asked.texts[0]
         choices = len(asked.texts) * asked.n
-        texts = await self._token_texts(request)
-        echo = await self._echo(asked) if request.echo else ()
+        texts = await self._token_texts(exchange.account, request)
+        echo = await self._echo(exchange.account, asked) if request.echo else ()
         chunks = CompletionChunks(head, choices, texts, text.logprobs or 0, echo)
         async with exchange.events() as stream:
             if extras.annotations:
-                model = await self._edge.plane.text_model(text.model)
+                model = await self._edge.plane.text_model(exchange.account, text.model)
                 if annotations := await extras.before(generations[0], model, text, exchange.request_id):
                     await stream.write(b"".join(annotations))
             await write_stream(stream, source, extras.watched(chunks))
@@ -92,8 +93,8 @@ class Completions:
                 folds[delta.index].add(delta)
                 if extras.tokens is not None:
                     extras.tokens += delta.tokens
-        texts = await self._token_texts(request)
-        echo = await self._echo(asked) if request.echo else [""] * len(folds)
+        texts = await self._token_texts(exchange.account, request)
+        echo = await self._echo(exchange.account, asked) if request.echo else [""] * len(folds)
         wanted = request.n or 1
         choices: list[CompletionChoice] = []
         for at, generation in enumerate(generations):
@@ -111,14 +112,14 @@ class Completions:
         )
         await exchange.answer(encode(answer))
 
-    async def _token_texts(self, request: CompletionRequest) -> TokenTexts | None:
+    async def _token_texts(self, account: Account, request: CompletionRequest) -> TokenTexts | None:
         if request.logprobs is None and request.prompt_logprobs is None:
             return None
-        return TokenTexts((await self._edge.plane.text_model(request.model)).tokenizer)
+        return TokenTexts((await self._edge.plane.text_model(account, request.model)).tokenizer)
 
-    async def _echo(self, asked: Asked) -> list[str]:
+    async def _echo(self, account: Account, asked: Asked) -> list[str]:
         """The prompt of each choice as text."""
-        model = await self._edge.plane.text_model(asked.texts[0].model)
+        model = await self._edge.plane.text_model(account, asked.texts[0].model)
         return [prompt for text in asked.texts for prompt in [formatted_prompt(model, text)] * asked.n]
 
 

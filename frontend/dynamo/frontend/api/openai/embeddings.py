@@ -30,7 +30,6 @@ from dynamo.frontend.api.openai.response_objects import Embedding, Embeddings, E
 from dynamo.frontend.api.openai.to_text import prompts_of
 from dynamo.frontend.api.text.rules import check_chars
 from dynamo.frontend.metrics import RequestType
-from dynamo.frontend.security.accounts import charge
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
 TOKENS_OUTPUT = "prompt_tokens"
@@ -46,7 +45,7 @@ class EmbeddingsEndpoint:
         caller = exchange.caller()
         request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
         plane, limits = self._edge.plane, self._edge.limits
-        card = plane.card(request.model)
+        card = plane.card(exchange.account, request.model)
         texts = _texts(request, limits.max_embedding_inputs)
         check_chars(sum(map(len, texts)), limits, "input")
         tensors = to_tensors(texts, request.model, card)
@@ -54,7 +53,7 @@ class EmbeddingsEndpoint:
         async with exchange.attended():
             answer = await plane.infer(tensors, call)
         vectors, tokens = from_tensors(bytes(answer), len(texts))
-        charge(tokens)
+        call.account.charge(tokens)
         if request.dimensions is not None:
             vectors = shortened(vectors, request.dimensions)
         data = [

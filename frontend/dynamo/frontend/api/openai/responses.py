@@ -36,7 +36,7 @@ class Responses:
         caller = exchange.caller()
         request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
         chat = edge.completed(request.to_chat())
-        asked = chat_to_text(chat, edge.plane.card(chat.model), edge.parsers, edge.limits)
+        asked = chat_to_text(chat, edge.plane.card(exchange.account, chat.model), edge.parsers, edge.limits)
         generation = edge.plane.generate(asked.texts[0], call_of(chat, caller, "responses"))
         response = _response(request, chat.model, int(started))
         async with exchange.attended(), generation:

@@ -31,8 +31,8 @@ class Tokenize:
         request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
-        llm = llm_of(self._edge.plane.card(request.model))
-        text = await self._edge.plane.text_model(request.model)
+        llm = llm_of(self._edge.plane.card(exchange.account, request.model))
+        text = await self._edge.plane.text_model(exchange.account, request.model)
         if request.messages is not None:
             messages, media = messages_to_text(request.messages, llm, self._edge.limits)
             rendered = text.render(
@@ -66,7 +66,7 @@ class Detokenize:
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
         request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
-        vocabulary = (await self._edge.plane.text_model(request.model)).tokenizer
+        vocabulary = (await self._edge.plane.text_model(exchange.account, request.model)).tokenizer
         tokens = request.tokens
         if tokens:
             vocabulary.check_ids(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 
 import grpc
 import grpc.aio
@@ -16,9 +17,12 @@ from dynamo.frontend.api.guard import Guard, record, record_refusal
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES
 from dynamo.frontend.api.rpc.server import Context, Handlers
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
-from dynamo.frontend.security.accounts import Account, account
+from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.security.surfaces import Surface
 from dynamo.protos import inference_pb2 as pb
+
+_account: ContextVar[Account] = ContextVar("account")
+"""Set by the guard for the handler of a call. It has no default: a handler that no guard has entered must not go on."""
 
 _SURFACES = {
     "ServerLive": Surface.HEALTH,
@@ -63,6 +67,11 @@ def surface_of(service: str, method: str) -> Surface:
     return _SURFACES.get(method, Surface.INFERENCE)
 
 
+def account_source(guard: Guard) -> Callable[[], Account]:
+    """Return what tells a handler behind `guard` the account of its call."""
+    return _account.get if guard.requires_keys else lambda: ANONYMOUS
+
+
 def guarded(
     services: Mapping[str, Handlers], guard: Guard, refused: Callable[[BaseException], None] = lambda error: None
 ) -> dict[str, Handlers]:
@@ -92,9 +101,8 @@ def _guarded(
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         request_id = usable_id(headers.get("x-request-id", ""))
         action = _action(name, request) if is_action else ""
-        holder: Account | None = None
         try:
-            holder = guard.enter(surface, headers)
+            account = guard.enter(surface, headers)
         except DynamoError as error:
             request_id = request_id or secrets.token_hex(12)
             if is_action:
@@ -102,7 +110,7 @@ def _guarded(
             if surface is Surface.INFERENCE:
                 refused(error)
             await _refuse(context, error, request_id)
-        account.set(holder)
+        _account.set(account)
         if not is_action:
             return await inner(request, context)
         if not request_id:  # the record and the answer shall name the same one
@@ -115,7 +123,7 @@ def _guarded(
             outcome = "done"
             return answer
         finally:
-            record(action, holder, context.peer(), request_id, outcome)
+            record(action, account, context.peer(), request_id, outcome)
 
     replaced: grpc.RpcMethodHandler[bytes, bytes] = handler._replace(**{kind: enter})  # type: ignore[attr-defined]
     return replaced

@@ -16,6 +16,7 @@ from dynamo.common.errors import ModelNotFound, ShuttingDown
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.rpc.server import Context, Handlers
 from dynamo.frontend.api.rpc.streams import StreamDrain
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane
 
 INFERENCE_SERVICE = "inference.GRPCInferenceService"
@@ -52,7 +53,7 @@ class HealthService:
             ready = True
         else:
             try:
-                self._plane.card(service)
+                self._plane.card(ANONYMOUS, service)  # health is for all
             except ModelNotFound:
                 return ServingStatus.SERVICE_UNKNOWN
             ready = self._readiness.is_model_ready(service)

@@ -25,6 +25,7 @@ from dynamo.frontend.api.kserve.text import to_text_requests
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane
 
@@ -55,11 +56,11 @@ async def answer_generate_stream(plane: DataPlane, exchange: Exchange, target: T
 
 
 async def _read(plane: DataPlane, exchange: Exchange, target: Target, request_type: RequestType) -> tuple[Asked, ModelCard, Call]:
-    caller = Caller.read(exchange.headers.items())
+    caller = Caller.read(exchange.account, exchange.headers.items())
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
     body = await read_body(exchange)
-    card = plane.card(target.model, target.version)
+    card = plane.card(exchange.account, target.model, target.version)
     fields = decode_object(body, exchange.settings.max_json_depth)
     asked = read_generate(fields, card, target.model, target.version)
     return asked, card, begin(exchange, caller, asked.request, card, request_type)
@@ -103,7 +104,7 @@ def _shown(answer: Answer) -> dict[str, Any]:
 
 async def _all_text(plane: DataPlane, asked: Asked, card: ModelCard, call: Call) -> dict[str, Any]:
     texts = to_text_requests(asked.request, card)
-    writer = await _writer(plane, asked, card, texts)
+    writer = await _writer(plane, call.account, asked, card, texts)
     choices: list[list[TextDelta]] = []
     for deltas in await all_text(plane, texts, call):
         choices += [[delta for delta in deltas if delta.index == index] for index in range(texts[0].n)]
@@ -114,17 +115,17 @@ async def _stream_text(plane: DataPlane, asked: Asked, card: ModelCard, call: Ca
     texts = to_text_requests(asked.request, card)
     if len(texts) * texts[0].n != 1:
         raise InvalidRequest("generate_stream streams one choice of one prompt; ask for more of them one by one, or by generate")
-    writer = await _writer(plane, asked, card, texts)
+    writer = await _writer(plane, call.account, asked, card, texts)
     async with plane.generate(texts[0], call) as generation:
         while deltas := await generation.read():
             if events := b"".join(map(writer.event, deltas)):
                 await stream.write(events)
 
 
-async def _writer(plane: DataPlane, asked: Asked, card: ModelCard, texts: Sequence[TextRequest]) -> _TextWriter:
+async def _writer(plane: DataPlane, account: Account, asked: Asked, card: ModelCard, texts: Sequence[TextRequest]) -> _TextWriter:
     tokens = None
     if texts[0].logprobs is not None:
-        tokens = TokenTexts((await plane.text_model(card.name)).tokenizer)
+        tokens = TokenTexts((await plane.text_model(account, card.name)).tokenizer)
     return _TextWriter(asked, card, tokens)
 
 

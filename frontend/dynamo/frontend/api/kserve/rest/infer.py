@@ -18,11 +18,11 @@ from dynamo.frontend.serving.data_plane import DataPlane
 
 
 async def answer_infer(plane: DataPlane, exchange: Exchange, target: Target) -> None:
-    caller = Caller.read(exchange.headers.items())
+    caller = Caller.read(exchange.account, exchange.headers.items())
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
     body = await read_body(exchange)
-    card = plane.card(target.model, target.version)
+    card = plane.card(exchange.account, target.model, target.version)
     parts = split(body, exchange.headers.get(JSON_LENGTH))
     request, form = read_request(parts, card, target.model, target.version, exchange.settings.max_json_depth)
     call = begin(exchange, caller, request, card, RequestType.UNARY)

@@ -22,7 +22,7 @@ async def answer_index(readiness: Readiness, exchange: Exchange, target: Target,
         raise InvalidRequest("'ready' must be true or false")
     check_repository(target.repository)
     index = kserve_messages.repository_index(
-        readiness.plane.cards(), readiness.is_model_ready, readiness.plane.repository_index()
+        readiness.plane.cards(exchange.account), readiness.is_model_ready, readiness.plane.repository_index(exchange.account)
     )
     entries = [to_json(entry) for entry in index.models if entry.state == "READY" or not only_ready]
     await exchange.answer(orjson.dumps(entries))
@@ -33,7 +33,7 @@ async def answer_load(readiness: Readiness, exchange: Exchange, target: Target) 
     check_repository(target.repository)
     request = load_request_from_json(target.model, await _object(exchange))
     async with exchange.attended():
-        await readiness.plane.load_model(request)
+        await readiness.plane.load_model(exchange.account, request)
     await exchange.answer(b"")
 
 
@@ -42,7 +42,7 @@ async def answer_unload(readiness: Readiness, exchange: Exchange, target: Target
     check_repository(target.repository)
     request = unload_request_from_json(target.model, await _object(exchange))
     async with exchange.attended():
-        await readiness.plane.unload_model(request)
+        await readiness.plane.unload_model(exchange.account, request)
     await exchange.answer(b"")
 
 

@@ -114,16 +114,16 @@ class KserveRest:
         await exchange.answer(self._server)
 
     async def _model(self, exchange: Exchange, target: Target, method: str) -> None:
-        card = self._readiness.plane.card(target.model, target.version)
+        card = self._readiness.plane.card(exchange.account, target.model, target.version)
         await _send(exchange, to_json(kserve_messages.model_metadata(card)))
 
     async def _config(self, exchange: Exchange, target: Target, method: str) -> None:
-        card = self._readiness.plane.card(target.model, target.version)
+        card = self._readiness.plane.card(exchange.account, target.model, target.version)
         await _send(exchange, to_json(kserve_messages.model_config(card).config))
 
     async def _statistics(self, exchange: Exchange, target: Target, method: str) -> None:
         async with exchange.attended():
-            statistics = await self._readiness.plane.statistics(target.model, target.version)
+            statistics = await self._readiness.plane.statistics(exchange.account, target.model, target.version)
         await _send(exchange, to_json(statistics))
 
     async def _index(self, exchange: Exchange, target: Target, method: str) -> None:
