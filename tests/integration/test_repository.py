@@ -42,20 +42,20 @@ class Client:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
 
-    async def call(self, name: str, request: object, answer: object) -> object:
+    async def call(self, name: str, request: object, response_type: object) -> object:
         method = self._channel.unary_unary(SERVICE + name)
-        return answer.FromString(await method(request.SerializeToString(), timeout=60))  # type: ignore[attr-defined]
+        return response_type.FromString(await method(request.SerializeToString(), timeout=60))  # type: ignore[attr-defined]
 
     async def index(self) -> dict[str, tuple[str, str]]:
-        found = await self.call("RepositoryIndex", pb.RepositoryIndexRequest(), pb.RepositoryIndexResponse)
-        return {model.name: (model.state, model.reason) for model in found.models}  # type: ignore[attr-defined]
+        response = await self.call("RepositoryIndex", pb.RepositoryIndexRequest(), pb.RepositoryIndexResponse)
+        return {model.name: (model.state, model.reason) for model in response.models}  # type: ignore[attr-defined]
 
     async def load(self, model: str, **parameters: str) -> None:
         request = pb.RepositoryModelLoadRequest(model_name=model)
         for name, value in parameters.items():
             request.parameters[name].string_param = value
-        found = await self.call("RepositoryModelLoad", request, pb.RepositoryModelLoadResponse)
-        assert found.isLoaded  # type: ignore[attr-defined]
+        response = await self.call("RepositoryModelLoad", request, pb.RepositoryModelLoadResponse)
+        assert response.isLoaded  # type: ignore[attr-defined]
 
     async def unload(self, model: str) -> None:
         request = pb.RepositoryModelUnloadRequest(model_name=model)
@@ -64,8 +64,8 @@ class Client:
     async def infer(self, model: str, value: float = 1.0) -> list[float]:
         request = pb.ModelInferRequest(model_name=model)
         request.inputs.add(name="x", datatype="FP32", shape=[1]).contents.fp32_contents.append(value)
-        found = await self.call("ModelInfer", request, pb.ModelInferResponse)
-        return list(found.outputs[0].contents.fp32_contents)  # type: ignore[attr-defined]
+        response = await self.call("ModelInfer", request, pb.ModelInferResponse)
+        return list(response.outputs[0].contents.fp32_contents)  # type: ignore[attr-defined]
 
 
 async def becomes_true(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
@@ -76,26 +76,26 @@ async def becomes_true(condition: Callable[[], object], timeout_s: float = 30.0)
 
 async def indexed(client: Client, model: str, state: str | None, reason: str = "", timeout_s: float = 30.0) -> str:
     """Returns when the index says so of a model, with the reason in full; None: it says nothing of it."""
-    found: dict[str, tuple[str, str]] = {}
+    index: dict[str, tuple[str, str]] = {}
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                found = await client.index()
-                seen = found.get(model, (None, ""))
+                index = await client.index()
+                seen = index.get(model, (None, ""))
                 if seen[0] == state and reason in seen[1]:
                     return seen[1]
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        raise AssertionError(f"the index says {found}") from None
+        raise AssertionError(f"the index says {index}") from None
 
 
 def connect(front: FrontendProcess) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(front.grpc_target, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
-def no_problems(found: list[dict[str, str]], cases: int) -> None:
-    assert len(found) == cases
-    problems = [f"{line['case']}\n{line['problem']}" for line in found if line["problem"]]
+def no_problems(results: list[dict[str, str]], cases: int) -> None:
+    assert len(results) == cases
+    problems = [f"{line['case']}\n{line['problem']}" for line in results if line["problem"]]
     assert not problems, "\n".join(problems)
 
 
@@ -106,8 +106,8 @@ async def test_tritons_clients_use_the_three_examples(etcd_server: EtcdServer, n
         frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
     ):
         await front.serves(*NAMES)
-        found = await run_client("repository_client", "examples", front.grpc_target, str(front.http_port), str(EXAMPLES))
-        no_problems(found, 10)
+        results = await run_client("repository_client", "examples", front.grpc_target, str(front.http_port), str(EXAMPLES))
+        no_problems(results, 10)
         assert not [line for line in serving.lines if "Traceback" in line]
 
 
@@ -225,15 +225,15 @@ async def test_a_worker_that_cannot_load_its_repository_says_so_and_does_not_sta
             *(sys.executable, "-m", "dynamo.worker", *flags), stderr=asyncio.subprocess.PIPE
         )
         async with asyncio.timeout(50):
-            _, said = await process.communicate()
-        return process.returncode, said.decode().splitlines()[-1]
+            _, output = await process.communicate()
+        return process.returncode, output.decode().splitlines()[-1]
 
-    status, said = await start("--model-repository", str(tmp_path), "--nats-servers", "nats://127.0.0.1:1")
-    assert status == 2 and "model 'broken' of the repository cannot be loaded" in said and "no weights" in said
-    status, said = await start("--model-repository", str(tmp_path / "nowhere"))
-    assert status == 2 and "nowhere cannot be read" in said
-    status, said = await start("--model-repository", str(tmp_path), "--load-model", "x")
-    assert status == 2 and "--load-model needs --model-control-mode explicit" in said
+    status, output = await start("--model-repository", str(tmp_path), "--nats-servers", "nats://127.0.0.1:1")
+    assert status == 2 and "model 'broken' of the repository cannot be loaded" in output and "no weights" in output
+    status, output = await start("--model-repository", str(tmp_path / "nowhere"))
+    assert status == 2 and "nowhere cannot be read" in output
+    status, output = await start("--model-repository", str(tmp_path), "--load-model", "x")
+    assert status == 2 and "--load-model needs --model-control-mode explicit" in output
 
 
 @pytest.mark.timeout(60)

@@ -38,8 +38,8 @@ def fleet(etcd: EtcdServer, nats: NatsServer, namespace: str, drain_timeout_s: f
 
 async def order(worker: Worker, path: str) -> None:
     async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{worker.status_port}", timeout=60) as http:
-        answer = await http.post(path)
-        assert answer.status_code == 200, answer.text
+        response = await http.post(path)
+        assert response.status_code == 200, response.text
 
 
 class Served:
@@ -82,7 +82,7 @@ async def test_one_of_two_sleeps_and_wakes_under_load_without_a_failed_request(
         await order(sleepy, "/sleep?level=1")
         assert sleepy.requests.open_requests == 0
         assert not f.engines[sleepy.instance].kv.held()
-        await until(lambda: [known.id for known in f.frontends[0].plane.models.instances("sim")] == [awake.instance])
+        await until(lambda: [instance.id for instance in f.frontends[0].plane.models.instances("sim")] == [awake.instance])
         before = served.by[sleepy.instance]
         await served.more(awake.instance, 60)
         assert served.by[sleepy.instance] <= before + 8, "but what it had answered and nobody had read"
@@ -129,7 +129,7 @@ async def test_a_stream_longer_than_the_drain_goes_on_elsewhere(
 
 
 @pytest.mark.timeout(120)
-async def test_with_nobody_awake_requests_are_unavailable_until_somebody_is(
+async def test_without_an_awake_worker_requests_are_unavailable_until_one_wakes(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     f = fleet(etcd_server, nats_server, namespace)

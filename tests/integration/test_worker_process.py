@@ -46,10 +46,10 @@ class Caller:
 
     async def instances(self, model: str, count: int) -> Sequence[Instance]:
         async with asyncio.timeout(20):
-            while len(found := self.directory.instances(model)) != count:
+            while len(instances := self.directory.instances(model)) != count:
                 self._changed.clear()
                 await self._changed.wait()
-        return found
+        return instances
 
     async def infer(self, instance: Instance, request: ModelInferRequest) -> ModelInferResponse:
         async with self.client.open(instance.id, instance.subject, "infer", request.SerializeToString()) as stream:
@@ -116,11 +116,11 @@ async def test_one_process_serves_several_models_and_leaves_in_order(
         tokenizer = await FileStore(caller.nats, tmp_path).get(words.card.llm.tokenizer)
         assert sha256(tokenizer).hexdigest() == words.card.llm.tokenizer
         slow = asyncio.create_task(caller.infer(echo, echo_request(delay_ms=1000)))
-        answer = await caller.infer(echo, echo_request())
+        response = await caller.infer(echo, echo_request())
         process.send_signal(signal.SIGTERM)
         await caller.instances("echo", 0)
         assert not slow.done()
-        assert (await slow).raw_output_contents == answer.raw_output_contents
+        assert (await slow).raw_output_contents == response.raw_output_contents
         async with asyncio.timeout(10):
             assert await process.wait() == 0
 
@@ -148,7 +148,7 @@ async def test_files_of_models_are_stored_again_in_a_nats_that_lost_them(
                     await asyncio.sleep(0.1)
 
 
-async def test_no_request_fails_when_a_worker_is_told_to_stop_under_load(
+async def test_no_request_fails_when_a_worker_is_stopped_under_load(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with (
@@ -158,17 +158,17 @@ async def test_no_request_fails_when_a_worker_is_told_to_stop_under_load(
     ):
         both = await caller.instances("echo", 2)
         over = asyncio.Event()
-        answered = 0
+        completed = 0
 
         async def load(turn: int) -> None:
-            nonlocal answered
+            nonlocal completed
             while not over.is_set():
                 turn += 1
                 candidates = list(caller.directory.instances("echo"))
                 for attempt in range(len(candidates)):
                     try:
                         await caller.infer(candidates[(turn + attempt) % len(candidates)], echo_request(delay_ms=turn % 5))
-                        answered += 1
+                        completed += 1
                         break
                     except DynamoError as error:
                         assert error.retryable, error
@@ -182,12 +182,12 @@ async def test_no_request_fails_when_a_worker_is_told_to_stop_under_load(
             async with asyncio.timeout(20):
                 assert await leaving.wait() == 0
             await caller.instances("echo", 1)
-            before = answered
+            before = completed
             for _ in range(50):
                 await caller.infer(caller.directory.instances("echo")[0], echo_request())
             over.set()
         assert len(both) == 2
-        assert answered > before > 0
+        assert completed > before > 0
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ async def test_an_engine_is_served_from_a_program_of_ones_own(
         await caller.instances("echo", 0)
 
 
-async def test_serving_ends_when_it_is_told_to(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
+async def test_serving_ends_when_stop_is_set(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
     stop = asyncio.Event()
     seen: list[Worker] = []
 

@@ -39,11 +39,11 @@ class Bus:
             return ModelInferResponse.FromString(bytes(await stream.result()))
 
     async def stream(self, verb: str, body: bytes) -> tuple[list[bytes], bytes]:
-        answers: list[bytes] = []
+        responses: list[bytes] = []
         async with self.client.open(self.instance, self.subject, verb, body) as stream:
             while read := await stream.read():
-                answers += map(bytes, read)
-            return answers, bytes(stream.trailer)
+                responses += map(bytes, read)
+            return responses, bytes(stream.trailer)
 
 
 @asynccontextmanager
@@ -75,9 +75,9 @@ def echo_request(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> M
 async def test_tensors_of_any_size_come_back_as_they_were(nats_server: NatsServer, namespace: str, size: int) -> None:
     values = np.random.default_rng(size).random(size, np.float32)
     async with served(nats_server, namespace, EchoTensors()) as bus:
-        answer = await bus.infer(echo_request(values))
-    assert (answer.id, answer.model_name, answer.model_version) == ("7", "echo", "1")
-    assert answer.raw_output_contents[0] == values.tobytes()
+        response = await bus.infer(echo_request(values))
+    assert (response.id, response.model_name, response.model_version) == ("7", "echo", "1")
+    assert response.raw_output_contents[0] == values.tobytes()
 
 
 async def test_concurrent_requests_share_batches_of_the_classifier(nats_server: NatsServer, namespace: str) -> None:
@@ -85,15 +85,15 @@ async def test_concurrent_requests_share_batches_of_the_classifier(nats_server: 
         digits = sys.modules["dynamo_model_classifier"].prototypes()
 
         def request(digit: int) -> ModelInferRequest:
-            asked = ModelInferRequest(model_name="classifier", raw_input_contents=[digits[digit].tobytes()])
-            asked.inputs.add(name="image", datatype="FP32", shape=[1, 8, 8])
-            asked.outputs.add(name="digit")
-            return asked
+            request_message = ModelInferRequest(model_name="classifier", raw_input_contents=[digits[digit].tobytes()])
+            request_message.inputs.add(name="image", datatype="FP32", shape=[1, 8, 8])
+            request_message.outputs.add(name="digit")
+            return request_message
 
-        answers = await asyncio.gather(*(bus.infer(request(n % 10)) for n in range(64)))
+        responses = await asyncio.gather(*(bus.infer(request(n % 10)) for n in range(64)))
         statistics = bus.service.models[0].statistics["1"].to_message()
-    found = [int.from_bytes(answer.raw_output_contents[0], "little") for answer in answers]
-    assert found == [n % 10 for n in range(64)]
+    digits_found = [int.from_bytes(response.raw_output_contents[0], "little") for response in responses]
+    assert digits_found == [n % 10 for n in range(64)]
     assert statistics.inference_count == 64
     assert statistics.execution_count < 32
     assert sum(batch.batch_size * batch.compute_infer.count for batch in statistics.batch_stats) == 64
@@ -104,8 +104,8 @@ async def test_a_decoupled_model_streams_and_its_refusal_is_the_callers_mistake(
         request = ModelInferRequest(model_name="countdown")
         tensor = request.inputs.add(name="start", datatype="INT32", shape=[1])
         tensor.contents.int_contents.append(3)
-        answers, _ = await bus.stream("infer", request.SerializeToString())
-        left = [ModelInferResponse.FromString(answer).outputs[0].contents.int_contents[0] for answer in answers]
+        responses, _ = await bus.stream("infer", request.SerializeToString())
+        left = [ModelInferResponse.FromString(response).outputs[0].contents.int_contents[0] for response in responses]
         assert left == [3, 2, 1, 0]
         tensor.contents.int_contents[0] = -5
         with pytest.raises(InvalidRequest, match="start is -5"):
@@ -120,8 +120,8 @@ async def test_many_token_streams_run_at_once_and_each_is_whole(nats_server: Nat
             body = request_encoder.encode(
                 GenerateRequest(model="echo-llm", prompt=pack_tokens(prompt), stop=Stop(max_tokens=120))
             )
-            answers, trailer = await bus.stream("generate", body)
-            tokens = [token for answer in answers for token in delta_decoder.decode(answer).tokens]
+            responses, trailer = await bus.stream("generate", body)
+            tokens = [token for response in responses for token in delta_decoder.decode(response).tokens]
             assert tokens == (prompt * 3)[:120]
             assert summary_decoder.decode(trailer) == Summary(prompt_tokens=50, output_tokens=120)
 
@@ -174,7 +174,7 @@ async def test_draining_finishes_what_is_open_and_refuses_what_is_new(nats_serve
         assert (await open_request).id == "7"
 
 
-async def test_an_answer_to_a_caller_that_is_too_late_is_not_computed(nats_server: NatsServer, namespace: str) -> None:
+async def test_a_request_past_its_deadline_is_not_computed(nats_server: NatsServer, namespace: str) -> None:
     async with served(nats_server, namespace, EchoTensors()) as bus:
         slow = echo_request(np.zeros(4, np.float32))
         slow.parameters["delay_ms"].int64_param = 60_000

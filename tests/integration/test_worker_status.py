@@ -15,8 +15,8 @@ from tests.support.servers import EtcdServer, NatsServer, free_ports
 
 
 async def health(http: httpx2.AsyncClient) -> tuple[int, dict[str, Any]]:
-    answer = await http.get("/health")
-    return answer.status_code, answer.json()
+    response = await http.get("/health")
+    return response.status_code, response.json()
 
 
 async def becomes(http: httpx2.AsyncClient, status: int, within_s: float = 30.0) -> dict[str, Any]:
@@ -24,10 +24,10 @@ async def becomes(http: httpx2.AsyncClient, status: int, within_s: float = 30.0)
     async with asyncio.timeout(within_s):
         while True:
             try:
-                found, body = await health(http)
+                code, body = await health(http)
             except httpx2.TransportError:
-                found, body = 0, {}
-            if found == status:
+                code, body = 0, {}
+            if code == status:
                 return body
             await asyncio.sleep(0.02)
 
@@ -52,14 +52,14 @@ async def test_a_worker_is_ready_from_registration_until_it_drains(
         await front.serves("echo")
         async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30) as client:
             tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [1], "data": [1.0]}
-            held = {"inputs": [tensor], "parameters": {"delay_ms": 3000}}
-            asking = asyncio.create_task(client.post("/v2/models/echo/infer", json=held))
+            slow_request = {"inputs": [tensor], "parameters": {"delay_ms": 3000}}
+            pending = asyncio.create_task(client.post("/v2/models/echo/infer", json=slow_request))
             await _metric(http, "dynamo_component_inflight_requests", 1)
             backend.terminate()
             body = await becomes(http, 503)
             assert (body["status"], body["state"]) == ("notready", "draining")
             assert (await http.get("/live")).status_code == 200
-            assert (await asking).status_code == 200
+            assert (await pending).status_code == 200
         assert await backend.ended() == 0
 
 

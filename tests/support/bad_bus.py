@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from dynamo.common.kv.events import KvState
-from dynamo.worker.engine.base import Load
+from dynamo.worker.engine.base import EngineLoad
 
 Publish = Callable[[str, bytes, str], bool]
 
@@ -56,8 +56,8 @@ class CachingEngine:
     def on_step(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
-    def load(self) -> Load:
-        return Load()
+    def load(self) -> EngineLoad:
+        return EngineLoad()
 
     def step(self, blocks: int = 40) -> None:
         """Blocks come and go, out of some few."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dynamo.worker.engine.base import Context
-from dynamo.worker.repository.execution import Answer, Parameter, Request, closing
+from dynamo.worker.repository.execution import ModelRequest, ModelResponse, Parameter, closing
 from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
@@ -51,9 +51,9 @@ def model_with_config(repository: Path, name: str, config: str) -> Path:
 
 
 @asynccontextmanager
-async def opened(repository: Path, *load: str, **settings: Any) -> AsyncIterator[RepositoryModels]:
-    """Its models, of which these are loaded; raises if one does not load."""
-    models = RepositoryModels(RepositorySettings(folders=(repository,), drain_s=5.0, **settings))
+async def opened(repository: Path, *load: str, also: Sequence[Path] = (), **settings: Any) -> AsyncIterator[RepositoryModels]:
+    """Open the models of `repository` and of those in `also`, and load some; raises if one does not load."""
+    models = RepositoryModels(RepositorySettings(folders=(repository, *also), drain_s=5.0, **settings))
     try:
         for error in (await models.load_all(load)).values():
             raise error
@@ -62,24 +62,24 @@ async def opened(repository: Path, *load: str, **settings: Any) -> AsyncIterator
         await models.close()
 
 
-async def answers(
+async def infer_all(
     models: RepositoryModels,
     model: str,
     inputs: Mapping[str, Any],
     version: str = "",
     parameters: Mapping[str, Parameter] | None = None,
     outputs: Sequence[str] = (),
-) -> list[Answer]:
+) -> list[ModelResponse]:
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
-    request = Request(arrays, Context("request-7"), outputs, parameters or {})
-    async with closing(models.run(model, version, request)) as found:
-        return [answer async for answer in found]
+    request = ModelRequest(arrays, Context("request-7"), outputs, parameters or {})
+    async with closing(models.run(model, version, request)) as responses:
+        return [response async for response in responses]
 
 
-async def answer(models: RepositoryModels, model: str, inputs: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """The one answer's outputs as lists; bytes as they are."""
-    [found] = await answers(models, model, inputs, **more)
-    return {name: array.tolist() for name, array in found.outputs.items()}
+async def infer(models: RepositoryModels, model: str, inputs: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the outputs of the only response as lists; bytes stay bytes."""
+    [response] = await infer_all(models, model, inputs, **more)
+    return {name: array.tolist() for name, array in response.outputs.items()}
 
 
 def x(*values: float) -> dict[str, Any]:

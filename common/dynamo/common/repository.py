@@ -83,14 +83,14 @@ _DECODER = msgspec.json.Decoder(RepositoryInstance)
 def decode_repository(key: str, value: bytes) -> RepositoryInstance:
     """What is registered under `key`. Raises InvalidRequest if that is no repository, or one of somebody else."""
     try:
-        found = _DECODER.decode(value)
+        instance = _DECODER.decode(value)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"it cannot be read: {error}") from None
-    if found.key != key:
-        raise InvalidRequest(f"its content belongs under {found.key}")
-    if not _SUBJECT.fullmatch(found.subject):
-        raise InvalidRequest(f"{found.subject!r} is not a subject to send requests to")
-    return found
+    if instance.key != key:
+        raise InvalidRequest(f"its content belongs under {instance.key}")
+    if not _SUBJECT.fullmatch(instance.subject):
+        raise InvalidRequest(f"{instance.subject!r} is not a subject to send requests to")
+    return instance
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -125,14 +125,14 @@ def merge_indexes(instances: Iterable[RepositoryInstance]) -> Iterator[IndexEntr
     An entry is READY if it is at one worker; its reason then names those where it is not. The version of a model that one worker
     does not know is left out if another one does.
     """
-    found: dict[tuple[str, str], list[tuple[InstanceId, IndexEntry]]] = {}
+    entries: dict[tuple[str, str], list[tuple[InstanceId, IndexEntry]]] = {}
     for instance in instances:
         for entry in instance.entries:
-            found.setdefault((entry.name, entry.version), []).append((instance.id, entry))
-    known = {name for name, version in found if version}
-    for name, version in sorted(found, key=_order):
-        if version or name not in known:
-            yield _merge(found[name, version])
+            entries.setdefault((entry.name, entry.version), []).append((instance.id, entry))
+    known_names = {name for name, version in entries if version}
+    for name, version in sorted(entries, key=_order):
+        if version or name not in known_names:
+            yield _merge(entries[name, version])
 
 
 def _order(key: tuple[str, str]) -> tuple[str, int, str]:

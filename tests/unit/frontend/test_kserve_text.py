@@ -308,7 +308,7 @@ def test_choices_of_a_batch_have_one_element_each(make: Callable[..., ModelInfer
     assert elements(stream.infer_response)["text_output"] == [b"yz", b"x", b"", b""]
 
 
-def test_only_requested_outputs_are_answered() -> None:
+def test_only_requested_outputs_are_returned() -> None:
     request = raw_request("x")
     request.parameters["logprobs"].int64_param = 1
     for name in ("logprobs", "text_output"):

@@ -69,10 +69,10 @@ async def submit_while_busy(
 async def test_requests_that_arrive_together_are_one_execution_and_get_their_own_rows() -> None:
     model = Model()
     async with batching(model) as batcher:
-        answers = await asyncio.gather(*(batcher.submit(x(n, n + 0.5), 2, Context(str(n))) for n in range(4)))
+        responses = await asyncio.gather(*(batcher.submit(x(n, n + 0.5), 2, Context(str(n))) for n in range(4)))
     assert model.sizes == [8]
-    for n, answer in enumerate(answers):
-        np.testing.assert_array_equal(answer["y"], [[2 * n], [2 * n + 1]])
+    for n, response in enumerate(responses):
+        np.testing.assert_array_equal(response["y"], [[2 * n], [2 * n + 1]])
 
 
 async def test_a_batch_is_never_larger_than_the_model_allows() -> None:
@@ -187,7 +187,7 @@ async def test_a_failed_execution_fails_every_request_in_it() -> None:
         assert (await batcher.submit(x(1), 1, Context("after")))["y"].tolist() == [[2]]
 
 
-async def test_only_the_request_at_fault_is_told_that_it_is_invalid() -> None:
+async def test_only_the_invalid_request_of_a_batch_fails() -> None:
     def refuse_negative(inputs: Tensors) -> None:
         if (inputs["x"] < 0).any():
             raise InvalidRequest("x is negative")

@@ -11,7 +11,7 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.worker.canary import Canary
-from dynamo.worker.engine.base import Context, Load
+from dynamo.worker.engine.base import Context, EngineLoad
 
 IDLE_S = 1000.0
 NOW = 0.0
@@ -40,38 +40,38 @@ class Engine:
         yield Delta(tokens=(1,))
         yield Summary()
 
-    def load(self) -> Load:
-        return Load()
+    def load(self) -> EngineLoad:
+        return EngineLoad()
 
     async def close(self) -> None:
         return
 
 
-async def test_an_idle_engine_is_asked_for_one_token() -> None:
+async def test_a_probe_of_an_idle_engine_generates_one_token() -> None:
     engine = Engine()
-    await Canary("m", engine).sing(NOW)
+    await Canary("m", engine).probe(NOW)
     [request] = engine.requests
     assert (request.model, request.prompt_tokens, request.stop.max_tokens) == ("m", 1, 1)
 
 
-async def test_an_engine_that_answered_lately_is_not_disturbed() -> None:
+async def test_an_engine_that_made_progress_lately_is_not_probed() -> None:
     engine = Engine()
     canary = Canary("m", engine)
-    await canary.sing(IDLE_S)
+    await canary.probe(IDLE_S)
     canary.progress += 1
-    await canary.sing(NOW + 1e-3)
+    await canary.probe(NOW + 1e-3)
     assert engine.requests == []
 
 
-async def test_many_questions_at_once_cost_one_token() -> None:
+async def test_many_probes_at_once_cost_one_token() -> None:
     engine = Engine()
     engine.works.clear()
     canary = Canary("m", engine)
-    asking = [asyncio.create_task(canary.sing(NOW)) for _ in range(5)]
+    probes = [asyncio.create_task(canary.probe(NOW)) for _ in range(5)]
     while not engine.requests:
         await asyncio.sleep(0)
     engine.works.set()
-    await asyncio.gather(*asking)
+    await asyncio.gather(*probes)
     assert len(engine.requests) == 1
 
 
@@ -85,40 +85,40 @@ async def test_a_full_engine_that_works_on_passes_though_the_token_waits_in_line
 
     engine.on_request = others_go_on
     async with asyncio.timeout(5):
-        await canary.sing(0.05)
+        await canary.probe(0.05)
     assert not engine.works.is_set()
     await canary.close()
 
 
-async def test_what_the_engine_fails_with_is_told_each_time() -> None:
+async def test_each_probe_raises_the_error_of_the_engine() -> None:
     engine = Engine()
     engine.error = EngineError("out of memory")
     canary = Canary("m", engine)
     for _ in range(2):
         with pytest.raises(EngineError, match="out of memory"):
-            await canary.sing(NOW)
+            await canary.probe(NOW)
     engine.error = None
-    await canary.sing(NOW)
+    await canary.probe(NOW)
 
 
 async def test_an_engine_that_breaks_unforeseen_fails_its_canary() -> None:
     engine = Engine()
     engine.error = ZeroDivisionError()
     with pytest.raises(EngineError, match="the engine failed"):
-        await Canary("m", engine).sing(NOW)
+        await Canary("m", engine).probe(NOW)
 
 
 async def test_an_engine_that_refuses_the_token_lives() -> None:
     engine = Engine()
     engine.error = InvalidRequest("no such token")
-    await Canary("m", engine).sing(NOW)
+    await Canary("m", engine).probe(NOW)
 
 
-async def test_a_hung_engine_keeps_those_who_ask_waiting_and_can_be_closed() -> None:
+async def test_a_hung_engine_keeps_probes_waiting_and_can_be_closed() -> None:
     engine = Engine()
     engine.works.clear()
     canary = Canary("m", engine)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await canary.sing(NOW)
+            await canary.probe(NOW)
     await canary.close()

@@ -43,12 +43,12 @@ def test_a_config_pbtxt_becomes_a_card_with_the_batch_dimension_in_front(tmp_pat
     assert declaration.concurrency == 2
 
 
-def test_a_model_served_under_another_name_says_so_in_its_config(tmp_path: Path) -> None:
+def test_the_config_of_a_renamed_model_has_the_new_name(tmp_path: Path) -> None:
     card = from_model_config(ModelConfig(name="a", output=[{"name": "y", "data_type": TYPE_FP32, "dims": [1]}])).to_card("b")
     assert ModelConfig.FromString(card.model_config).name == "b"
 
 
-def test_yaml_and_python_say_the_same_thing() -> None:
+def test_yaml_and_python_give_the_same_declaration() -> None:
     yaml = """
     name: net
     inputs: {x: {datatype: FP32, shape: [-1, 2]}}

@@ -35,10 +35,10 @@ async def test_every_input_comes_back_under_its_own_name_without_being_copied() 
     head.inputs.add(name="A", datatype="FP32", shape=[8192])
     head.inputs.add(name="B", datatype="BYTES", shape=[1, 1])
     request = TensorRequest.parse(TensorRequest.build(head, [bytes(range(256)) * 128, b"\x01\0\0\0z"]).raw)
-    [answer] = [answer async for answer in EchoTensors().infer(request, Context("r"))]
-    assert [(o.name, o.datatype, list(o.shape)) for o in answer.head.outputs] == [("A", "FP32", [8192]), ("B", "BYTES", [1, 1])]
-    assert [bytes(raw) for raw in answer.raw_outputs] == [bytes(range(256)) * 128, b"\x01\0\0\0z"]
-    assert answer.raw_outputs[0] is request.raw_inputs[0]
+    [response] = [response async for response in EchoTensors().infer(request, Context("r"))]
+    assert [(o.name, o.datatype, list(o.shape)) for o in response.head.outputs] == [("A", "FP32", [8192]), ("B", "BYTES", [1, 1])]
+    assert [bytes(raw) for raw in response.raw_outputs] == [bytes(range(256)) * 128, b"\x01\0\0\0z"]
+    assert response.raw_outputs[0] is request.raw_inputs[0]
 
 
 async def test_parameters_of_all_kinds_are_echoed() -> None:
@@ -48,15 +48,15 @@ async def test_parameters_of_all_kinds_are_echoed() -> None:
     head.parameters["s"].string_param = "s"
     head.parameters["d"].double_param = 0.5
     head.parameters["u"].uint64_param = 2**64 - 1
-    [answer] = [answer async for answer in EchoTensors().infer(TensorRequest.build(head), Context("r"))]
-    assert answer.head.parameters == head.parameters
+    [response] = [response async for response in EchoTensors().infer(TensorRequest.build(head), Context("r"))]
+    assert response.head.parameters == head.parameters
 
 
-async def test_repeat_gives_several_answers_and_its_size_is_bounded() -> None:
+async def test_repeat_gives_several_responses_and_is_bounded() -> None:
     head = ModelInferRequest()
     head.parameters["repeat"].int64_param = 3
     engine = EchoTensors(echo_declaration(decoupled=True))
-    assert len([answer async for answer in engine.infer(TensorRequest.build(head), Context("r"))]) == 3
+    assert len([response async for response in engine.infer(TensorRequest.build(head), Context("r"))]) == 3
     head.parameters["repeat"].uint64_param = 2**63
     with pytest.raises(InvalidRequest, match="repeat"):
         await anext(engine.infer(TensorRequest.build(head), Context("r")))

@@ -21,7 +21,7 @@ from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampl
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.worker.config import EngineKind
-from dynamo.worker.engine.base import Context, Engine, HasFiles, Load, TracksKv
+from dynamo.worker.engine.base import Context, Engine, EngineLoad, HasFiles, TracksKv
 from dynamo.worker.engines import make_engine
 from tests.support.tiny_llama import make_tiny_llama
 
@@ -79,13 +79,13 @@ def make(kind: str, folder: Path) -> Engine:
     return engine
 
 
-def ask(prompt: list[int], max_tokens: int | None = 8, **settings: Any) -> GenerateRequest:
+def make_request(prompt: list[int], max_tokens: int | None = 8, **settings: Any) -> GenerateRequest:
     stop = settings.pop("stop", Stop(max_tokens=max_tokens, ignore_eos=True))
     return GenerateRequest(model="m", prompt=pack_tokens(prompt), **{"sampling": GREEDY, "stop": stop, **settings})
 
 
 @dataclass
-class Answer:
+class Generation:
     deltas: list[Delta]
     summary: Summary
 
@@ -97,7 +97,7 @@ class Answer:
         return {delta.index: delta for delta in self.deltas}
 
 
-async def answer(engine: Engine, request: GenerateRequest) -> Answer:
+async def generate(engine: Engine, request: GenerateRequest) -> Generation:
     deltas: list[Delta] = []
     summaries: list[Summary] = []
     async with asyncio.timeout(WAIT_S):
@@ -105,7 +105,7 @@ async def answer(engine: Engine, request: GenerateRequest) -> Answer:
             assert not summaries, "the summary is the last word"
             summaries.append(item) if isinstance(item, Summary) else deltas.append(item)
     [summary] = summaries
-    return Answer(deltas, summary)
+    return Generation(deltas, summary)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -114,7 +114,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_the_card_says_what_frontends_and_routers_need(started: Started) -> None:
+async def test_the_card_holds_what_frontends_and_routers_need(started: Started) -> None:
     llm = started.llm
     assert isinstance(started.engine, HasFiles)
     files = {sha256(file).hexdigest() for file in started.engine.files()}
@@ -123,50 +123,52 @@ async def test_the_card_says_what_frontends_and_routers_need(started: Started) -
     assert llm.block_size > 0 and llm.total_blocks * llm.block_size >= CONTEXT
 
 
-async def test_an_answer_is_deltas_and_then_a_summary(started: Started) -> None:
-    told = await answer(started.engine, ask(started.noise(1, 20), 12))
-    assert len(told.tokens()) == 12
-    assert [delta.finish_reason for delta in told.deltas[:-1]] == [None] * (len(told.deltas) - 1)
-    assert told.deltas[-1].finish_reason is FinishReason.LENGTH
-    assert (told.summary.prompt_tokens, told.summary.output_tokens) == (20, 12)
-    assert told.summary.prefill_ms > 0
+async def test_a_generation_is_deltas_and_then_a_summary(started: Started) -> None:
+    result = await generate(started.engine, make_request(started.noise(1, 20), 12))
+    assert len(result.tokens()) == 12
+    assert [delta.finish_reason for delta in result.deltas[:-1]] == [None] * (len(result.deltas) - 1)
+    assert result.deltas[-1].finish_reason is FinishReason.LENGTH
+    assert (result.summary.prompt_tokens, result.summary.output_tokens) == (20, 12)
+    assert result.summary.prefill_ms > 0
 
 
-async def test_a_greedy_answer_repeats_and_its_prompt_is_found_cached(started: Started) -> None:
-    request = ask(started.noise(2, 5 * 32 + 3))
-    first, second = await answer(started.engine, request), await answer(started.engine, request)
+async def test_a_greedy_generation_repeats_and_its_prompt_is_cached(started: Started) -> None:
+    request = make_request(started.noise(2, 5 * 32 + 3))
+    first, second = await generate(started.engine, request), await generate(started.engine, request)
     assert first.tokens() == second.tokens()
     assert first.summary.cached_tokens == 0
     assert 4 * 32 <= second.summary.cached_tokens < 5 * 32 + 3
 
 
-async def test_a_greedy_answer_goes_on_elsewhere_as_it_would_have_here(started: Started) -> None:
+async def test_a_greedy_generation_continues_elsewhere_with_the_same_tokens(started: Started) -> None:
     prompt = started.noise(3, 40)
-    whole = (await answer(started.engine, ask(prompt, 20))).tokens()
-    rest = await answer(started.engine, ask(prompt + whole[:9], 11))
+    whole = (await generate(started.engine, make_request(prompt, 20))).tokens()
+    rest = await generate(started.engine, make_request(prompt + whole[:9], 11))
     assert rest.tokens() == whole[9:]
 
 
-async def test_a_stop_token_ends_an_answer_and_is_no_part_of_it(started: Started) -> None:
+async def test_a_stop_token_ends_a_generation_and_is_not_part_of_it(started: Started) -> None:
     prompt = started.noise(4, 30)
-    tokens = (await answer(started.engine, ask(prompt, 16))).tokens()
-    at = next((place for place in range(1, len(tokens)) if tokens[place] not in tokens[:place]), 0)
-    told = await answer(started.engine, ask(prompt, stop=Stop(max_tokens=16, token_ids=(tokens[at],), ignore_eos=True)))
-    end = told.deltas[-1]
-    assert (told.tokens(), end.finish_reason, end.stop_token) == (tokens[:at], FinishReason.STOP, tokens[at])
-    assert told.summary.output_tokens == at
+    tokens = (await generate(started.engine, make_request(prompt, 16))).tokens()
+    position = next((place for place in range(1, len(tokens)) if tokens[place] not in tokens[:place]), 0)
+    result = await generate(
+        started.engine, make_request(prompt, stop=Stop(max_tokens=16, token_ids=(tokens[position],), ignore_eos=True))
+    )
+    end = result.deltas[-1]
+    assert (result.tokens(), end.finish_reason, end.stop_token) == (tokens[:position], FinishReason.STOP, tokens[position])
+    assert result.summary.output_tokens == position
 
 
 async def test_min_tokens_outlast_a_stop_token(started: Started) -> None:
     prompt = started.noise(5, 30)
-    [first, *_] = (await answer(started.engine, ask(prompt, 2))).tokens()
+    [first, *_] = (await generate(started.engine, make_request(prompt, 2))).tokens()
     stop = Stop(max_tokens=12, min_tokens=6, token_ids=(first,))
-    assert 6 <= len((await answer(started.engine, ask(prompt, stop=stop))).tokens()) <= 12
+    assert 6 <= len((await generate(started.engine, make_request(prompt, stop=stop))).tokens()) <= 12
 
 
 async def test_each_choice_ends_once_and_a_seed_repeats_them_all(started: Started) -> None:
-    request = ask(started.noise(6, 20), 10, n=3, sampling=Sampling(temperature=1.5, seed=7))
-    first, second = await answer(started.engine, request), await answer(started.engine, request)
+    request = make_request(started.noise(6, 20), 10, n=3, sampling=Sampling(temperature=1.5, seed=7))
+    first, second = await generate(started.engine, request), await generate(started.engine, request)
     choices = [first.tokens(index) for index in range(3)]
     assert choices == [second.tokens(index) for index in range(3)]
     assert len({tuple(choice) for choice in choices}) == 3, "they differ"
@@ -175,50 +177,52 @@ async def test_each_choice_ends_once_and_a_seed_repeats_them_all(started: Starte
 
 
 @pytest.mark.parametrize("alternatives", [0, 3, 20])
-async def test_logprobs_name_the_chosen_token_and_then_as_many_others_as_asked(started: Started, alternatives: int) -> None:
-    told = await answer(started.engine, ask(started.noise(7, 20), 6, logprobs=alternatives))
-    for delta in told.deltas:
+async def test_logprobs_name_the_chosen_token_and_then_the_requested_number_of_alternatives(
+    started: Started, alternatives: int
+) -> None:
+    result = await generate(started.engine, make_request(started.noise(7, 20), 6, logprobs=alternatives))
+    for delta in result.deltas:
         assert delta.logprobs is not None
         assert [step[0][0] for step in delta.logprobs] == list(delta.tokens)
         for step in delta.logprobs:
             values = [value for _, value in step]
             assert len({token for token, _ in step}) == len(step) == alternatives + 1
             assert values[0] <= 0 and values == sorted(values, reverse=True), "greedy: the chosen one is the likeliest"
-    assert all(delta.logprobs is None for delta in (await answer(started.engine, ask(started.noise(7, 20), 6))).deltas)
+    assert all(delta.logprobs is None for delta in (await generate(started.engine, make_request(started.noise(7, 20), 6))).deltas)
 
 
-async def test_the_context_ends_an_answer_that_has_no_limit(started: Started) -> None:
-    told = await answer(started.engine, ask(started.noise(8, CONTEXT - 9), None))
-    assert told.deltas[-1].finish_reason is FinishReason.LENGTH
-    assert told.summary.prompt_tokens + told.summary.output_tokens == CONTEXT
+async def test_the_context_length_ends_a_generation_without_max_tokens(started: Started) -> None:
+    result = await generate(started.engine, make_request(started.noise(8, CONTEXT - 9), None))
+    assert result.deltas[-1].finish_reason is FinishReason.LENGTH
+    assert result.summary.prompt_tokens + result.summary.output_tokens == CONTEXT
 
 
 @pytest.mark.parametrize(
     "request_",
     [
-        ask([]),
-        ask([120] * CONTEXT),
-        ask([120], n=0),
-        ask([120], n=100_000),
-        ask([120], -1),
-        ask([120], logprobs=100_000),
-        ask([120], data_parallel_rank=7),
+        make_request([]),
+        make_request([120] * CONTEXT),
+        make_request([120], n=0),
+        make_request([120], n=100_000),
+        make_request([120], -1),
+        make_request([120], logprobs=100_000),
+        make_request([120], data_parallel_rank=7),
     ],
     ids=["no prompt", "long prompt", "n=0", "n=100000", "max_tokens=-1", "logprobs=100000", "rank=7"],
 )
-async def test_what_cannot_be_done_is_refused_and_leaves_nothing_behind(started: Started, request_: GenerateRequest) -> None:
+async def test_invalid_requests_are_refused_and_leave_nothing_behind(started: Started, request_: GenerateRequest) -> None:
     with pytest.raises(InvalidRequest):
-        await answer(started.engine, request_)
+        await generate(started.engine, request_)
     assert (started.engine.load().running, started.engine.load().waiting) == (0, 0)
 
 
-async def test_what_is_too_much_at_once_waits_in_line(started: Started) -> None:
+async def test_requests_beyond_the_batch_size_wait(started: Started) -> None:
     engine = started.engine
-    loads: list[Load] = []
+    loads: list[EngineLoad] = []
 
     async def watched(seed: int) -> int:
         tokens = 0
-        async for item in engine.generate(ask(started.noise(seed, 20), 60), Context("test")):
+        async for item in engine.generate(make_request(started.noise(seed, 20), 60), Context("test")):
             loads.append(engine.load())
             tokens += 0 if isinstance(item, Summary) else len(item.tokens)
         return tokens
@@ -233,33 +237,33 @@ async def test_what_is_too_much_at_once_waits_in_line(started: Started) -> None:
     await until(lambda: (engine.load().running, engine.load().waiting) == (0, 0))
 
 
-async def test_an_answer_that_is_left_frees_its_place(started: Started) -> None:
+async def test_an_abandoned_generation_frees_its_slot(started: Started) -> None:
     engine = started.engine
     for seed in range(SEQUENCES + 1):  # the last one would find no place
         async with (
             asyncio.timeout(WAIT_S),
-            aclosing(engine.generate(ask(started.noise(seed, 20), 400), Context("test"))) as items,
+            aclosing(engine.generate(make_request(started.noise(seed, 20), 400), Context("test"))) as items,
         ):  # type: ignore[type-var]
             await anext(items)
-    told = await answer(engine, ask(started.noise(9, 20), 2))
-    assert len(told.tokens()) == 2
+    result = await generate(engine, make_request(started.noise(9, 20), 2))
+    assert len(result.tokens()) == 2
     await until(lambda: (engine.load().running, engine.load().waiting) == (0, 0))
 
 
-async def test_a_request_that_is_cancelled_while_it_waits_disturbs_nobody(started: Started) -> None:
+async def test_cancelling_a_waiting_request_does_not_disturb_others(started: Started) -> None:
     engine = started.engine
-    long = [asyncio.create_task(answer(engine, ask(started.noise(seed, 20), 100))) for seed in range(SEQUENCES)]
+    long = [asyncio.create_task(generate(engine, make_request(started.noise(seed, 20), 100))) for seed in range(SEQUENCES)]
     await until(lambda: engine.load().running == SEQUENCES)
-    waiting = asyncio.create_task(answer(engine, ask(started.noise(10, 300), 100)))
+    waiting = asyncio.create_task(generate(engine, make_request(started.noise(10, 300), 100)))
     await until(lambda: engine.load().waiting == 1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert [len(told.tokens()) for told in await asyncio.gather(*long)] == [100] * SEQUENCES
+    assert [len(result.tokens()) for result in await asyncio.gather(*long)] == [100] * SEQUENCES
     await until(lambda: (engine.load().running, engine.load().waiting) == (0, 0))
 
 
-async def test_the_engine_tells_what_it_has_cached(started: Started) -> None:
+async def test_the_engine_reports_what_it_has_cached(started: Started) -> None:
     engine, kv = started.engine, started.kv.kv
     steps = 0
 
@@ -272,23 +276,23 @@ async def test_the_engine_tells_what_it_has_cached(started: Started) -> None:
     prompt = started.noise(11, 3 * size + 1)
     blocks = sequence_hashes(pack_tokens(prompt), size)
     assert len(blocks) == 3 and not any(block in kv for block in blocks)
-    told = await answer(engine, ask(prompt, size))
+    result = await generate(engine, make_request(prompt, size))
     await until(lambda: all(block in kv for block in blocks))
     assert steps
-    whole = sequence_hashes(pack_tokens(prompt + told.tokens()), size)
+    whole = sequence_hashes(pack_tokens(prompt + result.tokens()), size)
     assert whole[3] in kv or started.kind == "llama", "what was made is cached, too"
 
 
 async def test_a_salt_keeps_prompts_apart(started: Started) -> None:
     prompt = started.noise(12, 3 * 32 + 1)
-    await answer(started.engine, ask(prompt))
-    salted = ask(prompt, cache_salt="tenant")
+    await generate(started.engine, make_request(prompt))
+    salted = make_request(prompt, cache_salt="tenant")
     try:
-        assert (await answer(started.engine, salted)).summary.cached_tokens == 0
+        assert (await generate(started.engine, salted)).summary.cached_tokens == 0
     except DynamoError as error:
         assert started.kind == "llama", error  # refused: it could not keep them apart
         return
-    assert (await answer(started.engine, salted)).summary.cached_tokens >= 2 * 32
+    assert (await generate(started.engine, salted)).summary.cached_tokens >= 2 * 32
     block = sequence_hashes(pack_tokens(prompt), started.llm.block_size, space_hash("", "tenant"))[0]
     await until(lambda: block in started.kv.kv)
 
@@ -300,4 +304,4 @@ async def test_a_closed_engine_takes_nothing(tmp_path: Path, started: Started) -
     await engine.start()
     await engine.close()
     with pytest.raises(DynamoError):
-        await answer(engine, ask([120]))
+        await generate(engine, make_request([120]))

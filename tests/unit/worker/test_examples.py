@@ -14,7 +14,7 @@ from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.python import PythonEngine
 
 
-async def ask(engine: PythonEngine, inputs: dict[str, Any], **parameters: int) -> list[dict[str, Any]]:
+async def infer(engine: PythonEngine, inputs: dict[str, Any], **parameters: int) -> list[dict[str, Any]]:
     head = ModelInferRequest()
     raws = []
     for name, array in inputs.items():
@@ -35,10 +35,10 @@ async def test_the_classifier_knows_digits_that_are_noisy_dim_and_off_their_plac
     drawn = sys.modules["dynamo_model_classifier"].prototypes()
     noise = np.random.default_rng(7).normal(0, 0.2, drawn.shape)
     for images in (drawn, drawn * 30 + 100, drawn + noise, np.roll(drawn, 1, axis=1), np.roll(drawn, -1, axis=2)):
-        [answer] = await ask(engine, {"image": images.astype(np.float32)})
-        assert answer["digit"] == list(range(10))
-        assert answer["name"][3] == b"three"
-        np.testing.assert_allclose(np.sum(answer["probability"], axis=1), 1, rtol=1e-5)
+        [response] = await infer(engine, {"image": images.astype(np.float32)})
+        assert response["digit"] == list(range(10))
+        assert response["name"][3] == b"three"
+        np.testing.assert_allclose(np.sum(response["probability"], axis=1), 1, rtol=1e-5)
     assert card.outputs[0].labels[9] == "nine"
     await engine.close()
 
@@ -46,30 +46,30 @@ async def test_the_classifier_knows_digits_that_are_noisy_dim_and_off_their_plac
 async def test_an_image_without_any_contrast_is_every_digit_equally() -> None:
     engine = PythonEngine.load("examples/classifier.py:Classifier")
     await engine.start()
-    [answer] = await ask(engine, {"image": np.full((1, 8, 8), 3, np.float32)})
-    np.testing.assert_allclose(answer["probability"], [[0.1] * 10], rtol=1e-5)
+    [response] = await infer(engine, {"image": np.full((1, 8, 8), 3, np.float32)})
+    np.testing.assert_allclose(response["probability"], [[0.1] * 10], rtol=1e-5)
     await engine.close()
 
 
-async def test_the_countdown_gives_one_answer_per_number() -> None:
+async def test_the_countdown_gives_one_response_per_number() -> None:
     engine = PythonEngine.load("examples/countdown.py:Countdown")
     [card] = await engine.start()
     assert (card.decoupled, card.backend, bool(card.model_config)) == (True, "python", True)
-    answers = await ask(engine, {"start": np.array([3], np.int32)}, pause_ms=1)
-    assert [(answer["left"], answer["done"]) for answer in answers] == [
+    responses = await infer(engine, {"start": np.array([3], np.int32)}, pause_ms=1)
+    assert [(response["left"], response["done"]) for response in responses] == [
         ([3], [False]),
         ([2], [False]),
         ([1], [False]),
         ([0], [True]),
     ]
     with pytest.raises(InvalidRequest, match="between 0 and 1000"):
-        await ask(engine, {"start": np.array([-1], np.int32)})
+        await infer(engine, {"start": np.array([-1], np.int32)})
     await engine.close()
 
 
-async def test_words_gives_one_answer_per_word_and_none_for_no_words() -> None:
+async def test_words_gives_one_response_per_word_and_none_for_no_words() -> None:
     engine = PythonEngine.load("examples/countdown.py:Words")
     await engine.start()
-    assert [answer["word"] for answer in await ask(engine, {"text": np.array([b"a b"], object)})] == [[b"a"], [b"b"]]
-    assert await ask(engine, {"text": np.array([b""], object)}) == []
+    assert [response["word"] for response in await infer(engine, {"text": np.array([b"a b"], object)})] == [[b"a"], [b"b"]]
+    assert await infer(engine, {"text": np.array([b""], object)}) == []
     await engine.close()

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from dynamo.common.errors import DynamoError, InvalidRequest, Unavailable, Unsupported
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.model_card import ModelCard
-from dynamo.worker.engine.base import Context, Engine, HasFiles, Load
+from dynamo.worker.engine.base import Context, Engine, EngineLoad, HasFiles
 from dynamo.worker.engine.llama import LlamaEngine
 
 pytestmark = pytest.mark.real_model
@@ -53,7 +53,7 @@ def engine(loaded: Loaded) -> LlamaEngine:
 
 
 @dataclass
-class Answer:
+class Generation:
     deltas: list[Delta]
     summary: Summary
 
@@ -69,16 +69,16 @@ class Answer:
         return [step for delta in self.deltas for step in delta.logprobs or []]
 
 
-def ask(prompt: list[int], **settings: Any) -> GenerateRequest:
+def make_request(prompt: list[int], **settings: Any) -> GenerateRequest:
     settings = {"sampling": GREEDY, "stop": Stop(max_tokens=16), **settings}
     return GenerateRequest(model="smollm2", prompt=pack_tokens(prompt), **settings)
 
 
-async def answer(engine: LlamaEngine, request: GenerateRequest) -> Answer:
+async def generate(engine: LlamaEngine, request: GenerateRequest) -> Generation:
     deltas: list[Delta] = []
     async for item in engine.generate(request, Context("test")):
         if isinstance(item, Summary):
-            return Answer(deltas, item)
+            return Generation(deltas, item)
         deltas.append(item)
     raise AssertionError("no summary")
 
@@ -98,33 +98,35 @@ def test_the_card_names_the_tokenizer_and_the_template(loaded: Loaded) -> None:
     assert (llm.eos_token, loaded.tokenizer.token_to_id(llm.eos_token)) == ("<|im_end|>", llm.eos_token_ids[0])
 
 
-async def test_an_answer_ends_with_the_token_that_stopped_it(loaded: Loaded) -> None:
-    told = await answer(loaded.engine, ask(loaded.tokens(GREETING), stop=Stop(max_tokens=200)))
-    assert told.end == Delta((), 0, FinishReason.STOP, None, loaded.tokenizer.token_to_id("<|im_end|>"))
-    assert 0 < told.summary.output_tokens == len(told.tokens) < 200
-    assert told.end.stop_token not in told.tokens
-    assert all(len(delta.tokens) == 1 for delta in told.deltas[:-1]), "one step, one delta"
+async def test_a_generation_ends_with_the_token_that_stopped_it(loaded: Loaded) -> None:
+    result = await generate(loaded.engine, make_request(loaded.tokens(GREETING), stop=Stop(max_tokens=200)))
+    assert result.end == Delta((), 0, FinishReason.STOP, None, loaded.tokenizer.token_to_id("<|im_end|>"))
+    assert 0 < result.summary.output_tokens == len(result.tokens) < 200
+    assert result.end.stop_token not in result.tokens
+    assert all(len(delta.tokens) == 1 for delta in result.deltas[:-1]), "one step, one delta"
 
 
 @pytest.mark.parametrize("length", [1, 2, 33, 128, 129, 300])
-async def test_a_second_identical_prompt_is_cached_and_answered_with_the_same_tokens(engine: LlamaEngine, length: int) -> None:
-    request = ask(noise(length, length), logprobs=3)
-    first, second = await answer(engine, request), await answer(engine, request)
+async def test_an_identical_prompt_is_cached_and_gives_the_same_tokens(engine: LlamaEngine, length: int) -> None:
+    request = make_request(noise(length, length), logprobs=3)
+    first, second = await generate(engine, request), await generate(engine, request)
     assert first.logprobs() == second.logprobs(), "not only the tokens"
     assert (first.summary.cached_tokens, second.summary.cached_tokens) == (0, length - 1)
     assert first.summary.prompt_tokens == length
 
 
-async def test_an_answer_is_the_same_whatever_runs_beside_it(engine: LlamaEngine) -> None:
-    request = ask(noise(1, 60), stop=Stop(max_tokens=24), logprobs=0)
-    alone = await answer(engine, request)
-    together = await asyncio.gather(*(answer(engine, item) for item in (ask(noise(2, 150)), request, ask(noise(3, 90)))))
+async def test_a_generation_does_not_depend_on_concurrent_ones(engine: LlamaEngine) -> None:
+    request = make_request(noise(1, 60), stop=Stop(max_tokens=24), logprobs=0)
+    alone = await generate(engine, request)
+    together = await asyncio.gather(
+        *(generate(engine, item) for item in (make_request(noise(2, 150)), request, make_request(noise(3, 90))))
+    )
     assert together[1].logprobs() == alone.logprobs()
 
 
 async def test_two_slots_generate_at_the_same_time(engine: LlamaEngine) -> None:
     async def times(seed: int) -> list[float]:
-        request = ask(noise(seed, 20), stop=Stop(max_tokens=40, ignore_eos=True))
+        request = make_request(noise(seed, 20), stop=Stop(max_tokens=40, ignore_eos=True))
         return [time.monotonic() async for item in engine.generate(request, Context("test"))]
 
     first, second = await asyncio.gather(times(1), times(2))
@@ -132,9 +134,9 @@ async def test_two_slots_generate_at_the_same_time(engine: LlamaEngine) -> None:
 
 
 async def test_more_requests_than_slots_wait_in_line_and_are_counted(engine: LlamaEngine) -> None:
-    request = ask(noise(9, 20), stop=Stop(max_tokens=30, ignore_eos=True))
+    request = make_request(noise(9, 20), stop=Stop(max_tokens=30, ignore_eos=True))
 
-    async def run() -> list[Load]:
+    async def run() -> list[EngineLoad]:
         return [engine.load() async for _ in engine.generate(request, Context("test"))]
 
     [first, *_] = await asyncio.gather(*(run() for _ in range(SLOTS + 2)))
@@ -142,11 +144,11 @@ async def test_more_requests_than_slots_wait_in_line_and_are_counted(engine: Lla
     assert (first[0].waiting, first[0].running, first[0].total_blocks) == (2, SLOTS, blocks)
     assert first[0].active_blocks == SLOTS * 2, "20 tokens and what was made of them"
     assert first[0].queued_prefill_tokens >= 2 * 20, "of those that wait"
-    assert engine.load() == Load(total_blocks=blocks)
+    assert engine.load() == EngineLoad(total_blocks=blocks)
 
 
-async def test_an_abandoned_answer_frees_its_slot_within_a_step(engine: LlamaEngine) -> None:
-    endless = ask(noise(4, 20), stop=Stop(ignore_eos=True))
+async def test_an_abandoned_generation_frees_its_slot_within_a_step(engine: LlamaEngine) -> None:
+    endless = make_request(noise(4, 20), stop=Stop(ignore_eos=True))
     # An answer in the other slot is the clock: both slots do their steps together, however slow the machine is.
     async with aclosing(engine.generate(endless, Context("clock"))) as clock:  # type: ignore[type-var]
         await anext(clock)
@@ -155,7 +157,7 @@ async def test_an_abandoned_answer_frees_its_slot_within_a_step(engine: LlamaEng
                 await anext(items)
                 assert engine.load().running == SLOTS
             ticks = 0
-            next_one = asyncio.create_task(answer(engine, ask(noise(5, 20), stop=Stop(max_tokens=1))))
+            next_one = asyncio.create_task(generate(engine, make_request(noise(5, 20), stop=Stop(max_tokens=1))))
             while not next_one.done():
                 await anext(clock)
                 ticks += 1
@@ -165,20 +167,21 @@ async def test_an_abandoned_answer_frees_its_slot_within_a_step(engine: LlamaEng
 
 async def test_a_request_that_is_cancelled_while_it_waits_never_runs(engine: LlamaEngine) -> None:
     long = [
-        asyncio.create_task(answer(engine, ask(noise(i, 9), stop=Stop(max_tokens=60, ignore_eos=True)))) for i in range(SLOTS)
+        asyncio.create_task(generate(engine, make_request(noise(i, 9), stop=Stop(max_tokens=60, ignore_eos=True))))
+        for i in range(SLOTS)
     ]
     await asyncio.sleep(0)
-    waiting = asyncio.create_task(answer(engine, ask(noise(7, 300), stop=Stop(max_tokens=200, ignore_eos=True))))
+    waiting = asyncio.create_task(generate(engine, make_request(noise(7, 300), stop=Stop(max_tokens=200, ignore_eos=True))))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert [len(told.tokens) for told in await asyncio.gather(*long)] == [60] * SLOTS
+    assert [len(result.tokens) for result in await asyncio.gather(*long)] == [60] * SLOTS
 
 
 async def test_the_event_loop_stays_free(engine: LlamaEngine) -> None:
     longest, start = 0.0, time.monotonic()
-    working = asyncio.create_task(answer(engine, ask(noise(11, 300))))
+    working = asyncio.create_task(generate(engine, make_request(noise(11, 300))))
     while not working.done():
         begun = time.monotonic()
         await asyncio.sleep(0.001)
@@ -186,101 +189,103 @@ async def test_the_event_loop_stays_free(engine: LlamaEngine) -> None:
     assert longest < (time.monotonic() - start) / 4, "a step over 128 tokens of the prompt would take longer"
 
 
-async def test_stop_tokens_end_an_answer(loaded: Loaded) -> None:
+async def test_stop_tokens_end_a_generation(loaded: Loaded) -> None:
     prompt = loaded.tokens(GREETING)
-    whole = (await answer(loaded.engine, ask(prompt))).tokens
-    at = next(index for index in range(4, len(whole)) if whole[index] not in whole[:index])
-    cut = await answer(loaded.engine, ask(prompt, stop=Stop(max_tokens=16, token_ids=(whole[at],))))
-    assert (cut.tokens, cut.end.finish_reason, cut.end.stop_token) == (whole[:at], FinishReason.STOP, whole[at])
+    whole = (await generate(loaded.engine, make_request(prompt))).tokens
+    position = next(index for index in range(4, len(whole)) if whole[index] not in whole[:index])
+    cut = await generate(loaded.engine, make_request(prompt, stop=Stop(max_tokens=16, token_ids=(whole[position],))))
+    assert (cut.tokens, cut.end.finish_reason, cut.end.stop_token) == (whole[:position], FinishReason.STOP, whole[position])
 
 
-async def test_an_answer_has_as_many_tokens_as_asked_and_no_more(engine: LlamaEngine) -> None:
+async def test_a_generation_has_exactly_max_tokens(engine: LlamaEngine) -> None:
     for wanted in (1, 2, 7):
-        told = await answer(engine, ask(noise(13, 30), stop=Stop(max_tokens=wanted, ignore_eos=True)))
-        assert (len(told.tokens), told.end.finish_reason) == (wanted, FinishReason.LENGTH)
-        assert told.summary.output_tokens == wanted
-    assert (await answer(engine, ask(noise(13, 30), stop=Stop(max_tokens=0)))).deltas == [Delta((), 0, FinishReason.LENGTH)]
+        result = await generate(engine, make_request(noise(13, 30), stop=Stop(max_tokens=wanted, ignore_eos=True)))
+        assert (len(result.tokens), result.end.finish_reason) == (wanted, FinishReason.LENGTH)
+        assert result.summary.output_tokens == wanted
+    assert (await generate(engine, make_request(noise(13, 30), stop=Stop(max_tokens=0)))).deltas == [
+        Delta((), 0, FinishReason.LENGTH)
+    ]
 
 
-async def test_min_tokens_keeps_an_answer_going_past_its_end(loaded: Loaded) -> None:
+async def test_min_tokens_continues_a_generation_past_its_end(loaded: Loaded) -> None:
     prompt = loaded.tokens(GREETING)
-    ended = await answer(loaded.engine, ask(prompt, stop=Stop(max_tokens=100)))
-    least = len(ended.tokens) + 10
-    longer = await answer(loaded.engine, ask(prompt, stop=Stop(max_tokens=100, min_tokens=least)))
-    assert len(longer.tokens) >= least
+    ended = await generate(loaded.engine, make_request(prompt, stop=Stop(max_tokens=100)))
+    min_tokens = len(ended.tokens) + 10
+    longer = await generate(loaded.engine, make_request(prompt, stop=Stop(max_tokens=100, min_tokens=min_tokens)))
+    assert len(longer.tokens) >= min_tokens
     assert longer.tokens[: len(ended.tokens)] == ended.tokens
-    exact = await answer(loaded.engine, ask(prompt, stop=Stop(max_tokens=least, min_tokens=least)))
-    assert (len(exact.tokens), exact.end.finish_reason) == (least, FinishReason.LENGTH)
+    exact = await generate(loaded.engine, make_request(prompt, stop=Stop(max_tokens=min_tokens, min_tokens=min_tokens)))
+    assert (len(exact.tokens), exact.end.finish_reason) == (min_tokens, FinishReason.LENGTH)
 
 
-async def test_a_full_context_ends_an_answer(engine: LlamaEngine) -> None:
-    told = await answer(engine, ask(noise(14, CONTEXT - 8), stop=Stop(ignore_eos=True)))
-    assert told.end.finish_reason is FinishReason.LENGTH
-    assert told.summary.prompt_tokens + told.summary.output_tokens == CONTEXT
+async def test_a_full_context_ends_a_generation(engine: LlamaEngine) -> None:
+    result = await generate(engine, make_request(noise(14, CONTEXT - 8), stop=Stop(ignore_eos=True)))
+    assert result.end.finish_reason is FinishReason.LENGTH
+    assert result.summary.prompt_tokens + result.summary.output_tokens == CONTEXT
 
 
-async def test_tokens_inside_a_character_are_told_too(loaded: Loaded) -> None:
+async def test_tokens_inside_a_character_are_reported(loaded: Loaded) -> None:
     llamas = loaded.tokens("🦙" * 12)
     character = loaded.tokens("🦙")
     assert len(character) == 3, "one character, several tokens"
     for wanted in range(7, 10):  # ends before, inside and after a character
-        told = await answer(loaded.engine, ask(llamas, stop=Stop(max_tokens=wanted), logprobs=0))
-        assert told.tokens == (character * 4)[:wanted]
-        assert len(told.logprobs()) == wanted
+        result = await generate(loaded.engine, make_request(llamas, stop=Stop(max_tokens=wanted), logprobs=0))
+        assert result.tokens == (character * 4)[:wanted]
+        assert len(result.logprobs()) == wanted
 
 
 async def test_logprobs_name_the_chosen_token_first_and_the_best_others_after_it(engine: LlamaEngine) -> None:
-    told = await answer(engine, ask(noise(15, 20), logprobs=4))
-    steps = told.logprobs()
-    assert [step[0][0] for step in steps] == told.tokens
+    result = await generate(engine, make_request(noise(15, 20), logprobs=4))
+    steps = result.logprobs()
+    assert [step[0][0] for step in steps] == result.tokens
     for step in steps:
         values = [logprob for _, logprob in step]
         assert len({token for token, _ in step}) == len(step) == 5
         assert values == sorted(values, reverse=True), "greedy: the chosen one is the best"
         assert values[0] <= 0
-    assert all(delta.logprobs is None for delta in (await answer(engine, ask(noise(15, 20)))).deltas)
+    assert all(delta.logprobs is None for delta in (await generate(engine, make_request(noise(15, 20)))).deltas)
 
 
 async def test_choices_differ_by_seed_and_repeat_with_it(engine: LlamaEngine) -> None:
-    request = ask(noise(16, 20), n=3, sampling=Sampling(temperature=1.5, seed=7))
+    request = make_request(noise(16, 20), n=3, sampling=Sampling(temperature=1.5, seed=7))
 
     async def choices() -> list[list[int]]:
-        told = await answer(engine, request)
-        assert [delta.finish_reason is not None for delta in told.deltas].count(True) == 3
-        return [[token for delta in told.deltas if delta.index == index for token in delta.tokens] for index in range(3)]
+        result = await generate(engine, request)
+        assert [delta.finish_reason is not None for delta in result.deltas].count(True) == 3
+        return [[token for delta in result.deltas if delta.index == index for token in delta.tokens] for index in range(3)]
 
     first = await choices()
     assert first == await choices()
     assert len({tuple(tokens) for tokens in first}) == 3
 
-    last = await answer(engine, msgspec.structs.replace(request, n=1, first_choice=2))
+    last = await generate(engine, msgspec.structs.replace(request, n=1, first_choice=2))
     assert [token for delta in last.deltas for token in delta.tokens] == first[2]
     assert {delta.index for delta in last.deltas} == {0}
 
 
-async def test_what_a_request_leaves_open_is_as_the_models_authors_recommend(engine: LlamaEngine) -> None:
-    async def said(**settings: float) -> list[int]:
+async def test_unset_sampling_parameters_are_those_the_models_authors_recommend(engine: LlamaEngine) -> None:
+    async def sampled(**settings: float) -> list[int]:
         sampling = Sampling(seed=3, **settings)  # type: ignore[arg-type]
-        return (await answer(engine, ask(noise(17, 20), sampling=sampling, stop=Stop(max_tokens=24)))).tokens
+        return (await generate(engine, make_request(noise(17, 20), sampling=sampling, stop=Stop(max_tokens=24)))).tokens
 
-    left_open = await said()
-    assert left_open == await said(temperature=0.2, top_p=0.9)
-    assert left_open != await said(temperature=0.8, top_p=0.95)
+    left_open = await sampled()
+    assert left_open == await sampled(temperature=0.2, top_p=0.9)
+    assert left_open != await sampled(temperature=0.8, top_p=0.95)
 
 
 async def test_a_bias_bans_and_forces_tokens(engine: LlamaEngine) -> None:
     prompt = noise(17, 20)
-    [usual] = (await answer(engine, ask(prompt, stop=Stop(max_tokens=1)))).tokens
+    [usual] = (await generate(engine, make_request(prompt, stop=Stop(max_tokens=1)))).tokens
     banned = Sampling(temperature=0, bad_words_token_ids=((usual,),))
-    assert (await answer(engine, ask(prompt, sampling=banned, stop=Stop(max_tokens=1)))).tokens != [usual]
+    assert (await generate(engine, make_request(prompt, sampling=banned, stop=Stop(max_tokens=1)))).tokens != [usual]
     forced = Sampling(temperature=0, logit_bias={4242: 100.0})
-    assert (await answer(engine, ask(prompt, sampling=forced, stop=Stop(max_tokens=3)))).tokens == [4242] * 3
+    assert (await generate(engine, make_request(prompt, sampling=forced, stop=Stop(max_tokens=3)))).tokens == [4242] * 3
 
 
-async def test_a_repetition_penalty_changes_the_answer(engine: LlamaEngine) -> None:
+async def test_a_repetition_penalty_changes_the_generation(engine: LlamaEngine) -> None:
     prompt = noise(18, 4) * 6
-    plain = await answer(engine, ask(prompt))
-    penalised = await answer(engine, ask(prompt, sampling=Sampling(temperature=0, repetition_penalty=5.0)))
+    plain = await generate(engine, make_request(prompt))
+    penalised = await generate(engine, make_request(prompt, sampling=Sampling(temperature=0, repetition_penalty=5.0)))
     assert plain.tokens != penalised.tokens
 
 
@@ -298,11 +303,13 @@ async def test_a_repetition_penalty_changes_the_answer(engine: LlamaEngine) -> N
         ({"json_schema": '{"type": "boolean"}'}, lambda text: isinstance(json.loads(text), bool)),
     ],
 )  # fmt: skip
-async def test_a_guided_answer_fits_its_grammar(loaded: Loaded, guided: dict[str, Any], fits: Any) -> None:
+async def test_guided_output_matches_its_grammar(loaded: Loaded, guided: dict[str, Any], fits: Any) -> None:
     prompt = loaded.tokens("An empty JSON object is {} and nothing else. An empty JSON object is ")
-    told = await answer(loaded.engine, ask(prompt, sampling=Sampling(temperature=0, guided=guided), stop=Stop(max_tokens=60)))
-    assert told.end.finish_reason is FinishReason.STOP
-    assert fits(loaded.tokenizer.decode(told.tokens))
+    result = await generate(
+        loaded.engine, make_request(prompt, sampling=Sampling(temperature=0, guided=guided), stop=Stop(max_tokens=60))
+    )
+    assert result.end.finish_reason is FinishReason.STOP
+    assert fits(loaded.tokenizer.decode(result.tokens))
 
 
 @pytest.mark.parametrize(
@@ -337,11 +344,11 @@ async def test_a_guided_answer_fits_its_grammar(loaded: Loaded, guided: dict[str
         ([5], {"sampling": Sampling(guided={"grammar": "root ::= ((("})}, "grammar"),
     ],
 )
-async def test_what_cannot_be_done_is_refused_by_name(
+async def test_an_invalid_parameter_is_refused_by_name(
     engine: LlamaEngine, prompt: list[int], settings: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=says):
-        await answer(engine, ask(prompt, **settings))
+        await generate(engine, make_request(prompt, **settings))
 
 
 @pytest.mark.parametrize(
@@ -357,9 +364,9 @@ async def test_what_cannot_be_done_is_refused_by_name(
         {"sampling": Sampling(guided={"choice": ["a"]}), "stop": Stop(min_tokens=3)},
     ],
 )
-async def test_what_llama_cpp_does_not_offer_is_said_so(engine: LlamaEngine, settings: dict[str, Any]) -> None:
+async def test_parameters_that_llama_cpp_does_not_support_are_refused(engine: LlamaEngine, settings: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match="not supported"):
-        await answer(engine, ask([5], **settings))
+        await generate(engine, make_request([5], **settings))
 
 
 def test_a_model_that_is_not_there_is_refused() -> None:
@@ -386,11 +393,11 @@ async def test_a_context_that_the_model_was_not_trained_for_is_refused() -> None
         await LlamaEngine("smollm2", context_length=8193).start()
 
 
-async def test_the_most_important_request_in_line_goes_first(engine: LlamaEngine) -> None:
+async def test_the_waiting_request_of_the_highest_priority_runs_first(engine: LlamaEngine) -> None:
     ended: list[int] = []
 
     async def run(priority: int) -> None:
-        await answer(engine, ask(noise(19, 9), stop=Stop(max_tokens=10, ignore_eos=True), priority=priority))
+        await generate(engine, make_request(noise(19, 9), stop=Stop(max_tokens=10, ignore_eos=True), priority=priority))
         ended.append(priority)
 
     await asyncio.gather(*(run(priority) for priority in [9] * SLOTS + [1, 2, 3, 4]))
@@ -400,19 +407,19 @@ async def test_the_most_important_request_in_line_goes_first(engine: LlamaEngine
 async def test_a_prompt_that_had_to_leave_its_slot_is_still_cached(engine: LlamaEngine) -> None:
     prompts = [noise(seed, 100) for seed in range(20, 21 + SLOTS)]
     for prompt in prompts:
-        await answer(engine, ask(prompt, stop=Stop(max_tokens=2)))
-    again = await answer(engine, ask(prompts[0], stop=Stop(max_tokens=2)))
+        await generate(engine, make_request(prompt, stop=Stop(max_tokens=2)))
+    again = await generate(engine, make_request(prompts[0], stop=Stop(max_tokens=2)))
     assert again.summary.cached_tokens == 99
 
 
-async def test_closing_ends_open_answers_and_refuses_new_ones() -> None:
+async def test_closing_ends_open_generations_and_refuses_new_ones() -> None:
     engine = LlamaEngine("smollm2", name="other", slots=1, context_length=512, threads=1)
     assert (await engine.start()).name == "other"
-    generating = engine.generate(ask([5], stop=Stop(ignore_eos=True)), Context("test"))
+    generating = engine.generate(make_request([5], stop=Stop(ignore_eos=True)), Context("test"))
     await anext(generating)
     await engine.close()
     with pytest.raises(DynamoError, match=r"clos|cancel"):
         async for _ in generating:
             pass
     with pytest.raises(Unavailable):
-        await answer(engine, ask([5]))
+        await generate(engine, make_request([5]))

@@ -46,7 +46,7 @@ def accepts(grammar: str, text: str) -> bool:
         ({"json_schema": '{"type": "boolean"}'}, ["true"], ["1"]),
     ],
 )
-def test_what_is_asked_for_is_what_fits(guided: dict[str, Any], good: list[str], bad: list[str]) -> None:
+def test_a_grammar_accepts_exactly_what_it_describes(guided: dict[str, Any], good: list[str], bad: list[str]) -> None:
     grammar = to_grammar(guided)
     assert grammar.startswith("%llguidance")  # llama.cpp's own reader and matcher must not see it
     assert [text for text in good if not accepts(grammar, text)] == []
@@ -55,12 +55,14 @@ def test_what_is_asked_for_is_what_fits(guided: dict[str, Any], good: list[str],
 
 def chain(rule: str, last: str, length: int) -> str:
     return (
-        "\n".join(rule.format(this=f"r{at}", next=f"r{at + 1}") for at in range(length)) + "\n" + last.format(this=f"r{length}")
+        "\n".join(rule.format(this=f"r{index}", next=f"r{index + 1}") for index in range(length))
+        + "\n"
+        + last.format(this=f"r{length}")
     )
 
 
 def schema_chain(length: int) -> dict[str, Any]:
-    links = {f"d{at}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{at + 1}"}}} for at in range(length)}
+    links = {f"d{index}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{index + 1}"}}} for index in range(length)}
     return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": {"type": "integer"}}}
 
 

@@ -8,12 +8,12 @@ from math import isnan
 import pytest
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.worker.engine.llama_stream import TokenReader, Vocabulary, decode_chunk
+from dynamo.worker.engine.llama_stream import TokenReader, TokenVocabulary, decode_chunk
 
 LLAMA = "🦙".encode()
 PIECES = [b"", b"a", b"b", b"ab", *(bytes([byte]) for byte in LLAMA), LLAMA[:2], b"c", b""]
 END, A, B, AB, F0, X9F, XA6, X99, F0_9F, C, CONTROL = range(11)
-VOCABULARY = Vocabulary(PIECES, frozenset({END, CONTROL}))
+VOCABULARY = TokenVocabulary(PIECES, frozenset({END, CONTROL}))
 
 
 def chunk(text: str, token: int, count: int) -> bytes:
@@ -35,7 +35,7 @@ def test_each_chunk_is_a_token_with_its_alternatives() -> None:
 
 
 @pytest.mark.parametrize(("count", "tokens"), [(4, [F0, X9F, XA6, X99]), (3, [F0_9F, XA6, X99])])
-def test_tokens_inside_a_character_are_found_by_their_number(count: int, tokens: list[int]) -> None:
+def test_tokens_inside_a_character_are_reconstructed_from_their_number(count: int, tokens: list[int]) -> None:
     assert read(reader(), chunk("🦙", X99, count), chunk("a", A, count + 1)) == [*tokens, A]
 
 
@@ -45,7 +45,7 @@ def test_the_probability_of_a_token_inside_a_character_is_unknown() -> None:
     assert last[0] == (X99, -0.5)
 
 
-def test_a_token_that_may_end_the_answer_waits_for_the_next_chunk() -> None:
+def test_a_token_that_may_end_the_generation_waits_for_the_next_chunk() -> None:
     ended, went_on = reader(), reader()
     assert read(ended, chunk("a", A, 1), chunk("", END, 2)) == [A]
     held = ended.end()
@@ -55,7 +55,7 @@ def test_a_token_that_may_end_the_answer_waits_for_the_next_chunk() -> None:
     assert went_on.end() is None
 
 
-def test_text_is_spelled_with_the_number_of_tokens_asked_for_or_the_fewest() -> None:
+def test_text_is_spelled_with_the_requested_number_of_tokens_or_the_fewest() -> None:
     assert VOCABULARY.spell(b"abab", 2) == (AB, AB)
     assert VOCABULARY.spell(b"abab", 3) == (AB, A, B)
     assert VOCABULARY.spell(b"abab", 7) == (AB, AB)

@@ -13,7 +13,7 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferRequest
-from dynamo.worker.engine.base import Context, Engine, Load, TensorEngine, TensorResponse
+from dynamo.worker.engine.base import Context, Engine, EngineLoad, TensorEngine, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors
 from dynamo.worker.metrics import WorkerMetrics
 from dynamo.worker.serve import ServedModel, Service
@@ -41,8 +41,8 @@ class Busy:
         yield Delta(tokens=(1, 2))
         yield Summary(prompt_tokens=8, output_tokens=2, cached_tokens=6, queue_ms=4.0, prefill_ms=40.0)
 
-    def load(self) -> Load:
-        return Load(waiting=2, running=3, active_blocks=30, total_blocks=120, queued_prefill_tokens=700)
+    def load(self) -> EngineLoad:
+        return EngineLoad(waiting=2, running=3, active_blocks=30, total_blocks=120, queued_prefill_tokens=700)
 
     async def close(self) -> None:
         return
@@ -98,7 +98,7 @@ async def test_a_failed_request_counts_under_its_kind_of_error(registry: Collect
     assert read("inflight_requests") == 0
 
 
-async def test_a_generation_tells_its_tokens_and_where_its_time_went(registry: CollectorRegistry, read: Read) -> None:
+async def test_a_generation_records_its_tokens_and_the_time_of_its_phases(registry: CollectorRegistry, read: Read) -> None:
     engine = Busy()
     served = service(registry, engine, await engine.start())
     request = GenerateRequest(model="m", prompt=pack_tokens(range(8)), stop=Stop(max_tokens=2))
@@ -113,7 +113,7 @@ async def test_a_generation_tells_its_tokens_and_where_its_time_went(registry: C
     assert sent is not None and sent > 0
 
 
-async def test_a_scrape_asks_the_engine_how_busy_it_is(registry: CollectorRegistry, read: Read) -> None:
+async def test_a_scrape_reads_the_load_of_the_engine(registry: CollectorRegistry, read: Read) -> None:
     engine = Busy()
     service(registry, engine, await engine.start())
     assert (read("waiting_requests"), read("running_requests")) == (2, 3)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dynamo.common.kv.events import KvState, LoadReport, load_message_decoder, request_key
 from dynamo.common.kv.hashes import unpack_hashes
 from dynamo.common.names import InstanceId
-from dynamo.worker.engine.base import Load
+from dynamo.worker.engine.base import EngineLoad
 from dynamo.worker.publisher import IDLE_REPORT_S, REPORT_S, KvPublishers, publishing
 from tests.support.fakes import ENDPOINT
 from tests.support.virtual_time import in_virtual_time
@@ -28,8 +28,8 @@ class StatedEngine:
     def on_step(self, callback: Callable[[], None]) -> None:
         self.step = callback
 
-    def load(self) -> Load:
-        return Load(running=self.running)
+    def load(self) -> EngineLoad:
+        return EngineLoad(running=self.running)
 
 
 class Bus:
@@ -59,9 +59,9 @@ class Worker:
         self.engine.step()
 
     @property
-    def told(self) -> list[tuple[float, int]]:
+    def reports(self) -> list[tuple[float, int]]:
         """When, and how many were running."""
-        return [(round(at, 6), report.running) for at, report in self.bus.reports]
+        return [(round(time, 6), report.running) for time, report in self.bus.reports]
 
 
 @asynccontextmanager
@@ -70,43 +70,43 @@ async def worker() -> AsyncIterator[Worker]:
     engine, bus = StatedEngine(), Bus()
     async with publishing(bus, ENDPOINT, ME, [("m", engine)]) as publishers:
         await asyncio.sleep(0)
-        found = Worker(engine, bus, publishers)
-        assert found.told == [(0.0, 0)]
-        yield found
+        worker = Worker(engine, bus, publishers)
+        assert worker.reports == [(0.0, 0)]
+        yield worker
 
 
 @in_virtual_time
-async def test_a_change_is_told_at_once_if_nothing_was_told_lately() -> None:
+async def test_a_change_is_reported_at_once_if_nothing_was_reported_lately() -> None:
     async with worker() as w:
         await asyncio.sleep(0.2)
         w.step(3)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert w.told[1:] == [(0.2, 3)]
+        assert w.reports[1:] == [(0.2, 3)]
 
 
 @in_virtual_time
-async def test_changes_that_follow_each_other_quickly_are_told_together_every_50_ms() -> None:
+async def test_quick_changes_are_reported_together_every_50_ms() -> None:
     async with worker() as w:
         for number in range(1, 199):  # a step each millisecond
             await asyncio.sleep(0.001)
             w.step(number)
         await asyncio.sleep(0.1)
         assert REPORT_S == 0.05
-        assert [at for at, _ in w.told] == [0.0, 0.05, 0.1, 0.15, 0.2]
-        assert w.told[-1][1] == 198, "the last change is not lost"
+        assert [time for time, _ in w.reports] == [0.0, 0.05, 0.1, 0.15, 0.2]
+        assert w.reports[-1][1] == 198, "the last change is not lost"
 
 
 @in_virtual_time
-async def test_steps_that_change_nothing_are_not_told() -> None:
+async def test_steps_without_a_change_are_not_reported() -> None:
     async with worker() as w:
         w.step(2)
         await asyncio.sleep(0.1)
-        before = list(w.told)
+        before = list(w.reports)
         for _ in range(300):
             await asyncio.sleep(0.001)
             w.step(2)
-        assert w.told == before == [(0.0, 0), (0.05, 2)]
+        assert w.reports == before == [(0.0, 0), (0.05, 2)]
 
 
 @in_virtual_time
@@ -116,25 +116,25 @@ async def test_an_update_of_the_cache_is_a_change() -> None:
         w.engine.kv.store([1, 2])
         w.step(0)
         await asyncio.sleep(0.1)
-        assert len(w.told) == 2
+        assert len(w.reports) == 2
         assert w.bus.reports[-1][1].kv_number == w.engine.kv.number
 
 
 @in_virtual_time
-async def test_a_load_that_stays_is_told_again_now_and_then() -> None:
+async def test_an_unchanged_load_is_reported_periodically() -> None:
     async with worker() as w:
         await asyncio.sleep(4 * IDLE_REPORT_S + 0.01)
-        assert w.told == [(number * IDLE_REPORT_S, 0) for number in range(5)]
+        assert w.reports == [(number * IDLE_REPORT_S, 0) for number in range(5)]
         assert IDLE_REPORT_S < 1
 
 
 @in_virtual_time
-async def test_an_idle_report_leaves_out_what_was_told_just_now() -> None:
+async def test_an_idle_report_is_skipped_right_after_another_report() -> None:
     async with worker() as w:
         await asyncio.sleep(IDLE_REPORT_S - 0.01)
         w.step(1)
         await asyncio.sleep(0.03)
-        assert w.told[1:] == [(IDLE_REPORT_S - 0.01, 1)]
+        assert w.reports[1:] == [(IDLE_REPORT_S - 0.01, 1)]
 
 
 @in_virtual_time
@@ -145,12 +145,12 @@ async def test_each_accepted_request_is_named_in_two_reports_even_if_the_load_is
         await asyncio.sleep(3 * IDLE_REPORT_S)
         named = [unpack_hashes(report.accepted) for _, report in w.bus.reports]
         assert named[:4] == [[], [request_key("booking")], [request_key("booking")], []]
-        assert w.told[1][0] == REPORT_S
+        assert w.reports[1][0] == REPORT_S
 
 
 @in_virtual_time
-async def test_nothing_is_told_after_the_end() -> None:
+async def test_nothing_is_reported_after_the_end() -> None:
     async with worker() as w:
         w.step(1)
     await asyncio.sleep(5)
-    assert w.told == [(0.0, 0)]
+    assert w.reports == [(0.0, 0)]

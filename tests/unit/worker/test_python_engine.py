@@ -32,8 +32,8 @@ def request(inputs: Mapping[str, Any], parameters: Mapping[str, Any] | None = No
     return TensorRequest.build(head, raws)
 
 
-async def answers(
-    model: Any, asked: TensorRequest, context: Context | None = None, engine: PythonEngine | None = None
+async def infer_all(
+    model: Any, tensor_request: TensorRequest, context: Context | None = None, engine: PythonEngine | None = None
 ) -> list[dict[str, np.ndarray[Any, Any]]]:
     used = engine or PythonEngine(lambda: model)
     if engine is None:
@@ -42,9 +42,9 @@ async def answers(
         return [
             {
                 output.name: to_numpy(raw, output.datatype, list(output.shape))
-                for output, raw in zip(answer.head.outputs, answer.raw_outputs, strict=True)
+                for output, raw in zip(response.head.outputs, response.raw_outputs, strict=True)
             }
-            async for answer in used.infer(asked, context or Context("r", version="1"))
+            async for response in used.infer(tensor_request, context or Context("r", version="1"))
         ]
     finally:
         if engine is None:
@@ -66,8 +66,8 @@ async def test_a_plain_function_runs_in_a_thread() -> None:
             return {"y": x * 2}
 
     model = Model()
-    [answer] = await answers(model, request({"x": X}))
-    assert answer["y"].tolist() == [2, 4, 6]
+    [response] = await infer_all(model, request({"x": X}))
+    assert response["y"].tolist() == [2, 4, 6]
     assert model.thread is not threading.current_thread()
 
 
@@ -80,7 +80,7 @@ async def test_an_inline_function_runs_on_the_event_loop() -> None:
             return x
 
     model = Model()
-    await answers(model, request({"x": X}))
+    await infer_all(model, request({"x": X}))
     assert model.thread is threading.current_thread()
 
 
@@ -90,7 +90,7 @@ async def test_an_async_function_may_return_its_only_output_itself() -> None:
             await asyncio.sleep(0)
             return x + 1
 
-    assert (await answers(Model(), request({"x": X})))[0]["y"].tolist() == [2, 3, 4]
+    assert (await infer_all(Model(), request({"x": X})))[0]["y"].tolist() == [2, 3, 4]
 
 
 async def test_lists_and_scalars_are_taken_as_the_declared_datatype() -> None:
@@ -101,9 +101,9 @@ async def test_lists_and_scalars_are_taken_as_the_declared_datatype() -> None:
         def infer(self, x: Any) -> Any:
             return {"n": len(x), "s": ["ä", b"\xff"], "h": [1.5]}
 
-    [answer] = await answers(Model(), request({"x": X}))
-    assert (answer["n"].tolist(), answer["s"].tolist()) == (3, ["ä".encode(), b"\xff"])
-    assert bf16_to_float32(answer["h"]).tolist() == [1.5]
+    [response] = await infer_all(Model(), request({"x": X}))
+    assert (response["n"].tolist(), response["s"].tolist()) == (3, ["ä".encode(), b"\xff"])
+    assert bf16_to_float32(response["h"]).tolist() == [1.5]
 
 
 async def test_bf16_inputs_come_as_float32() -> None:
@@ -115,11 +115,11 @@ async def test_bf16_inputs_come_as_float32() -> None:
             assert x.dtype == np.float32
             return x
 
-    [answer] = await answers(Model(), request({"x": X}, datatype="BF16"))
-    assert answer["y"].tolist() == [1, 2, 3]
+    [response] = await infer_all(Model(), request({"x": X}, datatype="BF16"))
+    assert response["y"].tolist() == [1, 2, 3]
 
 
-async def test_the_context_tells_id_version_parameters_and_time_left() -> None:
+async def test_the_context_holds_id_version_parameters_and_deadline() -> None:
     seen: list[InferContext] = []
 
     class Model(Base):
@@ -129,7 +129,7 @@ async def test_the_context_tells_id_version_parameters_and_time_left() -> None:
 
     loop = asyncio.get_running_loop()
     context = Context("id-7", deadline=loop.time() + 100, version="3")
-    await answers(Model(), request({"x": X}, {"a": 1, "b": "t", "c": 0.5, "d": True}), context)
+    await infer_all(Model(), request({"x": X}, {"a": 1, "b": "t", "c": 0.5, "d": True}), context)
     assert (seen[0].request_id, seen[0].version) == ("id-7", "3")
     assert seen[0].parameters == {"a": 1, "b": "t", "c": 0.5, "d": True}
     assert not seen[0].is_cancelled
@@ -145,12 +145,12 @@ async def test_an_optional_input_that_is_missing_keeps_its_default() -> None:
         def infer(self, x: Any, by: Any = 10) -> Any:
             return (x * by).astype(np.float32)
 
-    assert (await answers(Model(), request({"x": X})))[0]["y"].tolist() == [10, 20, 30]
+    assert (await infer_all(Model(), request({"x": X})))[0]["y"].tolist() == [10, 20, 30]
     both = request({"x": X, "by": np.array([2], np.float32)})
-    assert (await answers(Model(), both))[0]["y"].tolist() == [2, 4, 6]
+    assert (await infer_all(Model(), both))[0]["y"].tolist() == [2, 4, 6]
 
 
-async def test_calls_of_a_plain_function_do_not_overlap_unless_the_model_says_so() -> None:
+async def test_calls_of_a_plain_function_overlap_only_with_declared_concurrency() -> None:
     class Model(Base):
         def __init__(self, concurrency: int) -> None:
             self.concurrency = concurrency
@@ -167,13 +167,13 @@ async def test_calls_of_a_plain_function_do_not_overlap_unless_the_model_says_so
         engine = PythonEngine(lambda concurrency=concurrency: Model(concurrency))  # type: ignore[misc]
         await engine.start()
         results = await asyncio.gather(
-            *(answers(None, request({"x": X}), engine=engine) for _ in range(2)), return_exceptions=True
+            *(infer_all(None, request({"x": X}), engine=engine) for _ in range(2)), return_exceptions=True
         )
         assert any(isinstance(result, EngineError) for result in results) is fails
         await engine.close()
 
 
-async def test_a_sync_generator_streams_its_answers_and_is_closed_when_abandoned() -> None:
+async def test_a_sync_generator_streams_its_responses_and_is_closed_when_abandoned() -> None:
     closed = threading.Event()
 
     class Model(Base):
@@ -186,7 +186,7 @@ async def test_a_sync_generator_streams_its_answers_and_is_closed_when_abandoned
             finally:
                 closed.set()
 
-    assert [answer["y"].tolist() for answer in await answers(Model(), request({"x": X}))] == [[1], [2], [3]]
+    assert [response["y"].tolist() for response in await infer_all(Model(), request({"x": X}))] == [[1], [2], [3]]
     closed.clear()
     engine = PythonEngine(Model)
     await engine.start()
@@ -220,14 +220,14 @@ async def test_an_async_generator_is_closed_when_abandoned() -> None:
     await engine.close()
 
 
-async def test_a_decoupled_model_may_give_no_answer_at_all() -> None:
+async def test_a_decoupled_model_may_give_no_response() -> None:
     class Model(Base):
         decoupled = True
 
         def infer(self, x: Any) -> Iterator[Any]:
             yield from ()
 
-    assert await answers(Model(), request({"x": X})) == []
+    assert await infer_all(Model(), request({"x": X})) == []
 
 
 class Raises(Base):
@@ -240,7 +240,7 @@ class Raises(Base):
 
 async def test_an_invalid_request_passes_through_as_the_callers_mistake() -> None:
     with pytest.raises(InvalidRequest, match="too small"):
-        await answers(Raises(InvalidRequest("x is too small")), request({"x": X}))
+        await infer_all(Raises(InvalidRequest("x is too small")), request({"x": X}))
 
 
 @pytest.mark.parametrize("error", [KeyError("k"), StopIteration(), SystemExit(3), ValueError("bad\nnews")])
@@ -248,19 +248,19 @@ async def test_any_other_error_names_its_type_and_text_and_is_logged_once(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(EngineError, match=type(error).__name__) as raised:
-        await answers(Raises(error), request({"x": X}))
+        await infer_all(Raises(error), request({"x": X}))
     assert str(error) in str(raised.value)
     assert "Traceback" not in str(raised.value)
     assert len(caplog.records) == 1
 
 
-async def test_errors_of_async_models_are_told_the_same_way() -> None:
+async def test_errors_of_async_models_are_reported_the_same_way() -> None:
     class Model(Base):
         async def infer(self, x: Any) -> Any:
             raise asyncio.CancelledError  # as from a task of the model's own that somebody cancelled
 
     with pytest.raises(EngineError, match="CancelledError"):
-        await answers(Model(), request({"x": X}))
+        await infer_all(Model(), request({"x": X}))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ async def test_an_output_that_is_not_as_declared_is_an_engine_error(result: Any,
             return result
 
     with pytest.raises(EngineError, match=words):
-        await answers(Model(), request({"x": X}))
+        await infer_all(Model(), request({"x": X}))
 
 
 async def test_dynamic_batching_joins_concurrent_requests_into_one_call() -> None:
@@ -302,7 +302,7 @@ async def test_dynamic_batching_joins_concurrent_requests_into_one_call() -> Non
     await engine.start()
     contexts = [Context(str(n)) for n in range(4)]
     results = await asyncio.gather(
-        *(answers(None, request({"x": np.full((2, 2), n, np.float32)}), contexts[n], engine=engine) for n in range(4))
+        *(infer_all(None, request({"x": np.full((2, 2), n, np.float32)}), contexts[n], engine=engine) for n in range(4))
     )
     await engine.close()
     assert model.rows == [8]
@@ -310,7 +310,7 @@ async def test_dynamic_batching_joins_concurrent_requests_into_one_call() -> Non
     assert all(context.timings.queue_ns > 0 and context.timings.infer_ns > 0 for context in contexts)
 
 
-async def test_load_and_close_are_called_and_declare_is_asked_after_load() -> None:
+async def test_load_and_close_are_called_and_declare_follows_load() -> None:
     calls: list[str] = []
 
     class Model:
@@ -404,7 +404,7 @@ async def test_a_class_is_loaded_from_a_file_with_its_neighbours_and_its_declara
     engine = PythonEngine.load(f"{tmp_path}/some_model.py:FileModel")
     [card] = await engine.start()
     assert card.name == "file_model"
-    assert (await answers(None, request({"x": X}), engine=engine))[0]["y"].tolist() == [5, 10, 15]
+    assert (await infer_all(None, request({"x": X}), engine=engine))[0]["y"].tolist() == [5, 10, 15]
     declared = PythonEngine.load(f"{tmp_path}/some_model.py:Declared", name="other")
     assert (await declared.start())[0].name == "other"
 

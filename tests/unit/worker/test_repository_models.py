@@ -18,7 +18,7 @@ from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, ModelNo
 from dynamo.common.repository import LoadRequest, ModelState
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.models import RepositoryModels
-from tests.support.repositories import DOUBLE, EXAMPLES, X_TO_Y, answer, model_with_config, opened, python_model, x
+from tests.support.repositories import DOUBLE, EXAMPLES, X_TO_Y, infer, model_with_config, opened, python_model, x
 
 SLOW = """
 import os, time
@@ -70,7 +70,7 @@ async def test_an_onnx_model_needs_no_configuration(tmp_path: Path) -> None:
         assert (card.max_batch_size, card.inputs[0].shape, card.outputs[0].shape) == (4, (-1, 3), (-1, 3))
         assert models.config("times", "").HasField("dynamic_batching")
         assert card.platform == "onnxruntime_onnx" and card.backend == "onnxruntime"
-        assert await answer(models, "times", ROW) == {"y": [[2.0, 4.0, 6.0]]}
+        assert await infer(models, "times", ROW) == {"y": [[2.0, 4.0, 6.0]]}
         fixed = models.find("fixed").card
         assert (fixed.max_batch_size, fixed.inputs[0].shape) == (0, (2, 3))
 
@@ -85,10 +85,10 @@ instance_group { count: 2 kind: KIND_CPU }
     (folder / "config.pbtxt").write_text(config)
     async with opened(tmp_path, "times") as models:
         rows = [{"x": np.full((2, 3), number, np.float32)} for number in range(4)]
-        found = await asyncio.gather(*(answer(models, "times", row) for row in rows))
-        assert found == [{"y": [[2.0 * number] * 3] * 2} for number in range(4)]
+        responses = await asyncio.gather(*(infer(models, "times", row) for row in rows))
+        assert responses == [{"y": [[2.0 * number] * 3] * 2} for number in range(4)]
         with pytest.raises(InvalidRequest, match="batches of at most 8"):
-            await answer(models, "times", {"x": np.zeros((9, 3), np.float32)})
+            await infer(models, "times", {"x": np.zeros((9, 3), np.float32)})
 
 
 @pytest.mark.parametrize(
@@ -128,16 +128,16 @@ async def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     assert "nothing says which backend" in str(failed["empty"])
 
 
-async def test_text_goes_through_onnx_as_text(tmp_path: Path) -> None:
+async def test_onnx_models_take_and_return_strings(tmp_path: Path) -> None:
     info = [helper.make_tensor_value_info(name, TensorProto.STRING, [None]) for name in ("a", "b")]
     graph = helper.make_graph([helper.make_node("Identity", ["a"], ["b"])], "same", info[:1], info[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     (tmp_path / "same" / "1").mkdir(parents=True)
     onnx.save(model, str(tmp_path / "same" / "1" / "model.onnx"))
     async with opened(tmp_path, "same", default_max_batch_size=0) as models:
-        assert await answer(models, "same", {"a": np.array([b"x", "ä".encode()], object)}) == {"b": ["x", "ä"]}
+        assert await infer(models, "same", {"a": np.array([b"x", "ä".encode()], object)}) == {"b": ["x", "ä"]}
         with pytest.raises(InvalidRequest, match="UTF-8"):
-            await answer(models, "same", {"a": np.array([b"\xff"], object)})
+            await infer(models, "same", {"a": np.array([b"\xff"], object)})
 
 
 async def test_a_model_is_warm_before_it_is_ready(tmp_path: Path) -> None:
@@ -196,10 +196,10 @@ async def test_the_version_policy_chooses_the_versions(tmp_path: Path, policy: s
         assert list(models.find("times").card.versions) == served
         assert states(models) == {("times", version): "READY" for version in served}
         for version in served:
-            assert (await answer(models, "times", ROW, version=version))["y"][0][0] == float(version)
-        assert (await answer(models, "times", ROW))["y"][0][0] == float(served[-1])
+            assert (await infer(models, "times", ROW, version=version))["y"][0][0] == float(version)
+        assert (await infer(models, "times", ROW))["y"][0][0] == float(served[-1])
         with pytest.raises(ModelNotFound):
-            await answer(models, "times", ROW, version="3")
+            await infer(models, "times", ROW, version="3")
 
 
 # Ensembles
@@ -212,9 +212,9 @@ async def test_the_examples_are_loaded_in_the_order_in_which_they_need_each_othe
         seven[0, row, column : column + 2] = 1
     async with opened(EXAMPLES, "read_aloud") as models:
         assert set(states(models).values()) == {"READY"} and len(states(models)) == 3
-        found = await answer(models, "read_aloud", {"image": seven})
-        assert found["text_output"] == [[b"You said: seven"]]
-        assert int(np.argmax(found["probability"][0])) == 7
+        responses = await infer(models, "read_aloud", {"image": seven})
+        assert responses["text_output"] == [[b"You said: seven"]]
+        assert int(np.argmax(responses["probability"][0])) == 7
 
 
 def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> str:
@@ -238,7 +238,7 @@ async def test_steps_run_as_their_tensors_come_whatever_their_order(tmp_path: Pa
         step("two", {"x": "x"}, {"y": "b"}),
     )
     async with opened(tmp_path, "both", default_max_batch_size=0) as models:
-        assert await answer(models, "both", x(1, 10)) == {"y": [12.0, 120.0]}
+        assert await infer(models, "both", x(1, 10)) == {"y": [12.0, 120.0]}
 
 
 @pytest.mark.parametrize(
@@ -278,10 +278,10 @@ async def test_a_step_that_fails_fails_the_request(tmp_path: Path) -> None:
     async with opened(tmp_path, "both", default_max_batch_size=0) as models:
         async with asyncio.timeout(10):
             with pytest.raises(DynamoError, match="ZeroDivisionError"):
-                await answer(models, "both", x(1))
+                await infer(models, "both", x(1))
 
 
-async def test_unloading_goes_up_to_ensembles_and_down_to_what_only_they_need(tmp_path: Path) -> None:
+async def test_unloading_includes_dependent_ensembles_and_models_only_they_need(tmp_path: Path) -> None:
     for name in ("two", "three", "other"):
         onnx_model(tmp_path / name, dims=("n",))
     ensemble(tmp_path, step("two", {"x": "x"}, {"y": "b"}), step("three", {"x": "b"}, {"y": "y"}))
@@ -303,7 +303,7 @@ async def test_unloading_goes_up_to_ensembles_and_down_to_what_only_they_need(tm
 async def test_unloading_lets_accepted_requests_finish(tmp_path: Path) -> None:
     folder = python_model(tmp_path, "slow", SLOW)
     async with opened(tmp_path, "slow") as models, asyncio.timeout(30):
-        open_request = asyncio.create_task(answer(models, "slow", x(5)))
+        open_request = asyncio.create_task(infer(models, "slow", x(5)))
         while not (folder / "begun").exists():
             await asyncio.sleep(0.005)
         unloading = asyncio.create_task(models.unload_model("slow"))
@@ -313,7 +313,7 @@ async def test_unloading_lets_accepted_requests_finish(tmp_path: Path) -> None:
         assert await open_request == {"y": [5.0]}
         await unloading
         with pytest.raises(ModelNotFound):
-            await answer(models, "slow", x(5))
+            await infer(models, "slow", x(5))
         [entry] = models.index()
         assert (entry.state, entry.reason) == (ModelState.UNAVAILABLE, "unloaded")
 
@@ -322,17 +322,17 @@ async def test_loading_again_changes_over_without_a_gap_and_a_failure_changes_no
     folder = onnx_model(tmp_path / "times", dims=("n",))
     async with opened(tmp_path, "times", default_max_batch_size=0) as models:
         onnx_model(folder, 5.0, dims=("n",))
-        assert await answer(models, "times", x(1)) == {"y": [2.0]}
+        assert await infer(models, "times", x(1)) == {"y": [2.0]}
         await models.load_model(LoadRequest(model="times"))
-        assert await answer(models, "times", x(1)) == {"y": [5.0]}
+        assert await infer(models, "times", x(1)) == {"y": [5.0]}
         (folder / "1" / "model.onnx").write_bytes(b"nonsense")
         with pytest.raises(InvalidRequest, match="ONNX Runtime"):
             await models.load_model(LoadRequest(model="times"))
-        assert await answer(models, "times", x(1)) == {"y": [5.0]}
+        assert await infer(models, "times", x(1)) == {"y": [5.0]}
         assert states(models) == {("times", "1"): "READY"}
 
 
-async def test_models_that_are_not_there_are_not_found(tmp_path: Path) -> None:
+async def test_missing_models_are_not_found(tmp_path: Path) -> None:
     async with opened(tmp_path) as models:
         for work in (models.load_model(LoadRequest(model="nobody")), models.unload_model("nobody")):
             with pytest.raises(ModelNotFound):
@@ -346,8 +346,7 @@ async def test_models_that_are_not_there_are_not_found(tmp_path: Path) -> None:
 async def test_a_name_that_two_repositories_have_is_refused(tmp_path: Path) -> None:
     onnx_model(tmp_path / "a" / "times")
     onnx_model(tmp_path / "b" / "times")
-    async with opened(tmp_path / "a") as models:
-        models._settings = type(models._settings)(folders=(tmp_path / "a", tmp_path / "b"))
+    async with opened(tmp_path / "a", also=(tmp_path / "b",)) as models:
         with pytest.raises(InvalidRequest, match="several repositories"):
             await models.load_model(LoadRequest(model="times"))
 
@@ -373,7 +372,7 @@ async def test_a_request_may_bring_the_whole_model(tmp_path: Path) -> None:
     files = {"1/model.onnx": (elsewhere / "1" / "model.onnx").read_bytes()}
     async with opened(tmp_path / "repository", default_max_batch_size=0) as models:
         await models.load_model(LoadRequest(model="sent", config=json.dumps({"backend": "onnxruntime"}), files=files))
-        assert await answer(models, "sent", x(1)) == {"y": [9.0]}
+        assert await infer(models, "sent", x(1)) == {"y": [9.0]}
         await models.unload_model("sent")
         assert models.index() == ()
         with pytest.raises(InvalidRequest, match="config"):
@@ -455,13 +454,13 @@ async def test_model_path_names_folders_below_the_roots_only(tmp_path: Path) -> 
     async with opened(repository, path_roots=(str(root),), default_max_batch_size=0) as models:
         for path in (f"{root}/good", f"file://{root}/good"):
             await models.load_model(LoadRequest(model="mine", path=path))
-            assert await answer(models, "mine", x(1)) == {"y": [4.0]}
+            assert await infer(models, "mine", x(1)) == {"y": [4.0]}
         for path in (f"{root}/../secret", f"{root}/link", str(root), "/", f"file://{root}/link", "s3://bucket/x", "relative"):
             with pytest.raises(Forbidden):
                 await models.load_model(LoadRequest(model="mine", path=path))
         with pytest.raises(InvalidRequest, match="is no folder"):
             await models.load_model(LoadRequest(model="mine", path=f"{root}/missing"))
-        assert await answer(models, "mine", x(1)) == {"y": [4.0]}
+        assert await infer(models, "mine", x(1)) == {"y": [4.0]}
     async with opened(repository) as models:
         with pytest.raises(Unsupported, match="no --model-path-root"):
             await models.load_model(LoadRequest(model="mine", path=f"{root}/good"))
@@ -478,7 +477,7 @@ async def test_model_path_copies_from_an_object_store(tmp_path: Path) -> None:
         async with opened(tmp_path / "repository", **settings) as models:
             await models.load_model(LoadRequest(model="six", path="memory://bucket/models/six"))
             shutil.rmtree(folder)
-            assert await answer(models, "six", x(1)) == {"y": [6.0]}
+            assert await infer(models, "six", x(1)) == {"y": [6.0]}
             with pytest.raises(InvalidRequest, match="nothing at"):
                 await models.load_model(LoadRequest(model="six", path="memory://bucket/models/missing"))
             for path in ("memory://bucket/secret", "memory://bucket/models", "memory://bucket/models2/x"):

@@ -1,4 +1,4 @@
-"""Models of Triton's Python backend, run in their own processes."""
+"""ModelRegistry of Triton's Python backend, run in their own processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, ModelNotFound, Unavailable, Unsupported
 from dynamo.worker.engine.base import Context
-from dynamo.worker.repository.execution import Request, closing
-from tests.support.repositories import X_TO_Y, answer, answers, opened, python_model, x
+from dynamo.worker.repository.execution import ModelRequest, closing
+from tests.support.repositories import X_TO_Y, infer, infer_all, opened, python_model, x
 
 HEAD = """
 import asyncio, json, os, threading, time
@@ -54,8 +54,8 @@ async def test_a_model_gets_its_arguments_and_finds_its_own_files(tmp_path: Path
     folder = python_model(tmp_path, "told", code, config)
     (folder / "1" / "beside.py").write_text("VALUE = 5")
     async with opened(tmp_path, "told") as models:
-        [told] = (await answer(models, "told", x(1)))["y"]
-    assert json.loads(told) == {
+        [arguments] = (await infer(models, "told", x(1)))["y"]
+    assert json.loads(arguments) == {
         "config": "v",
         "dims": [-1],
         "kind": "CPU",
@@ -84,18 +84,18 @@ async def test_tensors_of_every_datatype_come_and_go_unchanged(tmp_path: Path) -
     )
     python_model(tmp_path, "same", code, config)
     numpy = [np.bool_, "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
-    given = {kind: np.array([[0, 1], [1, 0]]).astype(dtype) for kind, dtype in zip(kinds, numpy, strict=False)}
-    given["STRING"] = np.array([[b"", b"\xff\x00"], ["ä".encode(), b"long " * 500]], object)
+    inputs = {kind: np.array([[0, 1], [1, 0]]).astype(dtype) for kind, dtype in zip(kinds, numpy, strict=False)}
+    inputs["STRING"] = np.array([[b"", b"\xff\x00"], ["ä".encode(), b"long " * 500]], object)
     async with opened(tmp_path, "same") as models:
-        [found] = await answers(models, "same", given)
-        empty = await answers(models, "same", {name: array[:0] for name, array in given.items()})
-    for name, array in given.items():
-        assert found.outputs[f"o{name}"].dtype.kind == array.dtype.kind
-        np.testing.assert_array_equal(found.outputs[f"o{name}"], array)
+        [responses] = await infer_all(models, "same", inputs)
+        empty = await infer_all(models, "same", {name: array[:0] for name, array in inputs.items()})
+    for name, array in inputs.items():
+        assert responses.outputs[f"o{name}"].dtype.kind == array.dtype.kind
+        np.testing.assert_array_equal(responses.outputs[f"o{name}"], array)
         assert empty[0].outputs[f"o{name}"].shape == (0, 2)
 
 
-async def test_what_a_request_says_besides_its_tensors_reaches_the_model(tmp_path: Path) -> None:
+async def test_the_parameters_of_a_request_reach_the_model(tmp_path: Path) -> None:
     code = (
         HEAD
         + """
@@ -109,9 +109,9 @@ async def test_what_a_request_says_besides_its_tensors_reaches_the_model(tmp_pat
     python_model(tmp_path, "told", code, X_TO_Y.replace('"y" data_type: TYPE_FP32', '"y" data_type: TYPE_STRING'))
     async with opened(tmp_path, "told") as models:
         parameters = {"sequence_id": "s-1", "sequence_start": True, "priority": 2, "timeout": 900, "mine": 1.5}
-        [found] = await answers(models, "told", x(1), parameters=parameters, outputs=["y"])
-    assert found.outputs["y"].tolist() == [b'["request-7", "s-1", 1, 2, 900, ["y"], {"mine": 1.5}, "told", 1, false]']
-    assert found.parameters == {"n": 3}
+        [responses] = await infer_all(models, "told", x(1), parameters=parameters, outputs=["y"])
+    assert responses.outputs["y"].tolist() == [b'["request-7", "s-1", 1, 2, 900, ["y"], {"mine": 1.5}, "told", 1, false]']
+    assert responses.parameters == {"n": 3}
 
 
 async def test_an_error_of_a_model_is_that_error_to_its_caller_only(tmp_path: Path) -> None:
@@ -141,8 +141,8 @@ async def test_an_error_of_a_model_is_that_error_to_its_caller_only(tmp_path: Pa
     row = {"x": np.ones((1, 1), np.float32)}
     async with opened(tmp_path, "picky") as models:
         good, *bad = await asyncio.gather(
-            answer(models, "picky", row),
-            *(answer(models, "picky", row, parameters={"code": code}) for code in kinds),
+            infer(models, "picky", row),
+            *(infer(models, "picky", row, parameters={"code": code}) for code in kinds),
             return_exceptions=True,
         )
     assert good == {"y": [[1.0]]}
@@ -162,11 +162,11 @@ async def test_requests_that_come_together_are_one_execute(tmp_path: Path) -> No
     python_model(tmp_path, "counts", code, X_TO_Y + batching)
     async with opened(tmp_path, "counts") as models:
         two_rows = {"x": np.zeros((2, 1), np.float32)}
-        found = await asyncio.gather(*(answer(models, "counts", two_rows) for _ in range(4)))
-    assert found == [{"y": [[4.0], [4.0]]}] * 4
+        responses = await asyncio.gather(*(infer(models, "counts", two_rows) for _ in range(4)))
+    assert responses == [{"y": [[4.0], [4.0]]}] * 4
 
 
-async def test_a_decoupled_model_answers_as_often_as_it_likes_from_any_thread(tmp_path: Path) -> None:
+async def test_a_decoupled_model_sends_any_number_of_responses_from_any_thread(tmp_path: Path) -> None:
     code = (
         HEAD
         + """
@@ -182,14 +182,14 @@ async def test_a_decoupled_model_answers_as_often_as_it_likes_from_any_thread(tm
     )
     python_model(tmp_path, "counter", code, DECOUPLED)
     async with opened(tmp_path, "counter") as models:
-        found = await answers(models, "counter", x(3))
-        many = await answers(models, "counter", x(1000))
-        none = await answers(models, "counter", x(0))
-    assert [each.outputs["y"].tolist() for each in found] == [[3], [2], [1]]
+        responses = await infer_all(models, "counter", x(3))
+        many = await infer_all(models, "counter", x(1000))
+        none = await infer_all(models, "counter", x(0))
+    assert [each.outputs["y"].tolist() for each in responses] == [[3], [2], [1]]
     assert len(many) == 1000 and none == []
 
 
-async def test_leaving_a_decoupled_request_tells_its_model(tmp_path: Path) -> None:
+async def test_a_decoupled_model_sees_that_its_request_was_cancelled(tmp_path: Path) -> None:
     code = (
         HEAD
         + """
@@ -213,15 +213,15 @@ async def test_leaving_a_decoupled_request_tells_its_model(tmp_path: Path) -> No
     )
     python_model(tmp_path, "endless", code, DECOUPLED)
     async with opened(tmp_path, "endless") as models:
-        async with closing(models.run("endless", "", Request(x(1), Context("r")))) as found:
-            async for _ in found:
+        async with closing(models.run("endless", "", ModelRequest(x(1), Context("r")))) as responses:
+            async for _ in responses:
                 break
-        [noticed] = await answers(models, "endless", x(-1))
+        [noticed] = await infer_all(models, "endless", x(-1))
         await asyncio.wait_for(models.find("endless").drained(), 10)
     assert noticed.outputs["y"].tolist() == [1.0]
 
 
-async def test_async_models_work_and_decoupled_ones_answer_side_by_side(tmp_path: Path) -> None:
+async def test_async_models_work_and_decoupled_ones_run_concurrently(tmp_path: Path) -> None:
     plain = (
         HEAD
         + """
@@ -247,12 +247,12 @@ async def test_async_models_work_and_decoupled_ones_answer_side_by_side(tmp_path
     python_model(tmp_path, "plain", plain)
     python_model(tmp_path, "meeting", meeting, DECOUPLED)
     async with opened(tmp_path, "plain", "meeting") as models:
-        assert await answer(models, "plain", x(1)) == {"y": [7.0]}
-        found = await asyncio.gather(answer(models, "meeting", x(1)), answer(models, "meeting", x(1)))
-    assert found == [{"y": [2.0]}, {"y": [2.0]}]
+        assert await infer(models, "plain", x(1)) == {"y": [7.0]}
+        responses = await asyncio.gather(infer(models, "meeting", x(1)), infer(models, "meeting", x(1)))
+    assert responses == [{"y": [2.0]}, {"y": [2.0]}]
 
 
-async def test_a_model_calls_other_models_and_asks_for_the_repository(tmp_path: Path) -> None:
+async def test_a_model_calls_other_models_and_queries_the_repository(tmp_path: Path) -> None:
     code = (
         HEAD
         + """
@@ -284,7 +284,7 @@ async def test_a_model_calls_other_models_and_asks_for_the_repository(tmp_path: 
     python_model(tmp_path, "double")
     python_model(tmp_path, "counter", counter, DECOUPLED)
     async with opened(tmp_path, "caller", "double", "counter") as models:
-        assert await answer(models, "caller", x(4)) == {"y": [8.0, 10.0, 1.0, 0.0, 0.0]}
+        assert await infer(models, "caller", x(4)) == {"y": [8.0, 10.0, 1.0, 0.0, 0.0]}
 
 
 async def test_an_async_model_awaits_several_models_at_once(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ async def test_an_async_model_awaits_several_models_at_once(tmp_path: Path) -> N
     python_model(tmp_path, "caller", code)
     python_model(tmp_path, "double", config=X_TO_Y + "instance_group { count: 2 }")
     async with opened(tmp_path, "caller", "double") as models:
-        assert await answer(models, "caller", x(1)) == {"y": [0.0, 2.0, 4.0, 6.0, 8.0]}
+        assert await infer(models, "caller", x(1)) == {"y": [0.0, 2.0, 4.0, 6.0, 8.0]}
 
 
 async def test_a_model_loads_and_unloads_others_where_that_is_allowed(tmp_path: Path) -> None:
@@ -326,10 +326,10 @@ async def test_a_model_loads_and_unloads_others_where_that_is_allowed(tmp_path: 
     python_model(tmp_path, "chief", code)
     python_model(tmp_path, "double")
     async with opened(tmp_path, "chief") as models:
-        assert await answer(models, "chief", x(1)) == {"y": [1.0, 0.0]}
+        assert await infer(models, "chief", x(1)) == {"y": [1.0, 0.0]}
     async with opened(tmp_path, "chief", on_request=False) as models:
         with pytest.raises(Unavailable, match="--model-control-mode explicit"):
-            await answer(models, "chief", x(1))
+            await infer(models, "chief", x(1))
 
 
 async def test_instances_work_at_the_same_time(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ async def test_instances_work_at_the_same_time(tmp_path: Path) -> None:
     )
     python_model(tmp_path, "pair", code, X_TO_Y.replace("FP32", "FP32") + "instance_group { count: 2 }")
     async with opened(tmp_path, "pair") as models:
-        one, other = await asyncio.gather(answer(models, "pair", x(1)), answer(models, "pair", x(1)))
+        one, other = await asyncio.gather(infer(models, "pair", x(1)), infer(models, "pair", x(1)))
     assert one != other
 
 
@@ -366,14 +366,14 @@ async def test_a_process_that_dies_fails_its_request_and_is_started_again(tmp_pa
     )
     python_model(tmp_path, "mortal", code)
     async with opened(tmp_path, "mortal") as models:
-        before = await answer(models, "mortal", x(1))
+        before = await infer(models, "mortal", x(1))
         with pytest.raises(EngineError, match="ended with status 3"):
-            await answer(models, "mortal", x(-1))
+            await infer(models, "mortal", x(-1))
         after = None
         async with asyncio.timeout(20):
             while after is None:
                 try:
-                    after = await answer(models, "mortal", x(1))
+                    after = await infer(models, "mortal", x(1))
                 except Unavailable as error:
                     assert error.retryable
                     await asyncio.sleep(0.02)
@@ -392,7 +392,7 @@ async def test_processes_end_with_their_model(tmp_path: Path) -> None:
     )
     folder = python_model(tmp_path, "mortal", code)
     async with opened(tmp_path, "mortal") as models:
-        high, low = (await answer(models, "mortal", x(1)))["y"]
+        high, low = (await infer(models, "mortal", x(1)))["y"]
         await models.unload_model("mortal")
         assert (folder / "1" / "finalized").exists()
         with pytest.raises(ProcessLookupError):
@@ -409,7 +409,7 @@ async def test_processes_end_with_their_model(tmp_path: Path) -> None:
         (HEAD + "    def execute(self, r): ...\n    def initialize(self, args): os._exit(9)", "ended with status 9"),
     ],
 )
-async def test_a_model_that_does_not_load_says_why(tmp_path: Path, code: str, reason: str) -> None:
+async def test_a_load_failure_names_its_reason(tmp_path: Path, code: str, reason: str) -> None:
     python_model(tmp_path, "broken", code)
     async with opened(tmp_path) as models:
         failed = await models.load_all(["broken"])
@@ -429,12 +429,12 @@ async def test_a_model_that_does_not_load_says_why(tmp_path: Path, code: str, re
         ("[pb_utils.InferenceResponse([pb_utils.Tensor('y', np.array([1], np.int8))])]", "as INT8"),
     ],
 )
-async def test_a_model_that_answers_wrongly_fails_that_request(tmp_path: Path, returned: str, reason: str) -> None:
+async def test_a_malformed_response_fails_its_request(tmp_path: Path, returned: str, reason: str) -> None:
     python_model(tmp_path, "wrong", HEAD + f"    def execute(self, requests):\n        return {returned}\n")
     async with opened(tmp_path, "wrong") as models:
         for _ in range(2):
             with pytest.raises(EngineError, match=reason):
-                await answer(models, "wrong", x(1))
+                await infer(models, "wrong", x(1))
 
 
 async def test_a_model_completes_its_configuration(tmp_path: Path) -> None:

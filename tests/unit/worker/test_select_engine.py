@@ -36,12 +36,12 @@ def test_the_model_decides_the_engine(model: str, kind: EngineKind) -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt-5", "a:b-c", ":Class", ""])
-def test_a_model_that_nothing_serves_is_refused_with_what_could_be(model: str) -> None:
+def test_an_unknown_kind_of_model_is_refused_with_the_supported_kinds(model: str) -> None:
     with pytest.raises(InvalidRequest, match="module:Class"):
         choose_engine(model)
 
 
-def test_a_folder_is_served_by_what_lies_in_it(tmp_path: Path) -> None:
+def test_the_content_of_a_folder_chooses_the_engine(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="folder"):
         choose_engine(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
@@ -81,7 +81,7 @@ def test_a_tokenizer_is_taken_in_each_of_its_three_forms(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed here")
-def test_an_engine_that_is_not_installed_says_what_is_missing() -> None:
+def test_an_engine_that_is_not_installed_names_the_missing_package() -> None:
     with pytest.raises(InvalidRequest, match="vllm is missing"):
         make_engine("org/model", EngineKind.VLLM)
 

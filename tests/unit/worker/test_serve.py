@@ -26,7 +26,7 @@ from dynamo.protos.inference_pb2 import (
     ModelStatistics,
     ModelStatisticsResponse,
 )
-from dynamo.worker.engine.base import Context, Load, TensorResponse
+from dynamo.worker.engine.base import Context, EngineLoad, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens
 from dynamo.worker.serve import ServedModel, Service
 from tests.support.incoming import FakeIncoming
@@ -43,8 +43,8 @@ def card(**changes: object) -> ModelCard:
 class Scripted:
     """A tensor engine that gives the answers, or raises the error, that a test wants."""
 
-    def __init__(self, *answers: TensorResponse | Exception) -> None:
-        self.answers = answers
+    def __init__(self, *responses: TensorResponse | Exception) -> None:
+        self.responses = responses
         self.contexts: list[Context] = []
         self.closed = 0
 
@@ -54,10 +54,10 @@ class Scripted:
     async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         self.contexts.append(context)
         try:
-            for answer in self.answers:
-                if isinstance(answer, Exception):
-                    raise answer
-                yield answer
+            for response in self.responses:
+                if isinstance(response, Exception):
+                    raise response
+                yield response
         finally:
             self.closed += 1
 
@@ -81,7 +81,7 @@ def infer_request(*, typed: bool = False, **head: object) -> bytes:
     return request.SerializeToString()
 
 
-def empty_answer() -> TensorResponse:
+def empty_response() -> TensorResponse:
     return TensorResponse(ModelInferResponse())
 
 
@@ -97,30 +97,30 @@ def statistics_of(service: Service, version: str = "1") -> ModelStatistics:
     return service.models[0].statistics[version].to_message()
 
 
-async def test_a_raw_request_is_answered_raw_with_its_id_model_and_version() -> None:
-    answer = await infer(EchoTensors(), infer_request(), card(versions=("1", "2")))
-    assert (answer.id, answer.model_name, answer.model_version) == ("id-1", "m", "2")
-    assert [output.name for output in answer.outputs] == ["X", "S"]
-    assert list(answer.raw_output_contents) == [b"\0\0\x80\x3f\0\0\0\x40", b"\2\0\0\0hi"]
+async def test_a_raw_request_gets_a_raw_response_with_its_id_model_and_version() -> None:
+    response = await infer(EchoTensors(), infer_request(), card(versions=("1", "2")))
+    assert (response.id, response.model_name, response.model_version) == ("id-1", "m", "2")
+    assert [output.name for output in response.outputs] == ["X", "S"]
+    assert list(response.raw_output_contents) == [b"\0\0\x80\x3f\0\0\0\x40", b"\2\0\0\0hi"]
 
 
-async def test_a_typed_request_is_answered_typed() -> None:
-    answer = await infer(EchoTensors(), infer_request(typed=True))
-    assert not answer.raw_output_contents
-    assert list(answer.outputs[0].contents.fp32_contents) == [1, 2]
-    assert list(answer.outputs[1].contents.bytes_contents) == [b"hi"]
+async def test_a_typed_request_gets_a_typed_response() -> None:
+    response = await infer(EchoTensors(), infer_request(typed=True))
+    assert not response.raw_output_contents
+    assert list(response.outputs[0].contents.fp32_contents) == [1, 2]
+    assert list(response.outputs[1].contents.bytes_contents) == [b"hi"]
 
 
-async def test_only_requested_outputs_are_answered() -> None:
-    answer = await infer(EchoTensors(), infer_request(outputs=[{"name": "S"}]))
-    assert [output.name for output in answer.outputs] == ["S"]
-    assert list(answer.raw_output_contents) == [b"\2\0\0\0hi"]
+async def test_only_requested_outputs_are_returned() -> None:
+    response = await infer(EchoTensors(), infer_request(outputs=[{"name": "S"}]))
+    assert [output.name for output in response.outputs] == ["S"]
+    assert list(response.raw_output_contents) == [b"\2\0\0\0hi"]
 
 
 async def test_the_requested_version_reaches_the_engine() -> None:
-    engine = Scripted(empty_answer())
-    answer = await infer(engine, infer_request(model_version="1"), card(versions=("1", "2")))
-    assert (engine.contexts[0].version, answer.model_version) == ("1", "1")
+    engine = Scripted(empty_response())
+    response = await infer(engine, infer_request(model_version="1"), card(versions=("1", "2")))
+    assert (engine.contexts[0].version, response.model_version) == ("1", "1")
 
 
 @pytest.mark.parametrize("head", [{"model_name": "other"}, {"model_version": "9"}])
@@ -134,13 +134,13 @@ async def test_bytes_that_are_no_request_are_refused() -> None:
         await infer(EchoTensors(), b"\xff\xff\xff")
 
 
-async def test_an_alias_is_answered_under_the_name_that_was_asked_for() -> None:
-    answer = await infer(EchoTensors(), infer_request(model_name="also"), card(aliases=("also",)))
-    assert answer.model_name == "also"
+async def test_the_response_to_an_alias_has_the_requested_name() -> None:
+    response = await infer(EchoTensors(), infer_request(model_name="also"), card(aliases=("also",)))
+    assert response.model_name == "also"
 
 
 async def test_a_request_past_its_deadline_is_refused_and_not_computed() -> None:
-    engine = Scripted(empty_answer())
+    engine = Scripted(empty_response())
     served = service(engine)
     with pytest.raises(DeadlineExceeded):
         await served.infer(FakeIncoming(infer_request(), deadline=asyncio.get_running_loop().time() - 0.001))
@@ -148,9 +148,9 @@ async def test_a_request_past_its_deadline_is_refused_and_not_computed() -> None
     assert statistics_of(served).inference_stats.fail.count == 1
 
 
-@pytest.mark.parametrize("answers", [(), (empty_answer(), empty_answer())])
-async def test_a_model_that_is_not_decoupled_must_give_exactly_one_answer(answers: tuple[TensorResponse, ...]) -> None:
-    engine = Scripted(*answers)
+@pytest.mark.parametrize("responses", [(), (empty_response(), empty_response())])
+async def test_a_model_that_is_not_decoupled_must_give_exactly_one_response(responses: tuple[TensorResponse, ...]) -> None:
+    engine = Scripted(*responses)
     with pytest.raises(EngineError, match="'m' gave"):
         await infer(engine, infer_request())
     assert engine.closed == 1
@@ -165,9 +165,9 @@ async def test_an_engine_that_contradicts_itself_is_an_engine_error() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-async def test_a_decoupled_model_sends_each_answer_and_then_an_empty_last_word(count: int) -> None:
+async def test_a_decoupled_model_sends_each_response_and_then_an_empty_end(count: int) -> None:
     incoming = FakeIncoming(infer_request())
-    served = service(Scripted(*(empty_answer() for _ in range(count))), card(decoupled=True))
+    served = service(Scripted(*(empty_response() for _ in range(count))), card(decoupled=True))
     await served.infer(incoming)
     assert [ModelInferResponse.FromString(sent).id for sent in incoming.sent] == ["id-1"] * count
     assert incoming.final == b""
@@ -175,7 +175,7 @@ async def test_a_decoupled_model_sends_each_answer_and_then_an_empty_last_word(c
 
 async def test_a_slow_caller_holds_its_own_stream_back() -> None:
     incoming = FakeIncoming(infer_request(), window=2)
-    served = service(Scripted(*(empty_answer() for _ in range(5))), card(decoupled=True))
+    served = service(Scripted(*(empty_response() for _ in range(5))), card(decoupled=True))
     task = asyncio.create_task(served.infer(incoming))
     await incoming.waiting.wait()
     assert len(incoming.sent) == 2
@@ -204,8 +204,8 @@ class Endless:
         finally:
             self.closed.set()
 
-    def load(self) -> Load:
-        return Load()
+    def load(self) -> EngineLoad:
+        return EngineLoad()
 
     async def close(self) -> None:
         return
@@ -273,16 +273,16 @@ async def test_bytes_that_are_no_generate_request_are_refused(body: bytes) -> No
         await service(EchoTokens(), llm_card()).generate(FakeIncoming(body))
 
 
-async def test_a_tensor_model_cannot_be_asked_for_tokens() -> None:
+async def test_a_tensor_model_cannot_generate_tokens() -> None:
     with pytest.raises(ModelNotFound):
         await service(EchoTensors()).generate(FakeIncoming(generate_request("m")))
 
 
 async def test_statistics_are_those_of_the_requests_that_were_served() -> None:
-    served = service(Scripted(empty_answer()), card(max_batch_size=4, versions=("1", "2")))
+    served = service(Scripted(empty_response()), card(max_batch_size=4, versions=("1", "2")))
     for _ in range(3):
         await served.infer(FakeIncoming(infer_request()))
-    served.models[0].engine.answers = (EngineError("no"),)  # type: ignore[union-attr]
+    served.models[0].engine.responses = (EngineError("no"),)  # type: ignore[union-attr]
     with pytest.raises(EngineError):
         await served.infer(FakeIncoming(infer_request(model_version="1")))
     newest, oldest = statistics_of(served, "2"), statistics_of(served, "1")
@@ -293,11 +293,11 @@ async def test_statistics_are_those_of_the_requests_that_were_served() -> None:
     assert (oldest.inference_count, oldest.inference_stats.fail.count, oldest.inference_stats.success.count) == (0, 1, 0)
 
 
-async def test_answers_of_a_decoupled_model_are_counted_by_their_index() -> None:
+async def test_responses_of_a_decoupled_model_are_counted_by_their_index() -> None:
     head = ModelInferResponse()
     head.outputs.add(name="S", datatype="BYTES", shape=[0])
-    answers = [TensorResponse(head, [b""]), empty_answer(), EngineError("broken")]
-    served = service(Scripted(*answers), card(decoupled=True))
+    responses = [TensorResponse(head, [b""]), empty_response(), EngineError("broken")]
+    served = service(Scripted(*responses), card(decoupled=True))
     with pytest.raises(EngineError):
         await served.infer(FakeIncoming(infer_request()))
     responses = statistics_of(served).response_stats
@@ -305,29 +305,29 @@ async def test_answers_of_a_decoupled_model_are_counted_by_their_index() -> None
 
 
 @pytest.mark.parametrize(
-    ("query", "found"),
+    ("query", "expected"),
     [
         ({}, [("m", "1"), ("m", "2"), ("n", "1")]),
         ({"model": "m"}, [("m", "1"), ("m", "2")]),
         ({"model": "m", "version": "2"}, [("m", "2")]),
     ],
 )
-async def test_statistics_are_told_for_what_was_asked(query: dict[str, str], found: list[tuple[str, str]]) -> None:
+async def test_statistics_cover_the_queried_models(query: dict[str, str], expected: list[tuple[str, str]]) -> None:
     served = Service([ServedModel.of(card(versions=("1", "2")), EchoTensors()), ServedModel.of(card(name="n"), EchoTensors())])
     incoming = FakeIncoming(msgspec.msgpack.encode(query))
     await served.statistics(incoming)
     assert incoming.final is not None
-    told = ModelStatisticsResponse.FromString(incoming.final).model_stats
-    assert [(model.name, model.version) for model in told] == found
+    statistics = ModelStatisticsResponse.FromString(incoming.final).model_stats
+    assert [(model.name, model.version) for model in statistics] == expected
 
 
 @pytest.mark.parametrize("query", [{"model": "x"}, {"model": "m", "version": "7"}])
-async def test_statistics_of_something_unknown_are_not_found(query: dict[str, str]) -> None:
+async def test_statistics_of_unknown_models_are_not_found(query: dict[str, str]) -> None:
     with pytest.raises(ModelNotFound):
         await service(EchoTensors()).statistics(FakeIncoming(msgspec.msgpack.encode(query)))
 
 
-async def test_a_ping_is_answered() -> None:
+async def test_a_ping_gets_an_empty_response() -> None:
     incoming = FakeIncoming(b"")
     await service(EchoTensors()).ping(incoming)
     assert incoming.final == b""

@@ -65,16 +65,16 @@ def test_tokens_spread_over_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 4, 9])
-def test_a_generation_goes_on_elsewhere_exactly_as_it_would_have(cut: int) -> None:
-    there = Scheduler(config())
+def test_a_generation_continues_elsewhere_with_the_same_tokens(cut: int) -> None:
+    other_scheduler = Scheduler(config())
     whole = sequence(list(range(10)), limit=12, seed=3)
-    there.add(whole, 0.0)
-    expected = tokens_of(run(there), whole)
+    other_scheduler.add(whole, 0.0)
+    expected = tokens_of(run(other_scheduler), whole)
     assert len(expected) == 12
-    here = Scheduler(config(total_blocks=50, max_batched_tokens=7))
+    scheduler = Scheduler(config(total_blocks=50, max_batched_tokens=7))
     rest = sequence(list(range(10)) + expected[:cut], limit=12 - cut, seed=3)
-    here.add(rest, 0.0)
-    assert tokens_of(run(here), rest) == expected[cut:]
+    scheduler.add(rest, 0.0)
+    assert tokens_of(run(scheduler), rest) == expected[cut:]
 
 
 def test_seeds_lead_to_different_tokens() -> None:
@@ -117,7 +117,7 @@ def test_taking_more_than_there_is_changes_nothing() -> None:
     assert blocks.available == 0
 
 
-def test_clearing_keeps_what_is_in_use() -> None:
+def test_clearing_keeps_blocks_in_use() -> None:
     blocks = BlockManager(4)
     blocks.take([], 2)
     blocks.commit([1, 2])
@@ -177,7 +177,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert scheduler.blocks.active == 0
 
 
-def test_who_finds_no_block_starts_over_and_says_the_same() -> None:
+def test_a_preempted_sequence_starts_over_and_generates_the_same_tokens() -> None:
     alone = Scheduler(config())
     expected = []
     for number in range(3):
@@ -265,7 +265,7 @@ def test_an_end_comes_after_the_mean_number_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[], [1] * 400])
-def test_what_can_never_run_is_refused(tokens: list[int]) -> None:
+def test_a_prompt_that_can_never_run_is_refused(tokens: list[int]) -> None:
     with pytest.raises(InvalidRequest):
         Scheduler(config()).add(sequence(tokens), 0.0)
 
@@ -323,10 +323,10 @@ def test_blocks_are_accounted_for_whatever_happens(
         assert all(paths[block] is None or paths[block] in cached for block in cached)
         blocks = scheduler.blocks
         assert 0 <= blocks.active <= total
-        assert len(cached) + blocks._private <= total
+        assert len(cached) + blocks.private <= total
         for each in scheduler.running:
             assert (each.committed + each.private) * SIZE >= each.computed
-        assert blocks._private == sum(each.private for each in scheduler.running)
+        assert blocks.private == sum(each.private for each in scheduler.running)
 
     for kind, tokens, number in steps:
         if kind == "add":
@@ -364,7 +364,7 @@ def test_adapters_share_nothing() -> None:
 # Timing
 
 
-def test_a_step_takes_what_the_model_says() -> None:
+def test_a_step_takes_the_time_of_the_timing_model() -> None:
     timing = TimingModel(base_ms=5.0, ms_per_prefill_token=0.1, ms_per_decoding=0.5)
     assert timing.step_s(100, 4) == pytest.approx(0.017)
     assert TimingModel(speedup=0).step_s(1000, 10) == 0.0

@@ -14,7 +14,7 @@ from dynamo.common.errors import EngineError, NoInstances, ShuttingDown, Unavail
 from dynamo.common.generation import Delta, GenerateRequest, Stop, Summary, pack_tokens, request_encoder
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.worker.engine.base import Context, Load
+from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.serve import ServedModel, Service
 from dynamo.worker.sleep import Sleeper
 from dynamo.worker.status import Status, status_app
@@ -38,8 +38,8 @@ class Awake:
         self.steps.append("generates")
         yield Summary()
 
-    def load(self) -> Load:
-        return Load()
+    def load(self) -> EngineLoad:
+        return EngineLoad()
 
     async def close(self) -> None:
         return
@@ -88,7 +88,7 @@ class Worker:
     def stop_all(self) -> None:
         self.steps.append("refuses the rest")
 
-    async def ask(self) -> None:
+    async def send_request(self) -> None:
         request = GenerateRequest(model="m", prompt=pack_tokens((1,)), stop=Stop(max_tokens=1))
         await self.service.generate(FakeIncoming(request_encoder.encode(request)))
 
@@ -106,7 +106,7 @@ async def test_the_engine_sleeps_last_and_wakes_first() -> None:
     assert worker.steps == ASLEEP
     await worker.sleeper.wake()
     assert worker.steps == [*ASLEEP, "wakes", "returns"]
-    await worker.ask()
+    await worker.send_request()
     assert worker.steps[-1] == "generates"
 
 
@@ -114,10 +114,10 @@ async def test_while_it_sleeps_requests_may_go_elsewhere_and_the_engine_sees_non
     worker = Worker()
     await worker.sleeper.sleep()
     with pytest.raises(NoInstances) as refused:
-        await worker.ask()
+        await worker.send_request()
     assert refused.value.retryable
-    question = FakeIncoming(b"\x82\xa5model\xa1m\xa6idle_s\x00")
-    await worker.service.canary(question)
+    request = FakeIncoming(b"\x82\xa5model\xa1m\xa6idle_s\x00")
+    await worker.service.canary(request)
     assert worker.steps == ASLEEP
 
 
@@ -131,7 +131,7 @@ async def test_a_second_sleep_and_a_second_wake_change_nothing() -> None:
     assert worker.steps == [*ASLEEP, "wakes", "returns"]
 
 
-async def test_it_sleeps_only_when_what_runs_has_ended() -> None:
+async def test_it_sleeps_only_when_running_requests_have_ended() -> None:
     worker = Worker()
     worker.idle.clear()
     async with asyncio.TaskGroup() as tasks:
@@ -144,7 +144,7 @@ async def test_it_sleeps_only_when_what_runs_has_ended() -> None:
     assert worker.steps == ASLEEP and worker.sleeper.is_sleeping
 
 
-async def test_what_does_not_end_in_time_is_refused() -> None:
+async def test_requests_that_outlast_the_drain_timeout_are_refused() -> None:
     worker = Worker(drain_timeout_s=0.01)
     worker.idle.clear()
     await worker.sleeper.sleep()
@@ -157,7 +157,7 @@ async def test_without_etcd_it_stays_awake() -> None:
     with pytest.raises(Unavailable, match="etcd"):
         await worker.sleeper.sleep()
     assert worker.steps == ["leaves", "returns"] and not worker.sleeper.is_away
-    await worker.ask()
+    await worker.send_request()
 
 
 async def test_an_engine_that_fails_to_sleep_serves_on() -> None:
@@ -166,7 +166,7 @@ async def test_an_engine_that_fails_to_sleep_serves_on() -> None:
     with pytest.raises(EngineError, match="stuck"):
         await worker.sleeper.sleep()
     assert not worker.sleeper.is_away
-    await worker.ask()
+    await worker.send_request()
     assert worker.steps == [*ASLEEP[:-1], "wakes", "returns", "generates"]
 
 
@@ -179,7 +179,7 @@ async def test_an_engine_that_fails_to_wake_serves_nothing_and_may_be_woken_agai
     assert worker.sleeper.is_sleeping and not worker.service.models
     worker.engine.failing = ""
     await worker.sleeper.wake()
-    await worker.ask()
+    await worker.send_request()
 
 
 async def test_a_worker_that_ends_changes_no_more() -> None:
@@ -197,8 +197,8 @@ async def test_the_status_port_takes_vllms_own_calls() -> None:
     worker = Worker()
     async with worker.client() as http:
         assert (await http.get("/is_sleeping")).json() == {"is_sleeping": False}
-        answer = await http.post("/sleep?level=1")
-        assert (answer.status_code, answer.json()) == (200, {"is_sleeping": True})
+        response = await http.post("/sleep?level=1")
+        assert (response.status_code, response.json()) == (200, {"is_sleeping": True})
         health = await http.get("/health")
         assert (health.status_code, health.json()["state"]) == (503, "sleeping")
         assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
@@ -211,27 +211,27 @@ async def test_the_status_port_takes_vllms_own_calls() -> None:
 async def test_other_levels_are_refused(level: str) -> None:
     worker = Worker()
     async with worker.client() as http:
-        answer = await http.post(f"/sleep?level={level}")
-    assert answer.status_code == 400 and "level=1" in answer.json()["error"]
+        response = await http.post(f"/sleep?level={level}")
+    assert response.status_code == 400 and "level=1" in response.json()["error"]
     assert worker.steps == []
 
 
-async def test_engines_that_cannot_sleep_are_asked_for_nothing() -> None:
+async def test_no_engine_sleeps_if_one_cannot() -> None:
     never, not_now = Worker(Awake), Worker()
     not_now.engine.can_sleep = False
     for worker, says in ((never, "(Awake) cannot sleep"), (not_now, "told to stay awake")):
         async with worker.client() as http:
-            answer = await http.post("/sleep")
-            assert answer.status_code == 501 and says in answer.json()["error"]
+            response = await http.post("/sleep")
+            assert response.status_code == 501 and says in response.json()["error"]
             assert (await http.post("/wake_up")).status_code == 200
         assert worker.steps == []
 
 
-async def test_nobody_gives_orders_unless_that_is_allowed_and_web_pages_never_do() -> None:
+async def test_sleep_needs_allow_sleep_and_is_never_taken_from_web_pages() -> None:
     worker = Worker()
     async with worker.client(allow_sleep=False) as http:
-        answer = await http.post("/sleep")
-        assert answer.status_code == 403 and "--allow-sleep" in answer.json()["error"]
+        response = await http.post("/sleep")
+        assert response.status_code == 403 and "--allow-sleep" in response.json()["error"]
         assert (await http.post("/wake_up")).status_code == 403
         assert (await http.get("/is_sleeping")).status_code == 200
     async with worker.client() as http:
@@ -246,7 +246,7 @@ async def test_failures_have_their_status() -> None:
         assert (await http.post("/sleep")).status_code == 503
         worker.has_etcd = True
         worker.engine.failing = "sleeps"
-        answer = await http.post("/sleep")
-        assert (answer.status_code, answer.json()) == (500, {"error": "the memory is stuck"})
+        response = await http.post("/sleep")
+        assert (response.status_code, response.json()) == (500, {"error": "the memory is stuck"})
         worker.status.sleeper = None
         assert (await http.post("/sleep")).status_code == 503

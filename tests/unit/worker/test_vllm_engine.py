@@ -65,12 +65,12 @@ async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sta
     await engine.close()
 
 
-def ask(prompt: list[int], max_tokens: int = 8, **settings: Any) -> GenerateRequest:
+def make_request(prompt: list[int], max_tokens: int = 8, **settings: Any) -> GenerateRequest:
     stop = settings.pop("stop", Stop(max_tokens=max_tokens, ignore_eos=True))
     return GenerateRequest(model="tiny", prompt=pack_tokens(prompt), **{"sampling": GREEDY, "stop": stop, **settings})
 
 
-async def answer(started: Started, request: GenerateRequest) -> tuple[list[int], Delta, Summary]:
+async def generate(started: Started, request: GenerateRequest) -> tuple[list[int], Delta, Summary]:
     """The tokens, the last delta, the summary."""
     *deltas, summary = [item async for item in started.engine.generate(request, Context("test"))]
     return [token for delta in deltas for token in delta.tokens], deltas[-1], summary
@@ -108,36 +108,38 @@ def test_a_sentencepiece_model_is_read_where_the_library_has_no_fast_tokenizer(t
     assert template == b"{{ messages }}"
 
 
-async def test_the_end_of_text_ends_an_answer_and_is_no_part_of_it(started: Started) -> None:
+async def test_the_eos_token_ends_a_generation_and_is_not_part_of_it(started: Started) -> None:
     forced = Sampling(temperature=0.0, logit_bias={7: 100.0})
-    tokens, end, summary = await answer(started, ask(text("a"), sampling=forced, stop=Stop(max_tokens=9)))
+    tokens, end, summary = await generate(started, make_request(text("a"), sampling=forced, stop=Stop(max_tokens=9)))
     assert (tokens, end.finish_reason, end.stop_token, summary.output_tokens) == ([], FinishReason.STOP, 7, 0)
-    tokens, end, _ = await answer(started, ask(text("a"), 4, sampling=forced))
+    tokens, end, _ = await generate(started, make_request(text("a"), 4, sampling=forced))
     assert (tokens, end.finish_reason) == ([7] * 4, FinishReason.LENGTH)
 
 
-async def test_what_the_request_leaves_open_is_the_models_own_default(started: Started) -> None:
-    open_ = ask(text("what"), 12, sampling=Sampling())
-    assert (await answer(started, open_))[0] == (await answer(started, ask(text("what"), 12)))[0], "greedy, as it says"
+async def test_unset_parameters_have_the_models_defaults(started: Started) -> None:
+    open_ = make_request(text("what"), 12, sampling=Sampling())
+    assert (await generate(started, open_))[0] == (await generate(started, make_request(text("what"), 12)))[0], (
+        "greedy, as it says"
+    )
 
 
 async def test_tokens_can_be_forced_banned_and_penalised(started: Started) -> None:
     prompt = text("some prompt")
-    usual, _, _ = await answer(started, ask(prompt, 12))
+    usual, _, _ = await generate(started, make_request(prompt, 12))
     banned = Sampling(temperature=0.0, bad_words_token_ids=((usual[0],),))
-    assert usual[0] not in (await answer(started, ask(prompt, 12, sampling=banned)))[0]
+    assert usual[0] not in (await generate(started, make_request(prompt, 12, sampling=banned)))[0]
     pair = Sampling(temperature=0.0, bad_words_token_ids=((usual[0], usual[1]),))
-    assert (await answer(started, ask(prompt, 2, sampling=pair)))[0] != usual[:2], "words of several tokens, too"
+    assert (await generate(started, make_request(prompt, 2, sampling=pair)))[0] != usual[:2], "words of several tokens, too"
     allowed = Sampling(temperature=0.0, allowed_token_ids=(65, 66))
-    assert set((await answer(started, ask(prompt, 12, sampling=allowed)))[0]) <= {65, 66}
+    assert set((await generate(started, make_request(prompt, 12, sampling=allowed)))[0]) <= {65, 66}
     penalised = Sampling(temperature=0.0, repetition_penalty=5.0, presence_penalty=2.0, frequency_penalty=2.0)
-    long, _, _ = await answer(started, ask(prompt, 60))
-    assert len(set((await answer(started, ask(prompt, 60, sampling=penalised)))[0])) > len(set(long))
+    long, _, _ = await generate(started, make_request(prompt, 60))
+    assert len(set((await generate(started, make_request(prompt, 60, sampling=penalised)))[0])) > len(set(long))
 
 
 async def test_prompt_logprobs_come_with_the_summary(started: Started) -> None:
     prompt = text("four")
-    _, _, summary = await answer(started, ask(prompt, 1, prompt_logprobs=2))
+    _, _, summary = await generate(started, make_request(prompt, 1, prompt_logprobs=2))
     steps = summary.prompt_logprobs
     assert steps is not None and len(steps) == 4
     assert steps[0] is None, "nothing comes before the first token"
@@ -159,9 +161,9 @@ async def test_prompt_logprobs_come_with_the_summary(started: Started) -> None:
     ],
     ids=["choice", "regex", "grammar", "schema", "schema as text"],
 )
-async def test_a_guided_answer_fits_its_grammar(started: Started, guided: dict[str, Any], fits: Any) -> None:
+async def test_guided_output_matches_its_grammar(started: Started, guided: dict[str, Any], fits: Any) -> None:
     sampling = Sampling(temperature=0.0, guided=guided, logit_bias={started.tokenizer.token_to_id("Ġ"): -100})
-    tokens, end, _ = await answer(started, ask(text("x"), sampling=sampling, stop=Stop(max_tokens=60)))
+    tokens, end, _ = await generate(started, make_request(text("x"), sampling=sampling, stop=Stop(max_tokens=60)))
     assert end.finish_reason is FinishReason.STOP
     assert fits(started.tokenizer.decode(tokens))
 
@@ -178,34 +180,34 @@ async def test_a_guided_answer_fits_its_grammar(started: Started, guided: dict[s
         ({"adapter": "rude"}, "rude"),
     ],
 )
-async def test_what_vllm_cannot_do_is_the_callers_mistake(started: Started, settings: dict[str, Any], says: str) -> None:
+async def test_what_vllm_refuses_is_an_invalid_request(started: Started, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
-        await answer(started, ask(text("x"), **settings))
+        await generate(started, make_request(text("x"), **settings))
     with pytest.raises(InvalidRequest):
-        await answer(started, ask([5, 100_000]))
-    assert (await answer(started, ask(text("x"), 2)))[2].output_tokens == 2, "it goes on"
+        await generate(started, make_request([5, 100_000]))
+    assert (await generate(started, make_request(text("x"), 2)))[2].output_tokens == 2, "it goes on"
 
 
-async def test_an_adapter_says_something_else_and_has_prefixes_of_its_own(started: Started) -> None:
+async def test_an_adapter_generates_other_tokens_and_has_a_prefix_cache_of_its_own(started: Started) -> None:
     prompt = text("the same words for both of them, and some more to fill the first blocks of the cache") * 2
-    plain, _, _ = await answer(started, ask(prompt, 12))
-    polite, _, summary = await answer(started, ask(prompt, 12, adapter="polite"))
+    plain, _, _ = await generate(started, make_request(prompt, 12))
+    polite, _, summary = await generate(started, make_request(prompt, 12, adapter="polite"))
     assert plain != polite
     assert summary.cached_tokens == 0
     blocks = sequence_hashes(pack_tokens(prompt), 32, space_hash("polite", ""))
     await until(lambda: all(block in started.engine.kv for block in blocks))
-    assert (await answer(started, ask(prompt, 12, adapter="polite")))[0] == polite
+    assert (await generate(started, make_request(prompt, 12, adapter="polite")))[0] == polite
 
 
-async def test_what_the_cache_drops_is_told(started: Started) -> None:
+async def test_evictions_are_published(started: Started) -> None:
     kv, size, total = started.engine.kv, 32, started.llm.total_blocks
     first = text("first of all") * 16
-    await answer(started, ask(first, 1))
+    await generate(started, make_request(first, 1))
     blocks = sequence_hashes(pack_tokens(first), size)
     await until(lambda: all(block in kv for block in blocks))
     longest = CONTEXT - 8
     for number in range(2 * total * size // longest):
-        await answer(started, ask([number % 200, number // 200, *range(250)] * (longest // 252), 1))
+        await generate(started, make_request([number % 200, number // 200, *range(250)] * (longest // 252), 1))
     await until(lambda: not any(block in kv for block in blocks))
     assert len(kv) <= total
 
@@ -214,7 +216,7 @@ async def test_an_important_request_overtakes_those_that_wait(started: Started) 
     ended: list[str] = []
 
     async def run(name: str, priority: int, max_tokens: int) -> None:
-        await answer(started, ask(text(name), max_tokens, priority=priority))
+        await generate(started, make_request(text(name), max_tokens, priority=priority))
         ended.append(name)
 
     running = [asyncio.create_task(run(f"running {number}", 9, 100)) for number in range(8)]
@@ -247,23 +249,23 @@ async def test_a_folder_that_is_no_model_is_refused_when_it_starts(tmp_path: Pat
         await make_engine(str(tmp_path), engine_args=CPU).start()
 
 
-async def test_it_sleeps_forgets_its_cache_and_answers_as_before_when_it_wakes(started: Started) -> None:
+async def test_sleep_clears_the_cache_and_wake_gives_the_same_tokens(started: Started) -> None:
     engine = started.engine
     assert isinstance(engine, Sleeps)
     with pytest.raises(Unsupported, match="--enable-sleep-mode"):
         engine.check_sleep()  # the build for CPUs keeps its memory, and knows the rest
     prompt = text("a prompt that fills a block or two, so that some of it is cached before the sleep")
-    first = (await answer(started, ask(prompt)))[0]
+    first = (await generate(started, make_request(prompt)))[0]
     await until(lambda: engine.kv.held())
-    told: list[int] = []
-    engine.on_step(lambda: told.append(len(engine.kv)))
+    sizes: list[int] = []
+    engine.on_step(lambda: sizes.append(len(engine.kv)))
     await engine.sleep()
-    assert await engine._engine.is_sleeping()
-    assert (len(engine.kv), told[-1]) == (0, 0)
+    assert await engine.llm.is_sleeping()
+    assert (len(engine.kv), sizes[-1]) == (0, 0)
     await engine.wake()
     await engine.wake()
-    assert not await engine._engine.is_sleeping()
-    tokens, _, summary = await answer(started, ask(prompt))
+    assert not await engine.llm.is_sleeping()
+    tokens, _, summary = await generate(started, make_request(prompt))
     assert (tokens, summary.cached_tokens) == (first, 0)
     await until(lambda: engine.kv.held() and len(engine.kv) == len(prompt) // 32)
 
@@ -291,11 +293,11 @@ class FakeLlm:
 
 def with_fake(folder: Path, llm: FakeLlm) -> Any:
     engine: Any = make_engine(str(folder), EngineKind.VLLM)
-    engine._engine = llm
+    engine.llm = llm
     return engine
 
 
-async def test_started_with_sleep_mode_it_may_sleep_and_what_was_told_late_is_forgotten_on_waking(tmp_path: Path) -> None:
+async def test_with_sleep_mode_it_sleeps_and_forgets_late_events_on_waking(tmp_path: Path) -> None:
     engine = with_fake(tmp_path, llm := FakeLlm(wakes=None))
     engine.check_sleep()
     engine.kv.store([1, 2])
@@ -307,7 +309,7 @@ async def test_started_with_sleep_mode_it_may_sleep_and_what_was_told_late_is_fo
     assert llm.calls == [1, "wake"]
 
 
-async def test_what_vllm_fails_with_when_it_sleeps_or_wakes_is_an_error_of_the_engine(tmp_path: Path) -> None:
+async def test_a_failure_to_sleep_or_wake_is_an_engine_error(tmp_path: Path) -> None:
     failing = with_fake(tmp_path, FakeLlm(fails=True))
     for call in (failing.sleep, failing.wake):
         with pytest.raises(EngineError, match="out of host memory"):
@@ -319,7 +321,7 @@ async def test_what_vllm_fails_with_when_it_sleeps_or_wakes_is_an_error_of_the_e
 async def test_the_engine_process_dies_and_others_can_take_its_requests_over(started: Started) -> None:
     assert isinstance(started.engine, MayFail)
     failure = asyncio.create_task(started.engine.failure())
-    endless = started.engine.generate(ask(text("x"), 1900), Context("test"))
+    endless = started.engine.generate(make_request(text("x"), 1900), Context("test"))
     async with aclosing(endless) as items:
         await anext(items)
         assert not failure.done()
@@ -332,10 +334,10 @@ async def test_the_engine_process_dies_and_others_can_take_its_requests_over(sta
     async with asyncio.timeout(30):
         assert "died" in str(await failure)
     with pytest.raises(DynamoError):
-        await answer(started, ask(text("x")))
+        await generate(started, make_request(text("x")))
 
 
-async def test_each_rank_has_a_cache_of_its_own_and_all_are_told_of(tmp_path: Path) -> None:
+async def test_each_rank_has_a_cache_of_its_own_and_all_are_published(tmp_path: Path) -> None:
     engine = make_engine(str(make_tiny_llama(tmp_path / "tiny")), engine_args=f"{CPU} --data-parallel-size 2")
     card = await engine.start()
     assert isinstance(card, ModelCard)
@@ -344,14 +346,14 @@ async def test_each_rank_has_a_cache_of_its_own_and_all_are_told_of(tmp_path: Pa
         blocks = (64 << 20) // (32 * 2 * 128 * 2 * 4)
         assert (ranks.llm.data_parallel_size, ranks.llm.total_blocks) == (2, 2 * blocks)
         prompt = text("one prompt for both of the ranks, which is long enough to fill two blocks")
-        held = set(sequence_hashes(pack_tokens(prompt), 32))
+        expected = set(sequence_hashes(pack_tokens(prompt), 32))
         kv = ranks.engine.kv
-        assert (await answer(ranks, ask(prompt, 4, data_parallel_rank=0)))[2].cached_tokens == 0
-        await until(lambda: set(kv.held()) == held)
-        assert (await answer(ranks, ask(prompt, 4, data_parallel_rank=1)))[2].cached_tokens == 0
+        assert (await generate(ranks, make_request(prompt, 4, data_parallel_rank=0)))[2].cached_tokens == 0
+        await until(lambda: set(kv.held()) == expected)
+        assert (await generate(ranks, make_request(prompt, 4, data_parallel_rank=1)))[2].cached_tokens == 0
         kv.clear(rank=0)
-        await until(lambda: set(kv.held()) == held)  # the blocks of rank 1 remain
-        assert (await answer(ranks, ask(prompt, 4, data_parallel_rank=1)))[2].cached_tokens == 64
+        await until(lambda: set(kv.held()) == expected)  # the blocks of rank 1 remain
+        assert (await generate(ranks, make_request(prompt, 4, data_parallel_rank=1)))[2].cached_tokens == 64
     finally:
         await ranks.engine.close()
 

@@ -53,14 +53,14 @@ class Publisher:
         self._events.bind(self.source.events)
         self._replay.bind(str(self.source.replay))
         self.kept: list[tuple[int, bytes]] = []
-        self.asked: list[int] = []
+        self.requested: list[int] = []
         self._next = 0
 
-    async def answer(self) -> None:
+    async def serve_replays(self) -> None:
         while True:
             client, _, number = await self._replay.recv_multipart()
             first = int.from_bytes(number, "big")
-            self.asked.append(first)
+            self.requested.append(first)
             for number_, payload in self.kept:
                 if number_ >= first:
                     await self._replay.send_multipart([client, b"", b"", number_.to_bytes(8, "big"), payload])
@@ -100,23 +100,23 @@ async def followed(folder: Path, *before: bytes) -> AsyncIterator[Followed]:
     with zmq.asyncio.Context() as context, closing(Publisher(folder, context)) as publisher:
         for payload in before:
             await publisher.publish(payload)
-        answering = asyncio.create_task(publisher.answer())
+        replaying = asyncio.create_task(publisher.serve_replays())
         try:
             async with following(publisher.source, kv, lambda: None) as follower:
                 await publisher.followed()
                 yield Followed(publisher, kv, follower)
         finally:
-            answering.cancel()
+            replaying.cancel()
 
 
-async def test_what_was_published_before_is_caught_up_with_at_the_start(tmp_path: Path) -> None:
+async def test_earlier_events_are_replayed_at_the_start(tmp_path: Path) -> None:
     async with followed(tmp_path, batch(stored(100)), batch(stored(200), removed(100))) as f:
         assert set(f.kv.held()) == {block(200)}
         await f.publisher.publish(batch(stored(300)))
         await f.holds({block(200), block(300)})
 
 
-async def test_a_batch_that_was_lost_is_asked_for(tmp_path: Path) -> None:
+async def test_a_lost_batch_is_requested_again(tmp_path: Path) -> None:
     async with followed(tmp_path) as f:
         await f.publisher.publish(batch(stored(100)))
         await f.holds({block(100)})
@@ -124,11 +124,11 @@ async def test_a_batch_that_was_lost_is_asked_for(tmp_path: Path) -> None:
         await f.publisher.publish(batch(stored(200)), lost=True)
         await f.publisher.publish(batch(stored(300)))
         await f.holds({block(200), block(300)})
-        assert f.publisher.asked == [0, 1]
+        assert f.publisher.requested == [0, 1]
         assert f.follower.lost == 0
 
 
-async def test_what_can_be_had_no_more_leaves_nothing_that_may_be_wrong(tmp_path: Path) -> None:
+async def test_an_unrecoverable_gap_clears_the_cache_view(tmp_path: Path) -> None:
     async with followed(tmp_path) as f:
         await f.publisher.publish(batch(stored(100)))
         await f.holds({block(100)})
@@ -147,7 +147,7 @@ async def test_a_cleared_cache_and_an_odd_batch_do_not_stop_it(tmp_path: Path) -
         await f.holds({block(200)})
 
 
-async def test_a_publisher_that_does_not_answer_is_followed_all_the_same(tmp_path: Path) -> None:
+async def test_a_publisher_without_replay_is_followed(tmp_path: Path) -> None:
     kv = KvState()
     with zmq.asyncio.Context() as context, closing(Publisher(tmp_path, context)) as publisher:
         async with following(replace(publisher.source, replay_timeout_s=0.05), kv, lambda: None):

@@ -9,10 +9,10 @@ import pytest
 
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, pack_tokens
-from dynamo.worker.engine.vllm_request import AnswerReader, check_request, sampling_settings, structured_settings
+from dynamo.worker.engine.vllm_request import OutputReader, check_request, sampling_settings, structured_settings
 
 
-def ask(**fields: Any) -> GenerateRequest:
+def make_request(**fields: Any) -> GenerateRequest:
     return GenerateRequest(model="m", **{"prompt": pack_tokens(range(5)), **fields})
 
 
@@ -46,15 +46,15 @@ class Output:
     finished: bool = field(default=False)
 
 
-def test_what_a_request_leaves_open_is_the_models_own() -> None:
+def test_unset_sampling_settings_are_the_models_defaults() -> None:
     defaults = {"temperature": 0.6, "top_p": 0.9}
-    settings = sampling_settings(ask(sampling=Sampling(temperature=0.0)), defaults)
+    settings = sampling_settings(make_request(sampling=Sampling(temperature=0.0)), defaults)
     assert (settings["temperature"], settings["top_p"]) == (0.0, 0.9)
     assert settings["max_tokens"] is None, "as many as fit"
     assert not settings["detokenize"]
 
 
-def test_everything_that_can_be_asked_for_is_passed_on() -> None:
+def test_all_settings_are_passed_on() -> None:
     sampling = Sampling(
         temperature=0.5,
         top_p=0.8,
@@ -69,7 +69,7 @@ def test_everything_that_can_be_asked_for_is_passed_on() -> None:
         bad_words_token_ids=((8, 9), (4,)),
     )
     stop = Stop(max_tokens=9, min_tokens=2, token_ids=(6,), ignore_eos=True)
-    settings = sampling_settings(ask(sampling=sampling, stop=stop, n=2, logprobs=4, prompt_logprobs=0), {})
+    settings = sampling_settings(make_request(sampling=sampling, stop=stop, n=2, logprobs=4, prompt_logprobs=0), {})
     assert settings == {
         "temperature": 0.5,
         "top_p": 0.8,
@@ -94,8 +94,8 @@ def test_everything_that_can_be_asked_for_is_passed_on() -> None:
 
 
 def test_a_choice_that_moved_here_keeps_the_seed_that_it_had_among_the_others() -> None:
-    def seed(**asked: Any) -> object:
-        return sampling_settings(ask(first_choice=2, **asked), {}).get("seed")
+    def seed(**fields: Any) -> object:
+        return sampling_settings(make_request(first_choice=2, **fields), {}).get("seed")
 
     assert seed(sampling=Sampling(seed=3)) == 5
     assert seed() is None
@@ -103,10 +103,10 @@ def test_a_choice_that_moved_here_keeps_the_seed_that_it_had_among_the_others() 
 
 def test_a_prefill_makes_one_token_and_takes_the_connectors_parameters_along() -> None:
     transfer = {"do_remote_decode": True, "transfer_id": "x"}
-    settings = sampling_settings(ask(kv_transfer=transfer, stop=Stop(max_tokens=100, min_tokens=7)), {})
+    settings = sampling_settings(make_request(kv_transfer=transfer, stop=Stop(max_tokens=100, min_tokens=7)), {})
     assert (settings["max_tokens"], settings["min_tokens"]) == (1, 1)
     assert settings["extra_args"] == {"kv_transfer_params": transfer}
-    decode = sampling_settings(ask(kv_transfer={"do_remote_prefill": True}, stop=Stop(max_tokens=100)), {})
+    decode = sampling_settings(make_request(kv_transfer={"do_remote_prefill": True}, stop=Stop(max_tokens=100)), {})
     assert decode["max_tokens"] == 100
 
 
@@ -137,11 +137,11 @@ def test_structured_output_that_is_none_is_refused(guided: dict[str, Any]) -> No
 
 def test_media_are_refused() -> None:
     with pytest.raises(Unsupported, match="media"):
-        check_request(ask(media=({"type": "image"},)), context_length=100, ranks=1)
+        check_request(make_request(media=({"type": "image"},)), context_length=100, ranks=1)
 
 
 def test_deltas_leave_out_the_stop_token_and_empty_steps() -> None:
-    reader = AnswerReader(ask(stop=Stop(token_ids=(7,))), frozenset({99}))
+    reader = OutputReader(make_request(stop=Stop(token_ids=(7,))), frozenset({99}))
     deltas = reader.read(Output([Choice([1, 2]), Choice([], 1)], num_cached_tokens=4, metrics=Times()))
     assert deltas == [Delta((1, 2))]
     assert reader.read(Output([Choice([3, 7], 0, "stop")])) == [Delta((3,), 0, FinishReason.STOP, None, 7)]
@@ -152,12 +152,12 @@ def test_deltas_leave_out_the_stop_token_and_empty_steps() -> None:
 
 
 def test_an_end_of_text_that_is_ignored_is_a_token_like_others() -> None:
-    reader = AnswerReader(ask(stop=Stop(ignore_eos=True)), frozenset({99}))
+    reader = OutputReader(make_request(stop=Stop(ignore_eos=True)), frozenset({99}))
     assert reader.read(Output([Choice([1, 99], 0, "length")])) == [Delta((1, 99), 0, FinishReason.LENGTH)]
 
 
-def test_logprobs_have_one_entry_for_each_token_told() -> None:
-    reader = AnswerReader(ask(logprobs=1, prompt_logprobs=1, stop=Stop(token_ids=(7,))), frozenset())
+def test_logprobs_have_one_entry_per_token() -> None:
+    reader = OutputReader(make_request(logprobs=1, prompt_logprobs=1, stop=Stop(token_ids=(7,))), frozenset())
     steps = [{1: Value(-3.0), 5: Value(-0.1), 6: Value(-0.2)}, {7: Value(-0.5), 8: Value(-1.0)}]
     prompt: list[dict[int, Value] | None] = [None, {1: Value(-1.0), 2: Value(-0.5), 3: Value(-0.7)}]
     [delta] = reader.read(Output([Choice([1, 7], 0, "stop", steps)], prompt_logprobs=prompt))
@@ -165,15 +165,15 @@ def test_logprobs_have_one_entry_for_each_token_told() -> None:
     assert reader.summary().prompt_logprobs == [None, [(1, -1.0), (2, -0.5)]]
 
 
-def test_what_a_connector_answers_is_handed_on() -> None:
-    reader = AnswerReader(ask(kv_transfer={"do_remote_decode": True}), frozenset())
+def test_the_parameters_of_a_connector_are_passed_on() -> None:
+    reader = OutputReader(make_request(kv_transfer={"do_remote_decode": True}), frozenset())
     reader.read(Output([Choice([1], 0, "length")], kv_transfer_params={"remote_host": "h"}))
     assert reader.summary().kv_transfer == {"remote_host": "h"}
 
 
 def test_a_request_that_was_given_up_can_be_taken_elsewhere() -> None:
     with pytest.raises(Unavailable) as given_up:
-        AnswerReader(ask(), frozenset()).read(Output([Choice([], 0, "abort")]))
+        OutputReader(make_request(), frozenset()).read(Output([Choice([], 0, "abort")]))
     assert given_up.value.retryable
     with pytest.raises(EngineError):
-        AnswerReader(ask(), frozenset()).read(Output([Choice([], 0, "error")]))
+        OutputReader(make_request(), frozenset()).read(Output([Choice([], 0, "error")]))

@@ -214,8 +214,8 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
     runtime = RuntimeMetrics(registry, role="worker", version=project_version())
     async with AsyncExitStack() as stack:
         status_port = await stack.enter_async_context(serve_status(config.status, status, registry))
-        about = {"service.instance.id": f"{instance:x}", "dynamo.endpoint": str(endpoint)}
-        tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-worker", about))
+        attributes = {"service.instance.id": f"{instance:x}", "dynamo.endpoint": str(endpoint)}
+        tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-worker", attributes))
         models: list[ServedModel] = []
         for engine in _listed(engines):
             models += await _start(engine, stack)
@@ -274,14 +274,16 @@ class _Offer:
         if self._hidden:
             return []
         endpoint, subject = self._endpoint, self._endpoint.rpc_subject(self._instance)
-        found: list[Registered] = [
+        registrations: list[Registered] = [
             Instance(id=self._instance, endpoint=endpoint, subject=subject, card=model.card, started_at=self._started_at)
             for model in self._service.models
         ]
         if (repository := self.repository) is not None:
             index, mode = repository.models.index(), repository.mode
-            found.append(RepositoryInstance(id=self._instance, endpoint=endpoint, subject=subject, mode=mode, entries=index))
-        return found
+            registrations.append(
+                RepositoryInstance(id=self._instance, endpoint=endpoint, subject=subject, mode=mode, entries=index)
+            )
+        return registrations
 
     async def renew(self) -> bool:
         """Makes it known. False: etcd is away, or nothing was made known before; then that happens later."""

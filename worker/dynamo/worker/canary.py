@@ -44,20 +44,20 @@ class Canary:
         self._loop = asyncio.get_running_loop()
         self._seen = 0
         self._alive_at = self._loop.time()
-        self._asking: asyncio.Task[DynamoError | None] | None = None
+        self._probe: asyncio.Task[DynamoError | None] | None = None
 
-    async def sing(self, idle_s: float) -> None:
+    async def probe(self, idle_s: float) -> None:
         """Returns when the engine works: when it has answered anything in the last `idle_s` seconds, or does so now.
 
         Raises what it fails with. While it hangs this does not return.
         """
         while not self._is_alive(idle_s):
-            if self._asking is None or self._asking.done():
-                self._asking = awaited(self._ask(), "canary")
-            asking = self._asking
-            done, _ = await asyncio.wait({asking}, timeout=_LOOK_S)
+            if self._probe is None or self._probe.done():
+                self._probe = awaited(self._generate_token(), "canary")
+            probe = self._probe
+            done, _ = await asyncio.wait({probe}, timeout=_LOOK_S)
             if done:
-                if (error := asking.result()) is not None:
+                if (error := probe.result()) is not None:
                     raise error
                 self._alive_at = self._loop.time()
                 return
@@ -69,7 +69,7 @@ class Canary:
             self._alive_at = now
         return now - self._alive_at < idle_s
 
-    async def _ask(self) -> DynamoError | None:
+    async def _generate_token(self) -> DynamoError | None:
         """One token, or why there is none."""
         steps = cast(AsyncGenerator[Delta | Summary, None], self._engine.generate(self._request, Context("canary")))
         try:
@@ -89,12 +89,12 @@ class Canary:
         return EngineError("the engine ended without a summary")
 
     async def close(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+        if self._probe is not None:
+            self._probe.cancel()
+            await asyncio.gather(self._probe, return_exceptions=True)
 
 
-class CanaryQuestion(msgspec.Struct, frozen=True):
+class CanaryRequest(msgspec.Struct, frozen=True):
     """Body of a `canary` request, answered with nothing if the engine works."""
 
     model: str

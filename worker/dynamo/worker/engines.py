@@ -175,30 +175,30 @@ def sim_config(
 
     Raises InvalidRequest naming what is wrong.
     """
-    given = dict(item.partition("=")[::2] for item in settings.split(",") if item)
-    if unknown := sorted(given.keys() - SIM_SETTINGS):
+    values = dict(item.partition("=")[::2] for item in settings.split(",") if item)
+    if unknown := sorted(values.keys() - SIM_SETTINGS):
         raise InvalidRequest(f"the simulated engine has no setting {unknown[0]!r}; it has {', '.join(sorted(SIM_SETTINGS))}")
     try:
-        speedup = float(given.get("speedup", "1")) if speedup_ratio is None else speedup_ratio
-        timing = TimingModel.load(Path(given["timing"]), speedup) if "timing" in given else TimingModel(speedup=speedup)
-        tokenizer = read_tokenizer(Path(given["tokenizer"])) if "tokenizer" in given else byte_tokenizer()
+        speedup = float(values.get("speedup", "1")) if speedup_ratio is None else speedup_ratio
+        timing = TimingModel.load(Path(values["timing"]), speedup) if "timing" in values else TimingModel(speedup=speedup)
+        tokenizer = read_tokenizer(Path(values["tokenizer"])) if "tokenizer" in values else byte_tokenizer()
         scheduler = SchedulerConfig(
-            block_size=int(given.get("block_size", "16")),
-            total_blocks=int(given.get("blocks", "16384")),
-            max_batched_tokens=int(given.get("batched_tokens", "8192")),
+            block_size=int(values.get("block_size", "16")),
+            total_blocks=int(values.get("blocks", "16384")),
+            max_batched_tokens=int(values.get("batched_tokens", "8192")),
             max_num_seqs=max_num_seqs or 256,
             vocabulary=Tokenizer.from_str(tokenizer.decode()).get_vocab_size(),
-            kv_transfer_tokens_per_s=float(given.get("transfer", "0")),
+            kv_transfer_tokens_per_s=float(values.get("transfer", "0")),
             timing=timing,
         )
         return SimConfig(
             name=name or "sim",
             scheduler=scheduler,
             context_length=context_length or 131_072,
-            data_parallel_size=int(given.get("ranks", "1")),
-            role=role or Role(given.get("role", "aggregated")),
-            seed=int(given.get("seed", "0")),
-            steps_per_turn=int(given.get("steps_per_turn", "1")),
+            data_parallel_size=int(values.get("ranks", "1")),
+            role=role or Role(values.get("role", "aggregated")),
+            seed=int(values.get("seed", "0")),
+            steps_per_turn=int(values.get("steps_per_turn", "1")),
             tokenizer=tokenizer,
             chat_template=CHAT_TEMPLATE.encode(),
         )

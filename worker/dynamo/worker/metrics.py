@@ -12,7 +12,7 @@ from dynamo.common.generation import Summary
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.tally import Tally
 from dynamo.common.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, error_type
-from dynamo.worker.engine.base import Engine, Load, TensorEngine
+from dynamo.worker.engine.base import Engine, EngineLoad, TensorEngine
 
 _NAMES = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
 _BY_MODEL = (*_NAMES, "model")
@@ -55,10 +55,10 @@ class WorkerMetrics:
     def for_model(self, name: str) -> WorkerModelMetrics:
         """Of a model that this instance serves. Past the cap, models share the label `other`: loads name as many as they like."""
         label = name if name in self._models or len(self._models) < self._max_models else OTHER_MODEL
-        found = self._models.get(label)
-        if found is None:
-            found = self._models[label] = WorkerModelMetrics(self, (*self._labels, label))
-        return found
+        metrics = self._models.get(label)
+        if metrics is None:
+            metrics = self._models[label] = WorkerModelMetrics(self, (*self._labels, label))
+        return metrics
 
     def _counter(self, name: str, help: str, labels: tuple[str, ...] = _BY_MODEL) -> Counter:
         return Counter(f"dynamo_component_{name}", help, labels, registry=self._registry)
@@ -106,7 +106,7 @@ class WorkerModelMetrics:
             self._show_load(engine.load)
             self._generations = _Generations(self._worker, self._labels)
 
-    def _show_load(self, load: Callable[[], Load]) -> None:
+    def _show_load(self, load: Callable[[], EngineLoad]) -> None:
         worker, labels = self._worker, self._labels
         worker.waiting.labels(*labels).set_function(lambda: load().waiting)
         worker.running.labels(*labels).set_function(lambda: load().running)

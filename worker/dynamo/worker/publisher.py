@@ -49,7 +49,7 @@ _RETRY_S = 2.0
 _CHECK_S = 60.0
 
 
-class Bus(Protocol):
+class EventBus(Protocol):
     """The part of `messaging.connection.Connection` that publishing needs."""
 
     def publish_soon(self, subject: str, payload: bytes, reply: str = "") -> bool: ...
@@ -61,7 +61,7 @@ class Bus(Protocol):
     def max_payload(self) -> int: ...
 
 
-class Record(Protocol):
+class EventRecord(Protocol):
     """What keeps durable events; `messaging.kv_stream.KvStream` is one."""
 
     async def ensure(self) -> str:
@@ -73,7 +73,7 @@ class Record(Protocol):
         ...
 
 
-class Question(Protocol):
+class IncomingQuery(Protocol):
     """The part of `messaging.server.Incoming` that answering needs."""
 
     body: Buffer
@@ -84,7 +84,7 @@ class Question(Protocol):
 class KvPublisher:
     """Follows one engine. `accepted` and `stepped` are called on the event loop."""
 
-    def __init__(self, bus: Bus, endpoint: Endpoint, instance: InstanceId, model: str, engine: TracksKv) -> None:
+    def __init__(self, bus: EventBus, endpoint: Endpoint, instance: InstanceId, model: str, engine: TracksKv) -> None:
         self.model = model
         self.engine = engine
         self._bus = bus
@@ -220,25 +220,25 @@ class KvPublishers:
         if publisher is not None and booking:
             publisher.accepted(booking)
 
-    async def snapshot(self, question: Question) -> None:
+    async def snapshot(self, incoming: IncomingQuery) -> None:
         """A `KvQuestion`, answered with the model's KvSnapshot."""
-        _, publisher = self._asked(question)
-        question.end(message_encoder.encode(publisher.engine.kv.snapshot()))
+        _, publisher = self._decode_query(incoming)
+        incoming.end(message_encoder.encode(publisher.engine.kv.snapshot()))
 
-    async def events_since(self, question: Question) -> None:
+    async def events_since(self, incoming: IncomingQuery) -> None:
         """A `KvQuestion`, answered with the list of KvUpdates from its number on, or None if they are not kept any more."""
-        asked, publisher = self._asked(question)
-        question.end(message_encoder.encode(publisher.engine.kv.since(asked.since)))
+        query, publisher = self._decode_query(incoming)
+        incoming.end(message_encoder.encode(publisher.engine.kv.since(query.since)))
 
-    def _asked(self, question: Question) -> tuple[KvQuestion, KvPublisher]:
+    def _decode_query(self, incoming: IncomingQuery) -> tuple[KvQuestion, KvPublisher]:
         try:
-            asked = question_decoder.decode(question.body)
+            query = question_decoder.decode(incoming.body)
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"not a question about a KV cache: {error}") from error
-        publisher = self._by_model.get(asked.model)
+        publisher = self._by_model.get(query.model)
         if publisher is None:
-            raise ModelNotFound(asked.model)
-        return asked, publisher
+            raise ModelNotFound(query.model)
+        return query, publisher
 
     async def report_idle(self) -> None:
         """Reports every load now and then, forever."""
@@ -247,7 +247,7 @@ class KvPublishers:
                 publisher.report_idle()
             await asyncio.sleep(IDLE_REPORT_S)
 
-    async def record(self, record: Record) -> None:
+    async def record(self, record: EventRecord) -> None:
         """Has all updates recorded, forever; waits for the record if it is not there yet."""
         publishers = list(self._by_model.values())
 
@@ -259,9 +259,9 @@ class KvPublishers:
         while True:
             try:
                 async with record.receipts(recorded) as receipts:
-                    made = await record.ensure()
+                    incarnation = await record.ensure()
                     is_missed = False
-                    await _record_into(record, made, publishers, receipts)
+                    await _record_into(record, incarnation, publishers, receipts)
                     log.warning("the record of KV events was lost, and begins anew")
             except Unavailable as error:
                 if not is_missed:
@@ -274,7 +274,7 @@ class KvPublishers:
             publisher.close()
 
 
-async def _record_into(record: Record, made: str, publishers: Sequence[KvPublisher], receipts: str) -> None:
+async def _record_into(record: EventRecord, incarnation: str, publishers: Sequence[KvPublisher], receipts: str) -> None:
     """Has updates recorded until the record is another one. Raises Unavailable when it is gone and cannot be made again."""
     loop = asyncio.get_running_loop()
     check_at = loop.time() + _CHECK_S
@@ -286,7 +286,7 @@ async def _record_into(record: Record, made: str, publishers: Sequence[KvPublish
             overdue = [publisher for publisher in publishers if publisher.overdue]
             if overdue or loop.time() >= check_at:  # other workers may have made it anew before we missed a receipt
                 check_at = loop.time() + _CHECK_S
-                if await record.ensure() != made:
+                if await record.ensure() != incarnation:
                     return
             for publisher in overdue:
                 publisher.repeat_unrecorded()
@@ -297,11 +297,11 @@ async def _record_into(record: Record, made: str, publishers: Sequence[KvPublish
 
 @asynccontextmanager
 async def publishing(
-    bus: Bus,
+    bus: EventBus,
     endpoint: Endpoint,
     instance: InstanceId,
     engines: Sequence[tuple[str, TracksKv]],
-    record: Record | None = None,
+    record: EventRecord | None = None,
 ) -> AsyncIterator[KvPublishers]:
     """Publishes for the engines of these models until the context is left; with `record`, durably."""
     publishers = KvPublishers([KvPublisher(bus, endpoint, instance, model, engine) for model, engine in engines])

@@ -27,15 +27,15 @@ from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import ResponseForm
 from dynamo.common.tracing import Span, Tracing, context_of
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
-from dynamo.worker.canary import Canary, CanaryQuestion
-from dynamo.worker.engine.base import Context, Engine, TensorEngine, TensorResponse, Timings
+from dynamo.worker.canary import Canary, CanaryRequest
+from dynamo.worker.engine.base import Context, Engine, RequestTimings, TensorEngine, TensorResponse
 from dynamo.worker.metrics import WorkerMetrics, WorkerModelMetrics
 from dynamo.worker.spans import end_generation, end_inference
 from dynamo.worker.statistics import VersionStatistics
 
 
-class Incoming(Protocol):
-    """One request, as `dynamo.common.messaging.server.Incoming` hands it to a handler."""
+class IncomingRequest(Protocol):
+    """One request, as `dynamo.common.messaging.server.IncomingRequest` hands it to a handler."""
 
     deadline: float | None
     headers: dict[str, str]
@@ -82,10 +82,10 @@ class ServedModel:
 
     def version(self, requested: str) -> VersionStatistics:
         """Of the requested version, or of the newest if none was. Raises ModelNotFound."""
-        found = self.statistics.get(requested or self.card.versions[-1])
-        if found is None:
+        statistics = self.statistics.get(requested or self.card.versions[-1])
+        if statistics is None:
             raise ModelNotFound(self.card.name, requested)
-        return found
+        return statistics
 
 
 class Service:
@@ -122,8 +122,8 @@ class Service:
         Raises InvalidRequest, changing nothing, for a name that another model has, or a kind that the engine does not serve.
         """
         card, engine = model.card, model.engine
-        former = next((known for known in self.models if known.card.name == card.name and known.engine is engine), None)
-        others = {name for known in self.models if known is not former for name in known.names}
+        former = next((other for other in self.models if other.card.name == card.name and other.engine is engine), None)
+        others = {name for other in self.models if other is not former for name in other.names}
         for name in model.names:
             if name in others:
                 raise InvalidRequest(f"two models of this worker are called '{name}'")
@@ -150,13 +150,13 @@ class Service:
         """Takes no requests for it any more. Those that come nevertheless may be answered by another instance."""
         for served in self.models:
             if served.card.name == model:
-                self.models = tuple(known for known in self.models if known is not served)
+                self.models = tuple(other for other in self.models if other is not served)
                 for name in served.names:
                     self._tensor.pop(name, None)
                     self._llm.pop(name, None)
                     self._left.add(name)
 
-    def _unknown(self, model: str) -> DynamoError:
+    def _not_served(self, model: str) -> DynamoError:
         return NoInstances(model) if model in self._left else ModelNotFound(model)
 
     @property
@@ -170,19 +170,19 @@ class Service:
             "canary": self.canary,
         }
 
-    async def infer(self, incoming: Incoming) -> None:
+    async def infer(self, incoming: IncomingRequest) -> None:
         """A serialized ModelInferRequest, answered with serialized ModelInferResponses."""
         start = perf_counter_ns()
         request = TensorRequest.parse(incoming.body)
         served = self._tensor.get(request.head.model_name)
         if served is None:
-            raise self._unknown(request.head.model_name)
+            raise self._not_served(request.head.model_name)
         model, engine = served
         statistics = model.version(request.head.model_version)
         context = self._context(incoming, statistics.version)
         if model.card.max_batch_size and request.head.inputs and request.head.inputs[0].shape:
             context.timings.rows = request.head.inputs[0].shape[0]
-        answers = _Answers(ResponseForm.of(request, model.card), context.timings, statistics, start)
+        responses = _TensorResponses(ResponseForm.of(request, model.card), context.timings, statistics, start)
         body: Body = ()
         measured = self._measured[model.card.name]
         measured.started(len(incoming.body))
@@ -192,32 +192,32 @@ class Service:
             iterator = engine.infer(request, context)
             try:
                 if model.card.decoupled:
-                    await answers.send_all(iterator, incoming)
+                    await responses.send_all(iterator, incoming)
                 else:
-                    body = await answers.only(iterator)
+                    body = await responses.only(iterator)
             except BaseException:  # one that was read to its end is closed
                 await close(iterator)
                 raise
         except (asyncio.CancelledError, GeneratorExit):
             taken_ns = perf_counter_ns() - start
-            statistics.cancelled(taken_ns, answers.count, context.timings)
-            _failed(measured, span, taken_ns, answers.sent_bytes, Code.CANCELLED)
+            statistics.cancelled(taken_ns, responses.count, context.timings)
+            _failed(measured, span, taken_ns, responses.sent_bytes, Code.CANCELLED)
             raise
         except BaseException as error:
             taken_ns = perf_counter_ns() - start
             statistics.failed(taken_ns, context.timings)
             if model.card.decoupled:
-                statistics.answer_failed(answers.count, perf_counter_ns() - answers.last)
-            _failed(measured, span, taken_ns, answers.sent_bytes, code_of(error))
+                statistics.response_failed(responses.count, perf_counter_ns() - responses.last)
+            _failed(measured, span, taken_ns, responses.sent_bytes, code_of(error))
             raise
         taken_ns = perf_counter_ns() - start
         statistics.succeeded(taken_ns, context.timings)
-        measured.finished(taken_ns / 1e9, answers.sent_bytes + size_of(body))
+        measured.finished(taken_ns / 1e9, responses.sent_bytes + size_of(body))
         if span is not None:
             end_inference(span, context.timings)
         incoming.end(body)
 
-    async def generate(self, incoming: Incoming) -> None:
+    async def generate(self, incoming: IncomingRequest) -> None:
         """A `GenerateRequest`, answered with one `Delta` per engine step and choice, then a `Summary`."""
         start = perf_counter_ns()
         try:
@@ -226,7 +226,7 @@ class Service:
             raise InvalidRequest(f"not a request for text generation: {error}") from error
         served = self._llm.get(request.model)
         if served is None:
-            raise self._unknown(request.model)
+            raise self._not_served(request.model)
         model, engine = served
         statistics = model.version("")
         context = self._context(incoming, statistics.version)
@@ -274,38 +274,38 @@ class Service:
             end_generation(span, summary)
         incoming.end(summary_encoder.encode(summary))
 
-    async def statistics(self, incoming: Incoming) -> None:
+    async def statistics(self, incoming: IncomingRequest) -> None:
         """A `StatisticsQuery`, answered with a serialized ModelStatisticsResponse."""
         try:
             query = _query_decoder.decode(incoming.body)
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"not a request for statistics: {error}") from error
-        asked = [model for model in self.models if not query.model or query.model in model.names]
-        if not asked:
+        models = [model for model in self.models if not query.model or query.model in model.names]
+        if not models:
             raise ModelNotFound(query.model)
-        found = [
+        messages = [
             statistics.to_message()
-            for model in asked
+            for model in models
             for version, statistics in model.statistics.items()
             if query.version in ("", version)
         ]
-        if not found:
+        if not messages:
             raise ModelNotFound(query.model, query.version)
-        incoming.end(ModelStatisticsResponse(model_stats=found).SerializeToString())
+        incoming.end(ModelStatisticsResponse(model_stats=messages).SerializeToString())
 
-    async def ping(self, incoming: Incoming) -> None:
+    async def ping(self, incoming: IncomingRequest) -> None:
         """Answered with nothing, when the event loop gets to it."""
         incoming.end()
 
-    async def canary(self, incoming: Incoming) -> None:
-        """A `CanaryQuestion`, answered with nothing once the engine is seen to work. Engines of tensors are not asked."""
+    async def canary(self, incoming: IncomingRequest) -> None:
+        """A `CanaryRequest`, answered with nothing once the engine is seen to work. Engines of tensors are not asked."""
         try:
-            question = _canary_decoder.decode(incoming.body)
+            request = _canary_decoder.decode(incoming.body)
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"not a canary's question: {error}") from error
-        canary = self._canaries.get(question.model)
-        if canary is not None and question.model in self._llm:  # one that sleeps is not asked
-            await canary.sing(question.idle_s)
+        canary = self._canaries.get(request.model)
+        if canary is not None and request.model in self._llm:  # one that sleeps is not asked
+            await canary.probe(request.idle_s)
         incoming.end()
 
     async def close(self) -> None:
@@ -313,27 +313,27 @@ class Service:
         for canary in self._canaries.values():
             await canary.close()
 
-    def _context(self, incoming: Incoming, version: str) -> Context:
+    def _context(self, incoming: IncomingRequest, version: str) -> Context:
         request_id = incoming.request_id
         logs.request_id.set(request_id)
         context_of(incoming.headers)
-        return Context(request_id, incoming.deadline, incoming.headers, incoming.cancelled, version, Timings())
+        return Context(request_id, incoming.deadline, incoming.headers, incoming.cancelled, version, RequestTimings())
 
-    def _span(self, tracing: Tracing, incoming: Incoming, model: str) -> Span | None:
-        about = {"dynamo.model": model, "dynamo.request_id": incoming.request_id}
-        return tracing.begin("serve", incoming.headers, about)
+    def _span(self, tracing: Tracing, incoming: IncomingRequest, model: str) -> Span | None:
+        attributes = {"dynamo.model": model, "dynamo.request_id": incoming.request_id}
+        return tracing.begin("serve", incoming.headers, attributes)
 
-    def _refuse_late(self, incoming: Incoming) -> None:
+    def _refuse_late(self, incoming: IncomingRequest) -> None:
         if incoming.deadline is not None and self._loop.time() >= incoming.deadline:
             raise DeadlineExceeded
 
 
-class _Answers:
+class _TensorResponses:
     """The answers of one tensor request, finished and counted."""
 
     __slots__ = ("_form", "_statistics", "_timings", "count", "last", "sent_bytes")
 
-    def __init__(self, form: ResponseForm, timings: Timings, statistics: VersionStatistics, start: int) -> None:
+    def __init__(self, form: ResponseForm, timings: RequestTimings, statistics: VersionStatistics, start: int) -> None:
         self._form = form
         self._timings = timings
         self._statistics = statistics
@@ -345,10 +345,10 @@ class _Answers:
     async def only(self, iterator: AsyncIterator[TensorResponse]) -> list[Buffer]:
         """The one answer of a model that is not decoupled."""
         only: TensorResponse | None = None
-        async for answer in iterator:
+        async for response in iterator:
             if only is not None:
                 raise EngineError(f"model '{self._form.model}' gave several answers but is not declared as decoupled")
-            only = answer
+            only = response
         if only is None:
             raise EngineError(f"model '{self._form.model}' gave no answer")
         start = perf_counter_ns()
@@ -356,15 +356,15 @@ class _Answers:
         self._timings.output_ns += perf_counter_ns() - start
         return body
 
-    async def send_all(self, iterator: AsyncIterator[TensorResponse], incoming: Incoming) -> None:
+    async def send_all(self, iterator: AsyncIterator[TensorResponse], incoming: IncomingRequest) -> None:
         """Sends each answer of a decoupled model as it comes, no faster than the caller takes them."""
-        async for answer in iterator:
-            made = perf_counter_ns()
-            empty = not answer.head.outputs
-            body = self._form.encode(answer.head, answer.raw_outputs)
+        async for response in iterator:
+            produced = perf_counter_ns()
+            empty = not response.head.outputs
+            body = self._form.encode(response.head, response.raw_outputs)
             done = perf_counter_ns()
-            self._timings.output_ns += done - made
-            self._statistics.answered(self.count, made - self.last, done - made, empty=empty)
+            self._timings.output_ns += done - produced
+            self._statistics.responded(self.count, produced - self.last, done - produced, empty=empty)
             self.count += 1
             self.sent_bytes += size_of(body)
             self.last = done
@@ -388,5 +388,5 @@ def _nobody_listens(model: str, booking: str) -> None:
     """Without routers that look at loads, acceptance is nobody's business."""
 
 
-_canary_decoder = msgspec.msgpack.Decoder(CanaryQuestion)
+_canary_decoder = msgspec.msgpack.Decoder(CanaryRequest)
 _query_decoder = msgspec.msgpack.Decoder(StatisticsQuery)

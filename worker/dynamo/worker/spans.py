@@ -6,7 +6,7 @@ import time
 
 from dynamo.common.generation import Summary
 from dynamo.common.tracing import Span
-from dynamo.worker.engine.base import Timings
+from dynamo.worker.engine.base import RequestTimings
 
 
 def end_generation(span: Span, summary: Summary) -> None:
@@ -25,15 +25,15 @@ def end_generation(span: Span, summary: Summary) -> None:
     span.end()
 
 
-def end_inference(span: Span, timings: Timings) -> None:
+def end_inference(span: Span, timings: RequestTimings) -> None:
     """Queue, input, inference and output, as far as they took any time; ends `span`."""
     ended = time.time_ns()
-    at = span.started_ns
+    position = span.started_ns
     input_ns = timings.queue_ns + timings.input_ns
-    infer_ns = timings.infer_ns or max(0, ended - at - input_ns - timings.output_ns)
+    infer_ns = timings.infer_ns or max(0, ended - position - input_ns - timings.output_ns)
     parts = (("queue", timings.queue_ns), ("input", timings.input_ns), ("infer", infer_ns), ("output", timings.output_ns))
     for name, duration_ns in parts:
         if duration_ns:
-            span.child(name, at, min(at + duration_ns, ended))
-            at = min(at + duration_ns, ended)
+            span.child(name, position, min(position + duration_ns, ended))
+            position = min(position + duration_ns, ended)
     span.end()

@@ -21,7 +21,7 @@ from dynamo.protos.inference_pb2 import (
     ModelStatistics,
     StatisticDuration,
 )
-from dynamo.worker.engine.base import Timings
+from dynamo.worker.engine.base import RequestTimings
 
 MAX_RESPONSE_INDEX = 255
 """Answers of one request beyond this index are counted under it, so that one endless stream cannot fill the memory."""
@@ -96,7 +96,7 @@ class VersionStatistics:
         self._batches: dict[int, _Compute] = {}
         self._responses: dict[int, _Response] = {}
 
-    def succeeded(self, total_ns: int, timings: Timings) -> None:
+    def succeeded(self, total_ns: int, timings: RequestTimings) -> None:
         """A request was answered in full, `total_ns` after it arrived."""
         rest_ns = total_ns - timings.queue_ns - timings.input_ns - timings.output_ns
         infer_ns = timings.infer_ns or max(0, rest_ns)
@@ -110,24 +110,24 @@ class VersionStatistics:
         else:
             self._execution(timings.rows, timings.input_ns, infer_ns, timings.output_ns)
 
-    def failed(self, total_ns: int, timings: Timings) -> None:
+    def failed(self, total_ns: int, timings: RequestTimings) -> None:
         """A request ended with an error."""
         self.fail.add(total_ns)
         if timings.batched:
             self.executed(timings)
 
-    def cancelled(self, waited_ns: int, answers: int, timings: Timings) -> None:
+    def cancelled(self, waited_ns: int, responses: int, timings: RequestTimings) -> None:
         """The caller left, or its deadline passed, after `answers` answers; `waited_ns` after the request arrived."""
-        self._response(answers).cancel.add(waited_ns)
+        self._response(responses).cancel.add(waited_ns)
         if timings.batched:
             self.executed(timings)
 
-    def executed(self, timings: Timings) -> None:
+    def executed(self, timings: RequestTimings) -> None:
         """Counts the execution that a request stands for, if it stands for one: it ran, whatever became of the request."""
         if timings.execution_rows:
             self._execution(timings.execution_rows, timings.input_ns, timings.infer_ns, timings.output_ns)
 
-    def answered(self, index: int, infer_ns: int, output_ns: int, *, empty: bool = False) -> None:
+    def responded(self, index: int, infer_ns: int, output_ns: int, *, empty: bool = False) -> None:
         """Answer number `index` (from 0) of a decoupled request left; `infer_ns` since the one before it."""
         response = self._response(index)
         if empty:
@@ -137,7 +137,7 @@ class VersionStatistics:
         response.output.add(output_ns)
         response.success.add(infer_ns + output_ns)
 
-    def answer_failed(self, index: int, ns: int) -> None:
+    def response_failed(self, index: int, ns: int) -> None:
         """A decoupled request failed where its answer number `index` was due."""
         self._response(index).fail.add(ns)
 

@@ -33,7 +33,7 @@ _REFUSALS = {Code.INVALID_REQUEST: 400, Code.UNSUPPORTED: 501, Code.UNAVAILABLE:
 _log = logging.getLogger(__name__)
 
 
-class State(StrEnum):
+class WorkerState(StrEnum):
     STARTING = "starting"
     """Models load, or NATS and etcd have not been reached."""
     READY = "ready"
@@ -79,17 +79,17 @@ class Status:
         self._draining = True
 
     @property
-    def state(self) -> State:
+    def state(self) -> WorkerState:
         if self._draining:
-            return State.DRAINING
+            return WorkerState.DRAINING
         if self.sleeper is not None and self.sleeper.is_away:
-            return State.SLEEPING
+            return WorkerState.SLEEPING
         self._was_registered = self._was_registered or self.is_registered()
-        return State.READY if self._was_registered else State.STARTING
+        return WorkerState.READY if self._was_registered else WorkerState.STARTING
 
     @property
     def is_ready(self) -> bool:
-        return self.state is State.READY and self.is_connected()
+        return self.state is WorkerState.READY and self.is_connected()
 
     def to_json(self) -> bytes:
         uptime = time.monotonic_ns() - self._started

@@ -165,7 +165,7 @@ class KvState:
         return any(block in held for held in self._ranks.values())
 
     def held(self) -> Collection[int]:
-        """The blocks held, parents before children."""
+        """Return the blocks that are cached, parents before children."""
         if len(self._ranks) == 1:
             return next(iter(self._ranks.values())).keys()
         return dict.fromkeys(chain.from_iterable(self._ranks.values())).keys()

@@ -22,7 +22,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(slots=True)
-class Timings:
+class RequestTimings:
     """How long the parts of one request took, in nanoseconds. An engine fills in what it knows; zero means: not measured.
 
     What an engine leaves out, the serving loop counts as inference.
@@ -56,7 +56,7 @@ class Context:
     """Set when the client left or the deadline passed. The iterator is closed as well; blocking code polls `is_cancelled`."""
     version: str = ""
     """The model version that serves the request: the requested one, or the newest. Tensor models only."""
-    timings: Timings = field(default_factory=Timings)
+    timings: RequestTimings = field(default_factory=RequestTimings)
 
     @property
     def is_cancelled(self) -> bool:
@@ -74,7 +74,7 @@ class TensorResponse:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """How busy an engine is, at one moment."""
 
     waiting: int = 0
@@ -100,7 +100,7 @@ class Engine(Protocol):
         """
         ...
 
-    def load(self) -> Load: ...
+    def load(self) -> EngineLoad: ...
 
     async def close(self) -> None:
         """Frees everything. Called once, after the last request ended."""
@@ -120,7 +120,7 @@ class TracksKv(Protocol):
         """`callback` is called on the event loop after each step, or batch of steps, that may have changed cache or load."""
         ...
 
-    def load(self) -> Load: ...
+    def load(self) -> EngineLoad: ...
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summa
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from dynamo.worker.engine.base import Context, Load, TensorResponse
+from dynamo.worker.engine.base import Context, EngineLoad, TensorResponse
 from dynamo.worker.engine.declaration import Declaration, Tensor
 
 MAX_REPEATS = 10_000
@@ -42,8 +42,8 @@ def echo_declaration(
 def parse_tensors(text: str) -> dict[str, Tensor]:
     """Inputs from `NAME=DATATYPE[dims]`, several separated by commas: `A=FP32[-1,4],B=BYTES[1]`. Raises InvalidRequest."""
     tensors: dict[str, Tensor] = {}
-    at = 0
-    while match := _TENSOR.match(text, at):
+    position = 0
+    while match := _TENSOR.match(text, position):
         dims = match["shape"].replace(" ", "")
         try:
             shape = [int(dim) for dim in dims.split(",")] if dims else []
@@ -52,13 +52,13 @@ def parse_tensors(text: str) -> dict[str, Tensor]:
         if match["name"] in tensors:
             raise InvalidRequest(f"tensor '{match['name']}' is declared twice in {text!r}")
         tensors[match["name"]] = Tensor(match["datatype"], shape)
-        at = match.end()
-        if at == len(text):
+        position = match.end()
+        if position == len(text):
             return tensors
-        if text[at] != ",":
+        if text[position] != ",":
             break
-        at += 1
-    raise InvalidRequest(f"{text!r} is not of the form NAME=DATATYPE[dims],… (at character {at})")
+        position += 1
+    raise InvalidRequest(f"{text!r} is not of the form NAME=DATATYPE[dims],… (at character {position})")
 
 
 class EchoTensors:
@@ -81,21 +81,21 @@ class EchoTensors:
         return [self._declaration.to_card(self._name)]
 
     async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
-        asked = request.head
+        request_head = request.head
         repeat, delay_s = 1, 0.0
-        if asked.parameters:
-            repeat = _parameter(asked, "repeat", 1, MAX_REPEATS)
-            delay_s = _parameter(asked, "delay_ms", 0, MAX_DELAY_MS) / 1000
+        if request_head.parameters:
+            repeat = _parameter(request_head, "repeat", 1, MAX_REPEATS)
+            delay_s = _parameter(request_head, "delay_ms", 0, MAX_DELAY_MS) / 1000
         for _ in range(repeat):
             if delay_s:
                 await asyncio.sleep(delay_s)
             head = ModelInferResponse()
-            for tensor in asked.inputs:
+            for tensor in request_head.inputs:
                 output = head.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
                 if not request.raw_inputs:
                     output.contents.CopyFrom(tensor.contents)
-            if asked.parameters:
-                for key, value in asked.parameters.items():
+            if request_head.parameters:
+                for key, value in request_head.parameters.items():
                     head.parameters[key].CopyFrom(value)
             yield TensorResponse(head, list(request.raw_inputs))
 
@@ -146,31 +146,31 @@ class EchoTokens:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens, so there is nothing to repeat")
         stops = frozenset(request.stop.token_ids)
-        most = request.stop.max_tokens if request.stop.max_tokens is not None else len(prompt)
-        made = 0
+        max_tokens = request.stop.max_tokens if request.stop.max_tokens is not None else len(prompt)
+        output_tokens = 0
         self._running += 1
         try:
-            if most == 0:
+            if max_tokens == 0:
                 for index in range(request.n):
                     yield Delta(index=index, finish_reason=FinishReason.LENGTH)
-            for step in range(1, most + 1):
+            for step in range(1, max_tokens + 1):
                 token = prompt[(step - 1) % len(prompt)]
                 stopped = token in stops and step > request.stop.min_tokens
-                reason = FinishReason.STOP if stopped else FinishReason.LENGTH if step == most else None
+                reason = FinishReason.STOP if stopped else FinishReason.LENGTH if step == max_tokens else None
                 tokens = () if stopped else (token,)
                 logprobs = [[(token, 0.0)]] * len(tokens) if request.logprobs is not None else None
                 for index in range(request.n):
                     yield Delta(tokens, index, reason, logprobs, token if stopped else None)
-                made += len(tokens) * request.n
+                output_tokens += len(tokens) * request.n
                 if reason is not None:
                     break
                 await asyncio.sleep(0)  # the other streams' turn
         finally:
             self._running -= 1
-        yield Summary(prompt_tokens=len(prompt), output_tokens=made)
+        yield Summary(prompt_tokens=len(prompt), output_tokens=output_tokens)
 
-    def load(self) -> Load:
-        return Load(running=self._running)
+    def load(self) -> EngineLoad:
+        return EngineLoad(running=self._running)
 
     async def close(self) -> None:
         return

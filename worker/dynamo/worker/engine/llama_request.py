@@ -57,8 +57,8 @@ def check_request(request: GenerateRequest, *, vocabulary_size: int, context_len
         "allowed_token_ids": request.sampling.allowed_token_ids is not None,
         "min_tokens together with guided decoding": bool(request.stop.min_tokens and request.sampling.guided),
     }
-    for what, is_asked in refused.items():
-        if is_asked:
+    for what, is_requested in refused.items():
+        if is_requested:
             raise Unsupported(f"{what} is not supported by the llama engine")
 
 
@@ -143,10 +143,10 @@ def to_grammar(guided: Mapping[str, Any]) -> str:
     GBNF is translated. llama.cpp's own reader of it recurses without a bound, which a request could end the process with, and
     its matcher takes exponential time for ambiguous grammars (`"a"? "a"? "a"? …`), during which no slot gets a token.
     """
-    asked = [(kind, value) for kind, value in guided.items() if value not in (None, False)]
-    if len(asked) != 1:
+    chosen = [(kind, value) for kind, value in guided.items() if value not in (None, False)]
+    if len(chosen) != 1:
         raise InvalidRequest("guided decoding takes exactly one of json_schema, json_object, regex, choice and grammar")
-    [(kind, value)] = asked
+    [(kind, value)] = chosen
     match kind, value:
         case "json_object", True:
             return _json_grammar({"type": "object"})
@@ -220,7 +220,7 @@ def _compiled(grammar: str, kind: str) -> str:
 
 def _in_slashes(regex: str) -> str:
     """`regex` as it can stand between two slashes."""
-    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", regex, flags=re.DOTALL)
+    escaped = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", regex, flags=re.DOTALL)
     return escaped.replace("\r", r"\r").replace("\n", r"\n")
 
 

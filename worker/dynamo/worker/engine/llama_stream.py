@@ -36,13 +36,13 @@ class _Positions(msgspec.Struct):
     content: list[_Position]
 
 
-class _Choice(msgspec.Struct):
+class _ChunkChoice(msgspec.Struct):
     text: str
     finish_reason: str | None
     logprobs: _Positions | None = None
 
 
-class Timings(msgspec.Struct):
+class ChunkTimings(msgspec.Struct):
     """`cache_n`: prompt tokens found in the prefix cache; `predicted_n`: tokens generated so far."""
 
     cache_n: int = 0
@@ -55,11 +55,11 @@ class _Error(msgspec.Struct):
     message: str = "llama.cpp failed without a word"
 
 
-class Chunk(msgspec.Struct):
+class CompletionChunk(msgspec.Struct):
     """One event of a streamed completion."""
 
-    choices: list[_Choice] = []
-    timings: Timings = msgspec.field(default_factory=Timings)
+    choices: list[_ChunkChoice] = []
+    timings: ChunkTimings = msgspec.field(default_factory=ChunkTimings)
     error: _Error | None = None
 
     @property
@@ -75,10 +75,10 @@ class Chunk(msgspec.Struct):
         return kind(f"llama.cpp: {self.error.message}")
 
 
-decode_chunk = msgspec.json.Decoder(Chunk).decode
+decode_chunk = msgspec.json.Decoder(CompletionChunk).decode
 
 
-class Vocabulary:
+class TokenVocabulary:
     """What the tokens of a model add to the text."""
 
     def __init__(self, pieces: Sequence[bytes], silent: frozenset[int]) -> None:
@@ -99,20 +99,20 @@ class Vocabulary:
         ids, longest = self._ids, self._longest
 
         @cache
-        def rest(start: int, left: int) -> tuple[int, ...] | None:
-            if start == len(text) or left == 0:
-                return () if start == len(text) and left == 0 else None
+        def rest(start: int, remaining: int) -> tuple[int, ...] | None:
+            if start == len(text) or remaining == 0:
+                return () if start == len(text) and remaining == 0 else None
             for end in range(min(len(text), start + longest), start, -1):
                 token = ids.get(text[start:end])
-                if token is not None and (others := rest(end, left - 1)) is not None:
+                if token is not None and (others := rest(end, remaining - 1)) is not None:
                     return (token, *others)
             return None
 
         if len(text) > MAX_SPELLED_BYTES:
             return ()
         for tried in (count, *range(1, len(text) + 1)):
-            if (found := rest(0, tried)) is not None:
-                return found
+            if (tokens := rest(0, tried)) is not None:
+                return tokens
         return ()
 
 
@@ -123,14 +123,14 @@ Step = list[tuple[int, float]]
 class TokenReader:
     """Turns the chunks of one completion into steps, one per token."""
 
-    def __init__(self, vocabulary: Vocabulary, *, held: frozenset[int]) -> None:
+    def __init__(self, vocabulary: TokenVocabulary, *, held: frozenset[int]) -> None:
         """`held` tokens are held back until it is known whether they end the answer."""
         self._vocabulary = vocabulary
         self._hold = held
         self._seen = 0
         self._held: Step | None = None
 
-    def feed(self, chunk: Chunk) -> list[Step]:
+    def feed(self, chunk: CompletionChunk) -> list[Step]:
         """The tokens that are certain now. After a token that ended an answer, the next chunk comes at once and says so."""
         choice = chunk.choices[0] if chunk.choices else None
         if choice is None or choice.logprobs is None or not choice.logprobs.content:

@@ -98,8 +98,8 @@ class PythonEngine:
     @classmethod
     def load(cls, target: str, *, name: str = "") -> PythonEngine:
         """Of `module:Class` or `path/to/file.py:Class`. Raises InvalidRequest if there is no such class."""
-        found, file = load_class(target)
-        return cls(found, name=name, file=file)
+        model_class, file = load_class(target)
+        return cls(model_class, name=name, file=file)
 
     async def start(self) -> Sequence[ModelCard]:
         self._model = await asyncio.to_thread(self._make)
@@ -135,9 +135,9 @@ class PythonEngine:
         else:
             outputs = await caller.call(inputs, request, context)
         start = time.perf_counter_ns()
-        answer = caller.to_answer(outputs)
+        response = caller.to_response(outputs)
         timings.output_ns += time.perf_counter_ns() - start
-        yield answer
+        yield response
 
     async def close(self) -> None:
         if self._batcher is not None:
@@ -207,8 +207,8 @@ class _Caller:
 
     async def _timed(self, inputs: Callable[[], Tensors], extra: Mapping[str, InferContext], context: Context) -> Tensors:
         timings = context.timings
-        asked = time.perf_counter_ns()
-        begun = asked
+        submitted = time.perf_counter_ns()
+        begun = submitted
 
         def begin() -> Tensors:
             nonlocal begun
@@ -218,7 +218,7 @@ class _Caller:
         try:
             return self._arrays(await self._run(begin, extra))
         finally:
-            timings.queue_ns += begun - asked
+            timings.queue_ns += begun - submitted
             timings.infer_ns += time.perf_counter_ns() - begun
 
     async def _run(self, inputs: Callable[[], Tensors], extra: Mapping[str, InferContext]) -> Any:
@@ -235,19 +235,19 @@ class _Caller:
         inputs = read_inputs(request)
         extra = self._extra(request, context)
         if not self._is_generator:
-            yield self.to_answer(await self._timed(lambda: inputs, extra, context))
+            yield self.to_response(await self._timed(lambda: inputs, extra, context))
         elif self._is_async:
-            answers = self._function(**inputs, **extra)
+            responses = self._function(**inputs, **extra)
             try:
-                while (item := await self._guarded_await(anext(answers, _END))) is not _END:
-                    yield self.to_answer(self._arrays(item))
+                while (item := await self._guarded_await(anext(responses, _END))) is not _END:
+                    yield self.to_response(self._arrays(item))
             finally:
-                await self._guarded_await(answers.aclose())
+                await self._guarded_await(responses.aclose())
         else:
             steps = _Steps(self._function(**inputs, **extra))
             try:
                 while (item := await self._in_thread(steps.next)) is not _END:
-                    yield self.to_answer(self._arrays(item))
+                    yield self.to_response(self._arrays(item))
                     if self._pool is None:
                         await asyncio.sleep(0)  # the other requests' turn
             finally:
@@ -328,7 +328,7 @@ class _Caller:
             raise self._broken(f"gave the output '{spec.name}' in shape {list(array.shape)}; it declares {list(spec.shape)}")
         return array
 
-    def to_answer(self, arrays: Tensors) -> TensorResponse:
+    def to_response(self, arrays: Tensors) -> TensorResponse:
         head = ModelInferResponse()
         raws: list[Buffer] = []
         for name, array in arrays.items():

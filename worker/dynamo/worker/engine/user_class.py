@@ -31,10 +31,10 @@ def load_class(target: str) -> tuple[type[Any], Path | None]:
     if not colon or not where or not name.isidentifier():
         raise InvalidRequest(f"{target!r} is not of the form module:Class or path/to/file.py:Class")
     module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
-    found = getattr(module, name, None)
-    if not isinstance(found, type):
+    model_class = getattr(module, name, None)
+    if not isinstance(model_class, type):
         raise InvalidRequest(f"{where} has no class '{name}'")
-    return found, Path(module.__file__) if module.__file__ else None
+    return model_class, Path(module.__file__) if module.__file__ else None
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -43,9 +43,9 @@ def _load_file(path: Path) -> ModuleType:
         raise InvalidRequest(f"there is no file {path}")
     _importable(path.parent)
     name = f"dynamo_model_{path.stem}"
-    known = sys.modules.get(name)
-    if known is not None and known.__file__ == str(path):
-        return known  # several models of one file share its module
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(path):
+        return loaded  # several models of one file share its module
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise InvalidRequest(f"{path} cannot be loaded as a Python module")

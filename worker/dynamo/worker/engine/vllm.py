@@ -42,8 +42,8 @@ from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overl
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
-from dynamo.worker.engine.base import Context, Load
-from dynamo.worker.engine.vllm_request import MAX_LOGPROBS, AnswerReader, check_request, sampling_settings, structured_settings
+from dynamo.worker.engine.base import Context, EngineLoad
+from dynamo.worker.engine.vllm_request import MAX_LOGPROBS, OutputReader, check_request, sampling_settings, structured_settings
 from dynamo.worker.kv.vllm_subscriber import KvSource, following
 from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
 
@@ -53,7 +53,7 @@ _LOOK_S = 1.0
 _PORT_TRIES = 20
 
 
-class _Load:
+class _EngineStats:
     """vLLM's statistics of each rank, as its engine process reports them after each step. Made and called by vLLM."""
 
     def __init__(self, on_step: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ class _Load:
 
     # What vLLM calls: it makes a logger for each rank by calling the factory, which is this object itself.
 
-    def __call__(self, config: Any, engine_index: int = 0) -> _Load:
+    def __call__(self, config: Any, engine_index: int = 0) -> _EngineStats:
         return self
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
@@ -85,7 +85,7 @@ class _Load:
         """Nothing to tell yet."""
 
     def log(self) -> None:
-        """Load reports tell it."""
+        """EngineLoad reports tell it."""
 
     def record_sleep_state(self, *args: Any, **kwargs: Any) -> None:
         """Requests are aborted, and tell it."""
@@ -156,7 +156,8 @@ class VllmEngine:
         self._name = name or (Path(model).resolve().name if Path(model).is_dir() else model)
         self._role = role
         self._files: list[bytes] = []
-        self._engine: Any = None  # vLLM's AsyncLLM
+        self.llm: Any = None
+        """vLLM's AsyncLLM, after `start()`."""
         self._defaults: dict[str, Any] = {}
         self._eos: frozenset[int] = frozenset()
         self._context_length = 0
@@ -168,7 +169,7 @@ class VllmEngine:
         """Choices of requests that have not ended."""
         self._prefilling = 0
         """Prompt tokens of requests that have had no answer yet."""
-        self._stats = _Load(self._stepped)
+        self._stats = _EngineStats(self._stepped)
         self._callbacks: list[Callable[[], None]] = []
         self._stack = AsyncExitStack()
         self.kv = KvState()
@@ -179,13 +180,13 @@ class VllmEngine:
             # Its engine process binds its sockets there.
             folder = stack.enter_context(TemporaryDirectory(prefix="dynamo-vllm-"))
             try:
-                self._engine = await asyncio.to_thread(self._start, folder)
+                self.llm = await asyncio.to_thread(self._start, folder)
             except asyncio.CancelledError:
                 # Loading may take minutes, and the thread cannot be told to stop. Without its processes it fails.
                 for process in multiprocessing.active_children():
                     process.kill()
                 raise
-            stack.push_async_callback(asyncio.to_thread, self._engine.shutdown)
+            stack.push_async_callback(asyncio.to_thread, self.llm.shutdown)
             for source in self._kv_sources():
                 await stack.enter_async_context(following(source, self.kv, self._stepped))
             self._stack = stack.pop_all()
@@ -207,7 +208,7 @@ class VllmEngine:
             raise EngineError(f"vLLM failed to start with {arguments.model}: {error}") from error
 
     def _kv_sources(self) -> list[KvSource]:
-        config = self._engine.vllm_config
+        config = self.llm.vllm_config
         events = config.kv_events_config
         if not _publishes(config):
             return []
@@ -218,7 +219,7 @@ class VllmEngine:
         ]
 
     def _card(self) -> ModelCard:
-        config, tokenizer = self._engine.vllm_config, self._engine.get_tokenizer()
+        config, tokenizer = self.llm.vllm_config, self.llm.get_tokenizer()
         model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
         self._defaults = model.get_diff_sampling_param()
         self._context_length = model.max_model_len
@@ -261,12 +262,12 @@ class VllmEngine:
                 yield Delta(index=index, finish_reason=FinishReason.LENGTH)
             yield Summary(prompt_tokens=request.prompt_tokens)
             return
-        reader = AnswerReader(request, self._eos)
+        reader = OutputReader(request, self._eos)
         open_choices, prefilling = request.n, request.prompt_tokens
         self._open += open_choices
         self._prefilling += prefilling
         try:
-            async with aclosing(self._ask(request, context)) as outputs:
+            async with aclosing(self._start_request(request, context)) as outputs:
                 async for output in outputs:
                     self._prefilling -= prefilling
                     prefilling = 0
@@ -283,7 +284,7 @@ class VllmEngine:
             self._prefilling -= prefilling
             self._stepped()
 
-    def _ask(self, request: GenerateRequest, context: Context) -> Any:
+    def _start_request(self, request: GenerateRequest, context: Context) -> Any:
         """vLLM's own generator, which aborts the request when it is closed."""
         adapter = None
         if request.adapter and (adapter := self._adapters.get(request.adapter)) is None:
@@ -294,7 +295,7 @@ class VllmEngine:
         prompt: dict[str, object] = {"type": "token", "prompt_token_ids": request.tokens.tolist()}
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
-        return self._engine.generate(
+        return self.llm.generate(
             prompt,
             SamplingParams(output_kind=RequestOutputKind.DELTA, **settings),
             # A request may come a second time, before vLLM has forgotten the first.
@@ -305,13 +306,13 @@ class VllmEngine:
             data_parallel_rank=request.data_parallel_rank,
         )
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """vLLM reports after steps only: of requests that ended since the last one it has not heard."""
         if not self._open:
-            return Load(total_blocks=self._total_blocks, step_ms=self._stats.step_ms)
+            return EngineLoad(total_blocks=self._total_blocks, step_ms=self._stats.step_ms)
         running = min(sum(self._stats.running.values()), self._open)
         per_rank = self._total_blocks / self._ranks
-        return Load(
+        return EngineLoad(
             waiting=self._open - running,
             running=running,
             active_blocks=round(sum(self._stats.kv_usage.values()) * per_rank),
@@ -325,25 +326,25 @@ class VllmEngine:
 
     async def failure(self) -> EngineError:
         """Returns when vLLM's engine process has died, which it does not recover from."""
-        while not self._engine.errored:  # noqa: ASYNC110 - vLLM itself tells only those who ask
+        while not self.llm.errored:  # noqa: ASYNC110 - vLLM itself tells only those who ask
             await asyncio.sleep(_LOOK_S)
         return EngineError("vLLM's engine process has died")
 
     def check_sleep(self) -> None:
         # Without the option vLLM claims to sleep but frees nothing.
-        if not self._engine.vllm_config.model_config.enable_sleep_mode:
+        if not self.llm.vllm_config.model_config.enable_sleep_mode:
             raise Unsupported("vLLM was started without --engine-args '--enable-sleep-mode'")
 
     async def sleep(self) -> None:
         try:
-            await self._engine.sleep(level=1)
+            await self.llm.sleep(level=1)
         except Exception as error:
             raise EngineError(f"vLLM did not fall asleep: {error!r}") from error
         self._forget_cache()
 
     async def wake(self) -> None:
         try:
-            awake = await self._engine.wake_up()
+            awake = await self.llm.wake_up()
         except Exception as error:
             raise EngineError(f"vLLM did not wake up: {error!r}") from error
         if awake is False:  # versions that do not say return None
@@ -434,10 +435,10 @@ def _tokenizer_files(tokenizer: Any) -> tuple[bytes, bytes]:
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Tokens that end an answer: the tokenizer's first, then those of the model's generation settings."""
-    found: dict[int, None] = {}
+    token_ids: dict[int, None] = {}
     if (own := getattr(tokenizer, "eos_token_id", None)) is not None:
-        found[own] = None
+        token_ids[own] = None
     configured = model.try_get_generation_config().get("eos_token_id")
     if configured is not None:
-        found.update(dict.fromkeys([configured] if isinstance(configured, int) else configured))
-    return tuple(found)
+        token_ids.update(dict.fromkeys([configured] if isinstance(configured, int) else configured))
+    return tuple(token_ids)

@@ -126,10 +126,10 @@ def _with_chosen(alternatives: int) -> int:
 
 def structured_settings(guided: Mapping[str, Any]) -> dict[str, Any]:
     """The field of vLLM's StructuredOutputsParams that `Sampling.guided` asks for. Raises InvalidRequest."""
-    asked = [(kind, value) for kind, value in guided.items() if value not in (None, False)]
-    if len(asked) != 1:
+    chosen = [(kind, value) for kind, value in guided.items() if value not in (None, False)]
+    if len(chosen) != 1:
         raise InvalidRequest("guided decoding takes exactly one of json_schema, json_object, regex, choice and grammar")
-    [(kind, value)] = asked
+    [(kind, value)] = chosen
     match kind, value:
         case "json_schema", str():
             return {"json": _parsed(value)}
@@ -148,7 +148,7 @@ def _parsed(schema: str) -> dict[str, Any]:
         raise InvalidRequest(f"json_schema is no JSON schema: {error}", param="json_schema") from error
 
 
-class AnswerReader:
+class OutputReader:
     """Turns vLLM's outputs for one request into deltas and a summary."""
 
     def __init__(self, request: GenerateRequest, eos: frozenset[int]) -> None:
@@ -167,8 +167,8 @@ class AnswerReader:
         self._cached_tokens = max(self._cached_tokens, output.num_cached_tokens or 0)
         self._transfer = output.kv_transfer_params or self._transfer
         if self._prompt_logprobs is None and output.prompt_logprobs is not None and self._request.prompt_logprobs is not None:
-            most = self._request.prompt_logprobs
-            self._prompt_logprobs = [None if step is None else _step(step, most) for step in output.prompt_logprobs]
+            alternatives = self._request.prompt_logprobs
+            self._prompt_logprobs = [None if step is None else _step(step, alternatives) for step in output.prompt_logprobs]
         return [delta for choice in output.outputs if (delta := self._delta(choice)) is not None]
 
     def summary(self) -> Summary:
@@ -189,8 +189,8 @@ class AnswerReader:
     def _delta(self, choice: Output) -> Delta | None:
         tokens = [*choice.token_ids]
         logprobs = None
-        if (asked := self._request.logprobs) is not None and choice.logprobs is not None:
-            logprobs = [_step(step, asked) for step in choice.logprobs]
+        if (alternatives := self._request.logprobs) is not None and choice.logprobs is not None:
+            logprobs = [_step(step, alternatives) for step in choice.logprobs]
         reason, stop_token = _reason(choice.finish_reason), None
         if reason is FinishReason.STOP and tokens and tokens[-1] in self._stops:
             stop_token = tokens.pop()

@@ -246,30 +246,30 @@ class Translator:
             return result
         parent = None
         if event.parent is not None:
-            known = self._blocks.get(event.parent)
-            if known is None:
+            parent_block = self._blocks.get(event.parent)
+            if parent_block is None:
                 self.orphans += count
                 return result
-            parent = known.sequence_hash
-        for at, handle in enumerate(event.hashes):
-            keys = event.extra_keys[at] if at < len(event.extra_keys) else ()
+            parent = parent_block.sequence_hash
+        for position, handle in enumerate(event.hashes):
+            keys = event.extra_keys[position] if position < len(event.extra_keys) else ()
             keys = [key for key in keys if key != event.adapter]
             if parent is None:
                 # The salt is the last extra key of a first block.
                 salt = keys.pop() if keys and isinstance(keys[-1], str) else ""
                 parent = space_hash(event.adapter, salt)
             try:
-                block = block_hash(_block_bytes(event.token_ids[at * size : (at + 1) * size], keys))
+                block = block_hash(_block_bytes(event.token_ids[position * size : (position + 1) * size], keys))
             except OverflowError:
-                self.ignored += count - at
+                self.ignored += count - position
                 break
             parent = chain(parent, block)
-            held = self._blocks.get(handle)
-            if held is not None and held.sequence_hash == parent:
-                held.copies += 1
+            cached = self._blocks.get(handle)
+            if cached is not None and cached.sequence_hash == parent:
+                cached.copies += 1
                 continue
-            if held is not None:  # the engine gave the handle to another block, and its removal was lost
-                result.removed.append(held.sequence_hash)
+            if cached is not None:  # the engine gave the handle to another block, and its removal was lost
+                result.removed.append(cached.sequence_hash)
             self._blocks[handle] = _Block(parent)
             result.stored.append(parent)
         return result
@@ -279,13 +279,13 @@ class Translator:
             return []
         removed: list[int] = []
         for handle in event.hashes:
-            held = self._blocks.get(handle)
-            if held is None:
+            cached = self._blocks.get(handle)
+            if cached is None:
                 continue
-            held.copies -= 1
-            if not held.copies:
+            cached.copies -= 1
+            if not cached.copies:
                 del self._blocks[handle]
-                removed.append(held.sequence_hash)
+                removed.append(cached.sequence_hash)
         return removed
 
     def _counts(self, medium: str, group: int | None, attention: str) -> bool:

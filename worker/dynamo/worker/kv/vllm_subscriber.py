@@ -85,14 +85,14 @@ class KvFollower:
         """Asks for everything from the next batch on."""
         if self._source.replay is None:
             return
-        with closing(self._context.socket(zmq.DEALER)) as asking:
-            asking.connect(self._source.replay)
+        with closing(self._context.socket(zmq.DEALER)) as dealer:
+            dealer.connect(self._source.replay)
             try:
                 async with asyncio.timeout(self._source.replay_timeout_s):
-                    await asking.send_multipart([b"", self._next.to_bytes(_NUMBER_BYTES, "big")])
+                    await dealer.send_multipart([b"", self._next.to_bytes(_NUMBER_BYTES, "big")])
                     while True:
                         # Older versions leave out the topic in front of the number.
-                        *_, number, payload = await asking.recv_multipart()
+                        *_, number, payload = await dealer.recv_multipart()
                         if number == _END:
                             break
                         self._replayed(int.from_bytes(number, "big"), payload)

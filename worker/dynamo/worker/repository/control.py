@@ -15,7 +15,7 @@ from dynamo.common.messaging.server import Handler
 from dynamo.common.model_card import ModelCard
 from dynamo.common.repository import LOAD, UNLOAD, ControlMode, Loaded, LoadRequest, UnloadRequest
 from dynamo.worker.repository.engine import RepositoryEngine
-from dynamo.worker.serve import Incoming, ServedModel, Service
+from dynamo.worker.serve import IncomingRequest, ServedModel, Service
 from dynamo.worker.statistics import VersionStatistics
 
 log = logging.getLogger(__name__)
@@ -54,14 +54,14 @@ class RepositoryControl:
 
     # Verbs
 
-    async def load(self, incoming: Incoming) -> None:
+    async def load(self, incoming: IncomingRequest) -> None:
         """A `LoadRequest`, answered with `Loaded`, or with the reason why the model is not."""
         request = _decode(incoming, LoadRequest)
         self._engine.models.check_on_request()
         versions = await self._ordered(self._engine.models.load_model(request))
         incoming.end(msgspec.msgpack.encode(Loaded(versions=versions)))
 
-    async def unload(self, incoming: Incoming) -> None:
+    async def unload(self, incoming: IncomingRequest) -> None:
         """An `UnloadRequest`, answered when the model is gone."""
         request = _decode(incoming, UnloadRequest)
         self._engine.models.check_on_request()
@@ -98,9 +98,9 @@ class RepositoryControl:
                 if models.rescan(await asyncio.to_thread(models.list_names)):
                     await self.publish()
                 if self._engine.mode is ControlMode.POLL:
-                    found = await asyncio.to_thread(models.fingerprints)
-                    await self._follow(seen, found)
-                    seen = found
+                    fingerprints = await asyncio.to_thread(models.fingerprints)
+                    await self._follow(seen, fingerprints)
+                    seen = fingerprints
             except InvalidRequest as error:
                 log.error("the repository cannot be looked at: %s", error)
 
@@ -116,7 +116,7 @@ class RepositoryControl:
             await models.forget(name)
 
 
-def _decode(incoming: Incoming, kind: type[T]) -> T:
+def _decode(incoming: IncomingRequest, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(incoming.body, type=kind)
     except msgspec.MsgspecError as error:

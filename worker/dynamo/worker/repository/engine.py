@@ -14,7 +14,7 @@ from dynamo.common.tensors import Buffer, from_numpy
 from dynamo.protos.inference_pb2 import ModelInferResponse
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.python import read_inputs
-from dynamo.worker.repository.execution import Answer, Request, closing, from_parameter, to_parameter
+from dynamo.worker.repository.execution import ModelRequest, ModelResponse, closing, from_parameter, to_parameter
 from dynamo.worker.repository.layout import Fingerprint
 from dynamo.worker.repository.loaded import LoadedModel
 from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
@@ -63,33 +63,33 @@ class RepositoryEngine:
         return self.models.cards()
 
     def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
-        return _answers(self.models.find(request.head.model_name), request, context)
+        return _responses(self.models.find(request.head.model_name), request, context)
 
     async def close(self) -> None:
         await self.models.close()
 
 
-async def _answers(model: LoadedModel, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
+async def _responses(model: LoadedModel, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
     head = request.head
-    asked = Request(
+    model_request = ModelRequest(
         read_inputs(request),
         context,
         tuple(output.name for output in head.outputs),
         {name: to_parameter(value) for name, value in head.parameters.items()},
     )
     datatypes = {spec.name: spec.datatype for spec in model.card.outputs}
-    async with closing(model.run(asked)) as answers:
-        async for answer in answers:
-            yield _to_tensor_answer(answer, datatypes)
+    async with closing(model.run(model_request)) as responses:
+        async for response in responses:
+            yield _to_tensor_response(response, datatypes)
 
 
-def _to_tensor_answer(answer: Answer, datatypes: dict[str, str]) -> TensorResponse:
+def _to_tensor_response(response: ModelResponse, datatypes: dict[str, str]) -> TensorResponse:
     head = ModelInferResponse()
     raws: list[Buffer] = []
-    for name, array in answer.outputs.items():
+    for name, array in response.outputs.items():
         datatype, raw = from_numpy(array, datatypes[name])
         head.outputs.add(name=name, datatype=datatype, shape=array.shape)
         raws.append(raw)
-    for name, value in answer.parameters.items():
+    for name, value in response.parameters.items():
         head.parameters[name].CopyFrom(from_parameter(value))
     return TensorResponse(head, raws)

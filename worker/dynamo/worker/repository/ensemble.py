@@ -14,8 +14,8 @@ from dynamo.common.background import awaited
 from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound
 from dynamo.common.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelEnsembling
-from dynamo.worker.engine.base import Timings
-from dynamo.worker.repository.execution import Answer, Models, Request, Version, closing
+from dynamo.worker.engine.base import RequestTimings
+from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResponse, Version, closing
 from dynamo.worker.repository.model_config import datatype_name
 
 Step = ModelEnsembling.Step
@@ -29,7 +29,7 @@ def models_in(config: ModelConfig) -> list[str]:
 class EnsembleBackend:
     """Ensembles of the models of one worker."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: ModelRegistry) -> None:
         self._models = models
 
     async def complete(self, version: Version) -> ModelConfig:
@@ -37,12 +37,12 @@ class EnsembleBackend:
 
     async def open(self, version: Version) -> Ensemble:
         """Raises InvalidRequest if the steps do not fit together."""
-        check_ensemble(version.config, {asked: self._config(asked) for asked in _asked(version.config)})
+        check_ensemble(version.config, {needed: self._config(needed) for needed in _needed_models(version.config)})
         return Ensemble(version.config, self._models)
 
-    def _config(self, asked: tuple[str, str]) -> ModelConfig:
+    def _config(self, needed: tuple[str, str]) -> ModelConfig:
         try:
-            return self._models.config(*asked)
+            return self._models.config(*needed)
         except ModelNotFound as error:
             raise InvalidRequest(f"the ensemble needs another model: {error}") from error
 
@@ -50,13 +50,13 @@ class EnsembleBackend:
 class Ensemble:
     """One ensemble, which has no version of its own to load."""
 
-    def __init__(self, config: ModelConfig, models: Models) -> None:
+    def __init__(self, config: ModelConfig, models: ModelRegistry) -> None:
         self._name = config.name
         self._steps = list(config.ensemble_scheduling.step)
         self._outputs = [output.name for output in config.output]
         self._models = models
 
-    async def run(self, request: Request) -> AsyncIterator[Answer]:
+    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
         flow = _Flow(request.inputs, self._steps)
         steps = [awaited(self._run_step(step, flow, request)) for step in self._steps]
         try:
@@ -65,13 +65,13 @@ class Ensemble:
             for step in steps:
                 step.cancel()
             await asyncio.gather(*steps, return_exceptions=True)
-        found = {name: await flow.get(name) for name in self._outputs}
-        yield Answer({name: array for name, array in found.items() if array is not None})
+        outputs = {name: await flow.get(name) for name in self._outputs}
+        yield ModelResponse({name: array for name, array in outputs.items() if array is not None})
 
     async def close(self) -> None:
         return None
 
-    async def _run_step(self, step: Step, flow: _Flow, request: Request) -> None:
+    async def _run_step(self, step: Step, flow: _Flow, request: ModelRequest) -> None:
         config = self._models.config(step.model_name, _version(step))
         optional = {tensor.name for tensor in config.input if tensor.optional}
         inputs: dict[str, Array] = {}
@@ -81,12 +81,12 @@ class Ensemble:
                 inputs[name] = array
             elif name not in optional:
                 raise EngineError(f"ensemble '{self._name}' has no tensor '{source}', which model '{step.model_name}' needs")
-        context = replace(request.context, version="", timings=Timings())
-        asked = Request(inputs, context, tuple(step.output_map), request.parameters)
-        async with closing(self._models.run(step.model_name, _version(step), asked)) as answers:
-            async for answer in answers:
+        context = replace(request.context, version="", timings=RequestTimings())
+        model_request = ModelRequest(inputs, context, tuple(step.output_map), request.parameters)
+        async with closing(self._models.run(step.model_name, _version(step), model_request)) as responses:
+            async for response in responses:
                 for name, target in step.output_map.items():
-                    flow.put(target, answer.outputs.get(name))
+                    flow.put(target, response.outputs.get(name))
 
 
 class _Flow:
@@ -100,8 +100,8 @@ class _Flow:
         }
 
     async def get(self, name: str) -> Array | None:
-        made = self._made.get(name)
-        return self._inputs.get(name) if made is None else await made
+        future = self._made.get(name)
+        return self._inputs.get(name) if future is None else await future
 
     def put(self, name: str, array: Array | None) -> None:
         if not self._made[name].done():
@@ -112,7 +112,7 @@ def _version(step: Step) -> str:
     return str(step.model_version) if step.model_version > 0 else ""
 
 
-def _asked(config: ModelConfig) -> list[tuple[str, str]]:
+def _needed_models(config: ModelConfig) -> list[tuple[str, str]]:
     return list(dict.fromkeys((step.model_name, _version(step)) for step in config.ensemble_scheduling.step))
 
 
@@ -178,12 +178,12 @@ def _agree(name: str, datatype: str, types: Mapping[str, str]) -> None:
 
 def _check_order(config: ModelConfig, steps: Sequence[Step]) -> None:
     """Some order of the steps must exist in which each finds what it takes."""
-    there = {tensor.name for tensor in config.input}
-    left = list(steps)
-    while left:
-        able = [step for step in left if there.issuperset(step.input_map.values())]
-        if not able:
-            raise InvalidRequest(f"the step of model '{left[0].model_name}' waits, by way of others, for itself")
-        for step in able:
-            there.update(step.output_map.values())
-            left.remove(step)
+    available = {tensor.name for tensor in config.input}
+    remaining = list(steps)
+    while remaining:
+        ready = [step for step in remaining if available.issuperset(step.input_map.values())]
+        if not ready:
+            raise InvalidRequest(f"the step of model '{remaining[0].model_name}' waits, by way of others, for itself")
+        for step in ready:
+            available.update(step.output_map.values())
+            remaining.remove(step)

@@ -18,7 +18,7 @@ Parameter: TypeAlias = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ModelRequest:
     """One inference request, decoded once, however many models it goes through."""
 
     inputs: Arrays
@@ -30,7 +30,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelResponse:
     outputs: Arrays
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class Answer:
 class Executable(Protocol):
     """One version of a model, loaded."""
 
-    def run(self, request: Request) -> AsyncIterator[Answer]:
+    def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
         """One answer, or any number of them if the model is decoupled. Closing the iterator cancels. Raises DynamoError."""
         ...
 
@@ -47,10 +47,10 @@ class Executable(Protocol):
         ...
 
 
-class Models(Protocol):
+class ModelRegistry(Protocol):
     """The other models of the same worker, for ensembles and for models that call models."""
 
-    def run(self, model: str, version: str, request: Request) -> AsyncIterator[Answer]:
+    def run(self, model: str, version: str, request: ModelRequest) -> AsyncIterator[ModelResponse]:
         """Raises ModelNotFound, and InvalidRequest for inputs that the model does not take."""
         ...
 
@@ -92,8 +92,8 @@ class Backend(Protocol):
 
 
 def to_parameter(value: InferParameter) -> Parameter:
-    found: Parameter = getattr(value, value.WhichOneof("parameter_choice") or "string_param")
-    return found
+    parameter: Parameter = getattr(value, value.WhichOneof("parameter_choice") or "string_param")
+    return parameter
 
 
 def from_parameter(value: Parameter) -> InferParameter:
@@ -107,10 +107,10 @@ def from_parameter(value: Parameter) -> InferParameter:
 
 
 @asynccontextmanager
-async def closing(answers: AsyncIterator[Answer]) -> AsyncIterator[AsyncIterator[Answer]]:
+async def closing(responses: AsyncIterator[ModelResponse]) -> AsyncIterator[AsyncIterator[ModelResponse]]:
     """Closes what a model answers with, so that a request that was left early is cancelled now."""
     try:
-        yield answers
+        yield responses
     finally:
-        if isinstance(answers, AsyncGenerator):
-            await answers.aclose()
+        if isinstance(responses, AsyncGenerator):
+            await responses.aclose()

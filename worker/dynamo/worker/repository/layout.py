@@ -26,7 +26,7 @@ MAX_FILES = 10_000
 
 def model_folders(repositories: Sequence[Path]) -> dict[str, list[Path]]:
     """Every folder that can hold a model, by name; several, if several repositories have one. Raises InvalidRequest."""
-    found: dict[str, list[Path]] = {}
+    folders: dict[str, list[Path]] = {}
     for repository in repositories:
         try:
             entries = sorted(repository.iterdir())
@@ -34,8 +34,8 @@ def model_folders(repositories: Sequence[Path]) -> dict[str, list[Path]]:
             raise InvalidRequest(f"the model repository {repository} cannot be read: {error.strerror or error}") from error
         for entry in entries:
             if entry.is_dir() and not entry.name.startswith((".", "__")):
-                found.setdefault(entry.name, []).append(entry)
-    return found
+                folders.setdefault(entry.name, []).append(entry)
+    return folders
 
 
 def is_repository(folder: Path) -> bool:
@@ -78,17 +78,17 @@ def served_versions(config: ModelConfig, folder: Path) -> list[str]:
 
 def fingerprint(folder: Path) -> Fingerprint:
     """Changes when a file of the model does. A file that goes while it is looked at is left out."""
-    found: list[tuple[str, int, int]] = []
+    entries: list[tuple[str, int, int]] = []
     for where, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
-        found.append((where, 0, 0))
+        entries.append((where, 0, 0))
         for name in sorted(files):
             path = os.path.join(where, name)
             try:
                 status = os.stat(path)
             except OSError:
                 continue
-            found.append((path, status.st_mtime_ns, status.st_size))
-        if len(found) > MAX_FILES:
+            entries.append((path, status.st_mtime_ns, status.st_size))
+        if len(entries) > MAX_FILES:
             raise InvalidRequest(f"the folder of the model holds more than {MAX_FILES} files")
-    return tuple(found)
+    return tuple(entries)

@@ -13,7 +13,7 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.tensors import Array, datatype_of_array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.declaration import from_model_config
-from dynamo.worker.repository.execution import Answer, Arrays, Executable, Request, closing
+from dynamo.worker.repository.execution import Arrays, Executable, ModelRequest, ModelResponse, closing
 from dynamo.worker.repository.model_config import Reshape
 
 
@@ -42,7 +42,7 @@ class LoadedModel:
     def open_requests(self) -> int:
         return self._open
 
-    def check(self, request: Request, version: str) -> None:
+    def check(self, request: ModelRequest, version: str) -> None:
         """What frontends check for requests from outside. Raises InvalidRequest, ModelNotFound."""
         if version and version not in self._versions:
             raise ModelNotFound(self.name, version)
@@ -64,7 +64,7 @@ class LoadedModel:
             if name not in request.inputs and not spec.optional:
                 raise InvalidRequest(f"model '{self.name}' needs the input '{name}'")
 
-    async def run(self, request: Request) -> AsyncIterator[Answer]:
+    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
         """The version is that of the request's context; empty: the newest."""
         version = request.context.version or self.card.versions[-1]
         request.context.version = version
@@ -75,9 +75,9 @@ class LoadedModel:
         self._idle.clear()
         try:
             inputs = {name: self._reshape.input(name, array) for name, array in request.inputs.items()}
-            async with closing(executable.run(replace(request, inputs=inputs))) as answers:
-                async for answer in answers:
-                    yield Answer(self._checked(answer.outputs), answer.parameters)
+            async with closing(executable.run(replace(request, inputs=inputs))) as responses:
+                async for response in responses:
+                    yield ModelResponse(self._checked(response.outputs), response.parameters)
         finally:
             self._open -= 1
             if not self._open:
@@ -85,7 +85,7 @@ class LoadedModel:
 
     def _checked(self, outputs: Arrays) -> dict[str, Array]:
         """Those outputs that are declared, in their shapes. Raises EngineError."""
-        found = {}
+        checked = {}
         for name, array in outputs.items():
             spec = self._outputs.get(name)
             if spec is None:
@@ -101,8 +101,8 @@ class LoadedModel:
                 raise EngineError(
                     f"model '{self.name}' gave its output '{name}' in shape {list(array.shape)}; it declares {list(spec.shape)}"
                 )
-            found[name] = array
-        return found
+            checked[name] = array
+        return checked
 
     async def drained(self) -> None:
         """Returns when no request is open."""

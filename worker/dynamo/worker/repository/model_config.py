@@ -90,7 +90,7 @@ def ignored_settings(config: ModelConfig) -> list[str]:
     """What a configuration asks for that is not done here, and without which results are the same."""
     batching = config.dynamic_batching
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
-    asked = {
+    settings = {
         "response_cache": config.response_cache.enable,
         "model_repository_agents": bool(config.model_repository_agents.agents),
         "cc_model_filenames": bool(config.cc_model_filenames),
@@ -98,7 +98,7 @@ def ignored_settings(config: ModelConfig) -> list[str]:
         "priority_levels": batching.priority_levels > 1,
         "queue timeouts": any(policy.default_timeout_microseconds for policy in policies),
     }
-    return [name for name, is_asked in asked.items() if is_asked]
+    return [name for name, is_set in settings.items() if is_set]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def model_dims(tensor: ModelInput | ModelOutput) -> tuple[int, ...]:
 
 def datatype_name(tensor: ModelInput | ModelOutput) -> str:
     """Raises InvalidRequest if there is none."""
-    found = datatype_of_config(tensor.data_type)
-    if found is None:
+    datatype = datatype_of_config(tensor.data_type)
+    if datatype is None:
         raise InvalidRequest(f"tensor '{tensor.name}' has no data_type")
-    return found.name
+    return datatype.name

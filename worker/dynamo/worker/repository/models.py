@@ -22,7 +22,7 @@ from dynamo.common.names import check_name
 from dynamo.common.repository import MAX_REASON_CHARS, IndexEntry, LoadRequest, ModelState
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.ensemble import EnsembleBackend, models_in
-from dynamo.worker.repository.execution import Answer, Backend, Executable, Request, Version, closing
+from dynamo.worker.repository.execution import Backend, Executable, ModelRequest, ModelResponse, Version, closing
 from dynamo.worker.repository.layout import Fingerprint, fingerprint, model_folders, served_versions, versions_in
 from dynamo.worker.repository.loaded import LoadedModel
 from dynamo.worker.repository.model_config import (
@@ -72,7 +72,7 @@ class RepositorySettings:
     path_roots: tuple[str, ...] = ()
     path_max_bytes: int = 16 * 2**30
     on_request: bool = True
-    """Models may be loaded and unloaded by who asks for it."""
+    """ModelRegistry may be loaded and unloaded by who asks for it."""
 
 
 @dataclass(slots=True)
@@ -116,16 +116,16 @@ class RepositoryModels:
 
     def find(self, model: str) -> LoadedModel:
         """Raises ModelNotFound for a model that is not loaded."""
-        found = self._loaded.get(model)
-        if found is None:
+        loaded = self._loaded.get(model)
+        if loaded is None:
             raise ModelNotFound(model)
-        return found
+        return loaded
 
     def config(self, model: str, version: str) -> ModelConfig:
-        found = self.find(model)
-        if version and version not in found.card.versions:
+        loaded = self.find(model)
+        if version and version not in loaded.card.versions:
             raise ModelNotFound(model, version)
-        return found.config
+        return loaded.config
 
     def index(self) -> tuple[IndexEntry, ...]:
         """Of every model in the folders or loaded otherwise."""
@@ -146,33 +146,33 @@ class RepositoryModels:
     def rescan(self, names: Collection[str] | None = None) -> bool:
         """Takes over which models came to the folders or went, from `names` or by looking. True if the index has changed."""
         names = set(self.list_names() if names is None else names)
-        known = set(self._states)
-        for name in names - known:
+        indexed = set(self._states)
+        for name in names - indexed:
             self._states[name] = _State()
-        for name in known - names - self._loaded.keys():
+        for name in indexed - names - self._loaded.keys():
             del self._states[name]
-        return known != set(self._states)
+        return indexed != set(self._states)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Of every model's files; a model whose folder cannot be read has an empty one."""
-        found: dict[str, Fingerprint] = {}
+        fingerprints: dict[str, Fingerprint] = {}
         for name, folders in model_folders(self._settings.folders).items():
             try:
-                found[name] = tuple(entry for folder in folders for entry in fingerprint(folder))
+                fingerprints[name] = tuple(entry for folder in folders for entry in fingerprint(folder))
             except InvalidRequest as error:
                 log.error("model '%s': %s", name, error)
-                found[name] = ()
-        return found
+                fingerprints[name] = ()
+        return fingerprints
 
     # Requests of other models
 
-    def run(self, model: str, version: str, request: Request) -> AsyncIterator[Answer]:
-        found = self.find(model)
-        found.check(request, version)
-        request.context.version = version or found.card.versions[-1]
-        return self._counted(found, request)
+    def run(self, model: str, version: str, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+        loaded = self.find(model)
+        loaded.check(request, version)
+        request.context.version = version or loaded.card.versions[-1]
+        return self._counted(loaded, request)
 
-    async def _counted(self, model: LoadedModel, request: Request) -> AsyncIterator[Answer]:
+    async def _counted(self, model: LoadedModel, request: ModelRequest) -> AsyncIterator[ModelResponse]:
         context = request.context
         statistics = None if self._host is None else self._host.statistics(model.name, context.version)
         start = time.perf_counter_ns()
@@ -180,9 +180,9 @@ class RepositoryModels:
         if model.card.max_batch_size and array is not None and array.ndim:
             context.timings.rows = array.shape[0]
         try:
-            async with closing(model.run(request)) as answers:
-                async for answer in answers:
-                    yield answer
+            async with closing(model.run(request)) as responses:
+                async for response in responses:
+                    yield response
         except DynamoError:
             if statistics is not None:
                 statistics.failed(time.perf_counter_ns() - start, context.timings)
@@ -347,10 +347,10 @@ class RepositoryModels:
         return config
 
     def _backend(self, config: ModelConfig) -> Backend:
-        found = self._backends.get(config.platform if config.platform == "ensemble" else config.backend)
-        if found is None:
+        backend = self._backends.get(config.platform if config.platform == "ensemble" else config.backend)
+        if backend is None:
             raise InvalidRequest(f"the backend '{config.backend}' is not supported; {', '.join(self._backends)} are")
-        return found
+        return backend
 
     def _is_ensemble(self, name: str) -> bool:
         folders = model_folders(self._settings.folders).get(name, ())

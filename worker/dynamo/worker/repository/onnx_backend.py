@@ -20,7 +20,7 @@ from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
 from dynamo.worker.engine.batching import Batch, Batcher, Tensors
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.batches import batch_policy, rows_of
-from dynamo.worker.repository.execution import Answer, Arrays, Request, Version
+from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResponse, Version
 from dynamo.worker.repository.model_config import datatype_name, instances_of, model_dims
 
 DEFAULT_FILE = "model.onnx"
@@ -51,7 +51,7 @@ class _Node(Protocol):
     type: str
 
 
-class _Session(Protocol):
+class _OnnxSession(Protocol):
     def get_inputs(self) -> Sequence[_Node]: ...
 
     def get_outputs(self) -> Sequence[_Node]: ...
@@ -78,7 +78,7 @@ class OnnxBackend:
 class OnnxModel:
     """One version of a model."""
 
-    def __init__(self, version: Version, session: _Session) -> None:
+    def __init__(self, version: Version, session: _OnnxSession) -> None:
         self._name = version.name
         self._session = session
         self._outputs = [output.name for output in version.config.output]
@@ -95,17 +95,17 @@ class OnnxModel:
             await self._batcher.close()
         self._pool.shutdown(wait=False)
 
-    async def run(self, request: Request) -> AsyncIterator[Answer]:
+    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
         if self._batcher is not None:
             outputs = await self._batcher.submit(
                 request.inputs, rows_of(request.inputs), request.context, request.context.version
             )
         else:
             outputs = await self._execute(request)
-        yield Answer(outputs)
+        yield ModelResponse(outputs)
 
-    async def _execute(self, request: Request) -> Tensors:
-        asked = begun = time.perf_counter_ns()
+    async def _execute(self, request: ModelRequest) -> Tensors:
+        submitted = begun = time.perf_counter_ns()
 
         def run() -> Tensors:
             nonlocal begun
@@ -115,7 +115,7 @@ class OnnxModel:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, run)
         finally:
-            request.context.timings.queue_ns += begun - asked
+            request.context.timings.queue_ns += begun - submitted
             request.context.timings.infer_ns += time.perf_counter_ns() - begun
 
     async def _execute_batch(self, batch: Batch) -> Tensors:
@@ -128,12 +128,12 @@ class OnnxModel:
     def _run(self, inputs: Arrays) -> Tensors:
         feeds = {name: _to_text(array) if name in self._text else array for name, array in inputs.items()}
         try:
-            found = self._session.run(self._outputs, feeds)
+            outputs = self._session.run(self._outputs, feeds)
         except Exception as error:
             if type(error).__name__ == "InvalidArgument":
                 raise InvalidRequest(f"model '{self._name}': {_first_line(error)}") from error
             raise EngineError(f"model '{self._name}' failed: {_first_line(error)}") from error
-        return {name: np.asarray(array) for name, array in zip(self._outputs, found, strict=True)}
+        return {name: np.asarray(array) for name, array in zip(self._outputs, outputs, strict=True)}
 
 
 def _to_text(array: Array) -> Array:
@@ -150,7 +150,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:500]
 
 
-def _open_session(version: Version) -> _Session:
+def _open_session(version: Version) -> _OnnxSession:
     file = version.path / relative_path(version.config.default_model_filename or DEFAULT_FILE)
     if not file.exists():
         raise InvalidRequest(f"there is no file {version.version}/{file.name}")
@@ -161,7 +161,7 @@ def _open_session(version: Version) -> _Session:
     except ModuleNotFoundError:
         raise InvalidRequest("ONNX models need the package onnxruntime: install dynamo-serving[onnx]") from None
     try:
-        session: _Session = onnxruntime.InferenceSession(
+        session: _OnnxSession = onnxruntime.InferenceSession(
             str(file), _options(onnxruntime, version), providers=_providers(onnxruntime, version.config)
         )
     except DynamoError:
@@ -203,14 +203,14 @@ def _number(name: str, text: str) -> int:
 
 def _providers(onnxruntime: Any, config: ModelConfig) -> list[Any]:
     """CUDA for instances on a GPU, if this onnxruntime has it, and always the CPU."""
-    there = set(onnxruntime.get_available_providers())
+    available = set(onnxruntime.get_available_providers())
     instance = next(instances_of(config))
     providers: list[Any] = []
     if instance.kind == "GPU":
         accelerators = config.optimization.execution_accelerators.gpu_execution_accelerator
-        if any(item.name == "tensorrt" for item in accelerators) and "TensorrtExecutionProvider" in there:
+        if any(item.name == "tensorrt" for item in accelerators) and "TensorrtExecutionProvider" in available:
             providers.append(("TensorrtExecutionProvider", {"device_id": instance.device}))
-        if "CUDAExecutionProvider" in there:
+        if "CUDAExecutionProvider" in available:
             providers.append(("CUDAExecutionProvider", {"device_id": instance.device}))
         elif any(group.kind == group.KIND_GPU for group in config.instance_group):
             raise InvalidRequest("instance_group asks for a GPU, but this onnxruntime has no CUDA: install onnxruntime-gpu")
@@ -220,7 +220,7 @@ def _providers(onnxruntime: Any, config: ModelConfig) -> list[Any]:
 # What the model's file says
 
 
-def complete_config(config: ModelConfig, session: _Session, default_max_batch_size: int) -> ModelConfig:
+def complete_config(config: ModelConfig, session: _OnnxSession, default_max_batch_size: int) -> ModelConfig:
     """`config` with what it leaves open taken from the model. What it says itself stays. Raises InvalidRequest.
 
     A model that says nothing of batches, and whose tensors all begin with a dimension of any size, batches dynamically.
@@ -234,17 +234,17 @@ def complete_config(config: ModelConfig, session: _Session, default_max_batch_si
     if completed.max_batch_size > 1 and not declared and completed.WhichOneof("scheduling_choice") is None:
         completed.dynamic_batching.SetInParent()
     batch_dims = 1 if completed.max_batch_size else 0
-    known_inputs = {tensor.name: tensor for tensor in completed.input}
-    known_outputs = {tensor.name: tensor for tensor in completed.output}
+    inputs_by_name = {tensor.name: tensor for tensor in completed.input}
+    outputs_by_name = {tensor.name: tensor for tensor in completed.output}
     for node in inputs:
-        _complete(known_inputs.get(node.name) or completed.input.add(name=node.name), node, batch_dims)
+        _complete(inputs_by_name.get(node.name) or completed.input.add(name=node.name), node, batch_dims)
     if not completed.output:
         for node in outputs:
             completed.output.add(name=node.name)
-        known_outputs = {tensor.name: tensor for tensor in completed.output}
+        outputs_by_name = {tensor.name: tensor for tensor in completed.output}
     for node in outputs:
-        if node.name in known_outputs:
-            _complete(known_outputs[node.name], node, batch_dims)
+        if node.name in outputs_by_name:
+            _complete(outputs_by_name[node.name], node, batch_dims)
     return completed
 
 
@@ -264,21 +264,21 @@ def _dims(node: _Node) -> tuple[int, ...]:
 
 
 def _datatype(node: _Node) -> str:
-    found = _DATATYPES.get(node.type)
-    if found is None:
+    datatype = _DATATYPES.get(node.type)
+    if datatype is None:
         raise InvalidRequest(f"tensor '{node.name}' is {node.type}, which is not supported")
-    return found
+    return datatype
 
 
-def _check(config: ModelConfig, session: _Session) -> None:
+def _check(config: ModelConfig, session: _OnnxSession) -> None:
     """Raises InvalidRequest if the configuration is not this model's."""
     inputs = {node.name: node for node in session.get_inputs()}
     outputs = {node.name: node for node in session.get_outputs()}
-    for what, declared, there in (("input", config.input, inputs), ("output", config.output, outputs)):
+    for what, declared, actual in (("input", config.input, inputs), ("output", config.output, outputs)):
         for tensor in declared:
-            if tensor.name not in there:
-                raise InvalidRequest(f"the model has no {what} '{tensor.name}'; it has {', '.join(sorted(there))}")
-            _check_tensor(what, tensor, there[tensor.name], bool(config.max_batch_size))
+            if tensor.name not in actual:
+                raise InvalidRequest(f"the model has no {what} '{tensor.name}'; it has {', '.join(sorted(actual))}")
+            _check_tensor(what, tensor, actual[tensor.name], bool(config.max_batch_size))
     declared_inputs = {tensor.name for tensor in config.input}
     if missing := sorted(inputs.keys() - declared_inputs):
         raise InvalidRequest(f"the configuration lacks the input '{missing[0]}' of the model")
@@ -289,8 +289,8 @@ def _check_tensor(what: str, tensor: ModelInput | ModelOutput, node: _Node, batc
     if datatype != _datatype(node):
         raise InvalidRequest(f"{what} '{tensor.name}' is declared as {datatype}; the model has {_datatype(node)}")
     dims = (*((-1,) if batched else ()), *model_dims(tensor))
-    there = _dims(node)
-    fits = len(dims) == len(there) and all(-1 in (one, other) or one == other for one, other in zip(dims, there, strict=True))
-    if there and (not fits or (batched and there[0] not in (-1,))):
+    actual = _dims(node)
+    fits = len(dims) == len(actual) and all(-1 in (one, other) or one == other for one, other in zip(dims, actual, strict=True))
+    if actual and (not fits or (batched and actual[0] not in (-1,))):
         batch = " with the batch dimension in front" if batched else ""
-        raise InvalidRequest(f"{what} '{tensor.name}' is declared in shape {list(dims)}{batch}; the model has {list(there)}")
+        raise InvalidRequest(f"{what} '{tensor.name}' is declared in shape {list(dims)}{batch}; the model has {list(actual)}")

@@ -166,13 +166,13 @@ class InferenceResponse:
         """As JSON."""
         return json.dumps(self._parameters)
 
-    def to_answer(self, number: int, *, final: bool) -> tuple[wire.Answer, list[wire.Buffer]]:
+    def to_wire(self, number: int, *, final: bool) -> tuple[wire.Response, list[wire.Buffer]]:
         if self._error is not None:
-            answer = wire.Answer(number=number, error=self._error.message(), code=self._error.code(), final=final)
-            return answer, []
+            head = wire.Response(number=number, error=self._error.message(), code=self._error.code(), final=final)
+            return head, []
         packed = [wire.pack(tensor.name(), tensor.as_numpy()) for tensor in self._tensors]
         outputs = tuple(head for head, _ in packed)
-        return wire.Answer(number=number, outputs=outputs, final=final, parameters=self._parameters), [raw for _, raw in packed]
+        return wire.Response(number=number, outputs=outputs, final=final, parameters=self._parameters), [raw for _, raw in packed]
 
 
 class PreferredMemory:
@@ -203,7 +203,7 @@ class InferenceRequest:
         self._inputs = list(inputs)
         self._preferred_memory = preferred_memory
         self._trace = trace
-        self._asked = wire.Asked(
+        self._head = wire.RequestHead(
             number=0,
             model=model_name,
             version="" if int(model_version) < 1 else str(model_version),
@@ -217,45 +217,45 @@ class InferenceRequest:
         self._sender: InferenceResponseSender | None = None
 
     @classmethod
-    def arrived(cls, asked: wire.Asked, inputs: Sequence[Tensor], sender: InferenceResponseSender) -> InferenceRequest:
+    def arrived(cls, head: wire.RequestHead, inputs: Sequence[Tensor], sender: InferenceResponseSender) -> InferenceRequest:
         request = cls(inputs=inputs)
-        request._asked, request._sender = asked, sender
+        request._head, request._sender = head, sender
         return request
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
 
     def request_id(self) -> str:
-        return self._asked.request_id
+        return self._head.request_id
 
     def correlation_id(self) -> int | str:
-        return self._asked.correlation_id
+        return self._head.correlation_id
 
     def requested_output_names(self) -> list[str]:
-        return list(self._asked.outputs)
+        return list(self._head.outputs)
 
     def model_name(self) -> str:
-        return self._asked.model
+        return self._head.model
 
     def model_version(self) -> int:
-        return int(self._asked.version or -1)
+        return int(self._head.version or -1)
 
     def flags(self) -> int:
-        return self._asked.flags
+        return self._head.flags
 
     def set_flags(self, flags: int) -> None:
-        self._asked = msgspec.structs.replace(self._asked, flags=flags)
+        self._head = msgspec.structs.replace(self._head, flags=flags)
 
     def priority(self) -> int:
-        return self._asked.priority
+        return self._head.priority
 
     def timeout(self) -> int:
         """Microseconds; 0: none."""
-        return self._asked.timeout_us
+        return self._head.timeout_us
 
     def parameters(self) -> str:
         """As JSON."""
-        return json.dumps(self._asked.parameters)
+        return json.dumps(self._head.parameters)
 
     def preferred_memory(self) -> PreferredMemory | None:
         return self._preferred_memory
@@ -285,24 +285,24 @@ class InferenceRequest:
         return await call.awaited()
 
     def _call(self) -> CallInProgress:
-        if not self._asked.model:
+        if not self._head.model:
             raise TritonModelException("a request to another model needs its model_name")
-        return channel().call(self._asked, self._inputs)
+        return channel().call(self._head, self._inputs)
 
 
 class CallInProgress:
     """Another model's answers. Made by the channel, which feeds `add`."""
 
     def __init__(self, cancel: Callable[[], None]) -> None:
-        self._answers: SimpleQueue[tuple[wire.Answer, list[Tensor]]] = SimpleQueue()
+        self._responses: SimpleQueue[tuple[wire.Response, list[Tensor]]] = SimpleQueue()
         self._first: Future[InferenceResponse] = Future()
         self._cancel = cancel
         self._ended = False
 
-    def add(self, answer: wire.Answer, tensors: list[Tensor]) -> None:
-        self._answers.put((answer, tensors))
+    def add(self, head: wire.Response, tensors: list[Tensor]) -> None:
+        self._responses.put((head, tensors))
         if not self._first.done():
-            self._first.set_result(_to_response(answer, tensors))
+            self._first.set_result(_to_response(head, tensors))
 
     def only(self) -> InferenceResponse:
         return self._first.result()
@@ -313,18 +313,18 @@ class CallInProgress:
     def __iter__(self) -> Iterator[InferenceResponse]:
         try:
             while not self._ended:
-                answer, tensors = self._answers.get()
-                self._ended = answer.final
-                if tensors or answer.error is not None or not answer.final:
-                    yield _to_response(answer, tensors)
+                head, tensors = self._responses.get()
+                self._ended = head.final
+                if tensors or head.error is not None or not head.final:
+                    yield _to_response(head, tensors)
         finally:
             if not self._ended:
                 self._cancel()
 
 
-def _to_response(answer: wire.Answer, tensors: list[Tensor]) -> InferenceResponse:
-    error = None if answer.error is None else TritonError(answer.error, answer.code)
-    return InferenceResponse(tensors, error, answer.parameters)
+def _to_response(head: wire.Response, tensors: list[Tensor]) -> InferenceResponse:
+    error = None if head.error is None else TritonError(head.error, head.code)
+    return InferenceResponse(tensors, error, head.parameters)
 
 
 class InferenceResponseSender:
@@ -346,11 +346,11 @@ class InferenceResponseSender:
         with self._lock:
             if self._closed:
                 raise TritonModelException("the last response to this request has been sent already")
-            answer, raws = (response or InferenceResponse()).to_answer(self._number, final=final)
+            head, raws = (response or InferenceResponse()).to_wire(self._number, final=final)
             self._closed = final
             if final:
                 self._channel.over(self._number)
-            self._channel.send(answer, raws)
+            self._channel.send(head, raws)
 
     def fail(self, message: str, code: int = TritonError.INTERNAL) -> None:
         """Ends the request, if it has not ended."""
@@ -358,7 +358,7 @@ class InferenceResponseSender:
             if not self._closed:
                 self._closed = True
                 self._channel.over(self._number)
-                self._channel.send(wire.Answer(number=self._number, error=message, code=code))
+                self._channel.send(wire.Response(number=self._number, error=message, code=code))
 
     def is_cancelled(self) -> bool:
         return self._channel.is_cancelled(self._number)
@@ -375,16 +375,16 @@ class Channel(Protocol):
 
     def is_cancelled(self, number: int) -> bool: ...
 
-    def call(self, asked: wire.Asked, inputs: Sequence[Tensor]) -> CallInProgress: ...
+    def call(self, head: wire.RequestHead, inputs: Sequence[Tensor]) -> CallInProgress: ...
 
-    def control(self, control: wire.Control) -> wire.Answer: ...
+    def control(self, control: wire.Control) -> wire.Response: ...
 
     @property
     def model_folder(self) -> str: ...
 
 
 _CHANNEL: list[Channel] = []
-"""The process's one channel. Models reach it through functions of this module, so it cannot be handed to them."""
+"""The process's one channel. ModelRegistry reach it through functions of this module, so it cannot be handed to them."""
 
 
 def attach(channel: Channel) -> None:
@@ -472,18 +472,18 @@ class ModelConfig:
             raise ValueError(f"an {kind} has no property {unknown[0]!r}")
         if not tensor.get("name"):
             raise ValueError(f"an {kind} needs a name")
-        for known in self._config.setdefault(kind, []):
-            if known["name"] == tensor["name"]:
-                return self._agree(kind, known, tensor)
+        for declared in self._config.setdefault(kind, []):
+            if declared["name"] == tensor["name"]:
+                return self._agree(kind, declared, tensor)
         self._config[kind].append(dict(tensor))
 
-    def _agree(self, kind: str, known: dict[str, Any], tensor: Mapping[str, Any]) -> None:
+    def _agree(self, kind: str, declared: dict[str, Any], tensor: Mapping[str, Any]) -> None:
         for key in ("data_type", "dims"):
             given = tensor.get(key)
-            if known.get(key) in (None, [], "TYPE_INVALID"):
-                known[key] = given
-            elif given is not None and _plain(known[key]) != _plain(given):
-                raise ValueError(f"{kind} '{tensor['name']}' has the {key} {known[key]}; the model expects {given}")
+            if declared.get(key) in (None, [], "TYPE_INVALID"):
+                declared[key] = given
+            elif given is not None and _plain(declared[key]) != _plain(given):
+                raise ValueError(f"{kind} '{tensor['name']}' has the {key} {declared[key]}; the model expects {given}")
 
 
 def _plain(value: Any) -> Any:
@@ -540,11 +540,11 @@ def serialize_byte_tensor(input_tensor: Array) -> Array | None:
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
     """The elements of a tensor in the form of `serialize_byte_tensor`, as an array of one dimension."""
     elements: list[bytes] = []
-    at = 0
-    while at < len(encoded_tensor):
-        (length,) = struct.unpack_from("<I", encoded_tensor, at)
-        elements.append(bytes(encoded_tensor[at + 4 : at + 4 + length]))
-        at += 4 + length
+    position = 0
+    while position < len(encoded_tensor):
+        (length,) = struct.unpack_from("<I", encoded_tensor, position)
+        elements.append(bytes(encoded_tensor[position + 4 : position + 4 + length]))
+        position += 4 + length
     array = np.empty(len(elements), dtype=np.object_)
     array[:] = elements
     return array
@@ -557,8 +557,8 @@ def get_model_dir() -> str:
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
     """Whether another model of this worker can be called."""
-    answer = channel().control(wire.Control(number=0, verb="ready", model=model_name, version=str(model_version)))
-    return answer.error is None and bool(answer.parameters.get("ready"))
+    response = channel().control(wire.Control(number=0, verb="ready", model=model_name, version=str(model_version)))
+    return response.error is None and bool(response.parameters.get("ready"))
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
@@ -571,6 +571,6 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
 
 
 def _order(control: wire.Control) -> None:
-    answer = channel().control(control)
-    if answer.error is not None:
-        raise TritonModelException(answer.error)
+    response = channel().control(control)
+    if response.error is not None:
+        raise TritonModelException(response.error)

@@ -22,9 +22,9 @@ from dynamo.worker.engine.batching import Batch, Batcher
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.batches import batch_policy, rows_of
-from dynamo.worker.repository.execution import Answer, Models, Request, Version, closing
+from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResponse, Version, closing
 from dynamo.worker.repository.model_config import ModelInstance, config_from_json, config_to_json, instances_of
-from dynamo.worker.repository.stub_process import Answers, Desk, StubProcess, open_stub, to_code
+from dynamo.worker.repository.stub_process import CallHandlers, ResponseStream, StubProcess, open_stub, to_code
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +36,12 @@ _LONGEST_PAUSE_S = 30.0
 class PythonBackend:
     """Loads models for one worker, whose other models they may call by `models`."""
 
-    def __init__(self, models: Models) -> None:
-        self._desk = Desk(partial(_answer_call, models), partial(_answer_control, models))
+    def __init__(self, models: ModelRegistry) -> None:
+        self._handlers = CallHandlers(partial(_serve_call, models), partial(_serve_control, models))
 
     async def complete(self, version: Version) -> ModelConfig:
         file = _file_of(version)
-        stub = await open_stub(version.name, self._desk)
+        stub = await open_stub(version.name, self._handlers)
         try:
             await stub.start(file, version.folder)
             completed = await stub.complete(config_to_json(version.config))
@@ -50,7 +50,7 @@ class PythonBackend:
         return config_from_json(completed) if completed else version.config
 
     async def open(self, version: Version) -> PythonModel:
-        model = PythonModel(version, _file_of(version), self._desk)
+        model = PythonModel(version, _file_of(version), self._handlers)
         try:
             await model.start()
         except BaseException:
@@ -71,10 +71,10 @@ def _file_of(version: Version) -> Path:
 class PythonModel:
     """One version of a model, with its processes."""
 
-    def __init__(self, version: Version, file: Path, desk: Desk) -> None:
+    def __init__(self, version: Version, file: Path, handlers: CallHandlers) -> None:
         self._version = version
         self._file = file
-        self._desk = desk
+        self._handlers = handlers
         self._decoupled = version.config.model_transaction_policy.decoupled
         self._instances = list(instances_of(version.config))
         self._idle: asyncio.Queue[StubProcess | None] = asyncio.Queue()
@@ -108,7 +108,7 @@ class PythonModel:
 
     async def _start(self, instance: ModelInstance) -> StubProcess:
         version = self._version
-        stub = await open_stub(version.name, self._desk)
+        stub = await open_stub(version.name, self._handlers)
         arguments = {
             "model_config": config_to_json(version.config),
             "model_instance_kind": instance.kind,
@@ -150,15 +150,15 @@ class PythonModel:
 
     # Requests
 
-    def run(self, request: Request) -> AsyncIterator[Answer]:
+    def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
         if self._batcher is not None:
             return self._batched(self._batcher, request)
         return self._single(request)
 
-    async def _batched(self, batcher: Batcher, request: Request) -> AsyncIterator[Answer]:
+    async def _batched(self, batcher: Batcher, request: ModelRequest) -> AsyncIterator[ModelResponse]:
         yield await batcher.submit(request.inputs, rows_of(request.inputs), request.context, request.context.version, request)
 
-    async def _execute_batch(self, batch: Batch) -> list[Answer | DynamoError]:
+    async def _execute_batch(self, batch: Batch) -> list[ModelResponse | DynamoError]:
         """Of each request the answer, or why it failed."""
         stub = await self._take()
         start = time.perf_counter_ns()
@@ -171,16 +171,16 @@ class PythonModel:
             for number in numbers:
                 stub.forget(number)
 
-    async def _single(self, request: Request) -> AsyncIterator[Answer]:
-        asked = time.perf_counter_ns()
+    async def _single(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+        submitted = time.perf_counter_ns()
         stub = await self._take()
         begun = time.perf_counter_ns()
-        request.context.timings.queue_ns += begun - asked
+        request.context.timings.queue_ns += begun - submitted
         [number], [sink], _ = self._begin(stub, [request])
         try:
-            async with aclosing(sink.read()) as answers:
-                async for answer in answers:
-                    yield answer
+            async with aclosing(sink.read()) as responses:
+                async for response in responses:
+                    yield response
         finally:
             request.context.timings.infer_ns += time.perf_counter_ns() - begun
             stub.forget(number)
@@ -198,7 +198,9 @@ class PythonModel:
             if stub is not None and stub.is_alive:
                 return stub
 
-    def _begin(self, stub: StubProcess, requests: Sequence[Request]) -> tuple[list[int], list[Answers], asyncio.Future[None]]:
+    def _begin(
+        self, stub: StubProcess, requests: Sequence[ModelRequest]
+    ) -> tuple[list[int], list[ResponseStream], asyncio.Future[None]]:
         """Gives requests to an instance. It is free again when `execute` has returned, whoever still waits by then."""
         try:
             begun = stub.execute(requests, self._version.name)
@@ -209,12 +211,12 @@ class PythonModel:
         return begun
 
 
-async def _only(sink: Answers, model: str) -> Answer | DynamoError:
+async def _only(sink: ResponseStream, model: str) -> ModelResponse | DynamoError:
     """The answer of a model that is not decoupled, which has come already or never will."""
     try:
-        async with aclosing(sink.read()) as answers:
-            async for answer in answers:
-                return answer
+        async with aclosing(sink.read()) as responses:
+            async for response in responses:
+                return response
     except DynamoError as error:
         return error
     return EngineError(f"model '{model}' gave no answer")
@@ -223,36 +225,36 @@ async def _only(sink: Answers, model: str) -> Answer | DynamoError:
 # What models ask of their worker
 
 
-async def _answer_call(models: Models, stub: StubProcess, asked: wire.Asked, raws: Sequence[bytes]) -> None:
-    inputs = {head.name: wire.unpack(head, raw) for head, raw in zip(asked.inputs, raws, strict=True)}
-    parameters = dict(asked.parameters)
-    if asked.correlation_id:
-        parameters["sequence_id"] = asked.correlation_id
-    deadline = asyncio.get_running_loop().time() + asked.timeout_us / 1e6 if asked.timeout_us > 0 else None
-    context = Context(asked.request_id, deadline, version=asked.version)
-    request = Request(inputs, context, asked.outputs, parameters)
+async def _serve_call(models: ModelRegistry, stub: StubProcess, call: wire.RequestHead, raws: Sequence[bytes]) -> None:
+    inputs = {head.name: wire.unpack(head, raw) for head, raw in zip(call.inputs, raws, strict=True)}
+    parameters = dict(call.parameters)
+    if call.correlation_id:
+        parameters["sequence_id"] = call.correlation_id
+    deadline = asyncio.get_running_loop().time() + call.timeout_us / 1e6 if call.timeout_us > 0 else None
+    context = Context(call.request_id, deadline, version=call.version)
+    request = ModelRequest(inputs, context, call.outputs, parameters)
     try:
-        async with asyncio.timeout_at(deadline), closing(models.run(asked.model, asked.version, request)) as answers:
-            async for answer in answers:
-                wanted = {name: array for name, array in answer.outputs.items() if name in (asked.outputs or answer.outputs)}
+        async with asyncio.timeout_at(deadline), closing(models.run(call.model, call.version, request)) as responses:
+            async for response in responses:
+                wanted = {name: array for name, array in response.outputs.items() if name in (call.outputs or response.outputs)}
                 packed = [wire.pack(name, array) for name, array in wanted.items()]
-                head = wire.Answer(
-                    number=asked.number,
+                head = wire.Response(
+                    number=call.number,
                     outputs=tuple(tensor for tensor, _ in packed),
                     final=False,
-                    parameters=dict(answer.parameters),
+                    parameters=dict(response.parameters),
                 )
                 stub.send(head, [raw for _, raw in packed])
-        stub.send(wire.Answer(number=asked.number))
+        stub.send(wire.Response(number=call.number))
     except TimeoutError:
-        stub.send(wire.Answer(number=asked.number, error="the timeout of the request has passed"))
+        stub.send(wire.Response(number=call.number, error="the timeout of the request has passed"))
     except DynamoError as error:
-        stub.send(wire.Answer(number=asked.number, error=str(error), code=to_code(error)))
+        stub.send(wire.Response(number=call.number, error=str(error), code=to_code(error)))
     finally:
         context.cancelled.set()
 
 
-async def _answer_control(models: Models, stub: StubProcess, control: wire.Control) -> None:
+async def _serve_control(models: ModelRegistry, stub: StubProcess, control: wire.Control) -> None:
     parameters: dict[str, wire.Parameter] = {}
     try:
         match control.verb:
@@ -265,12 +267,12 @@ async def _answer_control(models: Models, stub: StubProcess, control: wire.Contr
             case _:
                 raise InvalidRequest(f"there is no {control.verb!r}")
     except DynamoError as error:
-        stub.send(wire.Answer(number=control.number, error=str(error), code=to_code(error)))
+        stub.send(wire.Response(number=control.number, error=str(error), code=to_code(error)))
     else:
-        stub.send(wire.Answer(number=control.number, parameters=parameters))
+        stub.send(wire.Response(number=control.number, parameters=parameters))
 
 
-def _is_ready(models: Models, control: wire.Control) -> bool:
+def _is_ready(models: ModelRegistry, control: wire.Control) -> bool:
     try:
         models.config(control.model, control.version)
     except ModelNotFound:

@@ -117,16 +117,16 @@ def _copy(url: str, folder: Path, max_bytes: int) -> None:
     import fsspec
 
     store, root = fsspec.core.url_to_fs(url)
-    found = store.find(root, detail=True)
-    if not found:
+    objects = store.find(root, detail=True)
+    if not objects:
         raise InvalidRequest(f"there is nothing at {url}")
-    if len(found) > MAX_FILES:
-        raise PayloadTooLarge(f"{url} holds {len(found)} files; at most {MAX_FILES} are allowed")
-    total = sum(int(about.get("size") or 0) for about in found.values())
+    if len(objects) > MAX_FILES:
+        raise PayloadTooLarge(f"{url} holds {len(objects)} files; at most {MAX_FILES} are allowed")
+    total = sum(int(about.get("size") or 0) for about in objects.values())
     if total > max_bytes:
         raise PayloadTooLarge(f"{url} holds {total} bytes; --model-path-max-bytes allows {max_bytes}")
     base = root.strip("/")
-    for name in found:
+    for name in objects:
         inside = name.strip("/")
         if not inside.startswith(f"{base}/"):
             raise InvalidRequest(f"the store listed {name[:200]!r}, which is not below {url}")

@@ -40,7 +40,7 @@ class Stub:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._calls: dict[int, CallInProgress] = {}
-        self._questions: dict[int, Future[wire.Answer]] = {}
+        self._pending: dict[int, Future[wire.Response]] = {}
         self._open: set[int] = set()
         self._cancelled: set[int] = set()
 
@@ -64,29 +64,29 @@ class Stub:
     def is_cancelled(self, number: int) -> bool:
         return number in self._cancelled
 
-    def call(self, asked: wire.Asked, inputs: Sequence[Tensor]) -> CallInProgress:
+    def call(self, head: wire.RequestHead, inputs: Sequence[Tensor]) -> CallInProgress:
         number = next(self._numbers)
 
         def cancel() -> None:
             with self._lock:
                 self._calls.pop(number, None)
-            self.send(wire.Cancel(number))
+            self.send(wire.CancelRequest(number))
 
         packed = [wire.pack(tensor.name(), tensor.as_numpy()) for tensor in inputs]
         progress = CallInProgress(cancel)
         with self._lock:
             self._calls[number] = progress
-        asked = msgspec.structs.replace(asked, number=number, inputs=tuple(head for head, _ in packed))
-        self.send(wire.Call(asked), [raw for _, raw in packed])
+        head = msgspec.structs.replace(head, number=number, inputs=tuple(head for head, _ in packed))
+        self.send(wire.CallModel(head), [raw for _, raw in packed])
         return progress
 
-    def control(self, control: wire.Control) -> wire.Answer:
+    def control(self, control: wire.Control) -> wire.Response:
         number = next(self._numbers)
-        question: Future[wire.Answer] = Future()
+        future: Future[wire.Response] = Future()
         with self._lock:
-            self._questions[number] = question
+            self._pending[number] = future
         self.send(msgspec.structs.replace(control, number=number))
-        return question.result()
+        return future.result()
 
     # Reading
 
@@ -96,16 +96,16 @@ class Stub:
             while True:
                 message, raws = self._read()
                 match message:
-                    case wire.Cancel():
+                    case wire.CancelRequest():
                         with self._lock:
                             if message.number in self._open:
                                 self._cancelled.add(message.number)
-                    case wire.Answer():
-                        self._answered(message, raws)
+                    case wire.Response():
+                        self._deliver(message, raws)
                     case _:
                         if isinstance(message, wire.Execute):
-                            for asked in message.requests:
-                                self.opened(asked.number)
+                            for head in message.requests:
+                                self.opened(head.number)
                         self.orders.put((message, raws))
         except (EOFError, OSError):
             os._exit(0)
@@ -113,14 +113,14 @@ class Stub:
             traceback.print_exc()
             os._exit(1)
 
-    def _answered(self, answer: wire.Answer, raws: list[bytearray]) -> None:
+    def _deliver(self, head: wire.Response, raws: list[bytearray]) -> None:
         with self._lock:
-            question = self._questions.pop(answer.number, None)
-            call = self._calls.pop(answer.number, None) if answer.final else self._calls.get(answer.number)
-        if question is not None:
-            question.set_result(answer)
+            future = self._pending.pop(head.number, None)
+            call = self._calls.pop(head.number, None) if head.final else self._calls.get(head.number)
+        if future is not None:
+            future.set_result(head)
         elif call is not None:
-            call.add(answer, _to_tensors(answer.outputs, raws))
+            call.add(head, _to_tensors(head.outputs, raws))
 
     def _read(self) -> tuple[wire.Message, list[bytearray]]:
         (length,) = wire.LENGTH.unpack(self._exactly(wire.LENGTH.size))
@@ -129,16 +129,16 @@ class Stub:
 
     def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)
-        view, at = memoryview(data), 0
-        while at < size:
-            count = self._connection.recv_into(view[at:])
+        view, position = memoryview(data), 0
+        while position < size:
+            count = self._connection.recv_into(view[position:])
             if not count:
                 raise EOFError
-            at += count
+            position += count
         return data
 
 
-def _to_tensors(heads: Sequence[wire.Tensor], raws: Sequence[bytearray]) -> list[Tensor]:
+def _to_tensors(heads: Sequence[wire.TensorHead], raws: Sequence[bytearray]) -> list[Tensor]:
     return [Tensor(head.name, wire.unpack(head, raw)) for head, raw in zip(heads, raws, strict=True)]
 
 
@@ -158,19 +158,19 @@ class ModelProcess:
             order, raws = self._stub.orders.get()
             match order:
                 case wire.Start():
-                    self._answer(partial(self._start, order))
+                    self._report(partial(self._start, order))
                 case wire.Complete():
-                    self._answer(partial(self._complete, order.config))
+                    self._report(partial(self._complete, order.config))
                 case wire.Initialize():
-                    self._answer(partial(self._initialize, order))
+                    self._report(partial(self._initialize, order))
                 case wire.Execute():
                     self._execute(order, raws)
                 case wire.Finalize():
-                    self._answer(self._finalize)
+                    self._report(self._finalize)
                 case _:
                     raise RuntimeError(f"the worker sent a {type(order).__name__}")
 
-    def _answer(self, step: Callable[[], str | None]) -> None:
+    def _report(self, step: Callable[[], str | None]) -> None:
         try:
             ready = wire.Ready(config=step() or "")
         except (Exception, SystemExit) as error:
@@ -197,9 +197,9 @@ class ModelProcess:
         hook = getattr(self._class, "auto_complete_config", None)
         if hook is None:
             return ""
-        given = pb_utils.ModelConfig(config)
-        completed = hook(given)
-        return msgspec.json.encode((completed if completed is not None else given).as_dict()).decode()
+        config_before = pb_utils.ModelConfig(config)
+        completed = hook(config_before)
+        return msgspec.json.encode((completed if completed is not None else config_before).as_dict()).decode()
 
     def _initialize(self, order: wire.Initialize) -> None:
         self._model = self._class()
@@ -215,13 +215,13 @@ class ModelProcess:
 
     def _execute(self, order: wire.Execute, raws: Sequence[bytearray]) -> None:
         requests, senders = [], []
-        at = 0
-        for asked in order.requests:
-            count = len(asked.inputs)
-            sender = InferenceResponseSender(asked.number, self._stub)
+        position = 0
+        for head in order.requests:
+            count = len(head.inputs)
+            sender = InferenceResponseSender(head.number, self._stub)
             senders.append(sender)
-            requests.append(InferenceRequest.arrived(asked, _to_tensors(asked.inputs, raws[at : at + count]), sender))
-            at += count
+            requests.append(InferenceRequest.arrived(head, _to_tensors(head.inputs, raws[position : position + count]), sender))
+            position += count
         try:
             returned = self._model.execute(requests)
         except (Exception, SystemExit) as error:

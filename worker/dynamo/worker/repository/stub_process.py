@@ -25,13 +25,13 @@ from dynamo.common.errors import (
     Unsupported,
 )
 from dynamo.worker.repository import wire
-from dynamo.worker.repository.execution import Answer, Request
+from dynamo.worker.repository.execution import ModelRequest, ModelResponse
 from dynamo.worker.repository.pb_utils import TritonError
 
 log = logging.getLogger(__name__)
 
 MAX_UNREAD = 256
-"""Answers of one request that wait for a slow caller. Past it the process is not listened to until there is room."""
+"""ResponseStream of one request that wait for a slow caller. Past it the process is not listened to until there is room."""
 _FINALIZE_S = 30.0
 _MODULE = "dynamo.worker.repository.stub"
 
@@ -70,53 +70,53 @@ def to_code(error: DynamoError) -> int:
     return _TO_CODE.get(error.code, TritonError.INTERNAL)
 
 
-class Answers:
+class ResponseStream:
     """What came for one request. Read by its caller, filled by the process."""
 
     def __init__(self) -> None:
-        self._found: deque[Answer | DynamoError | None] = deque()
+        self._items: deque[ModelResponse | DynamoError | None] = deque()
         """None: the end."""
         self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._closed = False
 
-    def add(self, answer: Answer | DynamoError | None) -> None:
+    def add(self, item: ModelResponse | DynamoError | None) -> None:
         if not self._closed:
-            self._found.append(answer)
+            self._items.append(item)
             self._news.set()
 
     async def room(self) -> None:
         """Returns when another answer may be read from the process."""
-        while len(self._found) >= MAX_UNREAD and not self._closed:
+        while len(self._items) >= MAX_UNREAD and not self._closed:
             self._room.clear()
             await self._room.wait()
 
     def close(self) -> None:
         """Nobody reads any more."""
         self._closed = True
-        self._found.clear()
+        self._items.clear()
         self._room.set()
 
-    async def read(self) -> AsyncGenerator[Answer, None]:
+    async def read(self) -> AsyncGenerator[ModelResponse, None]:
         """Raises the error that ended the request."""
         while True:
-            while not self._found:
+            while not self._items:
                 self._news.clear()
                 await self._news.wait()
-            answer = self._found.popleft()
+            item = self._items.popleft()
             self._room.set()
-            if answer is None:
+            if item is None:
                 return
-            if isinstance(answer, DynamoError):
-                raise answer
-            yield answer
+            if isinstance(item, DynamoError):
+                raise item
+            yield item
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class CallHandlers:
     """Who sees to what a model asks of its worker. Both are run as tasks, and end with the process."""
 
-    call: Callable[[StubProcess, wire.Asked, Sequence[bytes]], Awaitable[None]]
+    call: Callable[[StubProcess, wire.RequestHead, Sequence[bytes]], Awaitable[None]]
     control: Callable[[StubProcess, wire.Control], Awaitable[None]]
 
 
@@ -129,17 +129,17 @@ class StubProcess:
         process: subprocess.Popen[bytes],
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        desk: Desk,
+        handlers: CallHandlers,
     ) -> None:
         self.closed = asyncio.Event()
         self._name = name
         self._process = process
         self._reader = reader
         self._writer = writer
-        self._desk = desk
+        self._handlers = handlers
         self._numbers = itertools.count(1)
         self._ready: asyncio.Future[wire.Ready] | None = None
-        self._answers: dict[int, Answers] = {}
+        self._streams: dict[int, ResponseStream] = {}
         self._executions: dict[int, asyncio.Future[None]] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._reading = start(self._read_all(), f"stub of {name}")
@@ -182,40 +182,42 @@ class StubProcess:
     async def _order(self, order: wire.Message) -> wire.Ready:
         if not self.is_alive:
             raise EngineError(f"the process of model '{self._name}' has ended")
-        ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
-        self._ready = ready
+        future: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
+        self._ready = future
         self.send(order)
-        found = await ready
-        if found.error:
-            raise EngineError(found.error)
-        return found
+        ready = await future
+        if ready.error:
+            raise EngineError(ready.error)
+        return ready
 
     # Requests
 
-    def execute(self, requests: Sequence[Request], model: str) -> tuple[list[int], list[Answers], asyncio.Future[None]]:
+    def execute(
+        self, requests: Sequence[ModelRequest], model: str
+    ) -> tuple[list[int], list[ResponseStream], asyncio.Future[None]]:
         """Hands requests to one call of `execute`: their numbers, what will come for each, and when the call is over."""
         if not self.is_alive:
             raise Unavailable(f"the process of model '{self._name}' has just ended")
-        asked, buffers, sinks = [], [], []
+        heads, buffers, sinks = [], [], []
         for request in requests:
             head, raws = _to_wire(next(self._numbers), request, model)
-            asked.append(head)
+            heads.append(head)
             buffers += raws
-            sinks.append(Answers())
-        for head, sink in zip(asked, sinks, strict=True):
-            self._answers[head.number] = sink
+            sinks.append(ResponseStream())
+        for head, sink in zip(heads, sinks, strict=True):
+            self._streams[head.number] = sink
         execution = next(self._numbers)
         over = self._executions[execution] = asyncio.get_running_loop().create_future()
-        self.send(wire.Execute(execution, tuple(asked)), buffers)
-        return [head.number for head in asked], sinks, over
+        self.send(wire.Execute(execution, tuple(heads)), buffers)
+        return [head.number for head in heads], sinks, over
 
     def forget(self, number: int) -> None:
         """Nobody waits for this request any more. If it is not over, the model may notice."""
-        sink = self._answers.pop(number, None)
+        sink = self._streams.pop(number, None)
         if sink is not None:
             sink.close()
             if self.is_alive:
-                self.send(wire.Cancel(number))
+                self.send(wire.CancelRequest(number))
 
     def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
         if self.is_alive:
@@ -246,8 +248,8 @@ class StubProcess:
 
     async def _take(self, message: wire.Message, raws: list[bytes]) -> None:
         match message:
-            case wire.Answer():
-                await self._answered(message, raws)
+            case wire.Response():
+                await self._deliver(message, raws)
             case wire.Done():
                 over = self._executions.pop(message.number, None)
                 if over is not None and not over.done():
@@ -255,11 +257,11 @@ class StubProcess:
             case wire.Ready():
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(message)
-            case wire.Call():
-                self._begin(message.request.number, self._desk.call(self, message.request, raws))
+            case wire.CallModel():
+                self._begin(message.request.number, self._handlers.call(self, message.request, raws))
             case wire.Control():
-                self._begin(message.number, self._desk.control(self, message))
-            case wire.Cancel():
+                self._begin(message.number, self._handlers.control(self, message))
+            case wire.CancelRequest():
                 task = self._calls.get(message.number)
                 if task is not None:
                     task.cancel()
@@ -268,17 +270,17 @@ class StubProcess:
             case _:
                 raise ValueError(f"it sent a {type(message).__name__}")
 
-    async def _answered(self, answer: wire.Answer, raws: list[bytes]) -> None:
-        sink = self._answers.get(answer.number)
+    async def _deliver(self, head: wire.Response, raws: list[bytes]) -> None:
+        sink = self._streams.get(head.number)
         if sink is None:
             return
         await sink.room()
-        if answer.error is not None:
-            sink.add(to_error(answer.error, answer.code))
-        elif answer.outputs or not answer.final:
-            sink.add(Answer(_to_arrays(answer.outputs, raws), answer.parameters))
-        if answer.final:
-            self._answers.pop(answer.number, None)
+        if head.error is not None:
+            sink.add(to_error(head.error, head.code))
+        elif head.outputs or not head.final:
+            sink.add(ModelResponse(_to_arrays(head.outputs, raws), head.parameters))
+        if head.final:
+            self._streams.pop(head.number, None)
             sink.add(None)
 
     def _begin(self, number: int, work: Awaitable[None]) -> None:
@@ -293,9 +295,9 @@ class StubProcess:
     def _over(self, why: str) -> None:
         self.closed.set()
         text = f"the process of model '{self._name}' {why}"
-        for sink in self._answers.values():
+        for sink in self._streams.values():
             sink.add(EngineError(text))
-        self._answers.clear()
+        self._streams.clear()
         for over in self._executions.values():
             if not over.done():
                 over.set_result(None)
@@ -306,12 +308,12 @@ class StubProcess:
             task.cancel()
 
 
-def _to_wire(number: int, request: Request, model: str) -> tuple[wire.Asked, list[wire.Buffer]]:
+def _to_wire(number: int, request: ModelRequest, model: str) -> tuple[wire.RequestHead, list[wire.Buffer]]:
     packed = [wire.pack(name, array) for name, array in request.inputs.items()]
     parameters = dict(request.parameters)
     correlation_id = parameters.pop("sequence_id", 0)
     flags = int(bool(parameters.pop("sequence_start", False))) | 2 * int(bool(parameters.pop("sequence_end", False)))
-    asked = wire.Asked(
+    head = wire.RequestHead(
         number=number,
         model=model,
         version=request.context.version,
@@ -324,18 +326,18 @@ def _to_wire(number: int, request: Request, model: str) -> tuple[wire.Asked, lis
         outputs=tuple(request.outputs),
         inputs=tuple(head for head, _ in packed),
     )
-    return asked, [raw for _, raw in packed]
+    return head, [raw for _, raw in packed]
 
 
 def _whole(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _to_arrays(heads: Sequence[wire.Tensor], raws: Sequence[bytes]) -> dict[str, wire.Array]:
+def _to_arrays(heads: Sequence[wire.TensorHead], raws: Sequence[bytes]) -> dict[str, wire.Array]:
     return {head.name: wire.unpack(head, raw) for head, raw in zip(heads, raws, strict=True)}
 
 
-async def open_stub(name: str, desk: Desk) -> StubProcess:
+async def open_stub(name: str, handlers: CallHandlers) -> StubProcess:
     """A process for one instance of the model `name`, without the model in it yet."""
     ours, theirs = socket.socketpair()
     try:
@@ -352,4 +354,4 @@ async def open_stub(name: str, desk: Desk) -> StubProcess:
         raise
     finally:
         theirs.close()
-    return StubProcess(name, process, reader, writer, desk)
+    return StubProcess(name, process, reader, writer, handlers)

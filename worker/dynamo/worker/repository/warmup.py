@@ -13,7 +13,7 @@ from dynamo.common.tensors import Array, bf16_to_float32, datatype_of_config, el
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelWarmup
 from dynamo.worker.engine.base import Context
 from dynamo.worker.paths import relative_path
-from dynamo.worker.repository.execution import Request, closing
+from dynamo.worker.repository.execution import ModelRequest, closing
 from dynamo.worker.repository.loaded import LoadedModel
 
 FOLDER = "warmup"
@@ -28,10 +28,10 @@ async def warm_up(model: LoadedModel, folder: Path) -> None:
             inputs = dict(_inputs(model.config, warmup, folder))
             for version in model.card.versions:
                 for _ in range(min(max(1, warmup.count), MAX_REQUESTS)):
-                    request = Request(inputs, Context(f"warmup {warmup.name}", version=version))
+                    request = ModelRequest(inputs, Context(f"warmup {warmup.name}", version=version))
                     model.check(request, version)
-                    async with closing(model.run(request)) as answers:
-                        async for _answer in answers:
+                    async with closing(model.run(request)) as responses:
+                        async for _ in responses:
                             pass
         except DynamoError as error:
             raise InvalidRequest(f"the warm-up '{warmup.name}' failed: {error}") from error

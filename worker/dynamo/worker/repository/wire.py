@@ -39,7 +39,7 @@ NUMPY: dict[str, np.dtype[Any]] = {
 _DATATYPES = {dtype: name for name, dtype in NUMPY.items()}
 
 
-class Tensor(msgspec.Struct, frozen=True, array_like=True):
+class TensorHead(msgspec.Struct, frozen=True, array_like=True):
     """A tensor whose `size` bytes follow the head."""
 
     name: str
@@ -48,7 +48,7 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RequestHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One inference request."""
 
     number: int
@@ -62,7 +62,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     timeout_us: int = 0
     parameters: dict[str, Parameter] = {}
     outputs: tuple[str, ...] = ()
-    inputs: tuple[Tensor, ...] = ()
+    inputs: tuple[TensorHead, ...] = ()
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -86,13 +86,13 @@ class Initialize(msgspec.Struct, frozen=True, tag=True):
 
 
 class Execute(msgspec.Struct, frozen=True, tag=True):
-    """To the model: requests for one call of `execute`. Answered with an Answer for each, and Done."""
+    """To the model: requests for one call of `execute`. Answered with an Response for each, and Done."""
 
     number: int
-    requests: tuple[Asked, ...]
+    requests: tuple[RequestHead, ...]
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class CancelRequest(msgspec.Struct, frozen=True, tag=True):
     """To the model: nobody waits for this request any more. From it: for this call."""
 
     number: int
@@ -109,11 +109,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+class Response(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
     """From the model to a request, and to the model for its call of another one."""
 
     number: int
-    outputs: tuple[Tensor, ...] = ()
+    outputs: tuple[TensorHead, ...] = ()
     error: str | None = None
     code: int = 0
     final: bool = True
@@ -127,14 +127,14 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
+class CallModel(msgspec.Struct, frozen=True, tag=True):
     """From the model: another model of the worker is to answer this."""
 
-    request: Asked
+    request: RequestHead
 
 
 class Control(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
-    """From the model: a question about, or an order to, the repository; answered with Answer."""
+    """From the model: a question about, or an order to, the repository; answered with Response."""
 
     number: int
     verb: str
@@ -152,7 +152,9 @@ class Log(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-Message: TypeAlias = Start | Complete | Initialize | Execute | Cancel | Finalize | Ready | Answer | Done | Call | Control | Log
+Message: TypeAlias = (
+    Start | Complete | Initialize | Execute | CancelRequest | Finalize | Ready | Response | Done | CallModel | Control | Log
+)
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -168,35 +170,35 @@ def decode(head: Buffer) -> Message:
     return _DECODER.decode(head)
 
 
-def tensors_of(message: Message) -> Sequence[Tensor]:
+def tensors_of(message: Message) -> Sequence[TensorHead]:
     """Those that follow the head, in order."""
     match message:
         case Execute():
             return [tensor for request in message.requests for tensor in request.inputs]
-        case Call():
+        case CallModel():
             return message.request.inputs
-        case Answer():
+        case Response():
             return message.outputs
         case _:
             return ()
 
 
-def pack(name: str, array: Array) -> tuple[Tensor, Buffer]:
+def pack(name: str, array: Array) -> tuple[TensorHead, Buffer]:
     """A tensor and its bytes, which are the array's own where possible. Raises ValueError for a dtype that has no datatype."""
     if array.dtype.kind in "OSU":
         datatype: str = "BYTES"
         raw: Buffer = _encode_bytes(array)
     else:
-        found = _DATATYPES.get(array.dtype.newbyteorder("<") if array.dtype.itemsize > 1 else array.dtype)
-        if found is None:
+        numeric = _DATATYPES.get(array.dtype.newbyteorder("<") if array.dtype.itemsize > 1 else array.dtype)
+        if numeric is None:
             raise ValueError(f"tensor '{name}' is an array of {array.dtype}, for which there is no datatype")
-        datatype = found
-        ready = np.ascontiguousarray(array, NUMPY[found])
-        raw = ready.reshape(-1).view(np.uint8).data if ready.size else b""
-    return Tensor(name, datatype, tuple(array.shape), len(raw)), raw
+        datatype = numeric
+        contiguous = np.ascontiguousarray(array, NUMPY[numeric])
+        raw = contiguous.reshape(-1).view(np.uint8).data if contiguous.size else b""
+    return TensorHead(name, datatype, tuple(array.shape), len(raw)), raw
 
 
-def unpack(tensor: Tensor, raw: Buffer) -> Array:
+def unpack(tensor: TensorHead, raw: Buffer) -> Array:
     """An array of the tensor's shape; writable if `raw` is. BYTES become an object array of `bytes`."""
     if tensor.datatype == "BYTES":
         return _decode_bytes(raw, tensor.shape)
@@ -213,12 +215,12 @@ def _encode_bytes(array: Array) -> bytes:
 
 def _decode_bytes(raw: Buffer, shape: tuple[int, ...]) -> Array:
     elements: list[bytes] = []
-    view, at = memoryview(raw), 0
-    while at < len(view):
-        (length,) = LENGTH.unpack_from(view, at)
-        at += LENGTH.size
-        elements.append(bytes(view[at : at + length]))
-        at += length
+    view, position = memoryview(raw), 0
+    while position < len(view):
+        (length,) = LENGTH.unpack_from(view, position)
+        position += LENGTH.size
+        elements.append(bytes(view[position : position + length]))
+        position += length
     array = np.empty(len(elements), object)
     array[:] = elements
     return array.reshape(shape)

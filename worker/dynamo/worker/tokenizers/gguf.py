@@ -47,13 +47,13 @@ class _Cursor:
     def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data
         self._end = len(data)
-        self._at = 0
+        self._position = 0
 
     def bytes(self, size: int, most: int) -> bytes:
-        if size > most or size > self._end - self._at:
-            raise ValueError(f"a length of {size} at byte {self._at} cannot be right")
-        data = self._data[self._at : self._at + size]
-        self._at += size
+        if size > most or size > self._end - self._position:
+            raise ValueError(f"a length of {size} at byte {self._position} cannot be right")
+        data = self._data[self._position : self._position + size]
+        self._position += size
         return data
 
     def number(self, code: str) -> Any:
@@ -85,15 +85,15 @@ class _Cursor:
 
     def _strings(self, count: int) -> list[str]:
         """`string` in a loop, four times as fast: a vocabulary and its merges are some 100,000 strings."""
-        data, end, at, length_at = self._data, self._end, self._at, _LENGTH.unpack_from
+        data, end, position, read_length = self._data, self._end, self._position, _LENGTH.unpack_from
         strings = []
         for _ in range(count):
-            start = at + 8
-            at = start + length_at(data, at)[0]
-            if at > end:
+            start = position + 8
+            position = start + read_length(data, position)[0]
+            if position > end:
                 raise ValueError(f"a string at byte {start} is longer than the file")
-            strings.append(data[start:at].decode("utf-8", "surrogateescape"))
-        self._at = at
+            strings.append(data[start:position].decode("utf-8", "surrogateescape"))
+        self._position = position
         return strings
 
 
@@ -191,8 +191,8 @@ class GgufModel:
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")
         named = [self._token_id(f"tokenizer.ggml.{key}") for key in keys]
         types = self.token_types
-        known = [id for id, token in enumerate(self.tokens) if token in END_TOKENS and types[id] in _ADDED]
-        return tuple(dict.fromkeys([id for id in named if id is not None] + known))
+        conventional = [id for id, token in enumerate(self.tokens) if token in END_TOKENS and types[id] in _ADDED]
+        return tuple(dict.fromkeys([id for id in named if id is not None] + conventional))
 
     @property
     def token_types(self) -> Sequence[int]:

@@ -95,13 +95,13 @@ class SentencePieceModel:
         )
 
     def _normalizers(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        normalizers: list[dict[str, Any]] = []
         if self.normalization:
-            found.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(self.normalization).decode()})
+            normalizers.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(self.normalization).decode()})
         if self.remove_extra_spaces:
-            found.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
-            found.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-        return found + space_normalizers(self.add_prefix)
+            normalizers.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
+            normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+        return normalizers + space_normalizers(self.add_prefix)
 
     def _bpe(self, vocabulary: Mapping[str, int]) -> dict[str, Any]:
         joined = [piece for piece in self.pieces if piece.kind == NORMAL or (piece.kind == USER_DEFINED and not _is_added(piece))]
@@ -218,29 +218,29 @@ def _is_added(piece: Piece) -> bool:
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Field numbers and values. Raises ValueError, IndexError."""
-    at, end = 0, len(data)
-    while at < end:
-        key, at = read_varint(data, at)
+    position, end = 0, len(data)
+    while position < end:
+        key, position = read_varint(data, position)
         wire = key & 7
         if wire == VARINT:
-            number, at = read_varint(data, at)
+            number, position = read_varint(data, position)
             yield key >> 3, number
             continue
         if wire == BYTES:
-            size, at = read_varint(data, at)
+            size, position = read_varint(data, position)
         elif wire in (FIXED32, FIXED64):
             size = 4 if wire == FIXED32 else 8
         else:
             raise ValueError(f"a field of wire type {wire}")
-        if size > end - at:
-            raise ValueError(f"a field of {size} bytes, {size - (end - at)} more than there are")
-        yield key >> 3, data[at : at + size]
-        at += size
+        if size > end - position:
+            raise ValueError(f"a field of {size} bytes, {size - (end - position)} more than there are")
+        yield key >> 3, data[position : position + size]
+        position += size
 
 
 def _message(fields: Sequence[tuple[int, int | memoryview]], number: int) -> dict[int, int | memoryview]:
     """The fields of the message in field `number`; none if it is missing."""
-    data = next((value for at, value in fields if at == number), None)
+    data = next((value for field, value in fields if field == number), None)
     return dict(_fields(data)) if isinstance(data, memoryview) else {}
 
 

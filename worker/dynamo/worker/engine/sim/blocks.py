@@ -22,7 +22,8 @@ class BlockManager:
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self._private = 0
+        self.private = 0
+        """Blocks that belong to one sequence and are not full."""
         self._references: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         """In order of eviction. Taking the first one out of a dict gets slower with each one taken; here it does not."""
@@ -34,7 +35,7 @@ class BlockManager:
     @property
     def active(self) -> int:
         """Blocks that sequences use."""
-        return self._private + len(self._references)
+        return self.private + len(self._references)
 
     @property
     def available(self) -> int:
@@ -94,7 +95,7 @@ class BlockManager:
                     del idle[block]
                 else:
                     self.stored.append(block)
-        self._private -= len(blocks)
+        self.private -= len(blocks)
 
     def give_back(self, held: Sequence[int], private: int) -> None:
         """A sequence ends: it references the blocks `held`, first block first, and has `private` ones."""
@@ -106,7 +107,7 @@ class BlockManager:
             else:
                 del references[block]
                 self._idle[block] = None
-        self._private -= private
+        self.private -= private
 
     def clear(self) -> None:
         """Forgets every idle block. Referenced ones stay."""
@@ -114,7 +115,7 @@ class BlockManager:
         self._idle.clear()
 
     def _grow(self, more: int) -> None:
-        self._private += more
+        self.private += more
         excess = self.active + len(self._idle) - self.total
         if excess > 0:
             evict = self._idle.popitem

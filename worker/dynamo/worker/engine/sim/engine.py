@@ -17,7 +17,7 @@ from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.kv.events import KvState
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
-from dynamo.worker.engine.base import Context, Load
+from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, StepResult
 from dynamo.worker.engine.sim.scheduler import Sequence as SimSequence
 from dynamo.worker.engine.sim.tokens import START, advance
@@ -133,9 +133,9 @@ class SimEngine:
         for rank in self._ranks:
             self._fail(rank, EngineError("the engine was closed"))
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         schedulers = [rank.scheduler for rank in self._ranks]
-        return Load(
+        return EngineLoad(
             waiting=sum(scheduler.waiting for scheduler in schedulers),
             running=sum(len(scheduler.running) for scheduler in schedulers),
             active_blocks=sum(scheduler.blocks.active for scheduler in schedulers),
@@ -223,10 +223,10 @@ class SimEngine:
         if rank is not None and not 0 <= rank < len(self._ranks):
             raise InvalidRequest(f"there is no data-parallel rank {rank}", param="data_parallel_rank")
 
-    def _choose_rank(self, asked: int | None, hashes: Sequence[int]) -> _Rank:
+    def _choose_rank(self, requested: int | None, hashes: Sequence[int]) -> _Rank:
         """The rank that has the least left to do for this prompt, counting what others wait for there."""
-        if asked is not None:
-            return self._ranks[asked]
+        if requested is not None:
+            return self._ranks[requested]
         if len(self._ranks) == 1:
             return self._ranks[0]
 
@@ -331,10 +331,10 @@ class SimEngine:
         woken: dict[_Stream, None] = {}
         streams = rank.streams
         for sequence, token in result.emitted:
-            found = streams.get(sequence)
-            if found is None:
+            entry = streams.get(sequence)
+            if entry is None:
                 continue
-            stream, index = found
+            stream, index = entry
             tokens = stream.new.get(index)
             if tokens is None:
                 stream.new[index] = [token]
@@ -342,10 +342,10 @@ class SimEngine:
                 tokens.append(token)
             woken[stream] = None
         for sequence in result.finished:
-            found = streams.pop(sequence, None)
-            if found is not None:
-                found[0].finished.append(found[1])
-                woken[found[0]] = None
+            entry = streams.pop(sequence, None)
+            if entry is not None:
+                entry[0].finished.append(entry[1])
+                woken[entry[0]] = None
         for stream in woken:
             stream.wake()
         self.kv.remove(result.removed, rank.number)
