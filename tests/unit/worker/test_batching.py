@@ -244,13 +244,25 @@ async def test_a_model_that_responds_to_fewer_requests_than_it_got_fails_them_an
         await batcher.close()
 
 
-async def test_requests_are_told_when_no_batch_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+class FailsOnce(int):
+    """A batch size that cannot be compared for the first time."""
+
+    failed = False
+
+    def __eq__(self, other: object) -> bool:
+        if not self.failed:
+            self.failed = True
+            raise ArithmeticError
+        return super().__eq__(other)
+
+    __hash__ = int.__hash__
+
+
+async def test_requests_are_told_when_no_batch_can_be_chosen() -> None:
     model = Model()
-    async with batching(model) as batcher:
-        with monkeypatch.context() as broken:
-            broken.setattr(batcher, "_ready", lambda group, now: 1 / 0)
-            with pytest.raises(EngineError, match="requests could not be batched"):
-                await batcher.submit(x(1), 1, Context("a"))
+    async with batching(model, max_batch_size=FailsOnce(4)) as batcher:
+        with pytest.raises(EngineError, match="requests could not be batched"):
+            await batcher.submit(x(1), 1, Context("a"))
         assert (await batcher.submit(x(2), 1, Context("b")))["y"] == [[4]]
 
 
