@@ -1,8 +1,8 @@
 # make run          a deployment on this machine that serves a language model and a classifier over gRPC
-# make test         all tests (UNIT_S + INTEGRATION_S)
-# make unit         tests of single parts (UNIT_S); pytest prints the seconds and the ten slowest
-# make integration  tests with real processes, a real etcd and a real nats-server (INTEGRATION_S)
-# make test-vllm    tests that need vLLM (VLLM_S), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
+# make test         all tests (about 10 minutes)
+# make unit         tests of single parts (about 3 minutes); pytest prints the seconds and the ten slowest
+# make integration  tests with real processes, a real etcd and a real nats-server (about 7 minutes)
+# make test-vllm    tests that need vLLM (about 4 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
 # make lint         format, rules, types, import contracts
 # make docs         pages and tables that are generated from the code
 # make bench        benchmarks, ten minutes; FLAGS="kserve --help" for one of them
