@@ -23,8 +23,10 @@ from dynamo.frontend.config import (
     GrpcOptions,
     GrpcServerChoice,
     HttpOptions,
+    KvRouterOptions,
     RouterMode,
     RouterOptions,
+    Thresholds,
 )
 from dynamo.frontend.router.affinity import SessionRouter
 from dynamo.frontend.router.base import Router
@@ -192,7 +194,7 @@ async def test_router_settings_of_one_request_change_its_costs_and_no_others(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace) as d:
-        door = await d.add_door(replace(KV, speculative_ttl_s=0))
+        door = await d.add_door(replace(KV, kv=KvRouterOptions(speculative_ttl_s=0)))
         cached = await door.instance()
         kv = router_inside(door)
         assert isinstance(kv, KvRouter)
@@ -327,7 +329,7 @@ async def test_busy_thresholds_change_while_it_runs_in_every_frontend(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace) as d:
-        one, two = await d.add_door(KV), await d.add_door(replace(KV, active_prefill_tokens_threshold=9000))
+        one, two = await d.add_door(KV), await d.add_door(replace(KV, thresholds=Thresholds(active_prefill_tokens=9000)))
         unset = {"active_decode_blocks_threshold": None, "active_prefill_tokens_threshold": None}
         assert await one.thresholds() == {"sim": unset}
         assert await two.thresholds() == {"sim": {**unset, "active_prefill_tokens_threshold": 9000}}

@@ -37,23 +37,31 @@ _HEADERS = {
 
 
 class Console:
-    """What the routes work on; `loads` is None until there is a connection to NATS."""
+    """What the routes work on."""
 
     def __init__(
-        self, readiness: Readiness, namespace: str, router_mode: str, *, explains: bool, asks_keys: bool, processes: int
+        self,
+        readiness: Readiness,
+        loads: LoadWatch,
+        namespace: str,
+        router_mode: str,
+        *,
+        explains: bool,
+        asks_keys: bool,
+        processes: int,
     ) -> None:
         self._readiness = readiness
+        self._loads = loads
         self._namespace = namespace
         self._router_mode = router_mode
         self._explains = explains
         self._asks_keys = asks_keys
         self._processes = processes
-        self.loads: LoadWatch | None = None
 
     def fleet(self, account: Account) -> FleetState:
         """Raises Unavailable while the process starts."""
         plane = self._readiness.plane
-        reports = self.loads.read() if self.loads is not None else {}
+        reports = self._loads.read()
         return FleetState(
             version=project_version(),
             namespace=self._namespace,

@@ -37,7 +37,7 @@ _MAX_TOKENS = 2**53
 _MAX_DECISIONS = 256
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RoutingControl:
     """What these paths work on."""
 
@@ -45,8 +45,8 @@ class RoutingControl:
     decisions: DecisionLog
     follows_loads: bool
     """False: the router mode does not know who is busy."""
-    set_thresholds: Callable[[str, Thresholds], None] | None = None
-    """For this process and all others; None before there is a connection to them."""
+    set_thresholds: Callable[[str, Thresholds], None]
+    """For this process and all others. Raises Unavailable before there is a connection to them."""
 
 
 class ModelThresholds(Struct, kw_only=True, frozen=True):
@@ -131,7 +131,7 @@ def _change(plane: DataPlane, account: Account, control: RoutingControl, request
     decode_blocks, prefill_tokens = request.active_decode_blocks_threshold, request.active_prefill_tokens_threshold
     if decode_blocks is UNSET and prefill_tokens is UNSET:
         return _shown(model, known)
-    if not control.follows_loads or control.set_thresholds is None:
+    if not control.follows_loads:
         raise InvalidRequest(
             "this frontend does not follow the loads of instances: start it with --load-aware, with a --router-mode "
             "that looks at loads, or with a threshold"

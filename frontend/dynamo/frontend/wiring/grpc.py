@@ -1,0 +1,57 @@
+"""The gRPC port: which services it has, and its server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+from dynamo.frontend.api.guard import Guard
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT
+from dynamo.frontend.api.kserve.service import SERVICE, KserveService
+from dynamo.frontend.api.kserve.stream import StreamLimits
+from dynamo.frontend.api.rpc.guard import account_source, guarded
+from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
+from dynamo.frontend.api.rpc.metered import metered
+from dynamo.frontend.api.rpc.server import GrpcServer, Handlers, serve_grpc
+from dynamo.frontend.api.rpc.streams import StreamDrain
+from dynamo.frontend.config import FrontendConfig
+from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.serving.data_plane import DataPlane
+from dynamo.frontend.wiring.metrics import Metrics
+
+
+@asynccontextmanager
+async def open_grpc(
+    config: FrontendConfig,
+    guard: Guard,
+    plane: DataPlane,
+    readiness: Readiness,
+    drain: StreamDrain,
+    metrics: Metrics,
+    *,
+    share_port: bool,
+) -> AsyncIterator[GrpcServer | None]:
+    """Serve gRPC until the context is left; None if the configuration does not want it. Raises ConfigError."""
+    if not config.grpc.wanted:
+        yield None
+        return
+    services = grpc_services(config, plane, readiness, drain, account_source(guard))
+    services = guarded(services, guard, partial(metrics.frontend.refused, TENSOR_ENDPOINT))
+    services = metered(services, metrics.grpc)
+    async with serve_grpc(config.grpc, services, share_port=share_port) as server:
+        yield server
+
+
+def grpc_services(
+    config: FrontendConfig, plane: DataPlane, readiness: Readiness, drain: StreamDrain, account: Callable[[], Account]
+) -> dict[str, Handlers]:
+    """Return the handlers of everything on the gRPC port, by full service name."""
+    limits = StreamLimits(max_requests=config.grpc.max_stream_requests, max_message_bytes=config.grpc.max_message_bytes)
+    reflection = ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).handlers()
+    return {
+        SERVICE: KserveService(plane, readiness, drain, limits, account, config.overload_status).handlers(),
+        HEALTH_SERVICE: HealthService(plane, readiness).handlers(),
+        **dict.fromkeys(REFLECTION_SERVICES, reflection),
+    }

@@ -1,0 +1,48 @@
+"""The connections of a frontend, as far as they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.common.errors import Unavailable
+from dynamo.common.messaging.connection import Connection, OnMessage, Subscription
+from dynamo.frontend.api.http.server import LinkState
+from dynamo.frontend.fleet.directory import Directory
+from dynamo.frontend.fleet.siblings import Siblings
+from dynamo.frontend.router.thresholds import Thresholds
+
+
+@dataclass(slots=True)
+class Links:
+    """What a frontend has reached: nothing at first, since HTTP is served before; filled by `wiring.plane` as it starts.
+
+    The HTTP side is given this object rather than the connections.
+    """
+
+    connection: Connection | None = None
+    directory: Directory | None = None
+    siblings: Siblings | None = None
+
+    @property
+    def nats(self) -> LinkState:
+        if self.connection is None:
+            return LinkState.CONNECTING
+        return LinkState.CONNECTED if self.connection.is_connected else LinkState.DISCONNECTED
+
+    @property
+    def etcd(self) -> LinkState:
+        if self.directory is None or not self.directory.ready.is_set():
+            return LinkState.CONNECTING
+        return LinkState.STALE if self.directory.stale else LinkState.CONNECTED
+
+    async def subscribe(self, subject: str, on_message: OnMessage) -> Subscription:
+        """Subscribe at NATS. Raises Unavailable, also while there is no connection yet."""
+        if self.connection is None:
+            raise Unavailable("there is no connection to NATS yet")
+        return await self.connection.subscribe(subject, on_message)
+
+    def set_thresholds(self, model: str, thresholds: Thresholds) -> None:
+        """Set the busy thresholds of a model in all frontends of the namespace. Raises Unavailable before they can be told."""
+        if self.siblings is None:
+            raise Unavailable("there is no connection to NATS yet")
+        self.siblings.set_thresholds(model, thresholds)

@@ -1,0 +1,56 @@
+"""The metrics of a frontend process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from dynamo.common.background import running
+from dynamo.common.config import project_version
+from dynamo.common.telemetry import RuntimeMetrics, make_registry, render
+from dynamo.frontend.api.http.server import LinkState
+from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics, RouterMetrics
+from dynamo.frontend.wiring.links import Links
+
+_WATCH_S = 1.0
+_FLUSH_S = 0.2
+
+
+class Metrics:
+    """One registry and what counts into it.
+
+    With `folder` this is one of several processes that keep their metrics there: a scrape by any of them adds all of them up.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self._folder = folder
+        self._registry = make_registry()
+        self.frontend = FrontendMetrics(self._registry)
+        self.grpc = GrpcServerMetrics(self._registry)
+        self.router = RouterMetrics(self.frontend)
+        self.runtime = RuntimeMetrics(self._registry, role="frontend", version=project_version())
+
+    def render(self) -> tuple[bytes, str]:
+        """Return the text of a scrape and its content type."""
+        return render(self._registry, self._folder)
+
+    @asynccontextmanager
+    async def following(self, links: Links) -> AsyncIterator[None]:
+        """Keep the metrics about `links` current, and add up for other processes what this one counted, while the body runs."""
+        tallies = () if self._folder is None else (self.frontend.tally, self.grpc.tally)
+
+        async def follow() -> None:
+            while True:
+                self.runtime.etcd_stale.set(links.etcd is not LinkState.CONNECTED)
+                self.runtime.nats_connected.set(links.nats is LinkState.CONNECTED)
+                for tally in tallies:
+                    tally.flush()
+                await asyncio.sleep(_FLUSH_S if tallies else _WATCH_S)
+
+        try:
+            async with running(follow(), "metrics"):
+                yield
+        finally:
+            for tally in tallies:
+                tally.flush()

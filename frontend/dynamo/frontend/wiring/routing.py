@@ -1,0 +1,98 @@
+"""The router: the one of the chosen mode, what it follows, and what is around it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from dynamo.common.discovery import Instance
+from dynamo.common.messaging.client import RequestClient
+from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.messaging.kv_stream import KvStream
+from dynamo.common.names import Endpoint
+from dynamo.frontend.api.http.routing_routes import RoutingControl
+from dynamo.frontend.config import FrontendConfig, RouterOptions
+from dynamo.frontend.fleet.directory import Directory
+from dynamo.frontend.fleet.kv_feed import Bookings, open_kv_feed
+from dynamo.frontend.fleet.kv_history import KvHistory
+from dynamo.frontend.fleet.siblings import open_siblings
+from dynamo.frontend.metrics import RouterMetrics
+from dynamo.frontend.router.affinity import SessionRouter
+from dynamo.frontend.router.base import Router
+from dynamo.frontend.router.explain import DecisionLog, ExplainingRouter
+from dynamo.frontend.router.kv import KvRouter
+from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.measured import MeasuredRouter
+from dynamo.frontend.router.select import follows_loads, make_router
+from dynamo.frontend.router.thresholds import ThresholdTable
+from dynamo.frontend.wiring.links import Links
+
+
+def make_control(options: RouterOptions, links: Links) -> RoutingControl:
+    """Return what can be read and changed about routing while the process runs."""
+    explains_all = logging.getLogger("dynamo.frontend.router.explain").isEnabledFor(logging.DEBUG)
+    return RoutingControl(
+        thresholds=ThresholdTable(options.thresholds),
+        decisions=DecisionLog(everything=explains_all),
+        follows_loads=follows_loads(options),
+        set_thresholds=links.set_thresholds,
+    )
+
+
+@asynccontextmanager
+async def open_router(
+    config: FrontendConfig,
+    control: RoutingControl,
+    links: Links,
+    directory: Directory,
+    nats: Connection,
+    client: RequestClient,
+    metrics: RouterMetrics,
+) -> AsyncIterator[Router]:
+    """Open the router that requests meet: metrics, explanations and sessions around the one that picks instances."""
+    options = config.router
+    async with AsyncExitStack() as stack:
+        siblings = links.siblings = await stack.enter_async_context(open_siblings(nats, config.namespace, control.thresholds))
+        router = await stack.enter_async_context(_picking_router(config, control.thresholds, directory, nats, client))
+        if options.session_affinity_ttl_s is not None:
+            router = siblings.sessions = SessionRouter(
+                router,
+                options.session_affinity_ttl_s,
+                options.session_affinity_mode,
+                options.session_affinity_max,
+                on_placed=siblings.place if options.replica_sync else None,
+                clock=asyncio.get_running_loop().time,
+            )
+        yield MeasuredRouter(ExplainingRouter(router, control.decisions), metrics)
+
+
+@asynccontextmanager
+async def _picking_router(
+    config: FrontendConfig, thresholds: ThresholdTable, directory: Directory, nats: Connection, client: RequestClient
+) -> AsyncIterator[Router]:
+    """Open the router of the chosen mode, which follows instances and, if configured, the bookings of other frontends."""
+    clock = asyncio.get_running_loop().time
+    if not follows_loads(config.router):
+        yield make_router(config.router, LoadTable(), clock)
+        return
+    async with AsyncExitStack() as stack:
+        bookings = Bookings(nats, Endpoint(namespace=config.namespace)) if config.router.replica_sync else None
+        loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.say)
+        router = make_router(config.router, loads, clock, thresholds)
+        follower = router if isinstance(router, KvRouter) and config.router.kv.use_kv_events else None
+
+        async def query(instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
+            return await client.open(instance.id, instance.subject, verb, body, deadline=deadline).result()
+
+        history: KvHistory | None = None
+        if follower is not None and config.router.durable_kv_events:
+            threshold, reset = config.router.snapshot_threshold, config.router.reset_states
+            history = KvHistory(KvStream(nats), snapshot_threshold=threshold, reset=reset)
+        await stack.enter_async_context(open_kv_feed(nats, directory, query, follower, loads, history))
+        if bookings is not None:
+            await stack.enter_async_context(bookings.exchanged(loads))
+        yield router
