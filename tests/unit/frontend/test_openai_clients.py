@@ -36,9 +36,9 @@ def client(edge: HttpEdge) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{edge.url}/v1", api_key="none", max_retries=0)
 
 
-async def test_the_async_client_gets_answers_and_streams() -> None:
+async def test_the_async_client_gets_responses_and_streams() -> None:
     async with open_http_edge(respond=Speaker()) as edge, client(edge) as ours:
-        answer = await ours.chat.completions.create(model="talker", messages=USER)
+        chat = await ours.chat.completions.create(model="talker", messages=USER)
         stream = await ours.chat.completions.create(
             model="talker", messages=USER, stream=True, stream_options={"include_usage": True}
         )
@@ -46,7 +46,7 @@ async def test_the_async_client_gets_answers_and_streams() -> None:
         completion = await ours.completions.create(model="talker", prompt=["Once", "upon"], logprobs=0)
         models = [model.id async for model in ours.models.list()]
         model = await ours.models.retrieve("talker")
-    assert answer.choices[0].message.content == "Hello you"
+    assert chat.choices[0].message.content == "Hello you"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "Hello you"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 9
@@ -57,28 +57,28 @@ async def test_the_async_client_gets_answers_and_streams() -> None:
 async def test_the_blocking_client_gets_streams() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
 
-        def ask() -> str:
+        def request() -> str:
             with OpenAI(base_url=f"{edge.url}/v1", api_key="none", max_retries=0) as theirs:
                 stream = theirs.completions.create(model="talker", prompt="Once", stream=True)
                 return "".join(chunk.choices[0].text for chunk in stream)
 
-        assert await asyncio.to_thread(ask) == "Hello you"
+        assert await asyncio.to_thread(request) == "Hello you"
 
 
 class Place(BaseModel):
     city: str
 
 
-async def test_the_client_parses_structured_answers() -> None:
+async def test_the_client_parses_structured_responses() -> None:
     speaker = Speaker(('{"city":', '"Rome"}'))
     async with open_http_edge(respond=speaker) as edge, client(edge) as ours:
-        answer = await ours.chat.completions.parse(model="talker", messages=USER, response_format=Place)
+        completion = await ours.chat.completions.parse(model="talker", messages=USER, response_format=Place)
         response = await ours.responses.parse(model="talker", input="Hi", text_format=Place)
-    assert answer.choices[0].message.parsed == response.output_parsed == Place(city="Rome")
+    assert completion.choices[0].message.parsed == response.output_parsed == Place(city="Rome")
     assert speaker.last.sampling.guided is not None
 
 
-async def test_the_client_puts_streamed_calls_together() -> None:
+async def test_the_client_assembles_streamed_calls() -> None:
     parsers = OutputParsers(tools={"brackets": ParserKind(brackets)}, reasoning={})
     speaker = Speaker(("Well.", '[weather {"city":"Rome"}]'))
     async with (
@@ -86,10 +86,10 @@ async def test_the_client_puts_streamed_calls_together() -> None:
         client(edge) as ours,
         ours.chat.completions.stream(model="talker", messages=USER, tools=[WEATHER]) as stream,
     ):
-        answer = await stream.get_final_completion()
-    [call] = answer.choices[0].message.tool_calls or []
+        completion = await stream.get_final_completion()
+    [call] = completion.choices[0].message.tool_calls or []
     assert (call.function.name, call.function.arguments) == ("weather", '{"city":"Rome"}')
-    assert answer.choices[0].finish_reason == "tool_calls"
+    assert completion.choices[0].finish_reason == "tool_calls"
 
 
 async def test_the_client_sees_its_own_exceptions() -> None:
@@ -110,11 +110,15 @@ async def test_the_client_sees_its_own_exceptions() -> None:
     assert wrong.value.param == "temperature"
 
 
-async def test_small_writes_are_not_held_back_by_the_kernel() -> None:
+async def test_small_writes_are_not_delayed_by_the_kernel() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
         await edge.post("/v1/completions", {"model": "talker", "prompt": "x"})
-        protocols = [found for found in gc.get_objects() if isinstance(found, HttpToolsProtocol) and found.transport is not None]
-        connections = [found.transport.get_extra_info("socket") for found in protocols]
+        protocols = [
+            protocol
+            for protocol in gc.get_objects()
+            if isinstance(protocol, HttpToolsProtocol) and protocol.transport is not None
+        ]
+        connections = [protocol.transport.get_extra_info("socket") for protocol in protocols]
         delays = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in connections if one.fileno() >= 0]
     assert delays
     assert all(delays)
@@ -142,13 +146,13 @@ def embed(datatype: str = "FP32") -> Callable[[FakeStream], None]:
         request = ModelInferRequest.FromString(stream.body)
         [raw] = request.raw_input_contents
         texts = decode_bytes(raw, request.inputs[0].shape[0])
-        answer = ModelInferResponse()
+        tensors = ModelInferResponse()
         kind = np.float64 if datatype == "FP64" else np.float32
         vectors = np.array([[len(text), 2, 2, 1] for text in texts], kind)
-        answer.outputs.add(name="vector", datatype=datatype, shape=vectors.shape)
-        answer.outputs.add(name="prompt_tokens", datatype="INT32", shape=[len(texts)])
-        answer.raw_output_contents.extend([vectors.tobytes(), np.array([len(text) for text in texts], np.int32).tobytes()])
-        stream.end(answer.SerializeToString())
+        tensors.outputs.add(name="vector", datatype=datatype, shape=vectors.shape)
+        tensors.outputs.add(name="prompt_tokens", datatype="INT32", shape=[len(texts)])
+        tensors.raw_output_contents.extend([vectors.tobytes(), np.array([len(text) for text in texts], np.int32).tobytes()])
+        stream.end(tensors.SerializeToString())
 
     return respond
 
@@ -167,9 +171,9 @@ async def test_texts_become_vectors(datatype: str, shape: tuple[int, ...]) -> No
 
 async def test_vectors_can_be_shortened() -> None:
     async with open_http_edge(embedding_card(), respond=embed()) as edge:
-        answer = await edge.post("/v1/embeddings", {"model": "embedder", "input": "a", "dimensions": 3})
+        http_response = await edge.post("/v1/embeddings", {"model": "embedder", "input": "a", "dimensions": 3})
         error = await edge.error("/v1/embeddings", {"model": "embedder", "input": "a", "dimensions": 5})
-    assert answer.json()["data"][0]["embedding"] == pytest.approx([1 / 3, 2 / 3, 2 / 3])
+    assert http_response.json()["data"][0]["embedding"] == pytest.approx([1 / 3, 2 / 3, 2 / 3])
     assert error["param"] == "dimensions"
 
 
@@ -185,19 +189,19 @@ async def test_vectors_can_be_shortened() -> None:
         ({"encoding_format": "hex"}, "encoding_format"),
     ],
 )
-async def test_what_cannot_be_embedded_is_refused(wrong: dict[str, Any], param: str) -> None:
+async def test_input_that_cannot_be_embedded_is_rejected(wrong: dict[str, Any], param: str) -> None:
     cards = (embedding_card(), chat_card(), tensor_card())
     async with open_http_edge(*cards, respond=embed(), text=TextOptions(limits=TextLimits(max_embedding_inputs=3))) as edge:
         error = await edge.error("/v1/embeddings", {"model": "embedder", "input": "a"} | wrong)
     assert error["param"] == param
 
 
-async def test_a_model_that_answers_nonsense_is_an_internal_error() -> None:
+async def test_an_invalid_response_of_an_embedding_model_is_an_internal_error() -> None:
     def nonsense(stream: FakeStream) -> None:
-        answer = ModelInferResponse()
-        answer.outputs.add(name="vector", datatype="FP32", shape=[1, 3])
-        answer.raw_output_contents.append(b"\0" * 4)
-        stream.end(answer.SerializeToString())
+        tensors = ModelInferResponse()
+        tensors.outputs.add(name="vector", datatype="FP32", shape=[1, 3])
+        tensors.raw_output_contents.append(b"\0" * 4)
+        stream.end(tensors.SerializeToString())
 
     async with open_http_edge(embedding_card(), respond=nonsense) as edge:
         error = await edge.error("/v1/embeddings", {"model": "embedder", "input": "a"}, 500)
@@ -207,7 +211,7 @@ async def test_a_model_that_answers_nonsense_is_an_internal_error() -> None:
 # Tokens
 
 
-async def test_text_becomes_tokens_and_text_again() -> None:
+async def test_text_is_tokenized_and_detokenized() -> None:
     async with open_http_edge() as edge:
         there = (await edge.post("/tokenize", {"model": "talker", "prompt": "né", "return_token_strs": True})).json()
         back = (await edge.post("/detokenize", {"model": "talker", "tokens": there["tokens"]})).json()
@@ -232,7 +236,7 @@ async def test_text_becomes_tokens_and_text_again() -> None:
         ("/detokenize", {"model": "talker", "tokens": [-1]}, 400),
     ],
 )
-async def test_tokens_that_make_no_sense_are_refused(path: str, body: dict[str, Any], status: int) -> None:
+async def test_invalid_tokens_are_rejected(path: str, body: dict[str, Any], status: int) -> None:
     async with open_http_edge() as edge:
         await edge.error(path, body, status)
 
@@ -240,7 +244,7 @@ async def test_tokens_that_make_no_sense_are_refused(path: str, body: dict[str, 
 # The description
 
 
-async def test_the_description_covers_every_request_and_refers_to_nothing_missing() -> None:
+async def test_the_openapi_document_covers_every_request_and_has_no_dangling_reference() -> None:
     async with open_http_edge() as edge:
         document = (await edge.http.get("/openapi.json")).json()
         page = await edge.http.get("/docs")
@@ -256,7 +260,7 @@ async def test_the_description_covers_every_request_and_refers_to_nothing_missin
     assert "http://" not in page.text
 
 
-async def test_reasons_are_those_that_openai_has() -> None:
+async def test_finish_reasons_are_those_of_openai() -> None:
     async with open_http_edge(respond=Speaker(reason=FinishReason.CONTENT_FILTER)) as edge, client(edge) as ours:
-        answer = await ours.chat.completions.create(model="talker", messages=USER)
-    assert answer.choices[0].finish_reason == "content_filter"
+        completion = await ours.chat.completions.create(model="talker", messages=USER)
+    assert completion.choices[0].finish_reason == "content_filter"

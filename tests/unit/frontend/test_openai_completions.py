@@ -37,12 +37,12 @@ async def test_an_answer_has_the_shape_that_openai_clients_read() -> None:
 
 async def test_a_stream_is_one_event_per_delta() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
-        answer = await edge.post(PATH, ONCE | {"stream": True, "stream_options": {"include_usage": True}})
-    chunks = [json.loads(data) for _, data in events_of(answer.text)[:-1]]
+        response = await edge.post(PATH, ONCE | {"stream": True, "stream_options": {"include_usage": True}})
+    chunks = [json.loads(data) for _, data in events_of(response.text)[:-1]]
     choices = [chunk["choices"][0] for chunk in chunks[:-1]]
     assert [(choice["text"], choice["finish_reason"]) for choice in choices] == [("Hel", None), ("lo", None), (" you", "stop")]
     assert chunks[-1]["usage"]["total_tokens"] == 13
-    assert answer.text.endswith("\n\ndata: [DONE]\n\n")
+    assert response.text.endswith("\n\ndata: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ async def test_a_stream_is_one_event_per_delta() -> None:
 async def test_prompts_come_in_four_forms(prompt: object, seen: list[str]) -> None:
     speaker = Speaker()
     async with open_http_edge(respond=speaker) as edge:
-        answer = await edge.post(PATH, ONCE | {"prompt": prompt})
+        response = await edge.post(PATH, ONCE | {"prompt": prompt})
     assert sorted(text_of(request.tokens) for request in speaker.requests) == sorted(seen)
-    assert [choice["index"] for choice in answer.json()["choices"]] == list(range(len(seen)))
+    assert [choice["index"] for choice in response.json()["choices"]] == list(range(len(seen)))
 
 
 def say_the_prompt(stream: FakeStream) -> None:
@@ -71,17 +71,17 @@ def say_the_prompt(stream: FakeStream) -> None:
 
 async def test_choices_of_a_batch_are_numbered_by_prompt_and_choice() -> None:
     async with open_http_edge(respond=say_the_prompt) as edge:
-        answer = await edge.post(PATH, ONCE | {"prompt": ["a", "b"], "n": 2, "temperature": 1})
+        response = await edge.post(PATH, ONCE | {"prompt": ["a", "b"], "n": 2, "temperature": 1})
         streamed = await edge.post(PATH, ONCE | {"prompt": ["a", "b"], "n": 2, "temperature": 1, "stream": True})
     expected = {0: "a0", 1: "a1", 2: "b0", 3: "b1"}
-    assert {choice["index"]: choice["text"] for choice in answer.json()["choices"]} == expected
-    assert answer.json()["usage"]["prompt_tokens"] == 2
-    assert answer.json()["usage"]["completion_tokens"] == 20
+    assert {choice["index"]: choice["text"] for choice in response.json()["choices"]} == expected
+    assert response.json()["usage"]["prompt_tokens"] == 2
+    assert response.json()["usage"]["completion_tokens"] == 20
     choices = [json.loads(data)["choices"][0] for _, data in events_of(streamed.text)[:-1]]
     assert {choice["index"]: choice["text"] for choice in choices} == expected
 
 
-async def test_one_bad_prompt_of_a_batch_fails_it_all_and_leaves_nothing_running() -> None:
+async def test_one_invalid_prompt_fails_the_whole_batch_and_leaves_nothing_running() -> None:
     def half(stream: FakeStream) -> None:
         if text_of(request_decoder.decode(stream.body).tokens) == "bad":
             stream.fail(EngineError("no"))
@@ -92,20 +92,20 @@ async def test_one_bad_prompt_of_a_batch_fails_it_all_and_leaves_nothing_running
     assert error["message"] == "no"
 
 
-async def test_echo_puts_the_prompt_in_front() -> None:
+async def test_echo_prepends_the_prompt() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
-        answer = await edge.post(PATH, ONCE | {"echo": True})
+        response = await edge.post(PATH, ONCE | {"echo": True})
         tokens = await edge.post(PATH, ONCE | {"echo": True, "prompt": list(tokens_of("Once"))})
         streamed = await edge.post(PATH, ONCE | {"echo": True, "stream": True})
-    assert answer.json()["choices"][0]["text"] == tokens.json()["choices"][0]["text"] == "OnceHello you"
+    assert response.json()["choices"][0]["text"] == tokens.json()["choices"][0]["text"] == "OnceHello you"
     texts = [json.loads(data)["choices"][0]["text"] for _, data in events_of(streamed.text)[:-1]]
     assert "".join(texts) == "OnceHello you"
 
 
-async def test_echo_with_log_probabilities_tells_those_of_the_prompt() -> None:
-    async with open_http_edge(respond=Speaker(("x",), logprobs=lambda at: -0.1)) as edge:
-        answer = await edge.post(PATH, ONCE | {"echo": True, "logprobs": 1, "max_tokens": 1})
-    logprobs = answer.json()["choices"][0]["logprobs"]
+async def test_echo_with_logprobs_includes_those_of_the_prompt() -> None:
+    async with open_http_edge(respond=Speaker(("x",), logprobs=lambda index: -0.1)) as edge:
+        response = await edge.post(PATH, ONCE | {"echo": True, "logprobs": 1, "max_tokens": 1})
+    logprobs = response.json()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["O", "n", "c", "e", "x"]
     assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.1]
     assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
@@ -113,7 +113,7 @@ async def test_echo_with_log_probabilities_tells_those_of_the_prompt() -> None:
     assert logprobs["top_logprobs"][4] == {"x": -0.1}
 
 
-async def test_scoring_asks_for_no_new_token() -> None:
+async def test_scoring_generates_no_token() -> None:
     def score(stream: FakeStream) -> None:
         request = request_decoder.decode(stream.body)
         assert (request.stop.max_tokens, request.prompt_logprobs) == (0, 0)
@@ -121,22 +121,22 @@ async def test_scoring_asks_for_no_new_token() -> None:
         stream.end(summary_encoder.encode(Summary(prompt_tokens=4, prompt_logprobs=[None, *([[(5, -1.0)]] * 3)])))
 
     async with open_http_edge(respond=score) as edge:
-        answer = await edge.post(PATH, ONCE | {"echo": True, "logprobs": 0, "max_tokens": 0})
+        response = await edge.post(PATH, ONCE | {"echo": True, "logprobs": 0, "max_tokens": 0})
         error = await edge.error(PATH, ONCE | {"max_tokens": 0})
-    assert answer.json()["choices"][0]["text"] == "Once"
-    assert answer.json()["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -1.0, -1.0]
+    assert response.json()["choices"][0]["text"] == "Once"
+    assert response.json()["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -1.0, -1.0]
     assert error["param"] == "max_tokens"
 
 
-async def test_prompt_logprobs_come_by_token() -> None:
+async def test_prompt_logprobs_are_keyed_by_token() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
-        answer = await edge.post(PATH, ONCE | {"prompt": "ab", "prompt_logprobs": 1})
-    [nothing, second] = answer.json()["choices"][0]["prompt_logprobs"]
+        response = await edge.post(PATH, ONCE | {"prompt": "ab", "prompt_logprobs": 1})
+    [nothing, second] = response.json()["choices"][0]["prompt_logprobs"]
     assert nothing is None
     assert second[str(tokens_of("b")[0])] == {"logprob": -0.5, "rank": 1, "decoded_token": "b"}
 
 
-async def test_best_of_gives_the_likeliest() -> None:
+async def test_best_of_returns_the_likeliest_choices() -> None:
     def speak(stream: FakeStream) -> None:
         request = request_decoder.decode(stream.body)
         assert (request.n, request.logprobs) == (3, 0)
@@ -147,25 +147,25 @@ async def test_best_of_gives_the_likeliest() -> None:
         end(stream, 11)
 
     async with open_http_edge(respond=speak) as edge:
-        answer = await edge.post(PATH, ONCE | {"best_of": 3, "n": 2, "temperature": 1})
-    choices = answer.json()["choices"]
+        response = await edge.post(PATH, ONCE | {"best_of": 3, "n": 2, "temperature": 1})
+    choices = response.json()["choices"]
     assert [(choice["index"], choice["text"], choice["logprobs"]) for choice in choices] == [(0, "best", None), (1, "good", None)]
-    assert answer.json()["usage"]["completion_tokens"] == 11
+    assert response.json()["usage"]["completion_tokens"] == 11
 
 
 @pytest.mark.parametrize(
     ("wrong", "param", "words"),
     [
-        ({"suffix": "end"}, "suffix", "'suffix' is not available"),
+        ({"suffix": "end"}, "suffix", "'suffix' is not supported"),
         ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
         ({"best_of": 1, "n": 2}, "best_of", "at least 'n'"),
-        ({"best_of": 2, "temperature": 0}, "best_of", "temperature 0"),
+        ({"best_of": 2, "temperature": 0}, "best_of", "temperature above 0"),
         ({"best_of": 21}, "best_of", "at most 20"),
         ({"logprobs": 21}, "logprobs", "at most 20"),
-        ({"prompt": []}, "prompt", "is empty"),
-        ({"prompt": ["a", 1]}, "prompt", "mixes texts and token ids"),
-        ({"prompt": [1, "a"]}, "prompt", "mixes texts and token ids"),
-        ({"prompt": [[1], "a"]}, "prompt", "mixes texts and token ids"),
+        ({"prompt": []}, "prompt", "must not be empty"),
+        ({"prompt": ["a", 1]}, "prompt", "must not mix texts and token ids"),
+        ({"prompt": [1, "a"]}, "prompt", "must not mix texts and token ids"),
+        ({"prompt": [[1], "a"]}, "prompt", "must not mix texts and token ids"),
         ({"prompt": [100000]}, "prompt", "token id 100000"),
         ({"prompt": [-1]}, "prompt[0]", "must be at least 0"),
         ({"prompt": "a" * 5000}, "prompt", "context"),
@@ -173,7 +173,7 @@ async def test_best_of_gives_the_likeliest() -> None:
         ({"echo": True, "logprobs": 1, "stream": True}, "echo", "cannot be streamed"),
     ],
 )
-async def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], param: str, words: str) -> None:
+async def test_contradictory_parameters_are_rejected(wrong: dict[str, Any], param: str, words: str) -> None:
     async with open_http_edge(respond=Speaker()) as edge:
         error = await edge.error(PATH, ONCE | wrong)
     assert (error["param"], error["type"]) == (param, "invalid_request_error")

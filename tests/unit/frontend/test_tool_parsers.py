@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
+from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, ToolCall
 from dynamo.frontend.preprocess.tools.reader import MAX_HELD_CHARS
-from tests.support.cuts import Said, call, content, read, read_however_cut, reasoning
+from tests.support.cuts import ParsedPart, call, content, read, read_however_cut, reasoning
 
 
 def tool(name: str, **parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -24,7 +24,7 @@ TOOLS = [
 
 
 def parser(name: str) -> OutputParser:
-    return KNOWN_PARSERS.tools[name].make(TOOLS)
+    return PARSER_REGISTRY.tools[name].make(TOOLS)
 
 
 PARIS = '{"city": "Paris"}'
@@ -36,7 +36,7 @@ XML = "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>"
 XML_CITY = "<parameter=city>\n%s\n</parameter>\n"
 BOTH = [call("get_weather", PARIS), call("get_weather", TOKYO)]
 
-OUTPUTS: list[tuple[str, str, list[Said]]] = [
+OUTPUTS: list[tuple[str, str, list[ParsedPart]]] = [
     # hermes
     ("hermes", "Hi, 5 < 6 <b>!", [content("Hi, 5 < 6 <b>!")]),
     ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>', BOTH[:1]),
@@ -201,7 +201,7 @@ OUTPUTS: list[tuple[str, str, list[Said]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), OUTPUTS)
-def test_an_output_says_the_same_wherever_it_is_cut(name: str, text: str, expected: list[Said]) -> None:
+def test_output_parses_the_same_wherever_it_is_cut(name: str, text: str, expected: list[ParsedPart]) -> None:
     assert read_however_cut(lambda: parser(name), text) == expected
 
 
@@ -210,14 +210,14 @@ PIECES = st.sampled_from(
 )
 
 
-@pytest.mark.parametrize("name", KNOWN_PARSERS.tools)
+@pytest.mark.parametrize("name", PARSER_REGISTRY.tools)
 @settings(max_examples=60)
 @given(data=st.data())
-def test_whatever_a_model_writes_random_cuts_change_nothing(name: str, data: st.DataObject) -> None:
-    own = [text for kind, text, _ in OUTPUTS if KNOWN_PARSERS.tools[kind] == KNOWN_PARSERS.tools[name]]
+def test_random_cuts_of_any_output_change_nothing(name: str, data: st.DataObject) -> None:
+    own = [text for kind, text, _ in OUTPUTS if PARSER_REGISTRY.tools[kind] == PARSER_REGISTRY.tools[name]]
     whole = st.sampled_from(own)
-    half = whole.flatmap(lambda text: st.integers(0, len(text)).map(lambda at: text[at:]))
-    begun = whole.flatmap(lambda text: st.integers(0, len(text)).map(lambda at: text[:at]))
+    half = whole.flatmap(lambda text: st.integers(0, len(text)).map(lambda index: text[index:]))
+    begun = whole.flatmap(lambda text: st.integers(0, len(text)).map(lambda index: text[:index]))
     pieces = st.one_of(whole, half, begun, PIECES, st.text("<>[](){}=,;:\"'\\| \n\tab1｜é🤔", max_size=12))
     text = "".join(data.draw(st.lists(pieces, min_size=1, max_size=4)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -227,7 +227,7 @@ def test_whatever_a_model_writes_random_cuts_change_nothing(name: str, data: st.
     assert read(parser(name), text) == whole_text
 
 
-@pytest.mark.parametrize("name", KNOWN_PARSERS.tools)
+@pytest.mark.parametrize("name", PARSER_REGISTRY.tools)
 @settings(max_examples=100)
 @given(text=st.text('abc d{}:",;()=.é🤔\n<>|', max_size=60).map(lambda text: "x" + text))
 def test_text_without_a_marker_is_content_as_it_is(name: str, text: str) -> None:
@@ -245,13 +245,13 @@ def test_text_without_a_marker_is_content_as_it_is(name: str, text: str) -> None
         ("harmony", '<|channel|>commentary to=functions.now<|message|>{"a": "b', " c"),
     ],
 )
-def test_arguments_are_given_as_they_come(name: str, before: str, rest: str) -> None:
+def test_arguments_are_streamed(name: str, before: str, rest: str) -> None:
     reader = parser(name)
     assert any(isinstance(part, ToolCall) and part.name == "now" for part in reader.feed(before))
     assert reader.feed(rest) == [ToolCall(0, arguments=rest)]
 
 
-def test_text_that_cannot_be_a_marker_is_given_at_once() -> None:
+def test_text_that_cannot_be_a_marker_is_returned_at_once() -> None:
     reader = parser("hermes")
     assert reader.feed("a <tool_c") == [Content("a ")]
     assert reader.feed("at") == [Content("<tool_cat")]
@@ -270,15 +270,15 @@ def test_text_that_cannot_be_a_marker_is_given_at_once() -> None:
         ("harmony", "<|channel|>", "x"),
     ],
 )
-def test_what_is_held_back_is_bounded_and_not_lost(name: str, opening: str, shown: str) -> None:
+def test_held_back_text_is_bounded_and_not_lost(name: str, opening: str, shown: str) -> None:
     reader = parser(name)
     piece = "y" * 4096
     given = [part for text in [opening + shown, *[piece] * (MAX_HELD_CHARS // 4096 + 2)] for part in reader.feed(text)]
     assert given, "held back without bound"
-    told = "".join(part.text for part in [*given, *reader.finish()] if isinstance(part, Content))
-    assert told == shown + piece * (MAX_HELD_CHARS // 4096 + 2)
+    content_text = "".join(part.text for part in [*given, *reader.finish()] if isinstance(part, Content))
+    assert content_text == shown + piece * (MAX_HELD_CHARS // 4096 + 2)
 
 
-def test_without_tools_harmony_makes_no_calls() -> None:
+def test_without_tools_harmony_returns_no_calls() -> None:
     text = "<|channel|>commentary to=functions.now<|message|>{}<|call|>"
-    assert read(KNOWN_PARSERS.tools["harmony"].make([]), [text]) == [content("{}")]
+    assert read(PARSER_REGISTRY.tools["harmony"].make([]), [text]) == [content("{}")]

@@ -15,7 +15,7 @@ from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.routes import OPERATIONS as OPENAI_OPERATIONS
 from dynamo.frontend.api.openai.routes import openai_routes, read_request_template
 from dynamo.frontend.config import HttpOptions, OverloadStatus, TextOptions
-from dynamo.frontend.preprocess.known_parsers import KNOWN_PARSERS
+from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import OutputParsers
 
 _GENERAL = (
@@ -33,7 +33,7 @@ def text_routes(
     http: HttpOptions,
     text: TextOptions,
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
-    parsers: OutputParsers = KNOWN_PARSERS,
+    parsers: OutputParsers = PARSER_REGISTRY,
 ) -> list[BaseRoute]:
     """Raises ConfigError for a request template that cannot be read."""
     settings = HttpSettings.of(http, overload)

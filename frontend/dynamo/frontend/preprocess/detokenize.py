@@ -1,4 +1,4 @@
-"""Tokens back to text as they come: whole characters only, and nothing that may turn out to be part of a stop string."""
+"""Incremental detokenization: whole characters only, and no text that may turn out to be part of a stop string."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dynamo.frontend.preprocess.tokenizer import Piece, Tokenizer
 
 _REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8
-"""How many tokens of the prompt decide how the answer begins (with a space or without)."""
+"""How many tokens of the prompt are decoded along: they decide whether the response starts with a space."""
 _LONGEST_CHARACTER = 4
-"""Tokens that one character can be spread over: UTF-8 has at most four bytes."""
+"""Most tokens that one character can be split into: UTF-8 has at most four bytes."""
 
 
 class Detokenizer:
-    """The text of one request's choices.
+    """Turns the tokens of one request's choices into text.
 
-    The text goes on where the prompt ends. A stop string ends a choice, and is not part of the text unless the request says
-    so; it counts only in text of tokens after the first `min_tokens`.
+    The text continues the prompt. A stop string ends a choice, and is cut off unless the request includes it; it is matched
+    only in the text of tokens after the first `min_tokens`.
     """
 
     def __init__(
@@ -38,26 +38,29 @@ class Detokenizer:
         min_tokens: int = 0,
         prompt: Sequence[int] = (),
     ) -> None:
-        """`eos_token_ids` end a choice without being its `stop_reason`. `prompt` may be its last CONTEXT_TOKENS only."""
+        """`eos_token_ids` end a choice without becoming its `stop_reason`. Only the last CONTEXT_TOKENS of `prompt` matter."""
         stops = tuple(_Pattern(text) for text in dict.fromkeys(stop_strings) if text)
         first = re.compile(f"[{re.escape(''.join(stop.text[0] for stop in stops))}]") if stops else None
         self._include_stop_string = include_stop_string
         self._eos_token_ids = eos_token_ids
         self._min_tokens = min_tokens
-        self._running: dict[int, _Choice] = {}
+        self._running: dict[int, _ChoiceState] = {}
         for index in range(n):
             stopper = _Stopper(stops, first) if first is not None else None
-            self._running[index] = _Choice(_text(tokenizer, prompt, skip_special_tokens), stopper)
+            self._running[index] = _ChoiceState(_text(tokenizer, prompt, skip_special_tokens), stopper)
+
+    def __repr__(self) -> str:
+        return f"Detokenizer(running choices {sorted(self._running)})"
 
     @property
     def done(self) -> bool:
-        """Every choice has finished."""
+        """Whether every choice has finished."""
         return not self._running
 
     def feed(self, delta: Delta) -> TextDelta | None:
-        """What became certain: text, all tokens since the last text, their logprobs. None if nothing did.
+        """Return new text, with all tokens since the last text and their logprobs; None if there is none yet.
 
-        A choice's end is always said, once; what comes for a finished choice is None.
+        The end of a choice is always returned, once. Deltas of a finished choice give None.
         """
         index = delta.index
         choice = self._running.get(index)
@@ -77,9 +80,9 @@ class Detokenizer:
             return choice.release(index, text, tokens, delta.logprobs)
         return TextDelta(index, text, tokens, None, delta.logprobs)
 
-    def _feed_until_stop(self, choice: _Choice, stopper: _Stopper, delta: Delta) -> TextDelta | None:
+    def _feed_until_stop(self, choice: _ChoiceState, stopper: _Stopper, delta: Delta) -> TextDelta | None:
         certain: list[str] = []
-        for at, token in enumerate(delta.tokens, 1):
+        for count, token in enumerate(delta.tokens, 1):
             choice.seen += 1
             text = choice.text.push(token)
             if choice.seen <= self._min_tokens:
@@ -87,7 +90,7 @@ class Detokenizer:
                 continue
             certain.append(stopper.push(text))
             if stopper.hit is not None:
-                return self._stopped(choice, stopper.hit, delta, "".join(certain), at)
+                return self._stopped(choice, stopper.hit, delta, "".join(certain), count)
         if delta.finish_reason is not None:
             certain.append(stopper.push(choice.text.flush()))
             if stopper.hit is not None:
@@ -99,30 +102,30 @@ class Detokenizer:
             return None
         return choice.release(delta.index, text, delta.tokens, delta.logprobs)
 
-    def _stopped(self, choice: _Choice, hit: str, delta: Delta, text: str, count: int) -> TextDelta:
-        """`count` of the delta's tokens were needed for the stop string."""
+    def _stopped(self, choice: _ChoiceState, hit: str, delta: Delta, text: str, count: int) -> TextDelta:
+        """Finish a choice whose stop string was complete after `count` of the delta's tokens."""
         del self._running[delta.index]
         if self._include_stop_string:
             text += hit
         logprobs = delta.logprobs and delta.logprobs[:count]
         return choice.release(delta.index, text, delta.tokens[:count], logprobs, FinishReason.STOP, hit)
 
-    def _end(self, choice: _Choice, delta: Delta, text: str) -> TextDelta:
+    def _end(self, choice: _ChoiceState, delta: Delta, text: str) -> TextDelta:
         del self._running[delta.index]
         stop_token = None if delta.stop_token in self._eos_token_ids else delta.stop_token
         return choice.release(delta.index, text, delta.tokens, delta.logprobs, delta.finish_reason, stop_token)
 
 
-class _Choice:
+class _ChoiceState:
     __slots__ = ("_logprobs", "seen", "stopper", "text", "tokens")
 
     def __init__(self, text: _Text, stopper: _Stopper | None) -> None:
         self.text = text
         self.stopper = stopper
         self.seen = 0
-        """Tokens so far; counted only if there are stop strings."""
+        """Number of tokens so far; counted only if there are stop strings."""
         self.tokens: tuple[int, ...] = ()
-        """Tokens whose text is not certain yet."""
+        """Tokens whose text is held back."""
         self._logprobs: list[list[tuple[int, float]]] | None = None
 
     def hold(self, tokens: tuple[int, ...], logprobs: list[list[tuple[int, float]]] | None) -> None:
@@ -139,7 +142,7 @@ class _Choice:
         reason: FinishReason | None = None,
         stop_reason: str | int | None = None,
     ) -> TextDelta:
-        """A delta with `text`, and with all tokens held so far before `tokens`."""
+        """Return a delta with `text` and all tokens: the ones held back, then `tokens`."""
         if self.tokens:
             self.hold(tokens, logprobs)
             tokens, logprobs = self.tokens, self._logprobs
@@ -152,11 +155,11 @@ class _Choice:
 
 class _Text(Protocol):
     def push(self, token: int) -> str:
-        """The characters that `token` completed."""
+        """Return the characters that `token` completes."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for half a character."""
+        """Return what is left at the end: U+FFFD for an incomplete character."""
         ...
 
 
@@ -168,14 +171,14 @@ def _text(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool
 
 
 class _PieceText:
-    """For tokenizers whose tokens each add the same to any text."""
+    """For tokenizers whose tokens have the same text in any context."""
 
     __slots__ = ("_half", "_pieces")
 
     def __init__(self, pieces: Mapping[int, Piece]) -> None:
         self._pieces = pieces
         self._half = b""
-        """What may be the beginning of a character: three bytes at most."""
+        """The beginning of a character: at most three bytes."""
 
     def push(self, token: int) -> str:
         piece = self._pieces[token]
@@ -196,18 +199,18 @@ class _PieceText:
 
 
 class _WindowText:
-    """For all others: decodes the last few tokens again with each new one, and takes what the text is longer by."""
+    """For all others: decodes the last few tokens again with each new one, and returns what the text grew by."""
 
-    __slots__ = ("_before", "_known", "_new", "_skip", "_tokenizer")
+    __slots__ = ("_before", "_before_text", "_new", "_skip", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._before = list(prompt[-CONTEXT_TOKENS:])
-        """Tokens whose text is out."""
-        self._known = self._decode(self._before)
+        """Tokens whose text was returned."""
+        self._before_text = self._decode(self._before)
         self._new: list[int] = []
-        """Tokens since."""
+        """Tokens after those."""
 
     def push(self, token: int) -> str:
         self._new.append(token)
@@ -220,10 +223,10 @@ class _WindowText:
         return self._take(self._decode(self._before + self._new)) if self._new else ""
 
     def _take(self, text: str) -> str:
-        added = text[len(self._known) :]
+        added = text[len(self._before_text) :]
         self._before = (self._before + self._new)[-CONTEXT_TOKENS:]
         self._new = []
-        self._known = self._decode(self._before)
+        self._before_text = self._decode(self._before)
         return added
 
     def _decode(self, tokens: list[int]) -> str:
@@ -234,7 +237,7 @@ class _WindowText:
 
 
 class _Pattern:
-    """A stop string and, for each number of its characters that matched, how many still do after a mismatch."""
+    """A stop string with its Knuth-Morris-Pratt table: for each match length, the length that remains after a mismatch."""
 
     __slots__ = ("_fallback", "text")
 
@@ -242,54 +245,54 @@ class _Pattern:
         self.text = text
         self._fallback = [0] * (len(text) + 1)
         matched = 0
-        for at in range(1, len(text)):
-            matched = self.advance(matched, text[at])
-            self._fallback[at + 1] = matched
+        for index in range(1, len(text)):
+            matched = self.advance(matched, text[index])
+            self._fallback[index + 1] = matched
 
     def advance(self, matched: int, character: str) -> int:
-        """How many characters of the stop string the text ends with, after `character`; `matched` before it."""
+        """Return how many characters of the stop string match after `character`, given `matched` before it."""
         while matched and self.text[matched] != character:
             matched = self._fallback[matched]
         return matched + (self.text[matched] == character)
 
 
 class _Stopper:
-    """Looks for stop strings in one choice's text, however that is cut.
+    """Searches the text of one choice, cut anywhere, for stop strings.
 
-    The stop string that is complete first counts; of those that end together, the longest.
+    The stop string that is complete first wins; of several that end together, the longest.
     """
 
     __slots__ = ("_first", "_matched", "_stops", "held", "hit")
 
     def __init__(self, stops: Sequence[_Pattern], first: re.Pattern[str]) -> None:
-        """`first` finds a character with which any of `stops` begins."""
+        """`first` matches the first character of any of `stops`."""
         self._stops = stops
         self._first = first
         self._matched = [0] * len(stops)
         self.held = ""
         """Text that may be the beginning of a stop string."""
         self.hit: str | None = None
-        """The stop string that was found."""
+        """The stop string that matched."""
 
     def push(self, text: str) -> str:
-        """The text that certainly is in front of any stop string. After a hit, push no more."""
+        """Return text that cannot be part of a stop string. Must not be called after a hit."""
         if not self.held and self._first.search(text) is None:
             return text
         before = len(self.held)
         whole = self.held + text
-        for at, character in enumerate(text, before + 1):
+        for end, character in enumerate(text, before + 1):
             hit = self._advance(character)
             if hit is not None:
                 self.hit, self.held = hit, ""
-                return whole[: at - len(hit)]
+                return whole[: end - len(hit)]
         certain = len(whole) - max(self._matched)
         self.held = whole[certain:]
         return whole[:certain]
 
     def _advance(self, character: str) -> str | None:
         hit: str | None = None
-        for at, stop in enumerate(self._stops):
-            matched = self._matched[at] = stop.advance(self._matched[at], character)
+        for index, stop in enumerate(self._stops):
+            matched = self._matched[index] = stop.advance(self._matched[index], character)
             if matched == len(stop.text) and (hit is None or matched > len(hit)):
                 hit = stop.text
         return hit

@@ -1,8 +1,8 @@
-"""The same token ids as `tokenizers` gives, many times sooner, from the library fastokens (extra `fast`).
+"""Fast tokenization with the library fastokens (extra `fast`), checked against `tokenizers`.
 
-`tokenizers` stays the reference. fastokens knows BPE, with most of what can stand around it, and keeps words it has seen. It is
-used for a model only if it gives the same ids for a collection of awkward texts, and a text that it cannot encode, for example
-because the vocabulary lacks a byte, is the reference's.
+`tokenizers` is the reference. fastokens supports BPE with most pre-tokenizers and caches words. It is used for a model only if
+it gives the same ids for a set of difficult texts; a text that it cannot encode, for example because the vocabulary lacks a
+byte, is encoded by the reference.
 """
 
 from __future__ import annotations
@@ -37,32 +37,35 @@ _SAMPLES = (
     "CamelCaseWords snake_case_words kebab-case-words SHOUTING_WORDS McDonald's",
     "\x00\x01\x07\x1b[0m\x7f\x80\ufeff\ufffd\ue000",
 )
-"""What tokenizers are known to disagree about: spaces, digits, contractions, letter cases, marks, scripts, long runs."""
+"""Texts on which tokenizers tend to differ: spaces, digits, contractions, letter cases, marks, scripts, long runs."""
 
 
 def fast_encode(data: bytes, reference: Encode, added_tokens: Sequence[str]) -> Encode | None:
-    """`reference`, sooner; None if fastokens is not installed or cannot stand in for it. `data` is a `tokenizer.json`."""
+    """Return a faster equivalent of `reference`; None if fastokens is not installed or gives other ids.
+
+    `data` is the contents of a `tokenizer.json`.
+    """
     if fastokens is None:
         return None
     try:
         tokenizer: Any = fastokens.Tokenizer.from_json_str(data.decode())
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    except Exception as error:  # plain exceptions, for every kind of tokenizer that it does not know
-        _log.info("tokens are made by tokenizers, since fastokens does not take this model's: %s", error)
+    except Exception as error:  # plain exceptions, for every kind of tokenizer that it does not support
+        _log.info("using tokenizers, since fastokens does not support this model's tokenizer: %s", error)
         return None
 
     def encode(text: str, special_tokens: bool) -> list[int]:
         try:
             ids: list[int] = tokenizer.encode(text, add_special_tokens=special_tokens).ids
-        except Exception:  # whatever is wrong with the text, the reference says it, or can do it
+        except Exception:  # the reference encodes the text, or says what is wrong with it
             return reference(text, special_tokens)
         return ids
 
     for sample in _samples(added_tokens):
         for special_tokens in (False, True):
             if encode(sample, special_tokens) != reference(sample, special_tokens):
-                _log.warning("tokens are made by tokenizers, since fastokens gives others for %r", sample[:80])
+                _log.warning("using tokenizers, since fastokens gives other token ids for %r", sample[:80])
                 return None
     return encode
 

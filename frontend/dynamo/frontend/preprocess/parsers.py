@@ -1,8 +1,8 @@
-"""What a model's text means: which of it is the answer, which reasoning, and which a call of a tool.
+"""Split a model's output into content, reasoning and tool calls.
 
-A model writes all of these as one text with markers of its own. A parser, one for each choice of a request, takes the text as it
-comes, cut anywhere, and gives parts without the markers. Text that may be the beginning of a marker is held back until it is
-certain. The model card names the parsers; `output_parser` chains them: reasoning first, the rest is searched for tool calls.
+A model writes all of these as one text with its own markers. A parser, one per choice, takes the text as it streams in, cut
+anywhere, and returns parts without the markers. Text that may be the beginning of a marker is held back until that is decided.
+The model card names the parsers; `make_parser` chains them: reasoning first, then tool calls in the rest.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from dynamo.common.model_card import LlmInfo
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text of the answer itself."""
+    """Text of the response itself."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that led to the answer."""
+    """Text that the model wrote before its response, as reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A piece of a call. The first piece of a call has its name; the `arguments` of all its pieces together are JSON."""
+    """A piece of a tool call. The first piece has the name; the `arguments` of all pieces concatenated are JSON."""
 
     index: int
-    """Which of the answer's calls, counted from 0; a new call begins only when the one before is complete."""
+    """The number of the call in its choice, from 0; a call starts only when the one before is complete."""
     name: str = ""
     arguments: str = ""
 
@@ -45,37 +45,37 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class OutputParser(Protocol):
-    """Reads the text of one choice."""
+    """Parses the text of one choice."""
 
     def feed(self, text: str) -> Sequence[Part]:
-        """What became certain with `text`."""
+        """Return the parts that `text` completes."""
         ...
 
     def finish(self) -> Sequence[Part]:
-        """The text has ended: all that was held back."""
+        """Return what was held back; the text has ended."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParserKind:
-    """A parser by its name in model cards."""
+    """How to make a parser that model cards name."""
 
     make: Callable[[Tools], OutputParser]
     needs_special_tokens: bool = False
-    """Its markers are special tokens, which must not be left out of the text."""
-    make_behind: Callable[[Tools, str], OutputParser] | None = None
-    """Instead of `make`, for one that goes by how the prompt ends, which is the text it is given."""
+    """Its markers are special tokens, so the text must include those."""
+    make_after_prompt: Callable[[Tools, str], OutputParser] | None = None
+    """Used instead of `make` by a parser that depends on the end of the prompt, its second argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputParsers:
-    """The parsers there are."""
+    """All available parsers by name."""
 
     tools: Mapping[str, ParserKind]
     reasoning: Mapping[str, ParserKind]
 
     def choose(self, llm: LlmInfo, *, with_tools: bool) -> tuple[ParserKind, ...]:
-        """The parsers for requests to a model, in the order of the text's way. Raises Unsupported for a name unknown here."""
+        """Return the parsers for requests to a model, in the order they see the text. Raises Unsupported for an unknown name."""
         chosen = []
         if llm.reasoning_parser:
             chosen.append(_named(self.reasoning, llm.reasoning_parser, "reasoning"))
@@ -87,21 +87,23 @@ class OutputParsers:
 def _named(kinds: Mapping[str, ParserKind], name: str, what: str) -> ParserKind:
     kind = kinds.get(name)
     if kind is None:
-        known = ", ".join(sorted(kinds)) or "none"
-        raise Unsupported(f"the model names the {what} parser '{name}'; this server knows: {known}")
+        available = ", ".join(sorted(kinds)) or "none"
+        raise Unsupported(f"the model names the {what} parser '{name}', which is not available; available: {available}")
     return kind
 
 
 def make_parser(kinds: Sequence[ParserKind], tools: Tools, prompt_end: str = "") -> OutputParser | None:
-    """A parser for one choice; None if all its text is the answer. `prompt_end`: some characters before it."""
-    parsers = [kind.make(tools) if kind.make_behind is None else kind.make_behind(tools, prompt_end) for kind in kinds]
+    """Return a parser for one choice; None if all of its text is content. `prompt_end` is the end of the prompt."""
+    parsers = [
+        kind.make(tools) if kind.make_after_prompt is None else kind.make_after_prompt(tools, prompt_end) for kind in kinds
+    ]
     if not parsers:
         return None
     return parsers[0] if len(parsers) == 1 else Chain(parsers)
 
 
 class Chain:
-    """Parsers one behind the other: each gets the content that the one before it left."""
+    """Runs parsers in a row: each parses the content that the one before it returned."""
 
     def __init__(self, parsers: Sequence[OutputParser]) -> None:
         self._first = parsers[0]

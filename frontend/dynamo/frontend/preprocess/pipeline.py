@@ -1,10 +1,10 @@
-"""One model's text side: from a request in text to token ids, and from token ids back to text.
+"""One model's text pipeline: a text request to token ids, and token ids back to text.
 
-Who ends an answer: the frontend puts the model's EOS tokens into `stop.token_ids` (unless `ignore_eos`), so an engine ends at
-any of those ids and says at which in `Delta.stop_token`. Stop *strings* are found by the `Detokenizer`, in the text.
+Where generation stops: the frontend adds the model's EOS tokens to `stop.token_ids` (unless `ignore_eos`), so an engine stops at
+any of those ids and reports it in `Delta.stop_token`. Stop *strings* are matched by the `Detokenizer`, in the text.
 
-How long an answer may be: prompt and answer share the model's context. `max_tokens` is by default all that the prompt leaves,
-and what a request asks for beyond that is cut down to it, so that a client can ask for "much" without counting its prompt.
+How long a response may be: prompt and response share the model's context. `max_tokens` defaults to all that the prompt leaves,
+and larger values are reduced to that, so that a client can set a large `max_tokens` without counting its prompt.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ _MAX_STOP_STRING_CHARS = 1024
 _MANY_MESSAGES = 32
 """Longer conversations are rendered in a thread."""
 _CONTINUE = "[goes on here]"
-"""Stands for the end of a message that is to be continued, while the template is rendered."""
+"""Marks the end of the message that the response continues, while the template is rendered."""
 _MODALITIES = {
     **dict.fromkeys(("image", "image_url", "input_image"), "image"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
-"""What a model must take for content parts of these types."""
+"""The modality that a model needs for content parts of these types."""
 
 __all__ = ["Detokenizer", "FileReader", "TextModel", "load_text_model"]
 
 
 class FileReader(Protocol):
-    """Where the files are that cards name."""
+    """Reads the files that model cards name."""
 
     async def get(self, key: str) -> bytes:
-        """The contents of the file with this sha256 (hexadecimal)."""
+        """Return the contents of the file with this sha256 (hexadecimal)."""
         ...
 
 
 async def load_text_model(
     card: ModelCard, store: FileReader, limits: TextLimits | None = None, *, fast_tokenizer: bool = True
 ) -> TextModel:
-    """Reads the card's tokenizer and chat template. Raises EngineError if they are not what they should be.
+    """Load the card's tokenizer and chat template. Raises EngineError if one is invalid.
 
-    `fast_tokenizer` is `fast` of `Tokenizer`.
+    `fast_tokenizer` is the argument `fast` of `Tokenizer`.
     """
     info = card.llm
     if info is None:
-        raise InvalidRequest(f"model '{card.name}' is no language model")
+        raise InvalidRequest(f"model '{card.name}' is not a language model")
     limits = limits or TextLimits()
     files = [await store.get(key) if key else b"" for key in (info.tokenizer, info.chat_template)]
 
@@ -71,7 +71,7 @@ async def load_text_model(
 
 
 class TextModel:
-    """One per model card. May be used by any number of requests at once."""
+    """The text pipeline of one model card. Any number of requests may use it concurrently."""
 
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None, limits: TextLimits) -> None:
         assert card.llm is not None
@@ -84,10 +84,13 @@ class TextModel:
         self._eos = card.llm.eos_token_ids or (() if eos is None else (eos,))
         self._max_chars = min(limits.max_prompt_chars, card.llm.context_length * tokenizer.longest_token_chars)
 
-    async def to_generate(self, request: TextRequest) -> GenerateRequest:
-        """`request` with its prompt in tokens, its `max_tokens` filled in and its EOS tokens named.
+    def __repr__(self) -> str:
+        return f"TextModel({self._name!r}, context_length={self._info.context_length})"
 
-        Raises InvalidRequest for whatever is wrong with it, such as a prompt that is too long for the model.
+    async def to_generate(self, request: TextRequest) -> GenerateRequest:
+        """Return `request` with its prompt in tokens, its `max_tokens` filled in and the EOS tokens added.
+
+        Raises InvalidRequest, for example for a prompt that is too long for the model.
         """
         self._check(request)
         tokens = await self._tokens(request)
@@ -106,7 +109,7 @@ class TextModel:
         return generate
 
     def detokenizer(self, request: TextRequest, prompt: GenerateRequest) -> Detokenizer:
-        """Turns the answer to `prompt`, which `to_generate(request)` made, into text."""
+        """Return a detokenizer for the response to `prompt`, which is `to_generate(request)`."""
         return Detokenizer(
             self.tokenizer,
             n=prompt.n,
@@ -119,7 +122,7 @@ class TextModel:
         )
 
     def render(self, request: TextRequest) -> str:
-        """The conversation of `request` as the text that the model sees. Raises InvalidRequest."""
+        """Return the conversation of `request` rendered with the chat template. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest(f"model '{self._name}' has no chat template; send a prompt", param="messages")
         messages = request.messages or ()
@@ -127,11 +130,11 @@ class TextModel:
             raise InvalidRequest("the conversation has no messages", param="messages")
         if len(messages) > self._limits.max_messages:
             raise InvalidRequest(
-                f"the conversation has {len(messages)} messages; at most {self._limits.max_messages} are taken", param="messages"
+                f"got {len(messages)} messages; at most {self._limits.max_messages} are allowed", param="messages"
             )
         shaped = [_message(message, self._info.modalities) for message in messages]
         if request.continues_last:
-            shaped[-1] = _marked(shaped[-1])
+            shaped[-1] = _with_marker(shaped[-1])
         text = self._template.render(
             shaped,
             tools=request.tools,
@@ -155,7 +158,7 @@ class TextModel:
             tokens = await self._encode(prompt, special_tokens=True)
         else:
             tokens = prompt
-            self._check_room(len(tokens))  # before a look at each of them
+            self._check_room(len(tokens))  # before each of them is checked
             if tokens:
                 self.tokenizer.check_ids(tokens)
         if not tokens:
@@ -178,7 +181,7 @@ class TextModel:
             _check_part(part.get("type"), self._info.modalities)
         if len(request.stop_strings) > self._limits.max_stop_strings:
             raise InvalidRequest(
-                f"{len(request.stop_strings)} stop strings are too many; at most {self._limits.max_stop_strings} are taken",
+                f"got {len(request.stop_strings)} stop strings; at most {self._limits.max_stop_strings} are allowed",
                 param="stop",
             )
         for string in request.stop_strings:
@@ -189,11 +192,11 @@ class TextModel:
                 )
 
     def _check_room(self, prompt_tokens: int) -> int:
-        """Tokens left for the answer."""
+        """Return the number of tokens left for the response. Raises ContextExceeded if there are none."""
         room = self._info.context_length - prompt_tokens
         if room < 1:
             raise ContextExceeded(
-                f"the prompt has {prompt_tokens} tokens, which leaves no room for an answer in the model's context of "
+                f"the prompt has {prompt_tokens} tokens, which leaves no room for a response in the model's context of "
                 f"{self._info.context_length} tokens",
                 param="prompt",
             )
@@ -223,7 +226,7 @@ def _template(data: bytes, info: LlmInfo, limits: TextLimits) -> ChatTemplate:
 
 
 def _message(message: Mapping[str, Any], modalities: Collection[str]) -> dict[str, Any]:
-    """`message` in the shape templates are written for: `content` of a text-only model is one string, arguments are objects."""
+    """Return `message` in the shape that templates expect: content of a text-only model is one string, arguments are objects."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest("each message must be an object with a 'role'", param="messages")
     result = dict(message)
@@ -240,8 +243,8 @@ def _message(message: Mapping[str, Any], modalities: Collection[str]) -> dict[st
     return result
 
 
-def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with a mark where its text ends, so that what the template puts behind it can be told apart."""
+def _with_marker(message: dict[str, Any]) -> dict[str, Any]:
+    """Return `message` with a marker at the end of its text, to find that place in the rendered prompt."""
     content = message.get("content")
     if message["role"] != "assistant" or not isinstance(content, str) or not content.strip():
         raise InvalidRequest("only a last message that is a text of the assistant can be continued", param="messages")
@@ -250,8 +253,8 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 def _check_part(kind: object, modalities: Collection[str]) -> None:
     if kind != "text" and (not isinstance(kind, str) or _MODALITIES.get(kind) not in modalities):
-        taken = ", ".join(("text", *sorted(modalities)))
-        raise InvalidRequest(f"the model takes {taken}, and a content part has the type {kind!r:.80}", param="messages")
+        supported = ", ".join(("text", *sorted(modalities)))
+        raise InvalidRequest(f"the model supports {supported}; got a content part of type {kind!r:.80}", param="messages")
 
 
 def _text_part(part: object) -> str:
@@ -260,19 +263,17 @@ def _text_part(part: object) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         kind = part.get("type", "unknown") if isinstance(part, Mapping) else type(part).__name__
-        raise InvalidRequest(
-            f"the model takes text only, and a message has a content part of type {kind!r:.80}", param="messages"
-        )
+        raise InvalidRequest(f"the model supports text only; got a content part of type {kind!r:.80}", param="messages")
     return text
 
 
 def _tool_call(call: object) -> object:
-    """OpenAI's clients write a call's arguments as JSON text; templates take them as an object."""
+    """Parse the arguments of a call: OpenAI clients send them as JSON text, templates expect an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
-        return call  # what a model wrote earlier need not be JSON
+        return call  # written by a model, so not necessarily JSON
     return {**call, "function": {**function, "arguments": arguments}}

@@ -1,8 +1,8 @@
-"""Chat templates: a conversation to one prompt, as the model's own Jinja template has it.
+"""Render a conversation to one prompt with the model's own Jinja chat template.
 
-A template comes with the model, so it is code from strangers: it runs in Jinja's immutable sandbox, and what it may build up
-is bounded (turns of its loops, length of any text it puts together, length of the whole). What templates written for the
-Hugging Face libraries expect is there: `raise_exception`, `strftime_now`, `tojson`, `break`, `continue`, `{% generation %}`.
+A template comes with the model, so it is untrusted code: it runs in Jinja's immutable sandbox, and what it may build is bounded
+(iterations of its loops, length of any text it builds, length of the prompt). It provides what templates written for the
+Hugging Face libraries expect: `raise_exception`, `strftime_now`, `tojson`, `break`, `continue`, `{% generation %}`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _BUDGET: Final = "loop_budget__"
 _RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", _BUDGET})
 
 
-class _TooMuch(Exception):
-    """The template goes beyond one of its bounds. The text says which."""
+class _BoundExceeded(Exception):
+    """The template exceeded one of its bounds, which the message names."""
 
 
 class _Budget:
@@ -44,12 +44,12 @@ class _Budget:
         for item in items:
             self._left -= 1
             if self._left < 0:
-                raise _TooMuch("its loops do not come to an end")
+                raise _BoundExceeded("its loops do not come to an end")
             yield item
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what an assistant said, for training. Here it is what it encloses."""
+    """`{% generation %}` marks text of the assistant for training. Here it renders its contents."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
 
@@ -80,14 +80,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and not (_is_small(left) and _is_small(right)):
-            raise _TooMuch("it computes a power of large numbers")
+            raise _BoundExceeded("it computes a power of large numbers")
         if operator == "*" and _product_length(left, right) > self._max_chars:
-            raise _TooMuch("it repeats a text too often")
+            raise _BoundExceeded("it repeats a text too often")
         if operator == "%":
             self._check_sizes(left, right)
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, str | list | tuple) and len(result) > self._max_chars:
-            raise _TooMuch(f"it puts together more than {self._max_chars} characters")
+            raise _BoundExceeded(f"it puts together more than {self._max_chars} characters")
         return result
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # jinja2 names them differently
@@ -110,11 +110,11 @@ class _Environment(ImmutableSandboxedEnvironment):
             if isinstance(arg, str) and ("%" in arg or "{" in arg):
                 width = max((int(digits[:18]) for digits in _DIGITS.findall(arg)), default=0)
             if width > self._max_chars:
-                raise _TooMuch("it pads a text too far")
+                raise _BoundExceeded("it pads a text too far")
 
 
 class ChatTemplate:
-    """One model's template, compiled. May be used by several requests at once."""
+    """One model's template, compiled. Any number of requests may use it concurrently."""
 
     def __init__(
         self,
@@ -125,12 +125,12 @@ class ChatTemplate:
         max_chars: int = MAX_PROMPT_CHARS,
         max_loop_turns: int = MAX_LOOP_TURNS,
     ) -> None:
-        """Raises EngineError if `source` is no template."""
+        """Raises EngineError if `source` is not a valid template."""
         try:
             self._template = _Environment(max_chars).from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise EngineError(f"the model's chat template cannot be read: {error}") from error
-        # Jinja copies them for each rendering, from a chain of mappings ten times as slowly as from a dict.
+        # Jinja copies the globals for each rendering; from a dict that is ten times as fast as from its chain of mappings.
         self._template.globals = dict(self._template.globals)
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._max_chars = max_chars
@@ -144,9 +144,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. `variables` are the template's own switches (`enable_thinking`). Raises InvalidRequest if it refuses."""
-        if variables and (taken := _RESERVED & variables.keys()):
-            raise InvalidRequest(f"chat_template_kwargs may not set {', '.join(sorted(taken))}", param="chat_template_kwargs")
+        """Return the prompt. `variables` are the template's own options, such as `enable_thinking`. Raises InvalidRequest."""
+        if variables and (reserved := _RESERVED & variables.keys()):
+            raise InvalidRequest(
+                f"'chat_template_kwargs' must not set {', '.join(sorted(reserved))}", param="chat_template_kwargs"
+            )
         pieces: list[str] = []
         length = 0
         try:
@@ -160,14 +162,14 @@ class ChatTemplate:
             ):
                 length += len(piece)
                 if length > self._max_chars:
-                    raise _TooMuch(f"it makes a prompt of more than {self._max_chars} characters")
+                    raise _BoundExceeded(f"it makes a prompt of more than {self._max_chars} characters")
                 pieces.append(piece)
         except InvalidRequest:
             raise
-        except _TooMuch as error:
+        except _BoundExceeded as error:
             raise InvalidRequest(f"the chat template was stopped: {error}", param="messages") from error
-        except Exception as error:  # a template fails as any program does, on messages of a shape it does not know
-            raise InvalidRequest(f"the chat template does not take these messages: {_told(error)}", param="messages") from error
+        except Exception as error:  # any error of the template's code, on messages of a shape it does not expect
+            raise InvalidRequest(f"the chat template failed on these messages: {_describe(error)}", param="messages") from error
         return "".join(pieces)
 
 
@@ -185,12 +187,12 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Not jinja2's own, which escapes for HTML and sorts keys: a model would see other text than it was trained on."""
+    """The filter `tojson` of transformers: jinja2's own escapes for HTML and sorts keys, unlike what models were trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: object) -> NoReturn:
-    raise InvalidRequest(f"the chat template refuses: {message}", param="messages")
+    raise InvalidRequest(f"the chat template rejected the conversation: {message}", param="messages")
 
 
 def _strftime_now(form: str) -> str:
@@ -208,5 +210,5 @@ def _product_length(left: object, right: object) -> int:
     return 0
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]

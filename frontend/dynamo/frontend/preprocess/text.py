@@ -1,4 +1,4 @@
-"""Text generation as every protocol edge asks for it and gets it, before and after tokens."""
+"""Requests and responses of text generation in terms of text, as every API states and receives them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | Sequence[int] | None = None
     """Text, or token ids."""
     messages: Sequence[Mapping[str, Any]] | None = None
-    """A conversation, to be rendered with the model's chat template."""
+    """A conversation, rendered with the model's chat template."""
     tools: Sequence[Mapping[str, Any]] = ()
     chat_template_kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     add_generation_prompt: bool = True
     continues_last: bool = False
-    """The answer goes on where the last message ends, which is a text of the assistant."""
+    """The response continues the last message, which is a text of the assistant."""
     sampling: Sampling = Sampling()
     stop: Stop = Stop()
     stop_strings: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """Text that became certain in one choice. `text` may be empty: a token can hold half a character."""
+    """New text of one choice. `text` may be empty: a token can hold half a character."""
 
     index: int
     text: str

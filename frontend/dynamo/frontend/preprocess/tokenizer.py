@@ -1,4 +1,4 @@
-"""A model's tokenizer: text to token ids, and what each token adds to a text."""
+"""A model's tokenizer: text to token ids, and token ids to pieces of text."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.frontend.preprocess.fast_tokens import fast_encode
 
 Piece: TypeAlias = str | bytes
-"""What a token adds to a text: whole characters, or, as bytes, something with halves of characters in it."""
+"""The text of a token: a `str` of whole characters, or `bytes` that hold part of a character."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONG_TEXT_CHARS = 2_000
 _LONG_TEXT_CHARS_FAST = 20_000
-"""Longer texts take about a millisecond and more: too long for the event loop. The second is for fastokens."""
+"""Longer texts are encoded in a thread: they take more than about a millisecond. The second is for fastokens."""
 _ANCHOR = "a"
-"""A token in front of another, so that decoders which treat the first one differently do not see the other as first."""
+"""Decoded in front of a token, since some decoders treat the first token of a text differently."""
 
 
 class Tokenizer:
-    """Immutable after it was made; threads may share it."""
+    """Immutable; may be shared between threads."""
 
     def __init__(self, data: bytes, *, bos_token: str = "", add_bos: bool = False, fast: bool = True) -> None:
-        """`data` is a `tokenizer.json`. With `add_bos`, `bos_token` begins every text. Raises EngineError.
+        """`data` is the contents of a `tokenizer.json`. With `add_bos`, every text starts with `bos_token`. Raises EngineError.
 
-        With `fast`, the ids are made by fastokens where it is installed and gives the same ones.
+        With `fast`, texts are encoded by fastokens if it is installed and gives the same ids.
         """
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(data)
             self._decoders = _decoders(data)
         except Exception as error:  # the library raises plain exceptions
             raise EngineError(f"the model's tokenizer cannot be read: {error}") from error
-        # What a training run left in the file would shorten or fill up prompts.
+        # Truncation and padding left in the file by a training run would change prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -46,29 +46,32 @@ class Tokenizer:
         """One above the highest token id."""
         # Byte-level vocabularies have a character for each byte. 32: a run of spaces, or an unknown word, may be one token.
         self.longest_token_chars = max(32, max(map(len, vocabulary), default=0))
-        """A text with more characters than this per token does not exist."""
+        """Upper bound on the characters of one token."""
         self._bos: int | None = None
         if add_bos:
             self._bos = self.token_id(bos_token)
             if self._bos is None:
-                raise EngineError(f"the model's tokenizer has no token {bos_token!r}, which should begin each prompt")
+                raise EngineError(f"the model's tokenizer has no token {bos_token!r}, with which each prompt should start")
         added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
-        quick = fast_encode(data, self._reference, added) if fast else None
-        self.is_fast = quick is not None
-        self._encode = quick or self._reference
+        fast_path = fast_encode(data, self._reference, added) if fast else None
+        self.is_fast = fast_path is not None
+        self._encode = fast_path or self._reference
         self._long_text_chars = _LONG_TEXT_CHARS_FAST if self.is_fast else _LONG_TEXT_CHARS
 
+    def __repr__(self) -> str:
+        return f"Tokenizer(vocabulary_size={self.vocabulary_size}, is_fast={self.is_fast})"
+
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """`encode_now`, in a thread if the text is long; the tokenizer lets other threads run."""
+        """Return `encode_now(text)`, computed in a thread if the text is long; the tokenizer releases the GIL."""
         if len(text) < self._long_text_chars:
             return self.encode_now(text, special_tokens=special_tokens)
         return await asyncio.to_thread(self.encode_now, text, special_tokens=special_tokens)
 
     def encode_now(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Token ids of `text`; takes about 0.3 µs per character, or 0.02 µs if fastokens makes them.
+        """Return the token ids of `text`. Takes about 0.3 µs per character, or 0.02 µs with fastokens.
 
-        Names of special tokens in the text are these tokens. `special_tokens` adds those that the tokenizer puts around a
-        text, such as BOS; a rendered conversation has its own. Raises InvalidRequest for what the tokenizer cannot take.
+        Names of special tokens in the text become these tokens. `special_tokens` adds the ones that the tokenizer puts
+        around a text, such as BOS; a rendered conversation has its own. Raises InvalidRequest for text that it cannot encode.
         """
         try:
             ids = self._encode(text, special_tokens)
@@ -79,7 +82,7 @@ class Tokenizer:
         return ids
 
     def _reference(self, text: str, special_tokens: bool) -> list[int]:
-        # The batch call lets other threads run while it works; `encode` holds the interpreter for all of it.
+        # The batch call releases the GIL; `encode` does not.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
         return ids
 
@@ -88,7 +91,7 @@ class Tokenizer:
         try:
             least, most = min(tokens), max(tokens)
         except TypeError:
-            raise InvalidRequest("the prompt's token ids must be whole numbers", param="prompt") from None
+            raise InvalidRequest("the prompt's token ids must be integers", param="prompt") from None
         if least < 0 or most >= self.vocabulary_size:
             wrong = least if least < 0 else most
             raise InvalidRequest(
@@ -100,17 +103,17 @@ class Tokenizer:
         return text
 
     def token_id(self, token: str) -> int | None:
-        known: int | None = self._tokenizer.token_to_id(token)
-        return known
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
 
     @cached_property
     def pieces(self) -> Mapping[int, Piece] | None:
-        """What each token adds to a text, an empty string for unknown ids; None if that depends on the tokens around it."""
+        """Map each token to its text, unknown ids to ""; None if a token's text depends on its neighbours."""
         return _Pieces(self._piece) if _is_local(self._decoders) else None
 
     @cached_property
     def pieces_without_special(self) -> Mapping[int, Piece] | None:
-        """`pieces`, with empty strings for special tokens."""
+        """`pieces` with "" for special tokens."""
         if self.pieces is None:
             return None
         added = self._tokenizer.get_added_tokens_decoder().values()
@@ -125,16 +128,16 @@ class Tokenizer:
             return " " + content
         kinds = [decoder["type"] for decoder in self._decoders]
         if kinds == ["ByteLevel"]:
-            return _whole_if_possible(_bytes_of(content))
+            return _as_text_if_whole(_bytes_of(content))
         byte = _BYTE_TOKEN.fullmatch(content) if "ByteFallback" in kinds else None
         if byte is not None:
-            return _whole_if_possible(bytes([int(byte[1], 16)]))
+            return _as_text_if_whole(bytes([int(byte[1], 16)]))
         text: str = self._tokenizer.decoder.decode([_ANCHOR, content])
         return text.removeprefix(_ANCHOR)
 
 
 class _Pieces(dict[int, Piece]):
-    """Filled as tokens are seen: few requests use more than a part of a vocabulary."""
+    """Filled on demand: requests use only part of a vocabulary."""
 
     def __init__(self, find: Callable[[int], Piece | None]) -> None:
         super().__init__()
@@ -142,20 +145,20 @@ class _Pieces(dict[int, Piece]):
 
     def __missing__(self, token: int) -> Piece:
         piece = self._find(token)
-        if piece is None:  # not kept, so that ids an engine makes up take no memory
+        if piece is None:  # not cached, so that invalid ids of an engine take no memory
             return ""
         self[token] = piece
         return piece
 
 
-class _File(msgspec.Struct):
-    """The part of a `tokenizer.json` that the library does not show."""
+class _TokenizerFile(msgspec.Struct):
+    """The part of a `tokenizer.json` that the library does not expose."""
 
     decoder: dict[str, Any] | None = None
 
 
 def _decoders(data: bytes) -> list[dict[str, Any]]:
-    decoder = msgspec.json.decode(data, type=_File).decoder
+    decoder = msgspec.json.decode(data, type=_TokenizerFile).decoder
     return _flat(decoder) if decoder is not None else []
 
 
@@ -166,7 +169,7 @@ def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_local(decoders: list[dict[str, Any]]) -> bool:
-    """What a token, other than the first, adds to a text depends on nothing but the token.
+    """Return whether the text of each token, except the first of a text, depends on that token alone.
 
     1. ByteLevel: the bytes of the tokens, one after the other (GPT-2, Llama 3, Qwen, SmolLM2).
     2. Metaspace, WordPiece, Replace, ByteFallback, Strip: each token by itself (Llama 2, Mistral, Gemma, BERT), as long as
@@ -183,24 +186,24 @@ def _is_local(decoders: list[dict[str, Any]]) -> bool:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level vocabularies: printable Latin-1 stands for itself, the rest is moved above U+0100."""
+    """The alphabet of byte-level vocabularies: printable Latin-1 is itself, other bytes are mapped to U+0100 and above."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTE_OF_CHARACTER = _byte_of_character()
 
 
 def _bytes_of(content: str) -> bytes:
-    """The bytes of a byte-level token; added tokens may be written in other characters and mean themselves then."""
+    """Return the bytes of a byte-level token; added tokens with other characters are plain UTF-8."""
     try:
         return bytes([_BYTE_OF_CHARACTER[character] for character in content])
     except KeyError:
         return content.encode()
 
 
-def _whole_if_possible(data: bytes) -> Piece:
+def _as_text_if_whole(data: bytes) -> Piece:
     try:
         return data.decode()
     except UnicodeDecodeError:

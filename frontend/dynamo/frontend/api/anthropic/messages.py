@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic clients know them."""
+"""POST /v1/messages and /v1/messages/count_tokens: the Anthropic API."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from starlette.routing import BaseRoute, Route
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason, Summary
-from dynamo.frontend.api.anthropic.requests import Asked, CountRequest, MessagesRequest, conversation, to_text
+from dynamo.frontend.api.anthropic.requests import CountRequest, MessagesRequest, PreparedMessages, conversation, to_text
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Endpoint, ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.http.openapi import Operation
 from dynamo.frontend.api.statuses import public_message
-from dynamo.frontend.api.text.rules import llm_of, new_tool_call_id, parsed
+from dynamo.frontend.api.text.rules import llm_of, new_tool_call_id, parse_delta
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, OutputParsers, Part, Reasoning, ToolCall, make_parser
@@ -52,6 +52,8 @@ ANTHROPIC_ERRORS = ErrorForm(body=_error_body, event=lambda error, status: _even
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesEdge:
+    """The dependencies of an endpoint."""
+
     readiness: Readiness
     limits: TextLimits = field(default_factory=TextLimits)
     parsers: OutputParsers = field(default_factory=lambda: OutputParsers({}, {}))
@@ -77,6 +79,8 @@ def anthropic_routes(edge: MessagesEdge, settings: HttpSettings) -> list[BaseRou
 
 
 class CountTokens:
+    """The endpoint that counts the tokens of a conversation."""
+
     def __init__(self, edge: MessagesEdge) -> None:
         self._edge = edge
         self._decoder = msgspec.json.Decoder(CountRequest)
@@ -92,6 +96,8 @@ class CountTokens:
 
 
 class Messages:
+    """The endpoint that continues a conversation, streamed or whole."""
+
     def __init__(self, edge: MessagesEdge) -> None:
         self._edge = edge
         self._decoder = msgspec.json.Decoder(MessagesRequest)
@@ -100,32 +106,32 @@ class Messages:
         edge = self._edge
         caller = exchange.caller()
         request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
-        asked = to_text(request, edge.plane.card(exchange.account, request.model), edge.parsers, edge.limits)
+        prepared = to_text(request, edge.plane.card(exchange.account, request.model), edge.parsers, edge.limits)
         kind = RequestType.STREAM if request.stream else RequestType.UNARY
-        generation = edge.plane.generate(asked.text, caller.call(endpoint="anthropic_messages", request_type=kind))
+        generation = edge.plane.generate(prepared.text, caller.call(endpoint="anthropic_messages", request_type=kind))
         async with exchange.attended(), generation:
             if request.stream:
-                await _stream(exchange, generation, asked)
+                await _stream(exchange, generation, prepared)
             else:
-                await _answer(exchange, generation, asked)
+                await _respond(exchange, generation, prepared)
 
 
-async def _answer(exchange: Exchange, generation: Generation, asked: Asked) -> None:
-    writer = MessageWriter(asked.text.model, generation.prompt_tokens, stream=False)
-    await _read_all(generation, asked, writer, None)
+async def _respond(exchange: Exchange, generation: Generation, prepared: PreparedMessages) -> None:
+    writer = MessageWriter(prepared.text.model, generation.prompt_tokens, stream=False)
+    await _read_all(generation, prepared, writer, None)
     await exchange.answer(encode(writer.message(generation.summary)))
 
 
-async def _stream(exchange: Exchange, generation: Generation, asked: Asked) -> None:
-    writer = MessageWriter(asked.text.model, generation.prompt_tokens, stream=True)
+async def _stream(exchange: Exchange, generation: Generation, prepared: PreparedMessages) -> None:
+    writer = MessageWriter(prepared.text.model, generation.prompt_tokens, stream=True)
     async with exchange.events() as stream:
-        await _read_all(generation, asked, writer, stream.write)
+        await _read_all(generation, prepared, writer, stream.write)
         writer.finish(generation.summary)
         await stream.end(writer.take())
 
 
-async def _read_all(generation: Generation, asked: Asked, writer: MessageWriter, write: Any) -> None:
-    parser = make_parser(asked.parsers, asked.tools, generation.prompt_end)
+async def _read_all(generation: Generation, prepared: PreparedMessages, writer: MessageWriter, write: Any) -> None:
+    parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
     while deltas := await generation.read():
         for delta in deltas:
             writer.add(delta, parser)
@@ -134,7 +140,7 @@ async def _read_all(generation: Generation, asked: Asked, writer: MessageWriter,
 
 
 class MessageWriter:
-    """Turns deltas into content blocks and, for streams, into events, which `take` gives."""
+    """Turns deltas into content blocks and, for streams, into events, which `take` returns."""
 
     def __init__(self, model: str, prompt_tokens: int, *, stream: bool) -> None:
         self._stream = stream
@@ -142,9 +148,9 @@ class MessageWriter:
         self._blocks: list[dict[str, Any]] = []
         self._pieces: list[str] = []
         self._field = ""
-        """Which field of the open block, the last one, the pieces are; empty if none is open."""
+        """The field of the open block that the pieces belong to; empty if no block is open."""
         self._delta = b""
-        """The event of another piece, up to the piece."""
+        """The beginning of a delta event, up to its text."""
         self._call = -1
         self._reason: FinishReason | None = None
         self._stop: str | int | None = None
@@ -163,24 +169,24 @@ class MessageWriter:
             self._emit("ping")
 
     def take(self) -> bytes:
-        """The events since the last call."""
+        """Return the events since the last call."""
         events, self._events = b"".join(self._events), []
         return events
 
     def add(self, delta: TextDelta, parser: OutputParser | None) -> None:
-        parts: list[Part] = parsed(parser, delta) if parser is not None else [Content(delta.text)] if delta.text else []
+        parts: list[Part] = parse_delta(parser, delta) if parser is not None else [Content(delta.text)] if delta.text else []
         for part in parts:
             self._add(part)
         if delta.finish_reason is not None:
             self._reason, self._stop = delta.finish_reason, delta.stop_reason
 
     def message(self, summary: Summary) -> dict[str, Any]:
-        """The whole answer. Raises EngineError if it was not finished."""
+        """Return the whole response. Raises EngineError if it was not finished."""
         self._close()
         return {**self._head, "content": self._blocks, **self._ending(), "usage": _usage(summary)}
 
     def finish(self, summary: Summary) -> None:
-        """The last events. Raises EngineError if the answer was not finished."""
+        """Write the last events. Raises EngineError if the response was not finished."""
         ending = self._ending()
         if not self._blocks:
             self._open({"type": "text", "text": ""}, "text", "text_delta")
@@ -190,7 +196,7 @@ class MessageWriter:
 
     def _ending(self) -> dict[str, str | None]:
         if self._reason is None:
-            raise EngineError("the engine ended without finishing its answer")
+            raise EngineError("the engine ended without finishing its response")
         stop = self._stop if isinstance(self._stop, str) else None
         if stop is not None:
             reason = "stop_sequence"
@@ -248,7 +254,7 @@ class MessageWriter:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A call's arguments; empty if the model was cut off or wrote no JSON object."""
+    """Decode a call's arguments; empty if the model was cut off or did not write a JSON object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
@@ -256,7 +262,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _usage(summary: Summary) -> dict[str, int]:
-    """Anthropic counts tokens read from a cache apart from the input."""
+    """Return the usage; Anthropic counts tokens read from a cache separately from the input."""
     return {
         "input_tokens": max(0, summary.prompt_tokens - summary.cached_tokens),
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""What Anthropic clients send, and how it becomes a conversation."""
+"""Request bodies of the Anthropic API, and their translation into text requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.frontend.api.text.rules import check_chars, choose_parsers, llm_of, stop_strings
-from dynamo.frontend.api.text.tool_choice import named_call, some_call
+from dynamo.frontend.api.text.tool_choice import require_any_call, require_named_call
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.frontend.preprocess.text import TextRequest
@@ -21,7 +21,7 @@ from dynamo.frontend.preprocess.text import TextRequest
 Json: TypeAlias = dict[str, Any]
 
 
-class Source(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ContentSource(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     type: Literal["base64", "url", "text", "file"]
     media_type: str | None = None
     data: str | None = None
@@ -29,24 +29,24 @@ class Source(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     file_id: str | None = None
 
 
-class ResultBlock(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A part of a tool's result."""
+class ToolResultPart(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A part of a tool result."""
 
     type: Literal["text", "image"]
     text: str | None = None
-    source: Source | None = None
+    source: ContentSource | None = None
     cache_control: Json | None = None
 
 
-class Block(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ContentBlock(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
-    source: Source | None = None
+    source: ContentSource | None = None
     id: str | None = None
     name: str | None = None
     input: Json | None = None
     tool_use_id: str | None = None
-    content: str | list[ResultBlock] | None = None
+    content: str | list[ToolResultPart] | None = None
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
@@ -56,9 +56,9 @@ class Block(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     cache_control: Annotated[Json, Meta(description="Accepted; prefixes are cached anyway.")] | None = None
 
 
-class Message(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class InputMessage(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class SystemBlock(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ class SystemBlock(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
     citations: list[Any] | None = None
 
 
-class Tool(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class MessagesTool(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
     input_schema: Json | None = None
     description: str | None = None
@@ -81,7 +81,7 @@ class Tool(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     allowed_callers: list[str] | None = None
 
 
-class ToolChoice(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class MessagesToolChoice(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -107,10 +107,10 @@ class CountRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     """POST /v1/messages/count_tokens"""
 
     model: Annotated[str, Meta(min_length=1, max_length=256)]
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[InputMessage], Meta(min_length=1)]
     system: str | list[SystemBlock] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[MessagesTool], Meta(max_length=1024)] | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Json | None = None
@@ -135,19 +135,19 @@ class MessagesRequest(CountRequest, kw_only=True, frozen=True, forbid_unknown_fi
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, ready to be run."""
+class PreparedMessages:
+    """A validated request, as a text request for the data plane."""
 
     text: TextRequest
     parsers: tuple[ParserKind, ...]
     tools: Sequence[Mapping[str, Any]]
 
 
-def to_text(request: MessagesRequest, card: ModelCard, parsers: OutputParsers, limits: TextLimits) -> Asked:
-    """Raises InvalidRequest, Unsupported."""
+def to_text(request: MessagesRequest, card: ModelCard, parsers: OutputParsers, limits: TextLimits) -> PreparedMessages:
+    """Prepare a request. Raises InvalidRequest, Unsupported."""
     for name in ("container", "fallbacks"):
         if getattr(request, name) is not None:
-            raise InvalidRequest(f"'{name}' is not available on this server", param=name)
+            raise InvalidRequest(f"'{name}' is not supported", param=name)
     text = conversation(request, llm_of(card), limits)
     tools = text.tools
     forced: ParserKind | None = None
@@ -157,16 +157,18 @@ def to_text(request: MessagesRequest, card: ModelCard, parsers: OutputParsers, l
     choice = request.tool_choice
     if choice is not None and choice.type in ("any", "tool"):
         if not tools:
-            raise InvalidRequest("'tool_choice' demands a call, and there are no tools", param="tool_choice")
+            raise InvalidRequest("'tool_choice' requires a call, but there are no tools", param="tool_choice")
         if guided is not None:
-            raise InvalidRequest("'tool_choice' demands a call; no other structure goes with that", param="tool_choice")
+            raise InvalidRequest(
+                "'tool_choice' requires a call, so it cannot be combined with another output structure", param="tool_choice"
+            )
         guided, forced = (
-            named_call(choice.name or "", tools)
+            require_named_call(choice.name or "", tools)
             if choice.type == "tool"
-            else some_call(tools, parallel=not choice.disable_parallel_tool_use)
+            else require_any_call(tools, parallel=not choice.disable_parallel_tool_use)
         )
     kinds = choose_parsers(card, parsers, forced, has_tools=bool(tools), guided=guided is not None)
-    return Asked(
+    return PreparedMessages(
         msgspec.structs.replace(
             text,
             sampling=Sampling(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, guided=guided),
@@ -180,18 +182,16 @@ def to_text(request: MessagesRequest, card: ModelCard, parsers: OutputParsers, l
 
 
 def conversation(request: CountRequest, llm: LlmInfo, limits: TextLimits) -> TextRequest:
-    """What goes into the prompt. Raises InvalidRequest."""
+    """Return the text request for a conversation, without sampling settings. Raises InvalidRequest."""
     if len(request.messages) > limits.max_messages:
-        raise InvalidRequest(
-            f"there are {len(request.messages)} messages; at most {limits.max_messages} are taken", param="messages"
-        )
+        raise InvalidRequest(f"got {len(request.messages)} messages; at most {limits.max_messages} are allowed", param="messages")
     messages: list[dict[str, Any]] = []
     if request.system:
         system = request.system if isinstance(request.system, str) else "\n".join(block.text for block in request.system)
         messages.append({"role": "system", "content": system})
     media: list[dict[str, Any]] = []
-    for at, message in enumerate(request.messages):
-        messages += _messages(message, f"messages[{at}]", llm, media)
+    for index, message in enumerate(request.messages):
+        messages += _messages(message, f"messages[{index}]", llm, media)
     check_chars(sum(map(_chars, messages)), limits, "messages")
     tools = [] if request.tool_choice is not None and request.tool_choice.type == "none" else _tools(request.tools or ())
     variables: dict[str, Any] = {}
@@ -217,56 +217,56 @@ def _chars(message: Mapping[str, Any]) -> int:
     return text + sum(len(call["function"]["arguments"]) for call in message.get("tool_calls", ()))
 
 
-def _messages(message: Message, where: str, llm: LlmInfo, media: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own here."""
+def _messages(message: InputMessage, where: str, llm: LlmInfo, media: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one message as chat templates expect it; tool results become separate messages before it."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
-    for at, block in enumerate(message.content):
-        there = f"{where}.content[{at}]"
+    for index, block in enumerate(message.content):
+        path = f"{where}.content[{index}]"
         if block.type == "text":
-            parts.append({"type": "text", "text": _needed(block.text, "text", there)})
+            parts.append({"type": "text", "text": _required(block.text, "text", path)})
         elif block.type == "thinking":
             thoughts.append(block.thinking or "")
         elif block.type == "image":
-            parts.append(_image(_needed(block.source, "source", there), there, llm, media))
+            parts.append(_image(_required(block.source, "source", path), path, llm, media))
         elif block.type == "tool_use":
             arguments = msgspec.json.encode(block.input or {}).decode()
-            function = {"name": _needed(block.name, "name", there), "arguments": arguments}
-            calls.append({"id": _needed(block.id, "id", there), "type": "function", "function": function})
+            function = {"name": _required(block.name, "name", path), "arguments": arguments}
+            calls.append({"id": _required(block.id, "id", path), "type": "function", "function": function})
         elif block.type == "tool_result":
-            call = _needed(block.tool_use_id, "tool_use_id", there)
-            results.append({"role": "tool", "tool_call_id": call, "content": _result(block.content, there, llm, media)})
-    found: dict[str, Any] = {"role": message.role}
+            call = _required(block.tool_use_id, "tool_use_id", path)
+            results.append({"role": "tool", "tool_call_id": call, "content": _result(block.content, path, llm, media)})
+    translated: dict[str, Any] = {"role": message.role}
     if parts:
-        found["content"] = "\n".join(part["text"] for part in parts) if all("text" in part for part in parts) else parts
+        translated["content"] = "\n".join(part["text"] for part in parts) if all("text" in part for part in parts) else parts
     if calls:
-        found["tool_calls"] = calls
+        translated["tool_calls"] = calls
     if thoughts:
-        found["reasoning_content"] = "".join(thoughts)
-    return [*results, found] if len(found) > 1 else results
+        translated["reasoning_content"] = "".join(thoughts)
+    return [*results, translated] if len(translated) > 1 else results
 
 
 def _result(
-    content: str | list[ResultBlock] | None, where: str, llm: LlmInfo, media: list[dict[str, Any]]
+    content: str | list[ToolResultPart] | None, where: str, llm: LlmInfo, media: list[dict[str, Any]]
 ) -> str | list[dict[str, Any]]:
     if not isinstance(content, list):
         return content or ""
     parts = [
-        {"type": "text", "text": _needed(block.text, "text", where)}
+        {"type": "text", "text": _required(block.text, "text", where)}
         if block.type == "text"
-        else _image(_needed(block.source, "source", where), where, llm, media)
+        else _image(_required(block.source, "source", where), where, llm, media)
         for block in content
     ]
     return "\n".join(part["text"] for part in parts) if all("text" in part for part in parts) else parts
 
 
-def _image(source: Source, where: str, llm: LlmInfo, media: list[dict[str, Any]]) -> dict[str, Any]:
+def _image(source: ContentSource, where: str, llm: LlmInfo, media: list[dict[str, Any]]) -> dict[str, Any]:
     if "image" not in llm.modalities:
-        raise InvalidRequest("the model takes no image; there is one in the messages", param=where)
+        raise InvalidRequest("the model does not support content of type image", param=where)
     if source.type == "base64" and source.data is not None and source.media_type is not None:
         url = f"data:{source.media_type};base64,{source.data}"
     elif source.type == "url" and source.url is not None:
@@ -278,23 +278,21 @@ def _image(source: Source, where: str, llm: LlmInfo, media: list[dict[str, Any]]
     return part
 
 
-def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    found = []
-    for at, tool in enumerate(tools):
+def _tools(tools: Sequence[MessagesTool]) -> list[dict[str, Any]]:
+    functions = []
+    for index, tool in enumerate(tools):
         if tool.type not in (None, "custom") or tool.input_schema is None:
-            raise InvalidRequest(
-                f"the tool '{tool.name}' is not one of the client's own, with an 'input_schema'", param=f"tools[{at}]"
-            )
+            raise InvalidRequest(f"the tool '{tool.name}' must be a client tool with an 'input_schema'", param=f"tools[{index}]")
         function = {"name": tool.name, "parameters": tool.input_schema}
         if tool.description is not None:
             function["description"] = tool.description
-        found.append({"type": "function", "function": function})
+        functions.append({"type": "function", "function": function})
     if len({tool.name for tool in tools}) != len(tools):
         raise InvalidRequest("two tools have the same name", param="tools")
-    return found
+    return functions
 
 
-def _needed(value: Any, name: str, where: str) -> Any:
+def _required(value: Any, name: str, where: str) -> Any:
     if value is None:
         raise InvalidRequest(f"'{where}' needs '{name}'", param=f"{where}.{name}")
     return value

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions"""
+"""POST /v1/chat/completions: continue a conversation."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_usag
 from dynamo.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_objects import (
-    AnswerMessage,
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
     Function,
+    ResponseMessage,
+    ResponseToolCall,
     TokenLogprob,
-    ToolCallMade,
     Usage,
 )
-from dynamo.frontend.api.openai.to_text import Asked, call_of, chat_to_text
-from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokens
-from dynamo.frontend.api.text.rules import new_tool_call_id, parsed
+from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text
+from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
+from dynamo.frontend.api.text.rules import new_tool_call_id, parse_delta
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, ToolCall, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
@@ -37,6 +37,8 @@ from dynamo.frontend.serving.data_plane import Generation
 
 
 class ChatCompletions:
+    """The endpoint for chat completions, streamed or whole."""
+
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
         self._decoder = msgspec.json.Decoder(ChatRequest)
@@ -46,10 +48,10 @@ class ChatCompletions:
         started = edge.clock()
         caller = exchange.caller()
         request = edge.completed(decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth))
-        asked = chat_to_text(request, edge.plane.card(exchange.account, request.model), edge.parsers, edge.limits)
+        prepared = chat_to_text(request, edge.plane.card(exchange.account, request.model), edge.parsers, edge.limits)
         call = call_of(request, caller, "chat_completions")
         extras = Extras(request, started, edge.clock)
-        generation = edge.plane.generate(asked.texts[0], call)
+        generation = edge.plane.generate(prepared.texts[0], call)
         async with exchange.attended(), generation:
             texts = await self._token_texts(exchange.account, request)
             head = Head(
@@ -60,47 +62,61 @@ class ChatCompletions:
                 usage=wants_usage(request),
             )
             if request.stream:
-                await self._stream(exchange, generation, head, asked, texts, extras)
+                await self._stream(exchange, generation, head, prepared, texts, extras)
             else:
-                await self._answer(exchange, generation, head, asked, texts, extras)
+                await self._respond(exchange, generation, head, prepared, texts, extras)
 
     async def _stream(
-        self, exchange: Exchange, generation: Generation, head: Head, asked: Asked, texts: TokenTexts | None, extras: Extras
+        self,
+        exchange: Exchange,
+        generation: Generation,
+        head: Head,
+        prepared: PreparedRequest,
+        texts: TokenTexts | None,
+        extras: Extras,
     ) -> None:
-        text = asked.texts[0]
-        chunks = ChatChunks(head, asked.n, _parsers(asked, generation), texts, text.logprobs or 0)
+        text = prepared.texts[0]
+        chunks = ChatChunks(head, prepared.n, _parsers(prepared, generation), texts, text.logprobs or 0)
         async with exchange.events() as stream:
             if extras.annotations:
                 model = await self._edge.plane.text_model(exchange.account, text.model)
-                if annotations := await extras.before(generation, model, text, exchange.request_id):
+                if annotations := await extras.prompt_annotations(generation, model, text, exchange.request_id):
                     await stream.write(b"".join(annotations))
-            await write_stream(stream, generation, extras.watched(chunks))
+            await write_stream(stream, generation, extras.collecting(chunks))
             last = last_chunk(head, generation.summary, extras.fields(generation), chunks.reasoning_tokens)
-            await stream.end(b"".join(extras.after(generation)) + last)
+            await stream.end(b"".join(extras.final_annotations(generation)) + last)
 
-    async def _answer(
-        self, exchange: Exchange, generation: Generation, head: Head, asked: Asked, texts: TokenTexts | None, extras: Extras
+    async def _respond(
+        self,
+        exchange: Exchange,
+        generation: Generation,
+        head: Head,
+        prepared: PreparedRequest,
+        texts: TokenTexts | None,
+        extras: Extras,
     ) -> None:
-        parsers: Sequence[OutputParser | None] = _parsers(asked, generation) or [None] * asked.n
-        folds = [ChatFold(parser, texts, asked.texts[0].logprobs or 0) for parser in parsers]
+        parsers: Sequence[OutputParser | None] = _parsers(prepared, generation) or [None] * prepared.n
+        builders = [ChatChoiceBuilder(parser, texts, prepared.texts[0].logprobs or 0) for parser in parsers]
         while deltas := await generation.read():
             for delta in deltas:
-                folds[delta.index].add(delta)
+                builders[delta.index].add(delta)
                 if extras.tokens is not None:
                     extras.tokens += delta.tokens
-        choices = [fold.choice(index) for index, fold in enumerate(folds)]
-        if asked.texts[0].prompt_logprobs is not None and texts is not None:
+        choices = [builder.choice(index) for index, builder in enumerate(builders)]
+        if prepared.texts[0].prompt_logprobs is not None and texts is not None:
             shown = prompt_logprobs(generation.summary.prompt_logprobs or [], texts)
             choices = [msgspec.structs.replace(choice, prompt_logprobs=shown) for choice in choices]
-        answer = ChatCompletion(
+        completion = ChatCompletion(
             id=head.id,
             created=head.created,
             model=head.model,
             choices=choices,
-            usage=Usage.of(generation.summary, sum(fold.reasoning.count for fold in folds) if parsers[0] is not None else None),
+            usage=Usage.of(
+                generation.summary, sum(builder.reasoning.count for builder in builders) if parsers[0] is not None else None
+            ),
             nvext=extras.fields(generation) or UNSET,
         )
-        await exchange.answer(encode(answer))
+        await exchange.answer(encode(completion))
 
     async def _token_texts(self, account: Account, request: ChatRequest) -> TokenTexts | None:
         if not request.logprobs and request.prompt_logprobs is None:
@@ -108,17 +124,16 @@ class ChatCompletions:
         return TokenTexts((await self._edge.plane.text_model(account, request.model)).tokenizer)
 
 
-def _parsers(asked: Asked, generation: Generation) -> list[OutputParser]:
-    """One for each choice; none if the model's text is the answer as it is."""
-    if not asked.parsers:
+def _parsers(prepared: PreparedRequest, generation: Generation) -> list[OutputParser]:
+    """Return one parser per choice; an empty list if all of the model's text is content."""
+    if not prepared.parsers:
         return []
-    before = generation.prompt_end
-    found = [make_parser(asked.parsers, asked.tools, before) for _ in range(asked.n)]
-    return [parser for parser in found if parser is not None]
+    parsers = [make_parser(prepared.parsers, prepared.tools, generation.prompt_end) for _ in range(prepared.n)]
+    return [parser for parser in parsers if parser is not None]
 
 
-class ChatFold:
-    """Puts the deltas of one choice together."""
+class ChatChoiceBuilder:
+    """Builds one choice of a whole response from its deltas."""
 
     def __init__(self, parser: OutputParser | None, texts: TokenTexts | None, top: int) -> None:
         self._parser = parser
@@ -127,7 +142,7 @@ class ChatFold:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []
-        self.reasoning = ReasoningTokens()
+        self.reasoning = ReasoningTokenCounter()
         self._logprobs: list[TokenLogprob] | None = None
         self._reason: FinishReason | None = None
 
@@ -135,7 +150,7 @@ class ChatFold:
         if self._parser is None:
             self._content.append(delta.text)
         else:
-            parts = parsed(self._parser, delta)
+            parts = parse_delta(self._parser, delta)
             self.reasoning.add(parts, len(delta.tokens))
             self._take(parts)
         if self._texts is not None and delta.logprobs is not None:
@@ -157,12 +172,12 @@ class ChatFold:
         self._calls[part.index][1].append(part.arguments)
 
     def choice(self, index: int) -> ChatChoice:
-        """Raises EngineError if the engine did not finish it."""
+        """Return the choice. Raises EngineError if the engine did not finish it."""
         if self._reason is None:
-            raise EngineError("the engine ended without finishing its answer")
+            raise EngineError("the engine ended without finishing its response")
         content = "".join(self._content)
-        calls = [ToolCallMade(new_tool_call_id(), Function(name, "".join(arguments))) for name, arguments in self._calls]
-        message = AnswerMessage(
+        calls = [ResponseToolCall(new_tool_call_id(), Function(name, "".join(arguments))) for name, arguments in self._calls]
+        message = ResponseMessage(
             content=content if content or not calls else None,
             reasoning_content="".join(self._reasoning) if self._reasoning else UNSET,
             tool_calls=calls or UNSET,

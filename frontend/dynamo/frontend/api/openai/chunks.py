@@ -1,4 +1,7 @@
-"""Streamed answers. The JSON around the text is made once per stream; a token adds its text and joins three pieces of bytes."""
+"""Write streamed responses as server-sent events.
+
+The JSON around the text is encoded once per stream; a token costs encoding its text and joining three pieces of bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import msgspec
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.openai.logprobs import CompletionLogprobWriter, chat_logprobs
 from dynamo.frontend.api.openai.response_objects import Usage
-from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokens
-from dynamo.frontend.api.text.rules import new_tool_call_id, parsed
+from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
+from dynamo.frontend.api.text.rules import new_tool_call_id, parse_delta
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, ToolCall
 from dynamo.frontend.preprocess.text import TextDelta
@@ -26,14 +29,14 @@ _END_WITH_USAGE = b',"usage":null}\n\n'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What all chunks of an answer have in common."""
+    """The fields that all chunks of a response share."""
 
     id: str
     kind: str
     created: int
     model: str
     usage: bool
-    """The stream ends with usage, and says `"usage": null` until then."""
+    """Whether the stream ends with usage, and has `"usage": null` in every chunk before."""
     _start: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,16 +47,16 @@ class Head:
 
     @property
     def start(self) -> bytes:
-        """Up to where the choices begin."""
+        """The chunk up to its choices."""
         return self._start
 
     @property
     def end(self) -> bytes:
-        """Behind the choices."""
+        """The chunk after its choices."""
         return _END_WITH_USAGE if self.usage else _END
 
     def last(self, usage: Usage | None, nvext: dict[str, Any] | None) -> bytes:
-        """What follows the last choice: usage and our own extras, if asked for, and the end of the stream."""
+        """Return what follows the last choice: usage and `nvext`, if requested, and the end of the stream."""
         if usage is None and nvext is None:
             return DONE
         extra = b"" if nvext is None else b',"nvext":' + encode(nvext)
@@ -61,7 +64,7 @@ class Head:
 
 
 class ChatChunks:
-    """`add` turns a delta into the events that tell it."""
+    """Turns deltas of a chat completion into events."""
 
     def __init__(
         self,
@@ -75,23 +78,23 @@ class ChatChunks:
         self._delta = [head.start + b'[{"index":%d,"delta":' % index for index in range(choices)]
         self._content = [delta + b'{"content":' for delta in self._delta]
         self._content_end = b'},"logprobs":null,"finish_reason":null}]' + head.end
-        self._silent = set(range(choices))
+        self._unstarted = set(range(choices))
         self._parsers = parsers
         self._texts = logprobs
         self._top = top_logprobs
         self._called: set[int] = set()
-        self._reasoning = [ReasoningTokens() for _ in parsers]
+        self._reasoning = [ReasoningTokenCounter() for _ in parsers]
         self._is_plain = not parsers and logprobs is None
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """None if reasoning is not told apart."""
+        """Number of reasoning tokens; None if reasoning is not parsed."""
         return sum(reasoning.count for reasoning in self._reasoning) if self._reasoning else None
 
     def add(self, delta: TextDelta, events: list[bytes]) -> None:
         index = delta.index
-        if index in self._silent:
-            self._silent.discard(index)
+        if index in self._unstarted:
+            self._unstarted.discard(index)
             events.append(
                 self._delta[index] + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' + self._end
             )
@@ -105,7 +108,7 @@ class ChatChunks:
 
     def _add_parsed(self, delta: TextDelta, events: list[bytes]) -> None:
         index = delta.index
-        parts = parsed(self._parsers[index], delta) if self._parsers else [Content(delta.text)] if delta.text else []
+        parts = parse_delta(self._parsers[index], delta) if self._parsers else [Content(delta.text)] if delta.text else []
         if self._reasoning:
             self._reasoning[index].add(parts, len(delta.tokens))
         logprobs = b"null"
@@ -143,12 +146,12 @@ def finish_reason(reason: FinishReason, *, called: bool) -> str:
 
 
 class CompletionChunks:
-    """The same for plain completions."""
+    """Turns deltas of a plain completion into events."""
 
     def __init__(
         self, head: Head, choices: int, logprobs: TokenTexts | None = None, top_logprobs: int = 0, echo: Sequence[str] = ()
     ) -> None:
-        """`echo` has what comes before the text of each choice."""
+        """`echo` is the text in front of each choice: its prompt."""
         self._text = [head.start + b'[{"index":%d,"text":' % index for index in range(choices)]
         self._end = head.end
         self._text_end = b',"logprobs":null,"finish_reason":null}]' + head.end

@@ -1,4 +1,4 @@
-"""What the text endpoints share: who they ask, and how an answer gets out."""
+"""What the OpenAI endpoints share: the data plane, limits, streaming, and NVIDIA's extension `nvext`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dynamo.common.generation import Summary
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import EventStream
 from dynamo.frontend.api.openai.chunks import Head
-from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, NvExt, Sampled
+from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, NvExt, TextGenerationRequest
 from dynamo.frontend.api.openai.response_objects import Usage
 from dynamo.frontend.api.openai.to_text import RequestTemplate
-from dynamo.frontend.api.text.generations import Source
+from dynamo.frontend.api.text.generations import TextSource
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
@@ -29,7 +29,7 @@ R = TypeVar("R", ChatRequest, CompletionRequest)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """What endpoints work with."""
+    """The dependencies of an endpoint."""
 
     readiness: Readiness
     limits: TextLimits = field(default_factory=TextLimits)
@@ -44,7 +44,7 @@ class Edge:
         return self.readiness.plane
 
     def completed(self, request: R) -> R:
-        """`request` with what the request template says. Raises InvalidRequest if there is no model in either."""
+        """Return `request` with defaults of the request template. Raises InvalidRequest if neither names a model."""
         template = self.template
         changes: dict[str, Any] = {}
         if not request.model:
@@ -53,20 +53,22 @@ class Edge:
             changes["model"] = template.model
         if request.temperature is None and template.temperature is not None:
             changes["temperature"] = template.temperature
-        said = request.max_tokens is not None or (isinstance(request, ChatRequest) and request.max_completion_tokens is not None)
-        if not said and template.max_completion_tokens is not None:
+        has_max_tokens = request.max_tokens is not None or (
+            isinstance(request, ChatRequest) and request.max_completion_tokens is not None
+        )
+        if not has_max_tokens and template.max_completion_tokens is not None:
             changes["max_tokens"] = template.max_completion_tokens
         return msgspec.structs.replace(request, **changes) if changes else request
 
 
 class Chunks(Protocol):
-    """Turns deltas into events."""
+    """Turns deltas into server-sent events."""
 
     def add(self, delta: TextDelta, events: list[bytes]) -> None: ...
 
 
-async def write_stream(stream: EventStream, source: Source, chunks: Chunks) -> None:
-    """Every delta as an event of its own, everything that is there in one write."""
+async def write_stream(stream: EventStream, source: TextSource, chunks: Chunks) -> None:
+    """Write each delta as its own event, and all that are ready in one write."""
     add = chunks.add
     while deltas := await source.read():
         events: list[bytes] = []
@@ -76,7 +78,7 @@ async def write_stream(stream: EventStream, source: Source, chunks: Chunks) -> N
             await stream.write(b"".join(events))
 
 
-def wants_usage(request: Sampled) -> bool:
+def wants_usage(request: TextGenerationRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
 
 
@@ -88,9 +90,9 @@ def last_chunk(head: Head, summary: Summary, nvext: dict[str, Any] | None, reaso
 
 
 class Extras:
-    """What `nvext` asks to be told besides the answer."""
+    """The annotations and extra fields that a request's `nvext` selects."""
 
-    def __init__(self, request: Sampled, started: float, clock: Callable[[], float]) -> None:
+    def __init__(self, request: TextGenerationRequest, started: float, clock: Callable[[], float]) -> None:
         nvext = request.nvext or NvExt()
         self.annotations = nvext.annotations or []
         self._fields = nvext.extra_fields or []
@@ -101,29 +103,32 @@ class Extras:
     def __bool__(self) -> bool:
         return bool(self.annotations or self._fields)
 
-    def watched(self, chunks: Chunks) -> Chunks:
-        return chunks if self.tokens is None else _CountingTokens(chunks, self.tokens)
+    def collecting(self, chunks: Chunks) -> Chunks:
+        """Return `chunks`, or a wrapper that collects the completion's token ids, if they are requested."""
+        return chunks if self.tokens is None else _TokenCollector(chunks, self.tokens)
 
-    async def before(self, generation: Generation, text: TextModel, request: TextRequest, request_id: str) -> list[bytes]:
-        """The annotations that are known once the prompt is."""
-        found: list[bytes] = []
+    async def prompt_annotations(
+        self, generation: Generation, text: TextModel, request: TextRequest, request_id: str
+    ) -> list[bytes]:
+        """Return the annotations about the prompt, as events."""
+        events: list[bytes] = []
         for name in self.annotations:
             if name == "token_ids":
-                found.append(annotation(name, list(generation.prompt_ids)))
+                events.append(annotation(name, list(generation.prompt_ids)))
             elif name == "formatted_prompt":
-                found.append(annotation(name, formatted_prompt(text, request)))
+                events.append(annotation(name, formatted_prompt(text, request)))
             elif name == "request_id":
-                found.append(annotation(name, request_id))
-        return found
+                events.append(annotation(name, request_id))
+        return events
 
-    def after(self, source: Source) -> list[bytes]:
-        """Those that are known at the end."""
-        found: list[bytes] = []
+    def final_annotations(self, source: TextSource) -> list[bytes]:
+        """Return the annotations about the whole response, as events."""
+        events: list[bytes] = []
         if "worker_id" in self.annotations and source.decision is not None:
-            found.append(annotation("worker_id", f"{source.decision.instance.id:x}"))
+            events.append(annotation("worker_id", f"{source.decision.instance.id:x}"))
         if "llm_metrics" in self.annotations:
             summary = source.summary
-            found.append(
+            events.append(
                 annotation(
                     "llm_metrics",
                     {
@@ -135,37 +140,38 @@ class Extras:
                     },
                 )
             )
-        return found
+        return events
 
-    def fields(self, source: Source) -> dict[str, Any] | None:
-        """`nvext` of the answer; None if nothing was asked for."""
-        found: dict[str, Any] = {}
+    def fields(self, source: TextSource) -> dict[str, Any] | None:
+        """Return the response's `nvext`; None if no field is selected."""
+        fields: dict[str, Any] = {}
         if "worker_id" in self._fields and source.decision is not None:
-            found["worker_id"] = {"decode_worker_id": f"{source.decision.instance.id:x}"}
+            fields["worker_id"] = {"decode_worker_id": f"{source.decision.instance.id:x}"}
         if "timing" in self._fields:
-            found["timing"] = {
+            fields["timing"] = {
                 "queue_ms": source.summary.queue_ms,
                 "prefill_ms": source.summary.prefill_ms,
                 "total_ms": round((self._clock() - self._started) * 1000, 3),
             }
         if self.tokens is not None:
-            found["completion_token_ids"] = self.tokens
-        return found or None
+            fields["completion_token_ids"] = self.tokens
+        return fields or None
 
 
 def annotation(name: str, value: object) -> bytes:
-    """An event without data, which clients that do not know it leave alone; what it says is a comment."""
+    """Return an event without data, which clients that do not know it ignore; its value is a comment."""
     return b"event: " + name.encode() + b"\n: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def formatted_prompt(text: TextModel, request: TextRequest) -> str:
+    """Return the prompt as text, with the chat template applied."""
     if request.messages is not None:
         return text.render(request)
     prompt = request.prompt
     return prompt if isinstance(prompt, str) else text.tokenizer.decode(list(prompt or []), skip_special_tokens=False)
 
 
-class _CountingTokens:
+class _TokenCollector:
     def __init__(self, chunks: Chunks, tokens: list[int]) -> None:
         self._chunks = chunks
         self._tokens = tokens

@@ -1,7 +1,7 @@
-"""POST /v1/embeddings
+"""POST /v1/embeddings: texts to vectors.
 
-An embedding model is a tensor model: it takes texts as one BYTES tensor and gives vectors as one floating-point tensor with a row
-for each text. A second output of a whole-number type, named `prompt_tokens`, may say how many tokens each text had.
+An embedding model is a tensor model: its input is one BYTES tensor of texts, its output one floating-point tensor with a row per
+text. A second, integer output named `prompt_tokens` may report how many tokens each text had.
 
     inputs:  {name: text,       datatype: BYTES, shape: [-1]}       or [-1, 1]
     outputs: {name: embedding,  datatype: FP32,  shape: [-1, 384]}  FP16, BF16 and FP64 too
@@ -37,6 +37,8 @@ _FLOATS = frozenset(("FP16", "BF16", "FP32", "FP64"))
 
 
 class EmbeddingsEndpoint:
+    """The endpoint for embeddings."""
+
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
         self._decoder = msgspec.json.Decoder(EmbeddingRequest)
@@ -51,11 +53,11 @@ class EmbeddingsEndpoint:
         tensors = to_tensors(texts, request.model, card)
         call = caller.call(endpoint="embeddings", request_type=RequestType.UNARY)
         async with exchange.attended():
-            answer = await plane.infer(tensors, call)
-        vectors, tokens = from_tensors(bytes(answer), len(texts))
+            response = await plane.infer(tensors, call)
+        vectors, tokens = from_tensors(bytes(response), len(texts))
         call.account.charge(tokens)
         if request.dimensions is not None:
-            vectors = shortened(vectors, request.dimensions)
+            vectors = shorten(vectors, request.dimensions)
         data = [
             Embedding(index=index, embedding=_base64(row) if request.encoding_format == "base64" else row.tolist())
             for index, row in enumerate(vectors)
@@ -68,21 +70,21 @@ class EmbeddingsEndpoint:
 def _texts(request: EmbeddingRequest, most: int) -> list[str]:
     inputs = prompts_of(request.input, "input")
     if len(inputs) > most:
-        raise InvalidRequest(f"there are {len(inputs)} texts; at most {most} are taken", param="input")
+        raise InvalidRequest(f"got {len(inputs)} texts; at most {most} are allowed", param="input")
     texts = [text for text in inputs if isinstance(text, str)]
     if len(texts) < len(inputs):
-        raise InvalidRequest("the embedding models served here take texts, no token ids", param="input")
+        raise InvalidRequest("embedding models take texts, not token ids", param="input")
     if "" in texts:
-        raise InvalidRequest("a text of 'input' is empty", param="input")
+        raise InvalidRequest("'input' must not contain an empty text", param="input")
     return texts
 
 
 def to_tensors(texts: Sequence[str], model: str, card: ModelCard) -> TensorRequest:
-    """The question to an embedding model. Raises InvalidRequest if `card` is of another kind of model."""
+    """Return the inference request for an embedding model. Raises InvalidRequest if `card` is not one."""
     inputs = [spec for spec in card.inputs if not spec.optional]
     is_embedding = card.kind is ModelKind.EMBEDDING or (card.kind is ModelKind.TENSOR and _output(card) is not None)
     if not is_embedding or len(inputs) != 1 or inputs[0].datatype != "BYTES":
-        raise InvalidRequest(f"model '{card.name}' makes no embeddings of texts", param="model")
+        raise InvalidRequest(f"model '{card.name}' does not embed texts", param="model")
     head = ModelInferRequest(model_name=model)
     rank = len(inputs[0].shape)
     head.inputs.add(name=inputs[0].name, datatype="BYTES", shape=[len(texts), *[1] * (rank - 1)])
@@ -93,19 +95,22 @@ def _output(card: ModelCard) -> TensorSpec | None:
     return next((spec for spec in card.outputs if spec.datatype in _FLOATS), None)
 
 
-def from_tensors(answer: bytes, count: int) -> tuple[NDArray[np.float32], int]:
-    """One vector per text, and how many tokens the texts had; 0 if the model does not say. Raises EngineError."""
+def from_tensors(encoded: bytes, count: int) -> tuple[NDArray[np.float32], int]:
+    """Decode a ModelInferResponse: a float32 vector per text, shape (count, dimensions), and the number of tokens or 0.
+
+    Raises EngineError if the response does not have that form.
+    """
     try:
-        response = ModelInferResponse.FromString(answer)
+        response = ModelInferResponse.FromString(encoded)
     except DecodeError:
-        raise EngineError("the model's answer cannot be read") from None
+        raise EngineError("the model's response cannot be decoded") from None
     vectors: NDArray[np.float32] | None = None
     tokens = 0
     try:
-        for at, output in enumerate(response.outputs):
-            is_raw = at < len(response.raw_output_contents)
+        for index, output in enumerate(response.outputs):
+            is_raw = index < len(response.raw_output_contents)
             elements = element_count(output.shape)
-            raw = response.raw_output_contents[at] if is_raw else typed_to_raw(output.contents, output.datatype, elements)
+            raw = response.raw_output_contents[index] if is_raw else typed_to_raw(output.contents, output.datatype, elements)
             if output.datatype in _FLOATS and vectors is None:
                 array = to_numpy(raw, output.datatype, output.shape)
                 floats = bf16_to_float32(array) if output.datatype == "BF16" and array.dtype == np.uint16 else array
@@ -113,14 +118,14 @@ def from_tensors(answer: bytes, count: int) -> tuple[NDArray[np.float32], int]:
             elif output.name == TOKENS_OUTPUT:
                 tokens = int(to_numpy(raw, output.datatype, output.shape).sum())
     except (InvalidRequest, ValueError) as error:
-        raise EngineError(f"the model's answer is no vector for each text: {error}") from None
+        raise EngineError(f"the model's response does not have one vector per text: {error}") from None
     if vectors is None or vectors.shape[1] == 0:
-        raise EngineError("the model gave no vectors")
+        raise EngineError("the model's response has no vectors")
     return vectors, tokens
 
 
-def shortened(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    """The first `dimensions` of each vector, of length 1 again. Raises InvalidRequest if there are fewer."""
+def shorten(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
+    """Return the first `dimensions` of each vector, normalized again. Raises InvalidRequest if there are fewer."""
     if dimensions > vectors.shape[1]:
         raise InvalidRequest(
             f"'dimensions' is {dimensions}; the vectors of this model have {vectors.shape[1]}", param="dimensions"

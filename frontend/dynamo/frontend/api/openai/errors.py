@@ -1,4 +1,4 @@
-"""Failures as OpenAI clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the form that OpenAI clients expect: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def error_body(error: BaseException, status: int) -> bytes:
 
 
 def error_event(error: BaseException, status: int) -> bytes:
-    """The last event of a stream that broke. No `[DONE]` follows: what came before is not the whole answer."""
+    """Return the last event of a stream that failed. No `[DONE]` follows, since the response is incomplete."""
     return b"event: error\ndata: " + error_body(error, status) + b"\n\n"
 
 

@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI shows them."""
+"""Log probabilities in the forms of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Positions = Sequence[Sequence[tuple[int, float]]]
 
 
 def chat_logprobs(positions: Positions, texts: TokenTexts, top: int) -> list[TokenLogprob]:
-    found = []
+    tokens = []
     for position in positions:
         token, logprob = position[0]
         best = [(texts[other], value) for other, value in best_first(position, top)]
         tops = [TopLogprob(text, value, text_bytes(text)) for text, value in best]
-        found.append(TokenLogprob(texts[token], logprob, text_bytes(texts[token]), tops))
-    return found
+        tokens.append(TokenLogprob(texts[token], logprob, text_bytes(texts[token]), tops))
+    return tokens
 
 
 class CompletionLogprobWriter:
-    """The older shape, in columns; counts characters over the whole text of a choice."""
+    """Writes the columns of plain completions; character offsets run over the whole text of a choice."""
 
     def __init__(self, texts: TokenTexts, top: int) -> None:
         self._texts = texts
@@ -38,13 +38,13 @@ class CompletionLogprobWriter:
     def add(
         self, positions: Sequence[Sequence[tuple[int, float]] | None], tokens: Sequence[int] | None = None
     ) -> CompletionLogprobs:
-        """`tokens` names the tokens where `positions` may not: the first of a prompt has no probability."""
+        """`tokens` gives the ids for positions without an entry: the first token of a prompt has no probability."""
         names: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
-        for at, position in enumerate(positions):
-            token = position[0][0] if position else tokens[at] if tokens is not None else 0
+        for index, position in enumerate(positions):
+            token = position[0][0] if position else tokens[index] if tokens is not None else 0
             names.append(self._texts[token])
             values.append(position[0][1] if position else None)
             tops.append({self._texts[other]: value for other, value in best_first(position, self._top)} if position else None)
@@ -53,7 +53,7 @@ class CompletionLogprobWriter:
         return CompletionLogprobs(names, values, tops if self._top else None, offsets)
 
 
-def joined(parts: Sequence[CompletionLogprobs], top: int) -> CompletionLogprobs:
+def join_logprobs(parts: Sequence[CompletionLogprobs], top: int) -> CompletionLogprobs:
     return CompletionLogprobs(
         [token for part in parts for token in part.tokens],
         [value for part in parts for value in part.token_logprobs],
@@ -63,17 +63,17 @@ def joined(parts: Sequence[CompletionLogprobs], top: int) -> CompletionLogprobs:
 
 
 def prompt_logprobs(positions: Sequence[Sequence[tuple[int, float]] | None], texts: TokenTexts) -> PromptLogprobs:
-    """By token id, as text: the tokens of each position of the prompt. The first has no probability."""
-    found: PromptLogprobs = []
+    """Return the tokens of each prompt position by their id; None for the first, which has no probability."""
+    result: PromptLogprobs = []
     for position in positions:
         if not position:
-            found.append(None)
+            result.append(None)
             continue
         ranks = {token: rank for rank, (token, _) in enumerate(best_first(position, len(position)), 1)}
-        known = len(position) > 1
+        has_ranks = len(position) > 1
         shown = {
-            str(token): PromptLogprob(value, ranks[token] if known else None, texts[token])
+            str(token): PromptLogprob(value, ranks[token] if has_ranks else None, texts[token])
             for token, value in dict(position).items()
         }
-        found.append(shown)
-    return found
+        result.append(shown)
+    return result

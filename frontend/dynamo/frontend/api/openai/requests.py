@@ -1,8 +1,7 @@
-"""What OpenAI clients send, field by field. Unknown fields are refused; `null` means the same as leaving a field out.
+"""Request bodies of the OpenAI API. Unknown fields are rejected; `null` means the same as leaving a field out.
 
-Fields of OpenAI's that have no meaning here are accepted where ignoring them changes nothing about the answer (`user`, `store`),
-and refused with a sentence where it would (`audio`): see `refused`. Fields "beyond OpenAI" are those of other servers for open
-models.
+Fields without a meaning here are accepted if ignoring them does not change the response (`user`, `store`), and rejected
+otherwise (`audio`): see `unsupported_fields`. Fields "beyond OpenAI" are extensions of other servers for open models.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ class AgentHints(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterOverrides(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Settings of the router for this request alone. Those of the mode `kv`; other modes check and ignore them."""
+    """Settings of the router mode `kv` for this request alone; other modes validate and ignore them."""
 
     overlap_score_weight: (
         Annotated[float, Meta(ge=0, le=MAX_WEIGHT, description="Blocks of prefill that one cached block saves.")] | None
     ) = None
     overlap_score_credit: Annotated[float, Meta(ge=0, le=MAX_WEIGHT, description="The same by another name.")] | None = None
     prefill_load_scale: (
-        Annotated[float, Meta(ge=0, le=MAX_WEIGHT, description="Cost of a block to prefill against one that is held.")] | None
+        Annotated[float, Meta(ge=0, le=MAX_WEIGHT, description="Cost of a block to prefill, relative to a cached one.")] | None
     ) = None
     router_temperature: (
-        Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE, description="Above 0: how widely choices spread.")] | None
+        Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE, description="Above 0: spread of the choice of instances.")] | None
     ) = None
 
 
@@ -68,14 +67,14 @@ ExtraField: TypeAlias = Literal["worker_id", "timing", "completion_token_ids"]
 
 
 class NvExt(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """NVIDIA's extension."""
+    """NVIDIA's extension `nvext`."""
 
     greed_sampling: Annotated[bool, Meta(description="Always the likeliest token.")] | None = None
     use_raw_prompt: Annotated[bool, Meta(description="The one message is the prompt, without a chat template.")] | None = None
-    annotations: Annotated[list[Annotation], Meta(max_length=16, description="Events besides the stream.")] | None = None
-    extra_fields: Annotated[list[ExtraField], Meta(max_length=16, description="To be told as `nvext`.")] | None = None
+    annotations: Annotated[list[Annotation], Meta(max_length=16, description="Additional events of the stream.")] | None = None
+    extra_fields: Annotated[list[ExtraField], Meta(max_length=16, description="Fields of the response's `nvext`.")] | None = None
     token_data: Annotated[list[TokenId], Meta(min_length=1, description="Token ids that replace the prompt.")] | None = None
-    backend_instance_id: Annotated[str, Meta(max_length=16, description="The instance to ask, in hex.")] | None = None
+    backend_instance_id: Annotated[str, Meta(max_length=16, description="The instance to route to, in hex.")] | None = None
     priority: Annotated[int, Meta(ge=-INT32, le=INT32, description="Higher is more important.")] | None = None
     session_id: (
         Annotated[str, Meta(max_length=MAX_ID_CHARS, description="Requests of one session go to one instance.")] | None
@@ -84,8 +83,8 @@ class NvExt(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     router: RouterOverrides | None = None
 
 
-class Sampled(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What chat and plain completions have in common."""
+class TextGenerationRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The fields that chat and plain completions share."""
 
     model: Annotated[str, Meta(max_length=256, description="A served model, an alias, or a LoRA adapter of one.")] = ""
     stream: bool | None = None
@@ -186,12 +185,12 @@ class ChosenFunction(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     name: Name
 
 
-class ToolChoice(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class NamedToolChoice(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     type: Literal["function"]
     function: ChosenFunction
 
 
-class ChatRequest(Sampled, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
@@ -199,7 +198,7 @@ class ChatRequest(Sampled, kw_only=True, frozen=True, forbid_unknown_fields=True
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     store: bool | None = None
@@ -220,22 +219,22 @@ class ChatRequest(Sampled, kw_only=True, frozen=True, forbid_unknown_fields=True
     # Beyond OpenAI
     chat_template_kwargs: Json | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: Annotated[bool, Meta(description="The answer goes on where the last message ends.")] | None = None
+    continue_final_message: Annotated[bool, Meta(description="Continue the last message.")] | None = None
 
-    def refused(self) -> dict[str, str]:
-        """Fields that are set although they cannot be served, each with what to say."""
-        found = {
-            "functions": "'functions' is out of date; use 'tools'" if self.functions is not None else "",
-            "function_call": "'function_call' is out of date; use 'tool_choice'" if self.function_call is not None else "",
-            "audio": "answers are text; 'audio' is not available" if self.audio is not None else "",
-            "modalities": "answers are text; 'modalities' may only be [\"text\"]" if "audio" in (self.modalities or ()) else "",
-            "web_search_options": "this server does not search the web" if self.web_search_options is not None else "",
-            "moderation": "this server does not moderate" if self.moderation is not None else "",
+    def unsupported_fields(self) -> dict[str, str]:
+        """Return the fields that are set although they are not supported, each with an error message."""
+        messages = {
+            "functions": "'functions' is deprecated; use 'tools'" if self.functions is not None else "",
+            "function_call": "'function_call' is deprecated; use 'tool_choice'" if self.function_call is not None else "",
+            "audio": "responses are text; 'audio' is not supported" if self.audio is not None else "",
+            "modalities": "responses are text; 'modalities' must be [\"text\"]" if "audio" in (self.modalities or ()) else "",
+            "web_search_options": "web search is not supported" if self.web_search_options is not None else "",
+            "moderation": "moderation is not supported" if self.moderation is not None else "",
         }
-        return {name: sentence for name, sentence in found.items() if sentence}
+        return {name: message for name, message in messages.items() if message}
 
 
-class CompletionRequest(Sampled, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class CompletionRequest(TextGenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/completions"""
 
     max_tokens: Annotated[int, Meta(ge=0, le=INT32, description="0 only with `echo`.")] | None = None
@@ -258,7 +257,12 @@ class EmbeddingRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     model: Annotated[str, Meta(max_length=256)]
     input: Annotated[str | list[str | TokenId | list[TokenId]], Meta(description="A text, or an array of texts.")]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1, le=1 << 20, description="Cut the vectors to so many, of length 1 again.")] | None = None
+    dimensions: (
+        Annotated[
+            int, Meta(ge=1, le=1 << 20, description="Number of dimensions to cut the vectors to; they are normalized again.")
+        ]
+        | None
+    ) = None
     user: str | None = None
 
 

@@ -1,4 +1,4 @@
-"""Answers of the Responses API: items that open, grow and close, told as numbered events."""
+"""Write responses of the Responses API: output items that open, grow and close, as numbered events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.common.generation import FinishReason, Summary
-from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokens
+from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
 from dynamo.frontend.api.text.rules import new_tool_call_id
 from dynamo.frontend.preprocess.parsers import Content, Part, Reasoning, ToolCall
 
@@ -18,7 +18,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class ResponseObject(Struct, frozen=True, kw_only=True):
-    """The answer as a whole, at any time. What the request said is repeated as the protocol wants it."""
+    """The response object at any time. It repeats fields of the request, as the protocol requires."""
 
     id: str
     object: Literal["response"] = "response"
@@ -61,10 +61,10 @@ def usage_of(summary: Summary, reasoning_tokens: int) -> dict[str, Any]:
 
 
 class ResponseWriter:
-    """Turns parts into items and, for streams, into events, which `take` gives."""
+    """Turns parts into output items and, for streams, into events, which `take` returns."""
 
     def __init__(self, response: ResponseObject, *, stream: bool) -> None:
-        self.reasoning = ReasoningTokens()
+        self.reasoning = ReasoningTokenCounter()
         self._response = response
         self._stream = stream
         self._sequence = 0
@@ -74,13 +74,13 @@ class ResponseWriter:
         """The item that is open."""
         self._pieces: list[str] = []
         self._delta = b""
-        """The event of another piece, up to the piece."""
+        """The beginning of a delta event, up to its text."""
         self._call = -1
         for kind in ("response.created", "response.in_progress"):
             self._emit(kind, response=response)
 
     def take(self) -> bytes:
-        """The events since the last call."""
+        """Return the events since the last call."""
         events, self._events = b"".join(self._events), []
         return events
 
@@ -102,7 +102,7 @@ class ResponseWriter:
                 self._sequence += 1
 
     def finish(self, reason: FinishReason, summary: Summary, now: float) -> ResponseObject:
-        """Closes what is open; the whole answer."""
+        """Close the open item and return the whole response."""
         if self._item is None and not self._output:
             self._open_text("message", Content(""))
         is_cut = reason in (FinishReason.LENGTH, FinishReason.CONTENT_FILTER)
@@ -120,7 +120,7 @@ class ResponseWriter:
         return response
 
     def fail(self, code: str, message: str) -> None:
-        """The answer broke off."""
+        """End the response with an error."""
         output = [*self._output, {**self._item, "status": "incomplete"}] if self._item is not None else self._output
         response = msgspec.structs.replace(
             self._response, status="failed", error={"code": code, "message": message}, output=output

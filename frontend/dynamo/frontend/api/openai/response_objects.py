@@ -1,4 +1,4 @@
-"""What OpenAI clients get in one piece. Streams write the same shapes by hand (`chunks`)."""
+"""Response bodies of the OpenAI API. Streams write the same shapes by hand, in `chunks`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Usage(Struct, frozen=True, kw_only=True):
     total_tokens: int
     prompt_tokens_details: CachedTokens = CachedTokens()
     completion_tokens_details: CompletionTokens | UnsetType = UNSET
-    """Of models whose reasoning is told apart."""
+    """Present for models whose reasoning is parsed."""
 
     @classmethod
     def of(cls, summary: Summary, reasoning_tokens: int | None = None) -> Usage:
@@ -68,23 +68,23 @@ class Function(Struct, frozen=True):
     arguments: str
 
 
-class ToolCallMade(Struct, frozen=True):
+class ResponseToolCall(Struct, frozen=True):
     id: str
     function: Function
     type: Literal["function"] = "function"
 
 
-class AnswerMessage(Struct, frozen=True, kw_only=True):
+class ResponseMessage(Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallMade] | UnsetType = UNSET
+    tool_calls: list[ResponseToolCall] | UnsetType = UNSET
     refusal: None = None
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
     index: int
-    message: AnswerMessage
+    message: ResponseMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET

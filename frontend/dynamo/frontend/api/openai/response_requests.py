@@ -1,4 +1,4 @@
-"""What clients of the Responses API send, and how it becomes a conversation."""
+"""Request bodies of the Responses API, and their translation into chat requests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dynamo.frontend.api.openai.requests import (
     InputAudio,
     Json,
     JsonSchemaFormat,
+    NamedToolChoice,
     PastToolCall,
     Positive,
     ResponseFormat,
     StreamOptions,
     Tool,
-    ToolChoice,
 )
 
 
@@ -130,32 +130,32 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     image: Json | None = None
 
     def check(self) -> None:
-        """Raises InvalidRequest for what cannot be served."""
-        refused = {
+        """Raises InvalidRequest for fields that are not supported."""
+        unsupported = {
             "previous_response_id": (
                 self.previous_response_id,
-                "answers are not stored here; send the whole conversation as 'input'",
+                "responses are not stored; send the whole conversation as 'input'",
             ),
-            "conversation": (self.conversation, "conversations are not stored here; send the whole conversation as 'input'"),
-            "background": (self.background, "answers are not stored here, so they cannot be made in the background"),
-            "prompt": (self.prompt, "prompts are not stored here; send 'instructions' and 'input'"),
-            "max_tool_calls": (self.max_tool_calls, "tools are called by the client, who can count the calls"),
-            "context_management": (self.context_management, "this server does not shorten conversations"),
-            "moderation": (self.moderation, "this server does not moderate"),
-            "access_programs": (self.access_programs, "this server knows no access programs"),
-            "image": (self.image, "this server makes no images"),
+            "conversation": (self.conversation, "conversations are not stored; send the whole conversation as 'input'"),
+            "background": (self.background, "responses are not stored, so they cannot be created in the background"),
+            "prompt": (self.prompt, "prompts are not stored; send 'instructions' and 'input'"),
+            "max_tool_calls": (self.max_tool_calls, "tools are called by the client, which can count the calls"),
+            "context_management": (self.context_management, "conversations are not truncated"),
+            "moderation": (self.moderation, "moderation is not supported"),
+            "access_programs": (self.access_programs, "there are no access programs"),
+            "image": (self.image, "images are not generated"),
             "top_logprobs": (self.top_logprobs, "log probabilities are available from /v1/chat/completions"),
-            "truncation": (self.truncation == "auto", "this server does not shorten conversations"),
+            "truncation": (self.truncation == "auto", "conversations are not truncated"),
         }
-        for name, (value, sentence) in refused.items():
+        for name, (value, message) in unsupported.items():
             if value:
-                raise InvalidRequest(f"'{name}' is not available: {sentence}", param=name)
+                raise InvalidRequest(f"'{name}' is not supported: {message}", param=name)
         for wanted in self.include or ():
-            if wanted != "reasoning.encrypted_content":  # asked for by clients who store nothing; there is none to give
-                raise InvalidRequest(f"'include' of {wanted[:80]!r} is not available", param="include")
+            if wanted != "reasoning.encrypted_content":  # sent by clients that store nothing; there is no such content
+                raise InvalidRequest(f"'include' of {wanted[:80]!r} is not supported", param="include")
 
     def to_chat(self) -> ChatRequest:
-        """The same as a chat. Raises InvalidRequest."""
+        """Return the same request as a chat request. Raises InvalidRequest."""
         self.check()
         format = self.text.format if self.text is not None else None
         return ChatRequest(
@@ -165,7 +165,7 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=
             temperature=self.temperature,
             top_p=self.top_p,
             stream=self.stream,
-            tools=None if self.tools is None else [_tool(tool, at) for at, tool in enumerate(self.tools)],
+            tools=None if self.tools is None else [_tool(tool, index) for index, tool in enumerate(self.tools)],
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
@@ -184,8 +184,8 @@ def _messages(input: str | Sequence[InputItem], instructions: str | None) -> lis
             messages.append(ChatMessage(role="assistant", tool_calls=list(calls)))
             calls.clear()
 
-    for at, item in enumerate(input):
-        where = f"input[{at}]"
+    for index, item in enumerate(input):
+        where = f"input[{index}]"
         if item.type == "function_call":
             if item.call_id is None or item.name is None or item.arguments is None:
                 raise InvalidRequest("a 'function_call' needs 'call_id', 'name' and 'arguments'", param=where)
@@ -193,7 +193,7 @@ def _messages(input: str | Sequence[InputItem], instructions: str | None) -> lis
             continue
         end_calls()
         if item.type == "item_reference":
-            raise InvalidRequest("items are not stored here, so they cannot be referred to", param=where)
+            raise InvalidRequest("items are not stored, so they cannot be referenced", param=where)
         if item.type == "function_call_output":
             if item.call_id is None or item.output is None:
                 raise InvalidRequest("a 'function_call_output' needs 'call_id' and 'output'", param=where)
@@ -204,14 +204,14 @@ def _messages(input: str | Sequence[InputItem], instructions: str | None) -> lis
             messages.append(ChatMessage(role=item.role, content=_content(item.content, where)))
     end_calls()
     if not messages:
-        raise InvalidRequest("'input' is empty", param="input")
+        raise InvalidRequest("'input' must not be empty", param="input")
     return messages
 
 
 def _content(content: str | Sequence[InputPart], where: str) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
-    return [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
+    return [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
 
 
 def _part(part: InputPart, where: str) -> ContentPart:
@@ -219,17 +219,17 @@ def _part(part: InputPart, where: str) -> ContentPart:
         return ContentPart(type="refusal", refusal=part.refusal)
     if part.type == "input_image":
         if part.image_url is None:
-            raise InvalidRequest("an 'input_image' needs 'image_url': files are not stored here", param=where)
+            raise InvalidRequest("an 'input_image' needs 'image_url': files are not stored", param=where)
         return ContentPart(type="image_url", image_url=ImageUrl(url=part.image_url, detail=part.detail))
     if part.type == "input_audio":
         return ContentPart(type="input_audio", input_audio=part.input_audio)
     return ContentPart(type="text", text=part.text)
 
 
-def _tool(tool: ResponseTool, at: int) -> Tool:
+def _tool(tool: ResponseTool, index: int) -> Tool:
     if tool.type != "function" or tool.name is None:
         raise InvalidRequest(
-            f"a tool of type {tool.type[:80]!r} is not available; tools are functions with a name", param=f"tools[{at}]"
+            f"a tool of type {tool.type[:80]!r} is not supported; tools must be functions with a name", param=f"tools[{index}]"
         )
     definition = FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
     return Tool(type="function", function=definition)
@@ -237,9 +237,9 @@ def _tool(tool: ResponseTool, at: int) -> Tool:
 
 def _choice(
     choice: Literal["none", "auto", "required"] | ResponseToolChoice | None,
-) -> Literal["none", "auto", "required"] | ToolChoice | None:
+) -> Literal["none", "auto", "required"] | NamedToolChoice | None:
     if isinstance(choice, ResponseToolChoice):
-        return ToolChoice(type="function", function=ChosenFunction(name=choice.name))
+        return NamedToolChoice(type="function", function=ChosenFunction(name=choice.name))
     return choice
 
 

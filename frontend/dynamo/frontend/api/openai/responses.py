@@ -1,4 +1,4 @@
-"""POST /v1/responses"""
+"""POST /v1/responses: the Responses API, without stored state."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.response_events import ResponseObject, ResponseWriter
 from dynamo.frontend.api.openai.response_requests import ResponsesRequest
-from dynamo.frontend.api.openai.to_text import Asked, call_of, chat_to_text
+from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text
 from dynamo.frontend.api.statuses import log_failure, public_message
-from dynamo.frontend.api.text.rules import parsed
+from dynamo.frontend.api.text.rules import parse_delta
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.serving.data_plane import Generation
@@ -26,6 +26,8 @@ _FAILURES = {Code.INVALID_REQUEST: "invalid_prompt", Code.OVERLOADED: "rate_limi
 
 
 class Responses:
+    """The endpoint of the Responses API, streamed or whole."""
+
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
         self._decoder = msgspec.json.Decoder(ResponsesRequest)
@@ -36,26 +38,30 @@ class Responses:
         caller = exchange.caller()
         request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
         chat = edge.completed(request.to_chat())
-        asked = chat_to_text(chat, edge.plane.card(exchange.account, chat.model), edge.parsers, edge.limits)
-        generation = edge.plane.generate(asked.texts[0], call_of(chat, caller, "responses"))
+        prepared = chat_to_text(chat, edge.plane.card(exchange.account, chat.model), edge.parsers, edge.limits)
+        generation = edge.plane.generate(prepared.texts[0], call_of(chat, caller, "responses"))
         response = _response(request, chat.model, int(started))
         async with exchange.attended(), generation:
             if request.stream:
-                await self._stream(exchange, generation, asked, response)
+                await self._stream(exchange, generation, prepared, response)
             else:
-                await self._answer(exchange, generation, asked, response)
+                await self._respond(exchange, generation, prepared, response)
 
-    async def _answer(self, exchange: Exchange, generation: Generation, asked: Asked, response: ResponseObject) -> None:
+    async def _respond(
+        self, exchange: Exchange, generation: Generation, prepared: PreparedRequest, response: ResponseObject
+    ) -> None:
         writer = ResponseWriter(response, stream=False)
-        parser = make_parser(asked.parsers, asked.tools, generation.prompt_end)
+        parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
         reason = None
         while deltas := await generation.read():
             reason = _add(deltas, writer, parser) or reason
         await exchange.answer(encode(writer.finish(_finished(reason), generation.summary, self._edge.clock())))
 
-    async def _stream(self, exchange: Exchange, generation: Generation, asked: Asked, response: ResponseObject) -> None:
+    async def _stream(
+        self, exchange: Exchange, generation: Generation, prepared: PreparedRequest, response: ResponseObject
+    ) -> None:
         writer = ResponseWriter(response, stream=True)
-        parser = make_parser(asked.parsers, asked.tools, generation.prompt_end)
+        parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
         reason = None
         async with exchange.events() as stream:
             try:
@@ -64,7 +70,7 @@ class Responses:
                     await stream.write(writer.take())
                 writer.finish(_finished(reason), generation.summary, self._edge.clock())
             except Exception as error:
-                if not stream.begun or exchange.client_left:  # there is still a status to say it with, or nobody to hear it
+                if not stream.begun or exchange.client_left:  # it can still fail with a status, or the client is gone
                     raise
                 log_failure(error, exchange.request_id, exchange.path)
                 code = error.code if isinstance(error, DynamoError) else Code.INTERNAL
@@ -75,7 +81,7 @@ class Responses:
 def _add(deltas: list[TextDelta], writer: ResponseWriter, parser: OutputParser | None) -> FinishReason | None:
     reason = None
     for delta in deltas:
-        parts: list[Part] = parsed(parser, delta) if parser is not None else [Content(delta.text)] if delta.text else []
+        parts: list[Part] = parse_delta(parser, delta) if parser is not None else [Content(delta.text)] if delta.text else []
         writer.reasoning.add(parts, len(delta.tokens))
         for part in parts:
             writer.add(part)
@@ -85,14 +91,14 @@ def _add(deltas: list[TextDelta], writer: ResponseWriter, parser: OutputParser |
 
 def _finished(reason: FinishReason | None) -> FinishReason:
     if reason is None:
-        raise EngineError("the engine ended without finishing its answer")
+        raise EngineError("the engine ended without finishing its response")
     return reason
 
 
 def _response(request: ResponsesRequest, model: str, created: int) -> ResponseObject:
     format: dict[str, Any] = {"type": "text"}
     if request.text is not None and request.text.format is not None:
-        format = _said(request.text.format)
+        format = _set_fields(request.text.format)
     return ResponseObject(
         id=f"resp_{secrets.token_hex(16)}",
         created_at=created,
@@ -104,13 +110,13 @@ def _response(request: ResponsesRequest, model: str, created: int) -> ResponseOb
         temperature=request.temperature,
         text={"format": format},
         tool_choice=request.tool_choice or "auto",
-        tools=[{"parameters": None, "strict": None, **_said(tool)} for tool in request.tools or ()],
+        tools=[{"parameters": None, "strict": None, **_set_fields(tool)} for tool in request.tools or ()],
         top_p=request.top_p,
         user=request.user,
         metadata=request.metadata or {},
     )
 
 
-def _said(struct: msgspec.Struct) -> dict[str, Any]:
-    """What the request said of it, without what it left out."""
+def _set_fields(struct: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields that the request set."""
     return {name: value for name, value in msgspec.structs.asdict(struct).items() if value is not None}

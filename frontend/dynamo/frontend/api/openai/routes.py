@@ -1,4 +1,4 @@
-"""All paths of the OpenAI side."""
+"""The paths of the OpenAI API and the tokenizer endpoints."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ def openai_routes(edge: Edge, settings: HttpSettings) -> list[BaseRoute]:
 
 
 def read_request_template(path: Path | None) -> RequestTemplate:
-    """Raises ConfigError."""
+    """Read the file of `--request-template`. Raises ConfigError."""
     if path is None:
         return RequestTemplate()
     try:
         return msgspec.json.decode(path.expanduser().read_bytes(), type=RequestTemplate)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"--request-template {path} cannot be used: {error}") from error
+        raise ConfigError(f"--request-template {path} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""From OpenAI's requests to ours."""
+"""Translate requests of the OpenAI API into text requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dynamo.frontend.api.openai.requests import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
+    NamedToolChoice,
     NvExt,
     ResponseFormat,
-    Sampled,
+    TextGenerationRequest,
     Tool,
-    ToolChoice,
 )
 from dynamo.frontend.api.text.rules import check_chars, choose_parsers, llm_of, stop_strings
-from dynamo.frontend.api.text.tool_choice import named_call, some_call
+from dynamo.frontend.api.text.tool_choice import require_any_call, require_named_call
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
@@ -34,7 +34,7 @@ from dynamo.frontend.serving.call import Call
 
 
 class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What requests get that do not say it themselves."""
+    """Defaults for requests that leave these fields out."""
 
     model: str = ""
     temperature: float | None = None
@@ -42,8 +42,8 @@ class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A request for text, ready to be run."""
+class PreparedRequest:
+    """A validated request, as text requests for the data plane."""
 
     texts: tuple[TextRequest, ...]
     """One per prompt."""
@@ -52,18 +52,18 @@ class Asked:
     n: int = 1
 
 
-def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, limits: TextLimits) -> Asked:
-    """Raises InvalidRequest, Unsupported."""
-    for name, sentence in request.refused().items():
-        raise InvalidRequest(sentence, param=name)
+def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, limits: TextLimits) -> PreparedRequest:
+    """Prepare a chat completion. Raises InvalidRequest, Unsupported."""
+    for name, message in request.unsupported_fields().items():
+        raise InvalidRequest(message, param=name)
     llm = llm_of(card)
     if not request.logprobs and request.top_logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
     if request.continue_final_message and request.add_generation_prompt:
         raise InvalidRequest(
-            "'continue_final_message' and 'add_generation_prompt' cannot go together", param="continue_final_message"
+            "'continue_final_message' and 'add_generation_prompt' cannot be combined", param="continue_final_message"
         )
-    _at_most("top_logprobs", request.top_logprobs, limits.max_logprobs)
+    _check_maximum("top_logprobs", request.top_logprobs, limits.max_logprobs)
     text = _common(request, limits)
     text = msgspec.structs.replace(text, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     max_tokens = request.max_completion_tokens or request.max_tokens
@@ -75,13 +75,15 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
     choice = request.tool_choice
     if choice is not None and choice not in ("none", "auto"):
         if not tools:
-            raise InvalidRequest("'tool_choice' demands a call, and there are no tools", param="tool_choice")
+            raise InvalidRequest("'tool_choice' requires a call, but there are no tools", param="tool_choice")
         if text.sampling.guided is not None:
-            raise InvalidRequest("'tool_choice' demands a call; no other structure goes with that", param="tool_choice")
+            raise InvalidRequest(
+                "'tool_choice' requires a call, so it cannot be combined with another output structure", param="tool_choice"
+            )
         guided, forced = (
-            named_call(choice.function.name, tools)
-            if isinstance(choice, ToolChoice)
-            else some_call(tools, parallel=request.parallel_tool_calls is not False)
+            require_named_call(choice.function.name, tools)
+            if isinstance(choice, NamedToolChoice)
+            else require_any_call(tools, parallel=request.parallel_tool_calls is not False)
         )
         text = msgspec.structs.replace(text, sampling=msgspec.structs.replace(text.sampling, guided=guided))
     if choice == "none":
@@ -107,29 +109,33 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
             add_generation_prompt=request.add_generation_prompt is not False,
             continues_last=bool(request.continue_final_message),
         )
-    return Asked(texts=(text,), parsers=kinds, tools=tools, n=text.n)
+    return PreparedRequest(texts=(text,), parsers=kinds, tools=tools, n=text.n)
 
 
-def completion_to_text(request: CompletionRequest, card: ModelCard, limits: TextLimits) -> Asked:
-    """Raises InvalidRequest."""
+def completion_to_text(request: CompletionRequest, card: ModelCard, limits: TextLimits) -> PreparedRequest:
+    """Prepare a plain completion. Raises InvalidRequest."""
     llm_of(card)
     if request.suffix:
-        raise InvalidRequest("'suffix' is not available: models here continue a text, they do not fill gaps", param="suffix")
+        raise InvalidRequest("'suffix' is not supported", param="suffix")
     if request.max_tokens == 0 and not request.echo:
-        raise InvalidRequest("'max_tokens' may only be 0 with 'echo'", param="max_tokens")
-    _at_most("logprobs", request.logprobs, limits.max_logprobs)
+        raise InvalidRequest("'max_tokens' must be at least 1 without 'echo'", param="max_tokens")
+    _check_maximum("logprobs", request.logprobs, limits.max_logprobs)
     text = _common(request, limits)
     if request.best_of is not None:
-        _at_most("best_of", request.best_of, limits.max_best_of)
+        _check_maximum("best_of", request.best_of, limits.max_best_of)
         if request.best_of < text.n:
             raise InvalidRequest(f"'best_of' is {request.best_of}; it must be at least 'n', which is {text.n}", param="best_of")
         if request.stream and request.best_of > text.n:
-            raise InvalidRequest("'best_of' above 'n' cannot be streamed: the best is known at the end only", param="best_of")
+            raise InvalidRequest(
+                "'best_of' above 'n' cannot be streamed: the best choice is only known at the end", param="best_of"
+            )
         if request.best_of > text.n and text.sampling.temperature == 0:
-            raise InvalidRequest("'best_of' is of no use at temperature 0: all answers are the same", param="best_of")
+            raise InvalidRequest("'best_of' needs a temperature above 0: at 0 all choices are the same", param="best_of")
     wants_prompt = request.echo and request.logprobs is not None
     if wants_prompt and request.stream:
-        raise InvalidRequest("'echo' with 'logprobs' cannot be streamed: the prompt's are known at the end", param="echo")
+        raise InvalidRequest(
+            "'echo' with 'logprobs' cannot be streamed: the prompt's log probabilities are only known at the end", param="echo"
+        )
     ranked = request.best_of is not None and request.best_of > text.n
     text = msgspec.structs.replace(
         text,
@@ -146,59 +152,61 @@ def completion_to_text(request: CompletionRequest, card: ModelCard, limits: Text
             param="prompt",
         )
     check_chars(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), limits, "prompt")
-    return Asked(texts=tuple(msgspec.structs.replace(text, prompt=prompt) for prompt in prompts), n=text.n)
+    return PreparedRequest(texts=tuple(msgspec.structs.replace(text, prompt=prompt) for prompt in prompts), n=text.n)
 
 
 def messages_to_text(
     messages: Sequence[ChatMessage], llm: LlmInfo, limits: TextLimits
 ) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
-    """A conversation as chat templates take it, and what is in it besides text. Raises InvalidRequest."""
+    """Return a conversation as chat templates expect it, and its content parts that are not text. Raises InvalidRequest."""
     if len(messages) > limits.max_messages:
-        raise InvalidRequest(f"there are {len(messages)} messages; at most {limits.max_messages} are taken", param="messages")
-    found: list[dict[str, Any]] = []
+        raise InvalidRequest(f"got {len(messages)} messages; at most {limits.max_messages} are allowed", param="messages")
+    conversation: list[dict[str, Any]] = []
     media: list[dict[str, Any]] = []
     chars = 0
-    for at, message in enumerate(messages):
-        where = f"messages[{at}]"
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
         if message.function_call is not None:
-            raise InvalidRequest("'function_call' is out of date; use 'tool_calls'", param=f"{where}.function_call")
+            raise InvalidRequest("'function_call' is deprecated; use 'tool_calls'", param=f"{where}.function_call")
         if message.role == "tool" and message.tool_call_id is None:
             raise InvalidRequest("a message of role 'tool' needs 'tool_call_id'", param=f"{where}.tool_call_id")
         if message.content is None and not (message.role == "assistant"):
             raise InvalidRequest(f"a message of role '{message.role}' needs 'content'", param=f"{where}.content")
         plain: dict[str, Any] = msgspec.to_builtins(message)
-        if message.role == "developer":  # OpenAI's newer name; most templates know the older one only
+        if message.role == "developer":  # OpenAI's newer name; most templates only know the older one
             plain["role"] = "system"
         if isinstance(message.content, str):
             chars += len(message.content)
-        for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            kind, there = _part(part.type), f"{where}.content[{place}]"
+        for position, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            kind, part_path = _modality(part.type), f"{where}.content[{position}]"
             if getattr(part, part.type) is None:
-                raise InvalidRequest(f"a content part of type '{part.type}' needs '{part.type}'", param=f"{there}.{part.type}")
+                raise InvalidRequest(
+                    f"a content part of type '{part.type}' needs '{part.type}'", param=f"{part_path}.{part.type}"
+                )
             if kind == "text":
                 chars += len(part.text or part.refusal or "")
-                plain["content"][place] = {"type": "text", "text": part.text or part.refusal or ""}
+                plain["content"][position] = {"type": "text", "text": part.text or part.refusal or ""}
             elif kind in llm.modalities:
-                plain["content"][place].pop("prompt_cache_breakpoint", None)
-                media.append(plain["content"][place])
+                plain["content"][position].pop("prompt_cache_breakpoint", None)
+                media.append(plain["content"][position])
             else:
-                raise InvalidRequest(f"the model takes no {kind}; there is one in the messages", param=there)
+                raise InvalidRequest(f"the model does not support content of type {kind}", param=part_path)
         chars += sum(len(call.function.arguments) for call in message.tool_calls or ())
-        found.append(plain)
+        conversation.append(plain)
     check_chars(chars, limits, "messages")
-    return found, tuple(media)
+    return conversation, tuple(media)
 
 
 def tools_to_text(tools: Sequence[Tool] | None) -> Sequence[Mapping[str, Any]]:
-    """Raises InvalidRequest if two have one name."""
+    """Return tools as chat templates expect them. Raises InvalidRequest if two have the same name."""
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) != len(names):
         raise InvalidRequest("two tools have the same name", param="tools")
     return [msgspec.to_builtins(tool) for tool in tools or ()]
 
 
-def call_of(request: Sampled, caller: Caller, endpoint: str) -> Call:
-    """The conditions of a request. What headers say goes before what the body says. Raises InvalidRequest."""
+def call_of(request: TextGenerationRequest, caller: Caller, endpoint: str) -> Call:
+    """Return the call of a request: headers take precedence over the body. Raises InvalidRequest."""
     call = caller.call(endpoint=endpoint, request_type=RequestType.STREAM if request.stream else RequestType.UNARY)
     nvext = request.nvext
     priority = call.priority or request.priority or 0
@@ -217,18 +225,18 @@ def call_of(request: Sampled, caller: Caller, endpoint: str) -> Call:
     return msgspec.structs.replace(call, priority=priority, overrides=overrides, instance=instance, session=session)
 
 
-def _common(request: Sampled, limits: TextLimits) -> TextRequest:
+def _common(request: TextGenerationRequest, limits: TextLimits) -> TextRequest:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("'stream_options' is only allowed with 'stream'", param="stream_options")
     if request.nvext is not None and request.nvext.annotations and not request.stream:
-        raise InvalidRequest("'nvext.annotations' are events, so they need 'stream'", param="nvext.annotations")
+        raise InvalidRequest("'nvext.annotations' needs 'stream'", param="nvext.annotations")
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("'prompt_logprobs' cannot be streamed", param="prompt_logprobs")
     n = request.n or 1
-    _at_most("n", n, limits.max_choices)
-    _at_most("prompt_logprobs", request.prompt_logprobs, limits.max_logprobs)
+    _check_maximum("n", n, limits.max_choices)
+    _check_maximum("prompt_logprobs", request.prompt_logprobs, limits.max_logprobs)
     if n > 1 and request.temperature == 0:
-        raise InvalidRequest("'n' above 1 is of no use at temperature 0: all answers are the same", param="n")
+        raise InvalidRequest("'n' above 1 needs a temperature above 0: at 0 all choices are the same", param="n")
     return TextRequest(
         model=request.model,
         sampling=_sampling(request),
@@ -247,7 +255,7 @@ def _common(request: Sampled, limits: TextLimits) -> TextRequest:
     )
 
 
-def _sampling(request: Sampled) -> Sampling:
+def _sampling(request: TextGenerationRequest) -> Sampling:
     greedy = request.nvext is not None and bool(request.nvext.greed_sampling)
     return Sampling(
         temperature=0.0 if greedy else request.temperature,
@@ -265,25 +273,25 @@ def _sampling(request: Sampled) -> Sampling:
     )
 
 
-def _guided(request: Sampled) -> dict[str, Any] | None:
-    found: dict[str, dict[str, Any]] = {}
+def _guided(request: TextGenerationRequest) -> dict[str, Any] | None:
+    constraints: dict[str, dict[str, Any]] = {}
     if request.response_format is not None and (structure := to_guided(request.response_format)) is not None:
-        found["response_format"] = structure
+        constraints["response_format"] = structure
     if request.guided_json is not None:
-        found["guided_json"] = {"json_schema": _schema(request.guided_json)}
+        constraints["guided_json"] = {"json_schema": _schema(request.guided_json)}
     if request.guided_regex is not None:
-        found["guided_regex"] = {"regex": request.guided_regex}
+        constraints["guided_regex"] = {"regex": request.guided_regex}
     if request.guided_choice is not None:
-        found["guided_choice"] = {"choice": request.guided_choice}
+        constraints["guided_choice"] = {"choice": request.guided_choice}
     if request.guided_grammar is not None:
-        found["guided_grammar"] = {"grammar": request.guided_grammar}
-    if len(found) > 1:
-        raise InvalidRequest(f"{' and '.join(map(repr, found))} cannot go together", param=list(found)[-1])
-    return next(iter(found.values()), None)
+        constraints["guided_grammar"] = {"grammar": request.guided_grammar}
+    if len(constraints) > 1:
+        raise InvalidRequest(f"{' and '.join(map(repr, constraints))} cannot be combined", param=list(constraints)[-1])
+    return next(iter(constraints.values()), None)
 
 
 def to_guided(wanted: ResponseFormat) -> dict[str, Any] | None:
-    """Raises InvalidRequest."""
+    """Return the constraint for a response format; None for plain text. Raises InvalidRequest."""
     if wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -299,15 +307,15 @@ def _schema(text: str | dict[str, Any]) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequest(f"'guided_json' is no JSON schema: {error}", param="guided_json") from None
+        raise InvalidRequest(f"'guided_json' is not a JSON schema: {error}", param="guided_json") from None
 
 
-def _at_most(name: str, value: int | None, most: int) -> None:
+def _check_maximum(name: str, value: int | None, most: int) -> None:
     if value is not None and value > most:
-        raise InvalidRequest(f"'{name}' is {value}; it must be at most {most}", param=name)
+        raise InvalidRequest(f"'{name}' must be at most {most}, got {value}", param=name)
 
 
-def _part(kind: str) -> str:
+def _modality(kind: str) -> str:
     return {"image_url": "image", "input_audio": "audio"}.get(kind, "text")
 
 
@@ -319,7 +327,7 @@ def _replaced_prompt(request: ChatRequest) -> str | Sequence[int] | None:
         return None
     content = request.messages[0].content
     if len(request.messages) != 1 or not isinstance(content, str):
-        raise InvalidRequest("'nvext.use_raw_prompt' needs exactly one message, which is a text", param="nvext.use_raw_prompt")
+        raise InvalidRequest("'nvext.use_raw_prompt' needs exactly one message with text content", param="nvext.use_raw_prompt")
     return content
 
 
@@ -330,14 +338,14 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
 
 
 def prompts_of(prompt: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:
-    """The prompts that one of OpenAI's four forms holds. Raises InvalidRequest."""
+    """Return the prompts in one of OpenAI's four forms. Raises InvalidRequest."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequest(f"'{param}' is empty", param=param)
+        raise InvalidRequest(f"'{param}' must not be empty", param=param)
     if isinstance(prompt[0], int):
         if all(isinstance(token, int) for token in prompt):
             return [prompt]  # type: ignore[list-item]
     elif all(type(item) is type(prompt[0]) for item in prompt):
         return prompt  # type: ignore[return-value]
-    raise InvalidRequest(f"'{param}' mixes texts and token ids", param=param)
+    raise InvalidRequest(f"'{param}' must not mix texts and token ids", param=param)

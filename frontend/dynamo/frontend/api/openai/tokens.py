@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in the shape that vLLM has made common."""
+"""POST /tokenize and /detokenize, in the form of vLLM's API."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextRequest
 
 _LONG_TOKENS = 2048
-"""Detokenizing more leaves the event loop."""
+"""More tokens are detokenized in a thread."""
 
 
 class Tokenize:
+    """The endpoint that returns the token ids of a prompt or conversation."""
+
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
         self._decoder = msgspec.json.Decoder(TokenizeRequest)
@@ -54,11 +56,13 @@ class Tokenize:
         if request.return_token_strs:
             texts = TokenTexts(text.tokenizer)
             strings = [texts[token] for token in tokens]
-        answer = Tokenized(count=len(tokens), max_model_len=llm.context_length, tokens=tokens, token_strs=strings)
-        await exchange.answer(msgspec.json.encode(answer))
+        response = Tokenized(count=len(tokens), max_model_len=llm.context_length, tokens=tokens, token_strs=strings)
+        await exchange.answer(msgspec.json.encode(response))
 
 
 class Detokenize:
+    """The endpoint that returns the text of token ids."""
+
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
         self._decoder = msgspec.json.Decoder(DetokenizeRequest)
@@ -74,5 +78,5 @@ class Detokenize:
         def text() -> str:
             return vocabulary.decode(tokens, skip_special_tokens=request.skip_special_tokens is True)
 
-        found = text() if len(tokens) <= _LONG_TOKENS else await asyncio.to_thread(text)
-        await exchange.answer(msgspec.json.encode(Detokenized(found)))
+        decoded = text() if len(tokens) <= _LONG_TOKENS else await asyncio.to_thread(text)
+        await exchange.answer(msgspec.json.encode(Detokenized(decoded)))

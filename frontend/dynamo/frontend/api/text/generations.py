@@ -1,4 +1,8 @@
-"""The generations behind one HTTP request: one per prompt, read as one."""
+"""Combine the generations of one HTTP request, one per prompt, into a single stream of deltas.
+
+A completion request may hold several prompts with `n` choices each. Every prompt is a generation of the data plane;
+`text_source` returns something that reads like one generation, whose choice indices cover all prompts.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.serving.data_plane import Generation
 
 
-class Source(Protocol):
-    """Where an answer comes from: a generation, or several."""
+class TextSource(Protocol):
+    """A stream of text deltas: one generation, or several that are read as one."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -38,10 +42,10 @@ class Source(Protocol):
     async def read(self) -> list[TextDelta]: ...
 
 
-class Several:
-    """Generations of one request, side by side: decision `c` of the `p`-th of them is decision `p * n + c` here.
+class ParallelGenerations:
+    """Runs the generations of one request side by side; choice `c` of prompt `p` has the index `p * n + c`.
 
-    Each is read ahead by one `read` at most, so a slow client holds back all of them.
+    Each generation is read ahead by at most one `read`, so a slow client slows down all of them.
     """
 
     def __init__(self, generations: Sequence[Generation], n: int) -> None:
@@ -50,10 +54,13 @@ class Several:
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._ready: list[TextDelta] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._taken = asyncio.Event()
         self._running = 0
         self._failure: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"ParallelGenerations({len(self._generations)} prompts, {self._running} running)"
 
     @property
     def prompt_tokens(self) -> int:
@@ -61,7 +68,7 @@ class Several:
 
     @property
     def decision(self) -> RoutingDecision | None:
-        """Where the first of them went."""
+        """The routing decision of the first prompt."""
         return self._generations[0].decision
 
     @property
@@ -82,7 +89,8 @@ class Several:
             self._stack = stack.pop_all()
         self._running = len(self._generations)
         self._tasks = [
-            awaited(self._follow(generation, at * self._n), f"prompt {at}") for at, generation in enumerate(self._generations)
+            awaited(self._follow(generation, index * self._n), f"prompt {index}")
+            for index, generation in enumerate(self._generations)
         ]
         return self
 
@@ -95,32 +103,33 @@ class Several:
         await self._stack.aclose()
 
     async def read(self) -> list[TextDelta]:
-        """All text since the last call, of whichever prompts; [] when all have ended. Raises the first failure of any."""
+        """Return all deltas since the last call, of any prompt; [] when all have ended. Raises the first failure."""
         while not self._ready:
             if self._failure is not None:
                 raise self._failure
             if not self._running:
                 return []
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         deltas, self._ready = self._ready, []
         taken, self._taken = self._taken, asyncio.Event()
         taken.set()
         return deltas
 
-    async def _follow(self, generation: Generation, first: int) -> None:
+    async def _follow(self, generation: Generation, first_index: int) -> None:
         try:
             while deltas := await generation.read():
-                self._ready += [replace(delta, index=first + delta.index) for delta in deltas] if first else deltas
+                self._ready += [replace(delta, index=first_index + delta.index) for delta in deltas] if first_index else deltas
                 taken = self._taken
-                self._news.set()
+                self._changed.set()
                 await taken.wait()
         except Exception as error:
             self._failure = self._failure or error
         finally:
             self._running -= 1
-            self._news.set()
+            self._changed.set()
 
 
-def one_source(generations: Sequence[Generation], n: int) -> Source:
-    return generations[0] if len(generations) == 1 else Several(generations, n)
+def text_source(generations: Sequence[Generation], n: int) -> TextSource:
+    """Return the one generation itself, or a source that combines several with `n` choices each."""
+    return generations[0] if len(generations) == 1 else ParallelGenerations(generations, n)

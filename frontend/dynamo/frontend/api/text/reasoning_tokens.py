@@ -1,4 +1,4 @@
-"""How many of an answer's tokens are reasoning."""
+"""Count how many tokens of a response are reasoning."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dynamo.frontend.preprocess.parsers import Content, Part, Reasoning
 
 
-class ReasoningTokens:
-    """Counts for one choice; the tags around its reasoning are part of that."""
+class ReasoningTokenCounter:
+    """Counts the reasoning tokens of one choice, including the tags around the reasoning."""
 
     __slots__ = ("_certain", "_is_reasoning", "_pending")
 
     def __init__(self) -> None:
         self._certain = 0
         self._pending = 0
-        """Tokens that no part has come of yet: the parser holds their text back, or they are a tag."""
+        """Tokens without a part yet: the parser holds their text back, or they are a tag."""
         self._is_reasoning = False
 
     @property
@@ -23,7 +23,10 @@ class ReasoningTokens:
         return self._certain + (self._pending if self._is_reasoning else 0)
 
     def add(self, parts: Sequence[Part], tokens: int) -> None:
-        """`parts` came of so many tokens more. If they are reasoning and others, the tokens are shared out by characters."""
+        """Count `tokens` more tokens, which the parser turned into `parts`.
+
+        If `parts` mix reasoning with other text, the tokens are split in proportion to the characters.
+        """
         if not parts:
             self._pending += tokens
             return

@@ -1,4 +1,4 @@
-"""What every API that takes texts checks."""
+"""Checks and small helpers that every API for text generation shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dynamo.frontend.preprocess.text import TextDelta
 
 
 def llm_of(card: ModelCard) -> LlmInfo:
-    """Raises InvalidRequest for a model that does not generate text."""
+    """Return the card's language model part. Raises InvalidRequest for a model that does not generate text."""
     if card.llm is None:
         raise InvalidRequest(f"model '{card.name}' does not generate text", param="model")
     return card.llm
@@ -24,13 +24,16 @@ def llm_of(card: ModelCard) -> LlmInfo:
 def choose_parsers(
     card: ModelCard, parsers: OutputParsers, forced: ParserKind | None, *, has_tools: bool, guided: bool
 ) -> tuple[ParserKind, ...]:
-    """Who reads the model's text. Structure that is demanded holds from the first token on, so there is no reasoning then."""
+    """Return the parsers for the model's text: `forced` alone, or those that the model card names.
+
+    Guided output is constrained from the first token on, so a request with it gets no reasoning parser.
+    """
     if forced is not None:
         return (forced,)
     llm = llm_of(card)
     if has_tools and not llm.tool_parser:
         raise InvalidRequest(
-            f"model '{card.name}' was registered without a tool parser: demand a call by 'tool_choice', or leave out 'tools'",
+            f"model '{card.name}' was registered without a tool parser: require a call with 'tool_choice', or leave out 'tools'",
             param="tools",
         )
     if guided:
@@ -40,21 +43,21 @@ def choose_parsers(
 
 def check_chars(chars: int, limits: TextLimits, param: str) -> None:
     if chars > limits.max_prompt_chars:
-        raise InvalidRequest(f"the prompt has {chars} characters; at most {limits.max_prompt_chars} are taken", param=param)
+        raise InvalidRequest(f"the prompt has {chars} characters; at most {limits.max_prompt_chars} are allowed", param=param)
 
 
 def stop_strings(stop: str | Sequence[str] | None, limits: TextLimits, param: str = "stop") -> tuple[str, ...]:
-    """Raises InvalidRequest."""
+    """Return the stop strings of a request as a tuple. Raises InvalidRequest for too many, or an empty one."""
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(strings) > limits.max_stop_strings:
-        raise InvalidRequest(f"there are {len(strings)} stop strings; at most {limits.max_stop_strings} are taken", param=param)
+        raise InvalidRequest(f"got {len(strings)} stop strings; at most {limits.max_stop_strings} are allowed", param=param)
     if "" in strings:
-        raise InvalidRequest("a stop string is empty", param=param)
+        raise InvalidRequest("stop strings must not be empty", param=param)
     return strings
 
 
-def parsed(parser: OutputParser, delta: TextDelta) -> list[Part]:
-    """What a delta adds, to the end if it is the last."""
+def parse_delta(parser: OutputParser, delta: TextDelta) -> list[Part]:
+    """Return the parts that `delta` completes, including what the parser held back if it is the last delta."""
     parts = list(parser.feed(delta.text)) if delta.text else []
     if delta.finish_reason is not None:
         parts += parser.finish()

@@ -1,4 +1,7 @@
-"""Tool calls that the request demands: the answer is constrained to be one, so its JSON is all there is to read."""
+"""Tool calls that `tool_choice` requires.
+
+The output is constrained to a JSON schema made of the tools' parameters, so that JSON is all the parsers here read.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, ParserKind, Part, ToolCall, Tools
 
 
-class OneNamedCall:
-    """The whole text is the arguments of one tool."""
+class NamedCallParser:
+    """Parses output that is nothing but the arguments of one tool."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._begun = False
+        self._started = False
 
     def feed(self, text: str) -> Sequence[Part]:
-        if self._begun:
+        if self._started:
             return [ToolCall(0, arguments=text)]
-        self._begun = True
+        self._started = True
         return [ToolCall(0, name=self._name, arguments=text)]
 
     def finish(self) -> Sequence[Part]:
@@ -36,8 +39,8 @@ class _Call(msgspec.Struct):
 _decoder = msgspec.json.Decoder(list[_Call])
 
 
-class AnyCalls:
-    """The text is a JSON array of calls. Cut off in the middle, it is given as it is."""
+class AnyCallsParser:
+    """Parses output that is a JSON array of calls. Text that was cut off in the middle becomes content."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
@@ -55,16 +58,16 @@ class AnyCalls:
         return [ToolCall(index, call.name, bytes(call.parameters).decode()) for index, call in enumerate(calls)]
 
 
-def named_call(name: str, tools: Tools) -> tuple[dict[str, Any], ParserKind]:
-    """The structure that the answer must have, and who reads it. Raises InvalidRequest if there is no such tool."""
+def require_named_call(name: str, tools: Tools) -> tuple[dict[str, Any], ParserKind]:
+    """Return the constraint that makes the output a call of the tool `name`, and its parser. Raises InvalidRequest."""
     for tool in tools:
         if tool["function"]["name"] == name:
             return {"json_schema": tool["function"].get("parameters") or {"type": "object"}}, ParserKind(_one(name))
-    raise InvalidRequest(f"'tool_choice' names '{name}', which is not among the tools", param="tool_choice")
+    raise InvalidRequest(f"'tool_choice' names '{name}', which is not in 'tools'", param="tool_choice")
 
 
-def some_call(tools: Tools, *, parallel: bool) -> tuple[dict[str, Any], ParserKind]:
-    """The same for any of `tools`, once or, if `parallel`, several times."""
+def require_any_call(tools: Tools, *, parallel: bool) -> tuple[dict[str, Any], ParserKind]:
+    """Return the constraint that makes the output a call of any of `tools`, or several calls if `parallel`, and its parser."""
     definitions: dict[str, Any] = {}
     calls = []
     for tool in tools:
@@ -72,7 +75,7 @@ def some_call(tools: Tools, *, parallel: bool) -> tuple[dict[str, Any], ParserKi
         parameters = dict(function.get("parameters") or {"type": "object"})
         for key, definition in _definitions(parameters).items():
             if definitions.setdefault(key, definition) != definition:
-                raise InvalidRequest(f"two tools define '{key}' in '$defs', each in its own way", param="tools")
+                raise InvalidRequest(f"two tools define '{key}' in '$defs' differently", param="tools")
         calls.append(
             {
                 "type": "object",
@@ -90,17 +93,17 @@ def some_call(tools: Tools, *, parallel: bool) -> tuple[dict[str, Any], ParserKi
 
 
 def _definitions(parameters: dict[str, Any]) -> Mapping[str, Any]:
-    """Takes the definitions out: references to them count from the top of the whole schema."""
+    """Remove and return `$defs`: references to them start at the root of the whole schema, so they must move there."""
     definitions = parameters.pop("$defs", {})
     return definitions if isinstance(definitions, dict) else {}
 
 
 def _one(name: str) -> Any:
     def make(tools: Tools) -> OutputParser:
-        return OneNamedCall(name)
+        return NamedCallParser(name)
 
     return make
 
 
 def _any(tools: Tools) -> OutputParser:
-    return AnyCalls()
+    return AnyCallsParser()

@@ -1,1 +1,1 @@
-"""How models write what they think before they answer."""
+"""Parsers for the reasoning that models write before their response, one file per format."""

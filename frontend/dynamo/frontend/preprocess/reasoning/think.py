@@ -10,22 +10,22 @@ _OPEN = "<think>"
 _CLOSE = "</think>"
 _CLOSING = Markers(_CLOSE)
 _MAX_NEWLINES = 2
-"""So many next to a tag belong to it, as chat templates write them."""
+"""Newlines next to a tag that belong to it, as chat templates write them."""
 _MAX_LAYOUT_CHARS = 64
-"""White space there may be before the opening tag."""
+"""Most white space before the opening tag."""
 
 
 def think(tools: Tools, prompt_end: str = "", *, is_open: bool) -> Think:
-    """For an answer behind `prompt_end`, in which the chat template may have opened the thoughts, or closed them at once."""
+    """Return a parser for the text after `prompt_end`, whose chat template may have opened or closed the reasoning."""
     before = prompt_end.rstrip()
     return Think(tools, is_open=before.endswith(_OPEN) or (is_open and not before.endswith(_CLOSE)))
 
 
 class Think(Reader):
-    """The text up to the closing tag is reasoning: to the end, if there is none. Later tags are text of the answer."""
+    """The text up to the closing tag, or all of it without one, is reasoning. Later tags are content."""
 
     def __init__(self, tools: Tools, *, is_open: bool) -> None:
-        """`is_open`: the prompt has the opening tag, or the model always thinks; one that it writes all the same is left out."""
+        """`is_open`: the prompt contains the opening tag, or the model always reasons; an opening tag in the text is dropped."""
         super().__init__(self._beginning)
         self._is_open = is_open
         self._newlines = 0
@@ -58,26 +58,26 @@ class Think(Reader):
 
     def _reasoning(self) -> bool:
         self._skip_newlines()
-        found = _CLOSING.search(self._text)
-        certain = found.start() if found else len(self._text) if self._ended else _CLOSING.certain(self._text)
+        closing = _CLOSING.search(self._text)
+        certain = closing.start() if closing else len(self._text) if self._ended else _CLOSING.certain(self._text)
         end = certain
-        while (found or not self._ended) and end and certain - end < _MAX_NEWLINES and self._text[end - 1] == "\n":
+        while (closing or not self._ended) and end and certain - end < _MAX_NEWLINES and self._text[end - 1] == "\n":
             end -= 1
         self._parts.reasoning(self._text[:end])
-        self._text = self._text[found.end() if found else end :]
-        if found:
-            self._begin(self._answer)
-        return found is not None
+        self._text = self._text[closing.end() if closing else end :]
+        if closing:
+            self._begin(self._after_reasoning)
+        return closing is not None
 
-    def _answer(self) -> bool:
+    def _after_reasoning(self) -> bool:
         self._skip_newlines()
         text, self._text = self._text, ""
         self._parts.content(text)
         return False
 
     def _unopened(self) -> bool:
-        """No thoughts; a closing tag alone is left out all the same."""
+        """Content without reasoning; a closing tag alone is dropped."""
         if self._until(_CLOSING, self._parts.content):
-            self._begin(self._answer)
+            self._begin(self._after_reasoning)
             return True
         return False

@@ -40,7 +40,7 @@ class DeepSeek(Reader):
         return bool(marker)
 
     def _head(self) -> bool:
-        """Up to the separator: the type or the name."""
+        """Read up to the separator: the type or the name."""
         marker = self._until(_MARKERS, self._hold)
         if not marker and not self._ended and len(self._held) <= MAX_NAME_CHARS:
             return False

@@ -1,7 +1,7 @@
 """The channels of gpt-oss: `<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>`.
 
-analysis is reasoning, final the answer, and commentary what is said to the user before a call, or, with
-`to=functions.f` in its head, the arguments of a call. Calls of the model's own tools, such as its browser, are reasoning.
+analysis is reasoning, final is content, and commentary is content before a call or, with `to=functions.f` in its head, the
+arguments of a call. Calls of the model's own tools, such as its browser, are reasoning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEAD_WORDS = re.compile(r"(?:assistant)?\s*(?:to=\S*)?\s*[a-z]{0,10}\s*(?:to=\S
 
 
 class Harmony(Reader):
-    """Text without channels is the answer. Calls are calls only if the request has tools."""
+    """Text without channels is content. Calls are parsed only if the request has tools."""
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(self._between)
@@ -32,7 +32,7 @@ class Harmony(Reader):
         self._is_call = False
 
     def _between(self) -> bool:
-        """Outside of messages."""
+        """Read text outside of messages."""
         marker = self._until(_MARKERS, self._parts.content)
         if marker in (_START, _CHANNEL):
             self._begin_head(marker)
@@ -46,7 +46,7 @@ class Harmony(Reader):
         self._head += text
 
     def _in_head(self) -> bool:
-        """Up to the message: role, recipient, channel and type of what follows."""
+        """Read up to the message: role, recipient, channel and content type."""
         marker = self._until(_MARKERS, self._hold)
         if marker in (_CHANNEL, "<|constrain|>") and len(self._head) <= MAX_NAME_CHARS:
             self._head += marker
@@ -60,7 +60,7 @@ class Harmony(Reader):
         return bool(marker) or self._step != self._in_head
 
     def _no_head(self, marker: str) -> None:
-        """A head without a message: its words, apart from those that heads have, are content."""
+        """End a head without a message: words that do not belong to a head are content."""
         words = _MARKERS.remove(self._head)
         if not _HEAD_WORDS.fullmatch(words):
             self._parts.content(words)

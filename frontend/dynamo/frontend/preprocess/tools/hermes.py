@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo.frontend.preprocess.parsers import Tools
-from dynamo.frontend.preprocess.tools.json_call import JsonCallReader, Read
+from dynamo.frontend.preprocess.tools.json_call import JsonCallReader, ReadStatus
 from dynamo.frontend.preprocess.tools.markers import Markers
 from dynamo.frontend.preprocess.tools.reader import Reader
 
@@ -26,7 +26,7 @@ class Hermes(Reader):
     def _in_call(self) -> bool:
         text, self._text = self._text, ""
         read, self._text = self._call.read(text, ended=self._ended)
-        if read is Read.MORE:
+        if read is ReadStatus.MORE:
             return False
         self._step = self._content
         return True

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dynamo.frontend.preprocess.tools.markers import Markers
-from dynamo.frontend.preprocess.tools.reader import MAX_HELD_CHARS, MAX_NAME_CHARS, Parts
+from dynamo.frontend.preprocess.tools.reader import MAX_HELD_CHARS, MAX_NAME_CHARS, PartBuffer
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
@@ -22,50 +22,50 @@ _HEAD = re.compile(
 
 
 class JsonEnd:
-    """Finds where a JSON object or array ends. It is not checked further than that takes."""
+    """Finds the end of a JSON object or array; does not validate it otherwise."""
 
     def __init__(self, opened: str = "", markers: Markers | None = None) -> None:
-        """`opened`: the brackets that are open already. `markers` are no JSON, but may be text in its strings."""
+        """`opened`: the brackets that are already open. `markers` cannot occur in JSON except in its strings."""
         self._opened = list(opened)
         self._in_string = False
         self._escaped = False
         self._stops = _stops(markers)
         self.broken = False
-        """What is at the end that was found cannot be in JSON."""
+        """The end is at a character that cannot be in JSON."""
         self.marker_in_string = -1
-        """Where, in the text that was searched last, the first marker in a string is."""
+        """Index of the first marker in a string, in the text that was searched last; -1 if there is none."""
 
     def find(self, text: str, start: int = 0) -> int:
-        """The index behind the end; -1 if it is not in `text`, of which the next call's text is the continuation."""
+        """Return the index after the end; -1 if the end is not in `text`, which the next call continues."""
         self.marker_in_string = -1
-        at = start
-        if self._escaped and at < len(text):
+        position = start
+        if self._escaped and position < len(text):
             self._escaped = False
-            at += 1
-        while found := self._stops[self._in_string].search(text, at):
-            at = found.end()
-            match found.group():
+            position += 1
+        while stop := self._stops[self._in_string].search(text, position):
+            position = stop.end()
+            match stop.group():
                 case '"':
                     self._in_string = not self._in_string
                 case "\\" if self._in_string:
-                    self._escaped = at == len(text)
-                    at += 1
+                    self._escaped = position == len(text)
+                    position += 1
                 case "{" | "[" as bracket:
                     self._opened.append(bracket)
                 case "}" | "]" as bracket:
                     self._close("{" if bracket == "}" else "[")
                     if not self._opened:
-                        return at
+                        return position
                 case _ if self._in_string:
                     if self.marker_in_string < 0:
-                        self.marker_in_string = found.start()
+                        self.marker_in_string = stop.start()
                 case _:
                     self.broken = True
-                    return found.start()
+                    return stop.start()
         return -1
 
     def _close(self, bracket: str) -> None:
-        """Closes the innermost such bracket, and those in it, which models forget."""
+        """Close the innermost such bracket, and the ones inside it, which models sometimes forget."""
         if bracket in self._opened:
             while self._opened.pop() != bracket:
                 pass
@@ -73,70 +73,70 @@ class JsonEnd:
 
 @cache
 def _stops(markers: Markers | None) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What JsonEnd has to look at, outside of strings and in them."""
+    """Return patterns for the characters that matter outside of strings, and inside."""
     own = "" if markers is None else f"{markers.pattern}|"
     return re.compile(own + r"[^\s\w+\-.,:]"), re.compile(own + r'["\\]')
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
-    """The arguments have ended."""
+class ArgumentsEnd:
+    """Where the arguments of a call ended."""
 
     rest: str
-    """The text behind them."""
+    """The text after them."""
     complete: bool
-    """They are whole, as far as JsonEnd looks."""
+    """Whether their brackets are balanced."""
 
 
 class Arguments:
-    """Reads the JSON of a call's arguments and gives it as it comes.
+    """Streams the JSON of a call's arguments.
 
-    A marker in a string is text of it, or else the string was not closed. So what comes from there on waits for the JSON's end;
-    if that does not come, the call has ended at the marker.
+    A marker in a string is either text or a sign that the string was not closed. So text from there on is held until the JSON
+    ends; if it does not, the call ended at the marker.
     """
 
-    def __init__(self, parts: Parts, markers: Markers) -> None:
+    def __init__(self, parts: PartBuffer, markers: Markers) -> None:
         self._parts = parts
         self._markers = markers
         self._end = JsonEnd(markers=markers)
         self._uncertain = ""
-        """Perhaps the beginning of a marker."""
+        """Text that may be the beginning of a marker."""
         self._waiting = ""
 
-    def read(self, text: str, *, ended: bool) -> Over | None:
-        """None if more is needed. `ended`: no more will come."""
+    def read(self, text: str, *, ended: bool) -> ArgumentsEnd | None:
+        """Read more text; return None until the arguments end. `ended`: this is the last text."""
         text = self._uncertain + text
         certain = len(text) if ended else self._markers.certain(text)
         text, self._uncertain = text[:certain], text[certain:]
         end = self._end.find(text)
         if end >= 0 and not self._end.broken:
             self._parts.arguments(self._waiting + text[:end])
-            return Over(text[end:] + self._uncertain, complete=True)
+            return ArgumentsEnd(text[end:] + self._uncertain, complete=True)
         marker = 0 if self._waiting else self._end.marker_in_string
         text = self._waiting + text
         if marker < 0:
             marker = end if end >= 0 else len(text)
         elif end < 0 and len(text) - marker > MAX_HELD_CHARS:
-            marker = len(text)  # so long a text is one
+            marker = len(text)  # too long to hold back: treat it as text
         self._parts.arguments(text[:marker])
         self._waiting = text[marker:]
-        return Over(self._waiting + self._uncertain, complete=False) if end >= 0 or ended else None
+        return ArgumentsEnd(self._waiting + self._uncertain, complete=False) if end >= 0 or ended else None
 
 
-class Read(Enum):
+class ReadStatus(Enum):
     MORE = auto()
-    """All of the text was taken, and more is needed."""
+    """All of the text was consumed, and more is needed."""
     CALL = auto()
     """A call was read."""
     NO_CALL = auto()
-    """This is no call, and nothing of it was taken."""
+    """This is not a call, and nothing of it was consumed."""
 
 
 class JsonCallReader:
-    """Reads one call. Its arguments are given as they come, if they come after its name; else all of it at once."""
+    """Reads one call. Its arguments are streamed if they follow its name; else the call is returned at once."""
 
-    def __init__(self, parts: Parts, markers: Markers, accepts: Callable[[str], bool] = bool) -> None:
-        """`markers` are those around calls. `accepts` says whether a tool may be called so."""
+    def __init__(self, parts: PartBuffer, markers: Markers, accepts: Callable[[str], bool] = bool) -> None:
+        """`markers` are the ones around calls. `accepts` returns whether a tool has that name."""
         self._parts = parts
         self._markers = markers
         self._accepts = accepts
@@ -147,8 +147,8 @@ class JsonCallReader:
         self._tail = ""
         self._is_tail = False
 
-    def read(self, text: str, *, ended: bool = False) -> tuple[Read, str]:
-        """What came of it, and the text that is left. `ended`: no more will come."""
+    def read(self, text: str, *, ended: bool = False) -> tuple[ReadStatus, str]:
+        """Read more text; return the status and the text that is left. `ended`: this is the last text."""
         if self._is_tail:
             return self._read_tail(text, ended)
         if self._arguments is not None:
@@ -156,7 +156,7 @@ class JsonCallReader:
         self._held += text
         return self._read_head(ended)
 
-    def _read_head(self, ended: bool) -> tuple[Read, str]:
+    def _read_head(self, ended: bool) -> tuple[ReadStatus, str]:
         start = self._held.lstrip()
         if start and start[0] != "{":
             return self._no_call()
@@ -173,44 +173,44 @@ class JsonCallReader:
         end = self._end.find(self._held, self._scanned)
         self._scanned = len(self._held)
         if end < 0 and not ended and len(self._held) <= MAX_HELD_CHARS:
-            return Read.MORE, ""
+            return ReadStatus.MORE, ""
         call = None if end < 0 or end > MAX_HELD_CHARS or self._end.broken else _whole_call(self._held[:end])
         if call is None or not self._accepts(call[0]):
             return self._no_call()
         self._parts.call(*call)
-        return Read.CALL, self._held[end:]
+        return ReadStatus.CALL, self._held[end:]
 
-    def _read_arguments(self, arguments: Arguments, text: str, ended: bool) -> tuple[Read, str]:
-        over = arguments.read(text, ended=ended)
-        if over is None:
-            return Read.MORE, ""
-        if not over.complete:
-            return Read.CALL, over.rest
+    def _read_arguments(self, arguments: Arguments, text: str, ended: bool) -> tuple[ReadStatus, str]:
+        end = arguments.read(text, ended=ended)
+        if end is None:
+            return ReadStatus.MORE, ""
+        if not end.complete:
+            return ReadStatus.CALL, end.rest
         self._is_tail = True
         self._end = JsonEnd("{")
         self._scanned = 0
-        return self._read_tail(over.rest, ended)
+        return self._read_tail(end.rest, ended)
 
-    def _read_tail(self, text: str, ended: bool) -> tuple[Read, str]:
-        """The rest of the object: usually its brace, which models forget; sometimes more fields, which say nothing."""
+    def _read_tail(self, text: str, ended: bool) -> tuple[ReadStatus, str]:
+        """Read the rest of the object: usually its brace, which may be missing; sometimes more fields, which are ignored."""
         self._tail += text
         start = self._tail.lstrip()
         if start and start[0] not in ",}":
-            return Read.CALL, self._tail
+            return ReadStatus.CALL, self._tail
         end = self._end.find(self._tail, self._scanned)
         self._scanned = len(self._tail)
         if end >= 0 and not self._end.broken:
-            return Read.CALL, self._tail[end:]
+            return ReadStatus.CALL, self._tail[end:]
         if end >= 0 or ended or len(self._tail) > MAX_HELD_CHARS:
-            return Read.CALL, self._tail
-        return Read.MORE, ""
+            return ReadStatus.CALL, self._tail
+        return ReadStatus.MORE, ""
 
-    def _no_call(self) -> tuple[Read, str]:
-        return Read.NO_CALL, self._held
+    def _no_call(self) -> tuple[ReadStatus, str]:
+        return ReadStatus.NO_CALL, self._held
 
 
 def _string(text: str) -> str:
-    """The string that a JSON string says; empty if it is none."""
+    """Decode a JSON string; "" if it is invalid."""
     try:
         return msgspec.json.decode(text, type=str)
     except msgspec.MsgspecError:
@@ -218,7 +218,7 @@ def _string(text: str) -> str:
 
 
 def _whole_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments."""
+    """Return the name and arguments of a call; None if `text` is not one."""
     try:
         call: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo.frontend.preprocess.parsers import Tools
-from dynamo.frontend.preprocess.tools.json_call import JsonCallReader, Read
+from dynamo.frontend.preprocess.tools.json_call import JsonCallReader, ReadStatus
 from dynamo.frontend.preprocess.tools.markers import Markers
 from dynamo.frontend.preprocess.tools.names import tool_names
 from dynamo.frontend.preprocess.tools.reader import MAX_NAME_CHARS, Reader
@@ -13,9 +13,9 @@ _MARKERS = Markers(_TAG, "<|eom_id|>", "<|eot_id|>")
 
 
 class Llama3Json(Reader):
-    """JSON is a call only at the beginning, behind the tag or behind another call, and with the name of a tool.
+    """JSON is a call only at the beginning, after the tag or after another call, and only with the name of a tool.
 
-    Nothing else tells it from an answer in JSON.
+    Anything else may be a response in JSON.
     """
 
     def __init__(self, tools: Tools) -> None:
@@ -24,13 +24,13 @@ class Llama3Json(Reader):
         self._call = self._reader()
         self._is_after_call = False
         self._separator = ""
-        """What came behind a call, while it is not known whether another follows."""
+        """Text after a call, held until it is decided whether another call follows."""
 
     def _reader(self) -> JsonCallReader:
         return JsonCallReader(self._parts, _MARKERS, self._names.__contains__)
 
     def _start(self) -> bool:
-        """Where a call may begin."""
+        """Read text where a call may begin."""
         stripped = self._text.lstrip("; \t\r\n" if self._is_after_call else None)
         self._separator += self._text[: len(self._text) - len(stripped)]
         self._text = stripped
@@ -52,9 +52,9 @@ class Llama3Json(Reader):
     def _in_call(self) -> bool:
         text, self._text = self._text, ""
         read, self._text = self._call.read(text, ended=self._ended)
-        if read is Read.MORE:
+        if read is ReadStatus.MORE:
             return False
-        if read is Read.CALL:
+        if read is ReadStatus.CALL:
             self._is_after_call = True
             self._separator = ""
             self._step = self._start

@@ -1,4 +1,4 @@
-"""Finds markers in a text that comes in pieces."""
+"""Find markers in text that is streamed in pieces."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import re
 
 
 class Markers:
-    """Some markers, none of which is the beginning of another, unless a longer one is meant wherever it fits."""
+    """A set of markers. If one is a prefix of another, the longer one wins where both match."""
 
     def __init__(self, *markers: str) -> None:
         self._markers = sorted(markers, key=len, reverse=True)
         self.pattern = "|".join(map(re.escape, self._markers))
-        """A regular expression that matches them."""
+        """A regular expression that matches any of them."""
         self._pattern = re.compile(self.pattern)
         self._beginnings = frozenset(marker[:length] for marker in markers for length in range(1, len(marker)))
         self._longest = len(self._markers[0]) - 1
 
     def search(self, text: str) -> re.Match[str] | None:
-        """The first marker."""
+        """Return the match of the first marker."""
         return self._pattern.search(text)
 
     def certain(self, text: str) -> int:
-        """How many characters of a text without a marker will not become part of one, whatever follows."""
-        for at in range(max(0, len(text) - self._longest), len(text)):
-            if text[at:] in self._beginnings:
-                return at
+        """Return how many characters of a text without markers cannot become part of one, whatever follows."""
+        for position in range(max(0, len(text) - self._longest), len(text)):
+            if text[position:] in self._beginnings:
+                return position
         return len(text)
 
     def remove(self, text: str) -> str:
-        """`text` without markers."""
+        """Return `text` without markers."""
         return self._pattern.sub("", text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from dynamo.frontend.preprocess.parsers import Tools
-from dynamo.frontend.preprocess.tools.json_call import Arguments, JsonCallReader, Read
+from dynamo.frontend.preprocess.tools.json_call import Arguments, JsonCallReader, ReadStatus
 from dynamo.frontend.preprocess.tools.markers import Markers
 from dynamo.frontend.preprocess.tools.reader import MAX_NAME_CHARS, Reader
 
@@ -28,7 +28,7 @@ class Mistral(Reader):
         return bool(marker)
 
     def _form(self) -> bool:
-        """Which of the forms it is."""
+        """Decide which of the two forms follows."""
         if not self._strip():
             return False
         if self._text[0] == "[":
@@ -60,13 +60,13 @@ class Mistral(Reader):
     def _object(self) -> bool:
         text, self._text = self._text, ""
         read, self._text = self._call.read(text, ended=self._ended)
-        if read is Read.MORE:
+        if read is ReadStatus.MORE:
             return False
-        self._step = self._next_object if read is Read.CALL else self._content
+        self._step = self._next_object if read is ReadStatus.CALL else self._content
         return True
 
     def _next_object(self) -> bool:
-        """Between the calls of a list, and at its end."""
+        """Read between the calls of a list, and at its end."""
         if not self._strip():
             return False
         if self._text[0] == "{":
@@ -94,9 +94,9 @@ class Mistral(Reader):
 
     def _in_arguments(self) -> bool:
         text, self._text = self._text, ""
-        over = self._arguments.read(text, ended=self._ended)
-        if over is None:
+        end = self._arguments.read(text, ended=self._ended)
+        if end is None:
             return False
-        self._text = over.rest
+        self._text = end.rest
         self._step = self._content
         return True

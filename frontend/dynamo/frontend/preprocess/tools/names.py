@@ -1,4 +1,4 @@
-"""What the request's tools say that parsers need to know."""
+"""Names and parameter schemas of a request's tools."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def tool_names(tools: Tools) -> frozenset[str]:
 
 
 def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """The JSON schemas of a tool's parameters by their names; empty if nothing is known of them."""
+    """Return the JSON schema of each parameter of the tool `name`; empty if the tool or its schema is missing."""
     for tool in tools:
         if tool["function"]["name"] == name:
             schema = tool["function"].get("parameters")
-            found = schema.get("properties") if isinstance(schema, Mapping) else None
-            return found if isinstance(found, Mapping) else {}
+            properties = schema.get("properties") if isinstance(schema, Mapping) else None
+            return properties if isinstance(properties, Mapping) else {}
     return {}

@@ -17,7 +17,7 @@ from dynamo.frontend.preprocess.tools.reader import MAX_NAME_CHARS, Reader
 
 MAX_LIST_CHARS = 64 * 1024
 MAX_DEPTH = 32
-"""Of brackets in a list of calls."""
+"""Deepest nesting of brackets in a list of calls."""
 _MARKERS = Markers("<|python_start|>", "<|python_end|>", "<|eom_id|>", "<|eot_id|>")
 _BEGINNING = re.compile(r"\[\s*([A-Za-z_][\w.]*)?\s*(.?)", re.DOTALL)
 _STRUCTURE = re.compile(r"""\\.|["'\[\](){}]|\\\Z""", re.DOTALL)
@@ -25,7 +25,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 class Pythonic(Reader):
-    """A list of calls at the beginning, all of tools there are, is given when it is complete."""
+    """A list of calls at the beginning, all of existing tools, is returned when it is complete."""
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(self._start)
@@ -77,20 +77,20 @@ class Pythonic(Reader):
 
 
 class _ListEnd:
-    """Finds where a list as Python writes it ends, in a text that grows."""
+    """Finds the end of a Python list in a growing text."""
 
     def __init__(self) -> None:
-        self._at = 0
+        self._position = 0
         self._depth = 0
         self._quote = ""
 
     def find(self, text: str) -> int:
-        """The index behind the end; -1 if it has not come; 0 if there cannot be one."""
-        while found := _STRUCTURE.search(text, self._at):
-            mark = found.group()
+        """Return the index after the end; -1 if there is none yet; 0 if there cannot be one."""
+        while match := _STRUCTURE.search(text, self._position):
+            mark = match.group()
             if mark == "\\":
                 return -1
-            self._at = found.end()
+            self._position = match.end()
             if self._quote:
                 self._quote = "" if mark == self._quote else self._quote
             elif mark in "\"'":
@@ -102,16 +102,16 @@ class _ListEnd:
             elif mark in "])}":
                 self._depth -= 1
                 if not self._depth:
-                    return self._at
-        self._at = len(text)
+                    return self._position
+        self._position = len(text)
         return -1
 
 
 def _calls(text: str) -> Sequence[tuple[str, str]]:
-    """Names and JSON arguments; empty if `text` is not a list of calls with constants."""
+    """Return names and JSON arguments; empty if `text` is not a list of calls with constants."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Python finds odd in a model's text is nobody's concern
+            warnings.simplefilter("ignore")  # Python's warnings about a model's text are of no use to operators
             tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.List):
             return []
@@ -121,7 +121,7 @@ def _calls(text: str) -> Sequence[tuple[str, str]]:
 
 
 def _call(node: ast.expr) -> tuple[str, str]:
-    """Raises ValueError for what is no call."""
+    """Return name and JSON arguments. Raises ValueError if `node` is not a call with constant keyword arguments."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with names for all its arguments")
     arguments: dict[str, Any] = {}

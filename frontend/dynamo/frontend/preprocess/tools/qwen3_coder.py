@@ -22,9 +22,9 @@ _STRING = "string"
 
 
 class Qwen3Coder(Reader):
-    """Strings are given as they come, other values when they are complete.
+    """Strings are streamed, other values are returned when they are complete.
 
-    A value is what the tool's schema says: a string if that says nothing, or says something that the value is not.
+    A value has the type of the tool's schema: a string if the schema has none, or one that the value does not match.
     """
 
     def __init__(self, tools: Tools) -> None:
@@ -35,7 +35,7 @@ class Qwen3Coder(Reader):
         self._parameters = 0
         self._held = ""
         self._stray = ""
-        """Text inside of a call where none belongs; it follows the call."""
+        """Text between a call's tags, where none belongs; it becomes content after the call."""
         self._is_value_begun = False
 
     def _content(self) -> bool:
@@ -47,7 +47,7 @@ class Qwen3Coder(Reader):
         return bool(marker)
 
     def _opened(self) -> bool:
-        """White space between the two opening tags belongs to them."""
+        """Skip white space between the two opening tags."""
         stripped = self._text[:MAX_NAME_CHARS].lstrip()
         is_near = len(self._text) < MAX_NAME_CHARS
         if is_near and not self._ended and len(stripped) < len(_FUNCTION) and _FUNCTION.startswith(stripped):
@@ -65,7 +65,7 @@ class Qwen3Coder(Reader):
         self._held += text
 
     def _name(self) -> str | None:
-        """The name in a tag that has begun; empty if it is none, None while it is not complete."""
+        """Return the name in an open tag; "" if it is not a name, None while it is incomplete."""
         marker = self._until(_NAME_END, self._hold)
         if not marker and not self._ended and len(self._held) <= MAX_NAME_CHARS:
             return None
@@ -152,7 +152,7 @@ class Qwen3Coder(Reader):
         return bool(marker)
 
     def _give_string(self, *, is_complete: bool) -> None:
-        """All of the value but a newline at its end, which belongs to the closing tag."""
+        """Stream the value, without a newline at its end, which belongs to the closing tag."""
         text = self._held.removesuffix("\n")
         self._held = "" if is_complete else self._held[len(text) :]
         self._parts.arguments(_quoted(text)[1:] if is_complete else _quoted(text)[1:-1])
@@ -163,7 +163,7 @@ def _quoted(text: str) -> str:
 
 
 def _types(schema: object) -> frozenset[str]:
-    """The JSON types that a schema allows; a string if it does not say."""
+    """Return the JSON types that a schema allows; a string if it names none."""
     if not isinstance(schema, Mapping):
         return frozenset({_STRING})
     named = schema.get("type")
@@ -178,14 +178,14 @@ def _types(schema: object) -> frozenset[str]:
 
 
 def _json(text: str, types: frozenset[str]) -> str:
-    """A value that may be of several types, or is no string."""
+    """Return a value as JSON: as it is if it has one of `types`, else as a string."""
     stripped = text.strip()
-    known = {"True": "true", "False": "false", "None": "null"}.get(stripped, stripped)
+    literal = {"True": "true", "False": "false", "None": "null"}.get(stripped, stripped)
     try:
-        value = msgspec.json.decode(known)
+        value = msgspec.json.decode(literal)
     except (msgspec.MsgspecError, RecursionError):
         return _quoted(text)
-    return known if _type_of(value) & types else _quoted(text)
+    return literal if _type_of(value) & types else _quoted(text)
 
 
 def _type_of(value: object) -> frozenset[str]:

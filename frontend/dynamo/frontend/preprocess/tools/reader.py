@@ -1,4 +1,4 @@
-"""What parsers of model output have in common: a text that is read step by step, and the parts that come of it."""
+"""The base of output parsers: a state machine that reads text step by step and collects parts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dynamo.frontend.preprocess.parsers import Content, Part, Reasoning, ToolCal
 from dynamo.frontend.preprocess.tools.markers import Markers
 
 MAX_HELD_CHARS = 256 * 1024
-"""How much text may wait for what follows it."""
+"""Most text that is held back for what follows it."""
 MAX_NAME_CHARS = 1024
-"""The same for names and what is around them."""
+"""Most text that is held back for a name and what is around it."""
 _MAX_LAYOUT_CHARS = 64
 
 Step: TypeAlias = Callable[[], bool]
-"""Reads some of the text, or goes over to another step; False if that takes more text."""
+"""Consumes some of the text or changes the step; returns False if it needs more text."""
 
 
-class Parts:
-    """Collects parts; leaves out white space that is only layout around calls."""
+class PartBuffer:
+    """Collects parts; drops white space that only separates calls."""
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
@@ -27,7 +27,7 @@ class Parts:
         self._has_arguments = True
         self._layout = ""
         self._is_layout = True
-        """Nothing but white space since the beginning or the last call."""
+        """There was only white space since the beginning or the last call."""
 
     def content(self, text: str) -> None:
         if self._is_layout:
@@ -44,14 +44,14 @@ class Parts:
             self._parts.append(Reasoning(text))
 
     def call(self, name: str, arguments: str = "") -> None:
-        """Begins the next call."""
+        """Start the next call."""
         self._layout, self._is_layout = "", True
         self._parts.append(ToolCall(self._calls, name, arguments))
         self._calls += 1
         self._has_arguments = bool(arguments)
 
     def arguments(self, text: str) -> None:
-        """More of the last call's arguments."""
+        """Add to the last call's arguments."""
         if not self._has_arguments:
             text = text.lstrip()
         if text:
@@ -59,7 +59,7 @@ class Parts:
             self._has_arguments = True
 
     def call_complete(self) -> None:
-        """The last call has all its arguments; none are an empty object."""
+        """End the last call; without arguments, they are an empty object."""
         if not self._has_arguments:
             self.arguments("{}")
 
@@ -74,12 +74,12 @@ class Parts:
 
 
 class Reader:
-    """An OutputParser as a chain of steps, each of which names the next."""
+    """An OutputParser as a state machine: each step chooses the next."""
 
     def __init__(self, first: Step) -> None:
         self._text = ""
-        """What no step has read yet."""
-        self._parts = Parts()
+        """Text that no step has consumed."""
+        self._parts = PartBuffer()
         self._step = first
         self._ended = False
 
@@ -97,12 +97,12 @@ class Reader:
         return self._parts.take()
 
     def _until(self, markers: Markers, give: Callable[[str], None]) -> str:
-        """Gives all text that is certainly before a marker. Takes the marker off and returns it; empty while there is none."""
+        """Pass text before the next marker to `give`; consume the marker and return it, or "" while there is none."""
         text = self._text
-        found = markers.search(text)
-        if found is not None:
-            before, self._text = text[: found.start()], text[found.end() :]
-            marker = found.group()
+        match = markers.search(text)
+        if match is not None:
+            before, self._text = text[: match.start()], text[match.end() :]
+            marker = match.group()
         else:
             certain = len(text) if self._ended else markers.certain(text)
             before, self._text = text[:certain], text[certain:]
@@ -112,6 +112,6 @@ class Reader:
         return marker
 
     def _strip(self, characters: str | None = None) -> bool:
-        """Takes white space off the text's beginning; whether anything is left."""
+        """Strip white space from the beginning of the text; return whether anything is left."""
         self._text = self._text.lstrip(characters)
         return bool(self._text)

@@ -1,4 +1,4 @@
-"""The parsers that model cards can name."""
+"""The output parsers that model cards can name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HERMES = ParserKind(Hermes)
 _DEEPSEEK = ParserKind(DeepSeek, needs_special_tokens=True)
 _HARMONY = ParserKind(Harmony, needs_special_tokens=True)
 _QWEN3_CODER = ParserKind(Qwen3Coder)
-_ALWAYS_THINKS = ParserKind(partial(think, is_open=True), make_behind=partial(think, is_open=True))
-_MAY_THINK = ParserKind(partial(think, is_open=False), make_behind=partial(think, is_open=False))
+_ALWAYS_THINKS = ParserKind(partial(think, is_open=True), make_after_prompt=partial(think, is_open=True))
+_MAY_THINK = ParserKind(partial(think, is_open=False), make_after_prompt=partial(think, is_open=False))
 
-KNOWN_PARSERS = OutputParsers(
+PARSER_REGISTRY = OutputParsers(
     tools={
         "hermes": _HERMES,
         "llama3_json": ParserKind(Llama3Json),
