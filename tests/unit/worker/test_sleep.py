@@ -74,7 +74,7 @@ class Worker:
         self.has_etcd = True
         self.sleeper = Sleeper([self.engine], self.service, self, self._hide, drain_timeout_s)
         self.status = Status(Endpoint(), InstanceId(1))
-        self.status.sleeper = self.sleeper
+        self.status.start_serving(asyncio.Event(), self.sleeper)
 
     async def _hide(self, hidden: bool) -> bool:
         self.steps.append("leaves" if hidden else "returns")
@@ -248,5 +248,6 @@ async def test_failures_have_their_status() -> None:
         worker.engine.failing = "sleeps"
         response = await http.post("/sleep")
         assert (response.status_code, response.json()) == (500, {"error": "the memory is stuck"})
-        worker.status.sleeper = None
+    worker.status = Status(Endpoint(), InstanceId(1))
+    async with worker.client() as http:
         assert (await http.post("/sleep")).status_code == 503

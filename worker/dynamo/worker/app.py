@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -28,26 +28,26 @@ from dynamo.common.background import awaited, running
 from dynamo.common.config import ConfigError, project_version
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
-from dynamo.common.etcd import connect_etcd
+from dynamo.common.etcd import Etcd, connect_etcd
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal, within
 from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.kv_stream import KvStream
-from dynamo.common.messaging.server import RequestServer, serve_requests
+from dynamo.common.messaging.server import Handler, RequestServer, serve_requests
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.repository import RepositoryInstance
 from dynamo.common.telemetry import RuntimeMetrics, make_registry
-from dynamo.common.tracing import open_tracing
+from dynamo.common.tracing import Tracing, open_tracing
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, MayFail, TracksKv
 from dynamo.worker.engines import AnyEngine, make_engine, make_repository, split_repositories
 from dynamo.worker.metrics import WorkerMetrics
-from dynamo.worker.publisher import publishing
-from dynamo.worker.registration import Registered, Registration, registered
+from dynamo.worker.publisher import KvPublishers, publishing
+from dynamo.worker.registration import Registered, Registration
 from dynamo.worker.repository.control import RepositoryControl
 from dynamo.worker.repository.engine import RepositoryEngine
-from dynamo.worker.serve import ServedModel, Service
+from dynamo.worker.serve import ServedModel, Service, check_names
 from dynamo.worker.sleep import Sleeper
 from dynamo.worker.status import Status, serve_status
 
@@ -206,94 +206,168 @@ async def _until(stopping: asyncio.Event, engines: Sequence[MayFail]) -> None:
 
 @asynccontextmanager
 async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerConfig) -> AsyncIterator[Worker]:
-    """Starts `engines` and serves them while the body runs; on the way out deregisters and drains."""
-    endpoint = config.served_endpoint
-    instance = new_instance_id()
-    registry = make_registry()
-    metrics, status = WorkerMetrics(registry, endpoint, instance), Status(endpoint, instance)
-    runtime = RuntimeMetrics(registry, role="worker", version=project_version())
+    """Start `engines` and serve them while the body runs; on the way out deregister and drain."""
+    identity = Identity(new_instance_id(), config.served_endpoint)
     async with AsyncExitStack() as stack:
-        status_port = await stack.enter_async_context(serve_status(config.status, status, registry))
-        attributes = {"service.instance.id": f"{instance:x}", "dynamo.endpoint": str(endpoint)}
-        tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-worker", attributes))
-        models: list[ServedModel] = []
-        for engine in _listed(engines):
-            models += await _start(engine, stack)
-        service = Service(models, metrics, tracing)
-        status.models = [model.card.name for model in models]
-        stack.push_async_callback(service.close)
-        nats = await stack.enter_async_context(connect_nats(config.nats.to_config(), f"dynamo-worker {instance:x}"))
-        status.is_connected = lambda: nats.is_connected
-        runtime.nats_connected.set_function(lambda: nats.is_connected)
-        etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
-        await _store_files(models, nats)
-        await stack.enter_async_context(running(_store_files_again(service, nats), "model files"))
-        tracked = [(model.card.name, model.engine) for model in models if isinstance(model.engine, TracksKv)]
-        record = KvStream(nats) if config.durable_kv_events else None
-        publishers = await stack.enter_async_context(publishing(nats, endpoint, instance, tracked, record))
-        service.on_accepted = publishers.accepted
-        offer = _Offer(instance, endpoint, service, status)
-        handlers = {**service.handlers, **publishers.handlers}
-        for engine in _listed(engines):
-            if isinstance(engine, RepositoryEngine):
-                offer.repository = engine
-                control = RepositoryControl(engine, service, offer.renew)
-                handlers.update(control.handlers)
-                stack.push_async_callback(_finish, control, config.drain_timeout_s)
-                await stack.enter_async_context(running(control.watch(config.repository.poll_s), "repository"))
-        requests = await stack.enter_async_context(serve_requests(nats, endpoint, instance, handlers, config.limits))
+        observers = await _open_observers(config, identity, stack)
+        models = await _start_engines(_listed(engines), stack)
+        observers.status.show_models([model.card.name for model in models])
+        nats, etcd = await _connect(config, identity, observers, stack)
+        publishers = await _open_publishers(config, identity, models, nats, stack)
+        service = await _open_service(models, observers, publishers, nats, stack)
+        registration = Registration(etcd)
+        offer = Offer(identity, service, observers.status, registration, _repository_in(_listed(engines)))
+        handlers = {**service.handlers, **publishers.handlers, **await _open_repository(config, offer, stack)}
+        requests = await stack.enter_async_context(
+            serve_requests(nats, identity.endpoint, identity.instance, handlers, config.limits)
+        )
         stack.push_async_callback(_drain, requests, config.drain_timeout_s)
-        registration = await stack.enter_async_context(registered(etcd, offer.registrations(), ttl_s=config.lease_ttl_s))
-        offer.registration = registration
-        status.is_registered = registration.registered.is_set
-        runtime.etcd_stale.set_function(lambda: not registration.registered.is_set())
-        status.sleeper = Sleeper(_listed(engines), service, requests, offer.hide, config.drain_timeout_s)
-        stack.push_async_callback(status.sleeper.close)
-        stack.callback(status.start_draining)
+        await _register(config, offer, observers, stack)
+        sleeper = Sleeper(_listed(engines), service, requests, offer.hide, config.drain_timeout_s)
+        stack.push_async_callback(sleeper.close)
+        observers.status.start_serving(registration.registered, sleeper)
+        stack.callback(observers.status.start_draining)
         names = ", ".join(model.card.name for model in models) or "no model yet"
-        log.info("serving %s at %s as instance %x", names, endpoint, instance)
-        yield Worker(instance, endpoint, tuple(model.card for model in models), requests, registration, status_port)
-        log.info("leaving: deregistering instance %x", instance)
+        log.info("serving %s at %s as instance %x", names, identity.endpoint, identity.instance)
+        cards = tuple(model.card for model in models)
+        yield Worker(identity.instance, identity.endpoint, cards, requests, registration, observers.status_port)
+        log.info("leaving: deregistering instance %x", identity.instance)
 
 
-class _Offer:
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which instance of which endpoint a worker is."""
+
+    instance: InstanceId
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """What operators see of a worker: its status port, its metrics and its traces."""
+
+    status: Status
+    status_port: int | None
+    metrics: WorkerMetrics
+    runtime: RuntimeMetrics
+    tracing: Tracing | None
+
+
+class Offer:
     """What the process offers to the fleet, which a model repository may change while it runs."""
 
-    def __init__(self, instance: InstanceId, endpoint: Endpoint, service: Service, status: Status) -> None:
-        self.repository: RepositoryEngine | None = None
-        self.registration: Registration | None = None
-        """None until it is made known for the first time."""
-        self._instance = instance
-        self._endpoint = endpoint
-        self._service = service
+    def __init__(
+        self,
+        identity: Identity,
+        service: Service,
+        status: Status,
+        registration: Registration,
+        repository: RepositoryEngine | None,
+    ) -> None:
+        self.service = service
+        self.registration = registration
+        self.repository = repository
+        self._identity = identity
         self._status = status
         self._started_at = time.time()
         self._hidden = False
 
     def registrations(self) -> list[Registered]:
+        """Return what etcd is to hold now: each model, and the index of the repository."""
         if self._hidden:
             return []
-        endpoint, subject = self._endpoint, self._endpoint.rpc_subject(self._instance)
+        instance, endpoint = self._identity.instance, self._identity.endpoint
+        subject = endpoint.rpc_subject(instance)
         registrations: list[Registered] = [
-            Instance(id=self._instance, endpoint=endpoint, subject=subject, card=model.card, started_at=self._started_at)
-            for model in self._service.models
+            Instance(id=instance, endpoint=endpoint, subject=subject, card=model.card, started_at=self._started_at)
+            for model in self.service.models
         ]
-        if (repository := self.repository) is not None:
-            index, mode = repository.models.index(), repository.mode
-            registrations.append(
-                RepositoryInstance(id=self._instance, endpoint=endpoint, subject=subject, mode=mode, entries=index)
-            )
+        if self.repository is not None:
+            index, mode = self.repository.models.index(), self.repository.mode
+            registrations.append(RepositoryInstance(id=instance, endpoint=endpoint, subject=subject, mode=mode, entries=index))
         return registrations
 
     async def renew(self) -> bool:
-        """Makes it known. False: etcd is away, or nothing was made known before; then that happens later."""
-        self._status.models = [] if self._hidden else [model.card.name for model in self._service.models]
-        return self.registration is not None and await self.registration.update(self.registrations())
+        """Register what is offered now. Return False if that happens later: etcd is away, or the worker is still starting."""
+        self._status.show_models([] if self._hidden else [model.card.name for model in self.service.models])
+        return await self.registration.update(self.registrations())
 
     async def hide(self, hidden: bool) -> bool:
-        """Offers nothing, or what there is again; returns what `renew` does."""
+        """Offer nothing, or everything again. Return what `renew` does."""
         self._hidden = hidden
         return await self.renew()
+
+
+async def _open_observers(config: WorkerConfig, identity: Identity, stack: AsyncExitStack) -> Observers:
+    registry = make_registry()
+    status = Status(identity.endpoint, identity.instance)
+    metrics = WorkerMetrics(registry, identity.endpoint, identity.instance)
+    runtime = RuntimeMetrics(registry, role="worker", version=project_version())
+    port = await stack.enter_async_context(serve_status(config.status, status, registry))
+    attributes = {"service.instance.id": f"{identity.instance:x}", "dynamo.endpoint": str(identity.endpoint)}
+    tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-worker", attributes))
+    return Observers(status, port, metrics, runtime, tracing)
+
+
+async def _start_engines(engines: Sequence[AnyEngine], stack: AsyncExitStack) -> list[ServedModel]:
+    """Start each engine and return its models. Raises InvalidRequest if two models have the same name."""
+    models: list[ServedModel] = []
+    for engine in engines:
+        models += await _start(engine, stack)
+    check_names(models)
+    return models
+
+
+async def _connect(
+    config: WorkerConfig, identity: Identity, observers: Observers, stack: AsyncExitStack
+) -> tuple[Connection, Etcd]:
+    name = f"dynamo-worker {identity.instance:x}"
+    nats = await stack.enter_async_context(connect_nats(config.nats.to_config(), name))
+    observers.status.show_connection(nats)
+    observers.runtime.nats_connected.set_function(lambda: nats.is_connected)
+    return nats, await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
+
+
+async def _open_publishers(
+    config: WorkerConfig, identity: Identity, models: Sequence[ServedModel], nats: Connection, stack: AsyncExitStack
+) -> KvPublishers:
+    """Publish KV events and loads of the engines that have them."""
+    tracked = [(model.card.name, model.engine) for model in models if isinstance(model.engine, TracksKv)]
+    record = KvStream(nats) if config.durable_kv_events else None
+    return await stack.enter_async_context(publishing(nats, identity.endpoint, identity.instance, tracked, record))
+
+
+async def _open_service(
+    models: Sequence[ServedModel], observers: Observers, publishers: KvPublishers, nats: Connection, stack: AsyncExitStack
+) -> Service:
+    """The service of `models`, once their files are in the object store, where they are kept as long as the worker runs."""
+    service = Service(models, observers.metrics, observers.tracing, publishers.accepted)
+    stack.push_async_callback(service.close)
+    await _store_files(models, nats)
+    await stack.enter_async_context(running(_store_files_again(service, nats), "model files"))
+    return service
+
+
+def _repository_in(engines: Sequence[AnyEngine]) -> RepositoryEngine | None:
+    return next((engine for engine in engines if isinstance(engine, RepositoryEngine)), None)
+
+
+async def _open_repository(config: WorkerConfig, offer: Offer, stack: AsyncExitStack) -> Mapping[str, Handler]:
+    """Let the models of the repository change while the worker runs; return the handlers of the verbs for that."""
+    if offer.repository is None:
+        return {}
+    control = RepositoryControl(offer.repository, offer.service, offer.renew)
+    stack.push_async_callback(_finish, control, config.drain_timeout_s)
+    await stack.enter_async_context(running(control.watch(config.repository.poll_s), "repository"))
+    return control.handlers
+
+
+async def _register(config: WorkerConfig, offer: Offer, observers: Observers, stack: AsyncExitStack) -> None:
+    """Make the worker visible to frontends until `stack` is closed."""
+    registration = offer.registration
+    await offer.renew()
+    await stack.enter_async_context(registration.kept(config.lease_ttl_s))
+    observers.runtime.etcd_stale.set_function(lambda: not registration.registered.is_set())
 
 
 async def _start(engine: AnyEngine, stack: AsyncExitStack) -> list[ServedModel]:

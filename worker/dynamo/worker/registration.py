@@ -28,7 +28,7 @@ _DEREGISTER_TIMEOUT_S = 2.0
 class Registration:
     """What this process wants registered, and whether it is. The instance ids stay the same whatever happens to the lease."""
 
-    def __init__(self, etcd: Etcd, instances: Sequence[Registered], check_s: float) -> None:
+    def __init__(self, etcd: Etcd, instances: Sequence[Registered] = (), check_s: float = CHECK_S) -> None:
         self.registered = asyncio.Event()
         """Set while etcd holds exactly what is wanted, as far as is known."""
         self._etcd = etcd
@@ -42,15 +42,18 @@ class Registration:
         self._changed = asyncio.Event()
 
     async def update(self, instances: Sequence[Registered], timeout_s: float = 5.0) -> bool:
-        """Registers these from now on, instead of those before. True when etcd has it.
+        """Register `instances` from now on instead of the former ones. Return True when etcd has them.
 
-        False when etcd was away for `timeout_s`: it will have it when it is back. Raises InvalidRequest, changing nothing.
+        Return False if that happens later: when etcd is back, if it was away for `timeout_s`, or when `kept` is entered.
+        Raises InvalidRequest, changing nothing.
         """
         wanted = _to_registrations(instances)
         if wanted != self._wanted:
             self._wanted = wanted
             self.registered.clear()
             self._changed.set()
+        if self._session is None:
+            return False
         try:
             async with asyncio.timeout(timeout_s):
                 await self.registered.wait()
@@ -58,18 +61,31 @@ class Registration:
             return False
         return True
 
-    def on_held(self, lease: int) -> None:
+    @asynccontextmanager
+    async def kept(self, ttl_s: float = LEASE_TTL_S) -> AsyncIterator[None]:
+        """Keep etcd as wanted while the body runs, under one lease of `ttl_s` seconds. Entered once.
+
+        Does not wait for etcd: while it is away, attempts go on in the background.
+        """
+        async with self._etcd.session(ttl_s, self._on_held, self._on_lost) as session:
+            self._session = session
+            try:
+                async with running(self._keep(session), "registration"):
+                    yield
+            finally:
+                await self._withdraw(session)
+
+    def _on_held(self, lease: int) -> None:
         """There is a lease to put the keys under. Called by the session."""
         self._stored.clear()
         self._changed.set()
 
-    def on_lost(self) -> None:
+    def _on_lost(self) -> None:
         """The keys may be gone. Called by the session."""
         self.registered.clear()
 
-    async def keep(self, session: Session) -> None:
+    async def _keep(self, session: Session) -> None:
         """Brings etcd to what is wanted, whenever one of the two has changed, until cancelled."""
-        self._session = session
         pauses = backoff(self._etcd.config.max_backoff_s)
         failing = False
         while True:
@@ -93,10 +109,10 @@ class Registration:
                 failing = False
                 pauses = backoff(self._etcd.config.max_backoff_s)
 
-    async def withdraw(self) -> None:
+    async def _withdraw(self, session: Session) -> None:
         """Deletes the registrations, so that nobody sends anything here any more. Without etcd, their lease runs out."""
         self.registered.clear()
-        if self._session is None or not self._session.is_held:
+        if not session.is_held:
             return
         try:
             async with asyncio.timeout(_DEREGISTER_TIMEOUT_S):
@@ -110,7 +126,7 @@ class Registration:
     async def _store(self, session: Session) -> None:
         lease = session.lease
         if not lease:
-            return  # `on_held` comes
+            return  # `_on_held` follows
         for key in sorted(self._present - self._wanted.keys()):
             await self._etcd.delete(key)
             self._present.discard(key)
@@ -121,7 +137,7 @@ class Registration:
             self._present.add(key)
             await self._etcd.put(key, value, lease=lease)
             if session.lease != lease:
-                return  # `on_held` has come, or will: all is put again
+                return  # `_on_held` was called, or will be: all keys are put again
             self._stored[key] = value
         if self._stored == self._wanted and not self.registered.is_set():
             log.info("registered %s", ", ".join(self._wanted) or "nothing")
@@ -146,12 +162,8 @@ async def registered(
     instance that died silently; etcd's least is 2 s with its default settings. Raises InvalidRequest for a card that is wrong.
     """
     registration = Registration(etcd, instances, check_s)
-    async with etcd.session(ttl_s, registration.on_held, registration.on_lost) as session:
-        try:
-            async with running(registration.keep(session), "registration"):
-                yield registration
-        finally:
-            await registration.withdraw()
+    async with registration.kept(ttl_s):
+        yield registration
 
 
 def _to_registrations(instances: Sequence[Registered]) -> dict[str, bytes]:

@@ -88,13 +88,29 @@ class ServedModel:
         return statistics
 
 
+def check_names(models: Sequence[ServedModel]) -> None:
+    """Raises InvalidRequest if two models have the same name."""
+    names = [model.card.name for model in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidRequest(f"two models of this worker are called '{name}'")
+
+
 class Service:
     """The models of a process, and the handlers of its requests."""
 
     def __init__(
-        self, models: Sequence[ServedModel], metrics: WorkerMetrics | None = None, tracing: Tracing | None = None
+        self,
+        models: Sequence[ServedModel],
+        metrics: WorkerMetrics | None = None,
+        tracing: Tracing | None = None,
+        on_accepted: Callable[[str, str], None] | None = None,
     ) -> None:
-        """Without `metrics`, what is counted is shown to nobody."""
+        """Call `on_accepted` with model and booking of each request for text before an engine gets it.
+
+        Without `metrics`, requests are counted where no registry shows it.
+        """
+        check_names(models)
         self.models: tuple[ServedModel, ...] = ()
         self._metrics = metrics or WorkerMetrics(CollectorRegistry(), Endpoint(), InstanceId(0))
         self._tracing = tracing
@@ -106,14 +122,9 @@ class Service:
         self._llm: dict[str, tuple[ServedModel, Engine]] = {}
         self._left: set[str] = set()
         """Names of models that were served: requests for them may still be on their way."""
-        seen: set[str] = set()
+        self._on_accepted = on_accepted
         for model in models:
-            if model.card.name in seen:
-                raise InvalidRequest(f"two models of this worker are called '{model.card.name}'")
-            seen.add(model.card.name)
             self.put(model)
-        self.on_accepted: Callable[[str, str], None] = _nobody_listens
-        """Told the model and the booking of each request for text that goes to an engine."""
         self._loop = asyncio.get_running_loop()
 
     def put(self, model: ServedModel) -> None:
@@ -239,7 +250,8 @@ class Service:
         span = None if self._tracing is None else self._span(self._tracing, incoming, model.card.name)
         try:
             self._refuse_late(incoming)
-            self.on_accepted(model.card.name, incoming.headers.get("booking", ""))
+            if self._on_accepted is not None:
+                self._on_accepted(model.card.name, incoming.headers.get("booking", ""))
             steps = engine.generate(request, context)
             try:
                 async for step in steps:
@@ -382,10 +394,6 @@ def _failed(measured: WorkerModelMetrics, span: Span | None, taken_ns: int, sent
     measured.finished(taken_ns / 1e9, sent_bytes, error)
     if span is not None:
         span.end(error)
-
-
-def _nobody_listens(model: str, booking: str) -> None:
-    """Without routers that look at loads, acceptance is nobody's business."""
 
 
 _canary_decoder = msgspec.msgpack.Decoder(CanaryRequest)

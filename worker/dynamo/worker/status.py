@@ -9,11 +9,13 @@ The port asks for no key, so it takes orders only if `--allow-sleep` says so, an
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
+from typing import Protocol
 from urllib.parse import parse_qs
 
 import msgspec
@@ -58,38 +60,66 @@ class _Health(msgspec.Struct, frozen=True, kw_only=True):
     nats: str
 
 
+class Link(Protocol):
+    """The part of `messaging.connection.Connection` that the status port shows."""
+
+    @property
+    def is_connected(self) -> bool: ...
+
+
 class Status:
-    """What the status port tells; kept current by the process's start and end."""
+    """What the status port shows. Start and end of the process keep it current."""
 
     def __init__(self, endpoint: Endpoint, instance: InstanceId) -> None:
-        self.models: Sequence[str] = ()
-        """Names of those that are served now."""
-        self.is_connected: Callable[[], bool] = lambda: False
-        """To NATS."""
-        self.is_registered: Callable[[], bool] = lambda: False
-        self.sleeper: Sleeper | None = None
-        """None until the worker serves."""
         self._endpoint = endpoint
         self._instance = instance
         self._started = time.monotonic_ns()
+        self._models: Sequence[str] = ()
+        self._nats: Link | None = None
+        self._registered: asyncio.Event | None = None
+        self._sleeper: Sleeper | None = None
         self._was_registered = False
         self._draining = False
+
+    def show_models(self, names: Sequence[str]) -> None:
+        """Show `names` as the models that are served now."""
+        self._models = names
+
+    def show_connection(self, nats: Link) -> None:
+        """Show whether `nats` is connected."""
+        self._nats = nats
+
+    def start_serving(self, registered: asyncio.Event, sleeper: Sleeper) -> None:
+        """The worker takes requests: it is ready once `registered` is set, and `sleeper` takes orders."""
+        self._registered = registered
+        self._sleeper = sleeper
 
     def start_draining(self) -> None:
         self._draining = True
 
     @property
+    def sleeper(self) -> Sleeper | None:
+        """Puts the worker to sleep; None until the worker serves."""
+        return self._sleeper
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether NATS is connected."""
+        return self._nats is not None and self._nats.is_connected
+
+    @property
     def state(self) -> WorkerState:
         if self._draining:
             return WorkerState.DRAINING
-        if self.sleeper is not None and self.sleeper.is_away:
+        if self._sleeper is not None and self._sleeper.is_away:
             return WorkerState.SLEEPING
-        self._was_registered = self._was_registered or self.is_registered()
+        if self._registered is not None and self._registered.is_set():
+            self._was_registered = True
         return WorkerState.READY if self._was_registered else WorkerState.STARTING
 
     @property
     def is_ready(self) -> bool:
-        return self.state is WorkerState.READY and self.is_connected()
+        return self.state is WorkerState.READY and self.is_connected
 
     def to_json(self) -> bytes:
         uptime = time.monotonic_ns() - self._started
@@ -101,8 +131,8 @@ class Status:
                 uptime=_Uptime(uptime // 1_000_000_000, uptime % 1_000_000_000),
                 endpoints={self._endpoint.name: word},
                 instance=f"{self._instance:x}",
-                models=self.models,
-                nats="connected" if self.is_connected() else "disconnected",
+                models=self._models,
+                nats="connected" if self.is_connected else "disconnected",
             )
         )
 

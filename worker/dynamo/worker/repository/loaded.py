@@ -20,10 +20,12 @@ from dynamo.worker.repository.model_config import Reshape
 class LoadedModel:
     """Requests run on it until it is closed, also those that came before another one took its place."""
 
-    def __init__(self, config: ModelConfig, folder: Path, versions: Mapping[str, Executable]) -> None:
-        """Raises InvalidRequest if `config` contradicts itself."""
-        self.files = AsyncExitStack()
-        """Closed with the model: holds its temporary folder, if it has one."""
+    def __init__(self, config: ModelConfig, folder: Path, versions: Mapping[str, Executable], files: AsyncExitStack) -> None:
+        """`files` is closed with the model: it holds the temporary folder, if there is one.
+
+        Raises InvalidRequest if `config` contradicts itself.
+        """
+        self._files = files
         self.config = config
         self.card = make_card(config, folder, tuple(versions))
         self._versions = versions
@@ -110,7 +112,7 @@ class LoadedModel:
 
     async def close(self) -> None:
         await asyncio.gather(*(executable.close() for executable in self._versions.values()))
-        await self.files.aclose()
+        await self._files.aclose()
 
 
 def make_card(config: ModelConfig, folder: Path, versions: tuple[str, ...]) -> ModelCard:

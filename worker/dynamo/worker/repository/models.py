@@ -275,7 +275,8 @@ class RepositoryModels:
 
     async def _open(self, request: LoadRequest, above: tuple[str, ...]) -> LoadedModel:
         check_name(request.model)
-        async with AsyncExitStack() as files:
+        files = AsyncExitStack()
+        try:
             folder = await self._folder(request, files)
             config = self._config_of(request, folder)
             ensemble = config.HasField("ensemble_scheduling")
@@ -292,13 +293,15 @@ class RepositoryModels:
                 log.warning("model %s: its configuration has %s, which is not acted on", request.model, ", ".join(ignored))
             loaded = await _open_versions(backend, config, folder, versions)
             try:
-                model = LoadedModel(config, folder, loaded)
+                model = LoadedModel(config, folder, loaded, files)
                 await warm_up(model, folder)
             except BaseException:
                 await asyncio.gather(*(executable.close() for executable in loaded.values()))
                 raise
-            model.files = files.pop_all()
             return model
+        except BaseException:
+            await files.aclose()
+            raise
 
     async def _load_needed(self, needed: str, above: tuple[str, ...]) -> None:
         try:
