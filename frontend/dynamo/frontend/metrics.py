@@ -34,8 +34,6 @@ UNKNOWN_MODEL = "unknown_model"
 
 _TOKEN_BYTES = 4
 _FLUSH_TOKENS = 128
-_COUNTED = "counted by dynamo"
-"""Attribute of failures that metrics have seen."""
 
 
 class RequestType(StrEnum):
@@ -148,9 +146,8 @@ class FrontendMetrics:
         self._facts["instances"].labels(model.label).set(0)
 
     def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
-        """A request failed at a protocol's edge. Those that got as far as `ModelMetrics.start` were counted there."""
-        if not vars(error).get(_COUNTED):
-            self.for_unknown_model().add_outcome(endpoint, request_type, code_of(error))
+        """Count a request that failed at its protocol's edge, before `ModelMetrics.start`."""
+        self.for_unknown_model().add_outcome(endpoint, request_type, code_of(error))
 
     def _counter(self, name: str, help: str, labels: Sequence[str]) -> Counter:
         return Counter(f"dynamo_frontend_{name}", help, labels, registry=self._registry)
@@ -186,9 +183,18 @@ class ModelMetrics:
         self.overlap = tally.spread(all_models.overlap.labels(label))
         self.hit_rate = tally.spread(all_models.hit_rate.labels(label))
 
-    def start(self, endpoint: str, request_type: RequestType, clock: Callable[[], float] = time.monotonic) -> RequestTimer:
-        """A request has arrived. `endpoint` is one of the API's own names (`tensor`, `completions`, …), never a client's."""
-        return RequestTimer(self, endpoint, request_type, clock)
+    def start(
+        self,
+        endpoint: str,
+        request_type: RequestType,
+        span: Span | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> RequestTimer:
+        """Begin a request. `endpoint` is one of the API's own names (`tensor`, `completions`, …), never a client's.
+
+        `span` is the request's part in a trace, which ends with it; None if it is not traced.
+        """
+        return RequestTimer(self, endpoint, request_type, span, clock)
 
     def migrated(self, *, ongoing: bool) -> None:
         """A request went on at another instance, before (`ongoing` False) or after its first answer."""
@@ -249,29 +255,31 @@ class RequestTimer:
     """The measurements of one request. `finish` exactly once, on every path."""
 
     __slots__ = (
-        *("_clock", "_endpoint", "_gap_sum", "_gaps", "_last", "_metrics", "_output", "_pending", "_queued", "_started"),
-        *("_type", "span"),
+        *("_clock", "_endpoint", "_gap_sum", "_gaps", "_last", "_metrics", "_pending", "_queued", "_span", "_started", "_type"),
+        "output_tokens",
     )
 
-    def __init__(self, metrics: ModelMetrics, endpoint: str, request_type: RequestType, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, metrics: ModelMetrics, endpoint: str, request_type: RequestType, span: Span | None, clock: Callable[[], float]
+    ) -> None:
         self._metrics = metrics
         self._endpoint = endpoint
         self._type = request_type
         self._clock = clock
         self._started = clock()
         self._last = 0.0
-        self._output = 0
+        self.output_tokens = 0
+        """As `tokens` has counted them."""
         self._gaps: list[int] | None = None
         self._gap_sum = 0.0
         self._pending = 0
         self._queued = True
-        self.span: Span | None = None
-        """Of the same request, for `finish` to end; None if it is not traced."""
+        self._span = span
         metrics.inflight.value += 1
         metrics.queued.value += 1
 
-    def answered(self) -> None:
-        """The first part of the answer is there; `tokens` says so too."""
+    def responded(self) -> None:
+        """The first part of the response has arrived; `tokens` implies it."""
         if self._queued:
             self._queued = False
             self._metrics.queued.value -= 1
@@ -279,51 +287,41 @@ class RequestTimer:
     def tokens(self, count: int) -> None:
         """`count` tokens (at least 1) have arrived together; the time since the last ones is shared among them."""
         now = self._clock()
-        if self._output == 0:
-            self.answered()
+        if self.output_tokens == 0:
+            self.responded()
             self._metrics.first_token.observe(now - self._started)
-            if self.span is not None:
-                self.span.event("first token")
+            if self._span is not None:
+                self._span.event("first token")
             count_gaps, gap = count - 1, 0.0
         else:
             count_gaps, gap = count, (now - self._last) / count
-        self._output += count
+        self.output_tokens += count
         self._last = now
         if count_gaps:
             self._add_gaps(gap, count_gaps)
 
-    def finish(
-        self,
-        error: BaseException | None = None,
-        *,
-        input_tokens: int = 0,
-        output_tokens: int | None = None,
-        cached_tokens: int = 0,
-    ) -> None:
-        """The last byte went out, or the request failed. `output_tokens` counts where `tokens` was not called."""
+    def finish(self, error: BaseException | None = None, *, input_tokens: int = 0, cached_tokens: int = 0) -> None:
+        """End the request, with success or with `error`."""
         metrics = self._metrics
-        code = None
-        if error is not None:
-            code = code_of(error)
-            vars(error)[_COUNTED] = True
-        self.answered()
+        code = None if error is None else code_of(error)
+        self.responded()
         self._flush_gaps()
         metrics.inflight.value -= 1
         metrics.duration.observe(self._clock() - self._started)
         metrics.add_outcome(self._endpoint, self._type, code)
         if code is Code.CANCELLED:
             metrics.cancelled(self._endpoint, self._type)
-        output = self._output if output_tokens is None else output_tokens
+        output = self.output_tokens
         if input_tokens:
             metrics.input_tokens.observe(input_tokens)
             metrics.cached_tokens.observe(cached_tokens)
         if output:
             metrics.output_tokens.observe(output)
             metrics.output_tokens_total.value += output
-        if self.span is not None:
+        if self._span is not None:
             if input_tokens or output:
-                self.span.set({"dynamo.prompt_tokens": input_tokens, "dynamo.output_tokens": output})
-            self.span.end(code)
+                self._span.set({"dynamo.prompt_tokens": input_tokens, "dynamo.output_tokens": output})
+            self._span.end(code)
 
     def _add_gaps(self, gap: float, count: int) -> None:
         """Collected here and added in bulk: an `observe` per token would cost more than forwarding the token."""

@@ -14,7 +14,7 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.kserve.service import SERVICE
 from dynamo.frontend.api.rpc.guard import guarded
-from dynamo.frontend.config import GrpcServerChoice, HttpOptions
+from dynamo.frontend.config import GrpcOptions, GrpcServerChoice, HttpOptions
 from dynamo.frontend.metrics import FrontendMetrics, RouterMetrics
 from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.measured import MeasuredRouter
@@ -167,3 +167,14 @@ async def test_a_call_that_may_not_come_in_is_counted() -> None:
         await handler.unary_unary(b"", _Refusing())  # type: ignore[attr-defined]
     labels = {"model": "unknown_model", "reason": "forbidden"}
     assert registry.get_sample_value("dynamo_frontend_model_rejection_total", labels) == 1
+
+
+async def test_a_response_that_is_too_large_to_be_sent_leaves_its_request_counted_once() -> None:
+    async with open_edge(CARD, options=GrpcOptions(max_message_bytes=4096)) as edge:
+        edge.client.respond = lambda stream: stream.end(bytes(5000))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await edge.infer(request())
+        labels = {"endpoint": "tensor", "request_type": "unary"}
+        await read(edge, "dynamo_frontend_requests_total", 1, model="m", **labels, status="success", error_type="")
+        failed = {"model": "unknown_model", **labels, "status": "error", "error_type": "validation"}
+        assert edge.registry.get_sample_value("dynamo_frontend_requests_total", failed) is None

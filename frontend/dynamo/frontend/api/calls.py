@@ -15,7 +15,7 @@ from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.overrides import LIMITS, read_overrides
 from dynamo.frontend.security.accounts import Account
-from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.call import Call, Progress
 
 MAX_ID_CHARS = 128
 EXPLAIN = "x-dynamo-explain"
@@ -35,6 +35,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
     account: Account
     """The caller, as the guard has it."""
+    progress: Progress | None = None
+    """Of the one request in the call; None: there may be many, each with a progress of its own."""
     request_id: str = ""
     deadline: float | None = None
     """Absolute, on the event loop's clock."""
@@ -50,7 +52,13 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """On a stream: the first failure ends it with a status, instead of going in-band."""
 
     @classmethod
-    def read(cls, account: Account, headers: Iterable[tuple[str, str | bytes]], remaining_s: float | None = None) -> Caller:
+    def read(
+        cls,
+        account: Account,
+        headers: Iterable[tuple[str, str | bytes]],
+        remaining_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Caller:
         """From headers with lower-case names and the seconds until the deadline. Raises InvalidRequest."""
         request_id = session = ""
         instance = None
@@ -89,6 +97,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
                 explanation = Explanation()
         return cls(
             account=account,
+            progress=progress,
             request_id=request_id,
             deadline=None if remaining_s is None else _deadline(remaining_s),
             instance=instance,
@@ -115,6 +124,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         """
         return Call(
             account=self.account,
+            progress=Progress() if self.progress is None else self.progress,
             request_id=self.request_id or usable_id(request_id) or secrets.token_hex(8),
             deadline=_sooner(self.deadline, _deadline(timeout_us / 1e6)) if timeout_us > 0 else self.deadline,
             instance=self.instance,

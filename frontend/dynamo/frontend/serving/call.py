@@ -21,6 +21,16 @@ from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.security.accounts import Account
 
 
+class Progress:
+    """How far a request got; shared by its protocol edge and the data plane."""
+
+    __slots__ = ("started",)
+
+    def __init__(self) -> None:
+        self.started = False
+        """The data plane has begun the request and counts how it ends; until then a failure is for the edge to count."""
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks, and under which conditions; made by each protocol edge."""
 
@@ -43,6 +53,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = "tensor"
     """Which API asked, for metrics: one of a fixed set of names."""
     request_type: RequestType = RequestType.UNARY
+    progress: Progress = msgspec.field(default_factory=Progress)
     span: Span | None = None
     """What the request's trace says about this process; None if it is not traced."""
 

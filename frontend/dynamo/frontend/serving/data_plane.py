@@ -20,7 +20,6 @@ from google.protobuf.message import DecodeError
 
 from dynamo.common.discovery import Instance, other_names
 from dynamo.common.errors import (
-    Cancelled,
     DynamoError,
     EngineError,
     InvalidRequest,
@@ -39,15 +38,16 @@ from dynamo.frontend.config import ServingOptions
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
 from dynamo.frontend.fleet.repository import Repository, RepositoryView
 from dynamo.frontend.fleet.statistics import add_up
-from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics, RequestTimer, RequestType
+from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import Router
-from dynamo.frontend.security.accounts import Account, Ticket
+from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.call import Call, Client, Instances, Link, Work
 from dynamo.frontend.serving.disaggregation import Disaggregation
 from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.generation import Generation
+from dynamo.frontend.serving.request_scope import RequestScope
 from dynamo.frontend.serving.text_models import LoadText, TextModel, TextModels
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 
@@ -93,6 +93,7 @@ class DataPlane:
         texts: TextModels,
         metrics: FrontendMetrics,
         settings: ServingOptions,
+        tracing: Tracing | None = None,
         repository: Repository | None = None,
     ) -> None:
         self.models = directory
@@ -102,6 +103,7 @@ class DataPlane:
         self._texts = texts
         self._metrics = metrics
         self._settings = settings
+        self._tracing = tracing
         self._loop = asyncio.get_running_loop()
         self._disaggregation = Disaggregation(dispatcher, settings.disaggregation)
         self.reuse = dispatcher.reuse
@@ -114,7 +116,7 @@ class DataPlane:
         self._instances: set[InstanceId] = set()
         self._refresh_due = False
         self._closed = False
-        texts.on_loaded = self._show_readiness
+        texts.on_loaded(self._show_readiness)
         directory.on_change(self._changed)
         self._refresh()
 
@@ -162,41 +164,34 @@ class DataPlane:
         name, version = request.head.model_name, request.head.model_version
         model = self._find(name, version)
         card = model.card
-        timer = model.metrics.start(call.endpoint, call.request_type)
-        call = self._dispatcher.traced(call, timer, card.name)
-        ticket: Ticket | None = None
-        try:
-            ticket = call.account.admit(name, call)
+        with RequestScope(model.metrics, card.name, name, call, self._tracing) as scope:
             if card.decoupled:
                 raise Unsupported(
-                    f"model '{card.name}' is decoupled: a request may have any number of answers, so ask by a stream"
+                    f"model '{card.name}' is decoupled: a request may have any number of responses, so use a stream"
                 )
             model.checker.check(request)
-            answer = await self._dispatcher.call(_infer(request, model, name, version), call)
-        except BaseException as error:
-            timer.finish(error)
-            raise
-        finally:
-            if ticket is not None:
-                ticket.close()
-        timer.finish()
-        return answer
+            response = await self._dispatcher.call(_infer(request, model, name, version), scope.call)
+            scope.succeed()
+            return response
 
     def infer_stream(self, request: TensorRequest, call: Call) -> TensorResponses:
-        """The answers of any tensor model, decoupled or not. Raises ModelNotFound; all else is raised by reading."""
-        model = self._find(request.head.model_name, request.head.model_version)
-        return TensorResponses(self._dispatcher, model, request, call)
+        """The responses of any tensor model, decoupled or not. Raises ModelNotFound; entering and reading raise the rest."""
+        name = request.head.model_name
+        model = self._find(name, request.head.model_version)
+        scope = RequestScope(model.metrics, model.card.name, name, call, self._tracing)
+        return TensorResponses(self._dispatcher, model, request, scope)
 
     def generate(self, request: TextRequest, call: Call) -> Generation:
-        """Text of a language model. Raises ModelNotFound, InvalidRequest; all else is raised by entering and reading."""
+        """Text of a language model. Raises ModelNotFound, InvalidRequest; entering and reading raise the rest."""
         model = self._find(request.model, "")
         if model.card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{model.card.name}' takes tensors; it does not generate text")
+        scope = RequestScope(model.metrics, model.card.name, request.model, call, self._tracing)
         limit = self._settings.retry.migration_limit
-        return Generation(self._dispatcher, self._disaggregation, self._texts, model.metrics, limit, model.card, request, call)
+        return Generation(self._dispatcher, self._disaggregation, self._texts, model.metrics, limit, model.card, request, scope)
 
     def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
-        """A protocol's edge answers a request with this failure; it counts, unless it did so before."""
+        """Count a request that fails at its protocol's edge, and that was not begun here."""
         self._metrics.refused(endpoint, error, request_type)
 
     async def text_model(self, account: Account, model: str) -> TextModel:
@@ -338,27 +333,24 @@ class DataPlane:
 
 
 class TensorResponses:
-    """The answers to one tensor request. Leaving it early cancels the request at the instance."""
+    """The responses to one tensor request. Leaving it early cancels the request at the instance."""
 
-    def __init__(self, dispatcher: Dispatcher, model: _Model, request: TensorRequest, call: Call) -> None:
+    def __init__(self, dispatcher: Dispatcher, model: _Model, request: TensorRequest, scope: RequestScope) -> None:
         self._dispatcher = dispatcher
         self._model = model
         self._request = request
-        self._call = call
+        self._scope = scope
         self._stream: DispatchedStream | None = None
-        self._timer: RequestTimer | None = None
-        self._ticket: Ticket | None = None
 
     async def __aenter__(self) -> Self:
-        self._timer = self._model.metrics.start(self._call.endpoint, self._call.request_type)
-        self._call = self._dispatcher.traced(self._call, self._timer, self._model.card.name)
+        head, scope = self._request.head, self._scope
+        scope.__enter__()
         try:
-            name, version = self._request.head.model_name, self._request.head.model_version
-            self._ticket = self._call.account.admit(name, self._call)
             self._model.checker.check(self._request)
-            self._stream = self._dispatcher.stream(_infer(self._request, self._model, name, version), self._call)
+            work = _infer(self._request, self._model, head.model_name, head.model_version)
+            self._stream = self._dispatcher.stream(work, scope.call)
         except BaseException as error:
-            self._over(error)
+            scope.fail(error)
             raise
         return self
 
@@ -367,34 +359,27 @@ class TensorResponses:
     ) -> None:
         if self._stream is not None:
             self._stream.close()
-        self._over(Cancelled())
+        self._scope.__exit__(kind, error, traceback)
 
     async def read(self) -> list[Buffer]:
         """All serialized ModelInferResponses that came since the last call, at least one; [] at the end. Raises DynamoError."""
-        timer, stream = self._timer, self._stream
-        if timer is None or stream is None:
+        scope, stream = self._scope, self._stream
+        if stream is None or scope.is_over:
             return []
         try:
             if not self._model.card.decoupled:
-                answers = [await stream.result()]
-                self._over(None)
-                return answers
-            answers = await stream.read()
+                responses = [await stream.result()]
+                scope.succeed()
+                return responses
+            responses = await stream.read()
         except DynamoError as error:
-            self._over(error)
+            scope.fail(error)
             raise
-        if answers:
-            timer.answered()
+        if responses:
+            scope.responded()
         else:
-            self._over(None)
-        return answers
-
-    def _over(self, error: BaseException | None) -> None:
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.finish(error)
-        if self._ticket is not None:
-            self._ticket.close()
+            scope.succeed()
+        return responses
 
 
 @asynccontextmanager
@@ -421,12 +406,12 @@ async def open_data_plane(
             metrics.for_model(model).queue_refused(reason)
 
         queue = AdmissionQueue(settings.queue.size, settings.queue.policy, changed, refused)
-    dispatcher = Dispatcher(directory, client, link, router, settings, tracing, queue)
+    dispatcher = Dispatcher(directory, client, link, router, settings, queue)
     async with TextModels(load_text) as texts:
         repository = None
         if repositories is not None:
             repository = Repository(repositories, dispatcher.ask_at, directory, settings.repository_timeout_s)
-        plane = DataPlane(directory, dispatcher, texts, metrics, settings, repository)
+        plane = DataPlane(directory, dispatcher, texts, metrics, settings, tracing, repository)
         try:
             if settings.canary.wait_s is None:
                 yield plane

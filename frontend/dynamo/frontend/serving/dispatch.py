@@ -40,9 +40,8 @@ from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
-from dynamo.common.tracing import Span, Tracing
+from dynamo.common.tracing import Span
 from dynamo.frontend.config import RetryOptions, ServingOptions
-from dynamo.frontend.metrics import RequestTimer
 from dynamo.frontend.router.base import Router, RouteRequest, RoutingDecision
 from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES
 from dynamo.frontend.serving.admission import AdmissionQueue
@@ -106,10 +105,8 @@ class Dispatcher:
         link: Link,
         router: Router,
         settings: ServingOptions | None = None,
-        tracing: Tracing | None = None,
         queue: AdmissionQueue | None = None,
     ) -> None:
-        self._tracing = tracing
         self._queue = queue
         self._directory = directory
         self._client = client
@@ -147,14 +144,6 @@ class Dispatcher:
             return await stream.result()
         finally:
             stream.cancel()
-
-    def traced(self, call: Call, timer: RequestTimer, model: str) -> Call:
-        """`call` with a span, which `timer` ends, if this process traces and the request is sampled."""
-        if self._tracing is None:
-            return call
-        about = {"dynamo.model": model, "dynamo.request_id": call.request_id, "dynamo.request_type": call.request_type.value}
-        timer.span = span = self._tracing.begin(call.endpoint, call.headers, about)
-        return call if span is None else msgspec.structs.replace(call, span=span, headers=span.headers(call.headers))
 
     def deadline(self, call: Call) -> float | None:
         """The call's deadline, or else the default one, counted from now."""

@@ -20,7 +20,6 @@ import msgspec
 
 from dynamo.common.background import awaited
 from dynamo.common.errors import (
-    Cancelled,
     DeadlineExceeded,
     DynamoError,
     EngineError,
@@ -40,13 +39,13 @@ from dynamo.common.generation import (
 )
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard
-from dynamo.frontend.metrics import ModelMetrics, RequestTimer
+from dynamo.frontend.metrics import ModelMetrics
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RoutingDecision
-from dynamo.frontend.security.accounts import Ticket
-from dynamo.frontend.serving.call import Call, Work
+from dynamo.frontend.serving.call import Work
 from dynamo.frontend.serving.disaggregation import Disaggregation, Prefill
 from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
+from dynamo.frontend.serving.request_scope import RequestScope
 from dynamo.frontend.serving.text_models import Detokenizer, TextModels, Vocabulary
 
 _END_TOKENS = 16
@@ -95,7 +94,7 @@ class Generation:
         migration_limit: int,
         card: ModelCard,
         request: TextRequest,
-        call: Call,
+        scope: RequestScope,
     ) -> None:
         self._dispatcher = dispatcher
         self._disaggregation = disaggregation
@@ -106,10 +105,9 @@ class Generation:
         self._migration_limit = migration_limit
         self._card = card
         self._request = request
-        self._call = call
-        self._timer: RequestTimer | None = None
-        """None before the generation is entered, and when it is over."""
-        self._ticket: Ticket | None = None
+        self._call = scope.call
+        """Once entered: traced, and with the deadline that applies."""
+        self._scope = scope
         self._stream: DispatchedStream
         """The one that the request began with; later it answers the first of the choices that moved."""
         self._parts: list[_Part] = []
@@ -118,20 +116,18 @@ class Generation:
         self._detokenizer: Detokenizer
         self._vocabulary: Vocabulary
         self._prompt: GenerateRequest
-        self._input_tokens = 0
         self._migrated = False
         self._unfinished: set[int] = set()
         """Choices that the engine has not finished."""
         self._received: list[array[int]] = []
         """Tokens of each choice, for migration."""
-        self._output_tokens = 0
         self.summary = Summary()
         """What it took, after `read` returned []."""
 
     @property
     def prompt_tokens(self) -> int:
         """Length of the prompt, in tokens; known once entered."""
-        return self._input_tokens
+        return self._scope.input_tokens
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -150,10 +146,8 @@ class Generation:
         return self._stream.decision
 
     async def __aenter__(self) -> Self:
-        self._timer = self._metrics.start(self._call.endpoint, self._call.request_type)
-        self._call = self._dispatcher.traced(self._call, self._timer, self._card.name)
+        self._call = self._scope.__enter__().call
         try:
-            self._ticket = self._call.account.admit(self._request.model, self._call)
             deadline = self._dispatcher.deadline(self._call)
             if deadline != self._call.deadline:
                 self._call = msgspec.structs.replace(self._call, deadline=deadline)
@@ -164,9 +158,7 @@ class Generation:
             except TimeoutError:
                 raise DeadlineExceeded() from None
             self._prompt = self._addressed(prompt)
-            self._input_tokens = self._prompt.prompt_tokens
-            if self._ticket is not None:
-                self._ticket.charge(self._input_tokens)
+            self._scope.prompt(self._prompt.prompt_tokens)
             self._unfinished = set(range(self._prompt.n))
             self._received = [array("I") for _ in range(self._prompt.n)]
             self._vocabulary = text.tokenizer
@@ -174,20 +166,22 @@ class Generation:
             self._stream = self._dispatcher.stream(self._work(self._prompt), self._call)
             self._parts = [_Part(self._stream, self._prompt, self._migration_limit)]
         except BaseException as error:
-            self._over(error)
+            self._scope.fail(error)
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._close()
-        self._over(Cancelled())
+        try:
+            await self._close()
+        finally:
+            self._scope.__exit__(kind, error, traceback)
 
     async def read(self) -> list[TextDelta]:
         """All text that became certain since the last call, at least one delta; [] at the end. Raises DynamoError."""
         try:
-            while self._timer is not None:
+            while not self._scope.is_over:
                 deltas = await self._deltas()
                 if not deltas:
                     self._complete(self._trailer())
@@ -200,7 +194,7 @@ class Generation:
                     return texts
             return []
         except DynamoError as error:
-            self._over(error)
+            self._scope.fail(error)
             raise
 
     def _addressed(self, prompt: GenerateRequest) -> GenerateRequest:
@@ -340,11 +334,7 @@ class Generation:
             if text is not None:
                 texts.append(text)
         if count:
-            self._output_tokens += count
-            if self._ticket is not None:
-                self._ticket.charge(count)
-            if self._timer is not None:
-                self._timer.tokens(count)
+            self._scope.tokens(count)
         return texts
 
     def _trailer(self) -> Summary | None:
@@ -357,14 +347,14 @@ class Generation:
             raise EngineError("the engine's summary cannot be read") from None
 
     def _complete(self, summary: Summary | None) -> None:
-        prompt_tokens = self._input_tokens
+        prompt_tokens = self._scope.input_tokens
         if summary is None:  # cut off here, or lost: what the engine alone knows stays unknown
-            summary = Summary(prompt_tokens=prompt_tokens, output_tokens=self._output_tokens)
+            summary = Summary(prompt_tokens=prompt_tokens, output_tokens=self._scope.output_tokens)
         elif self._migrated:  # the last instance counts tokens of the answer as prompt
             summary = msgspec.structs.replace(
                 summary,
                 prompt_tokens=prompt_tokens,
-                output_tokens=self._output_tokens,
+                output_tokens=self._scope.output_tokens,
                 cached_tokens=min(summary.cached_tokens, prompt_tokens),
                 prompt_logprobs=summary.prompt_logprobs and summary.prompt_logprobs[:prompt_tokens],
             )
@@ -380,19 +370,7 @@ class Generation:
         computed_at = prefill.instance if prefill is not None else decision.instance.id if decision is not None else None
         if computed_at is not None:
             self._dispatcher.reuse.add(computed_at, summary.prompt_tokens, summary.cached_tokens)
-        self._over(None)
-
-    def _over(self, error: BaseException | None) -> None:
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.finish(
-                error,
-                input_tokens=self._input_tokens,
-                output_tokens=self._output_tokens,
-                cached_tokens=self.summary.cached_tokens,
-            )
-        if self._ticket is not None:
-            self._ticket.close()
+        self._scope.succeed(cached_tokens=summary.cached_tokens)
 
 
 def _encoded(prompt: GenerateRequest) -> bytes:

@@ -87,8 +87,7 @@ class TextModels:
 
     def __init__(self, load: LoadText) -> None:
         self._load = load
-        self.on_loaded: Callable[[], None] = _nothing
-        """Called whenever a model has been loaded."""
+        self._callbacks: list[Callable[[], None]] = []
         self._entries: dict[_Key, _Entry] = {}
         self._tasks = asyncio.TaskGroup()
 
@@ -101,6 +100,10 @@ class TextModels:
     ) -> None:
         self.keep(())
         await self._tasks.__aexit__(None, None, None)  # `error` is not one of these tasks': it passes as it is
+
+    def on_loaded(self, callback: Callable[[], None]) -> None:
+        """`callback` is called, synchronously, whenever a model has been loaded."""
+        self._callbacks.append(callback)
 
     def keep(self, cards: Iterable[ModelCard]) -> None:
         """These are the language models there are now: loads what is new, drops what is gone."""
@@ -154,9 +157,8 @@ class TextModels:
                 log.exception("the tokenizer of model %s could not be loaded", entry.card.name)
             entry.settled.set()
             if entry.model is not None:
-                return self.on_loaded()
+                for callback in self._callbacks:
+                    callback()
+                return
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
-
-
-def _nothing() -> None: ...

@@ -30,6 +30,7 @@ from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.serving.call import Progress
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,8 @@ class Exchange:
         """The caller's, if it wants one; goes there too."""
         self.client_left = False
         self.stream: EventStream | None = None
+        self.progress = Progress()
+        """Of the request, for calls made from it."""
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -109,7 +112,7 @@ class Exchange:
 
     def caller(self) -> Caller:
         """Who asks, under an id that the answer repeats. Raises InvalidRequest."""
-        caller = Caller.read(self.account, self.headers.items())
+        caller = Caller.read(self.account, self.headers.items(), progress=self.progress)
         self.request_id = caller.request_id or secrets.token_hex(12)
         logged_id.set(self.request_id)
         self.explanation = caller.explanation
@@ -200,8 +203,8 @@ class Exchange:
             stream.close()
 
     def refused(self, error: BaseException) -> None:
-        """The request fails; it is counted, unless the data plane has done so."""
-        if self._refused is not None:
+        """Count the failure of the request, unless the data plane has begun it, which counts what becomes of it."""
+        if self._refused is not None and not self.progress.started:
             self._refused(error)
 
     async def fail(self, error: BaseException, form: ErrorForm) -> None:

@@ -31,6 +31,7 @@ from dynamo.frontend.config import OverloadStatus
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.serving.call import Progress
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.protos import inference_pb2 as pb
 
@@ -98,8 +99,9 @@ class KserveService:
     async def _model_infer(self, data: bytes, context: Context) -> bytes:
         request_id = ""
         explanation: Explanation | None = None
+        progress = Progress()
         try:
-            caller = _caller(self._account(), context)
+            caller = _caller(self._account(), context, progress)
             request_id, explanation = caller.request_id, caller.explanation
             request = TensorRequest.parse(data)
             card = self._plane.card(caller.account, request.head.model_name, request.head.model_version)
@@ -111,7 +113,8 @@ class KserveService:
                 context.set_trailing_metadata(_said_besides(caller))
             return answer
         except Exception as error:
-            self._plane.refused(TENSOR_ENDPOINT, error)
+            if not progress.started:
+                self._plane.refused(TENSOR_ENDPOINT, error)
             await self._abort(context, error, request_id, "ModelInfer", explanation)
 
     async def _model_stream_infer(self, unused: object, context: Context) -> None:
@@ -208,8 +211,8 @@ class KserveService:
         await context.abort(grpc_status(error, self._overload), public_message(error), tuple(metadata))
 
 
-def _caller(account: Account, context: Context) -> Caller:
-    return Caller.read(account, context.invocation_metadata() or (), context.time_remaining())
+def _caller(account: Account, context: Context, progress: Progress | None = None) -> Caller:
+    return Caller.read(account, context.invocation_metadata() or (), context.time_remaining(), progress)
 
 
 def _asked_id(context: Context) -> str:

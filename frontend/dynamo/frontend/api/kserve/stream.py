@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from dynamo.common.errors import DynamoError, ShuttingDown
+from dynamo.common.errors import Cancelled, DynamoError, ShuttingDown
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.protobuf_wire import tag, varint
@@ -55,7 +55,7 @@ class StreamLimits:
     max_message_bytes: int = 64 * 2**20
 
 
-class _ClientGone(Exception):
+class _ClientGone(Cancelled):
     """A message could not be written any more."""
 
 
@@ -132,6 +132,7 @@ class KserveStream:
     ) -> None:
         """One request, whose answers begin after `after`; sets `turn` at its end, however it ended."""
         request_id = self._caller.request_id
+        call: Call | None = None
         try:
             if request is None or card is None:
                 assert problem is not None
@@ -143,7 +144,8 @@ class KserveStream:
         except _ClientGone:
             raise
         except Exception as error:
-            self._plane.refused(TENSOR_ENDPOINT, error, RequestType.STREAM)
+            if call is None or not call.progress.started:
+                self._plane.refused(TENSOR_ENDPOINT, error, RequestType.STREAM)
             log_failure(error, request_id, "ModelStreamInfer")
             if self._caller.grpc_errors:
                 raise

@@ -56,7 +56,7 @@ async def answer_generate_stream(plane: DataPlane, exchange: Exchange, target: T
 
 
 async def _read(plane: DataPlane, exchange: Exchange, target: Target, request_type: RequestType) -> tuple[Asked, ModelCard, Call]:
-    caller = Caller.read(exchange.account, exchange.headers.items())
+    caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
     body = await read_body(exchange)

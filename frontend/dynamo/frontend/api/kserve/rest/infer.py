@@ -18,7 +18,7 @@ from dynamo.frontend.serving.data_plane import DataPlane
 
 
 async def answer_infer(plane: DataPlane, exchange: Exchange, target: Target) -> None:
-    caller = Caller.read(exchange.account, exchange.headers.items())
+    caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
     body = await read_body(exchange)

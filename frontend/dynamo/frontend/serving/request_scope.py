@@ -1,0 +1,108 @@
+"""One request, from its admission to its outcome: admitted, timed, traced and counted in one place."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from dynamo.common.errors import Cancelled
+from dynamo.common.tracing import Tracing
+from dynamo.frontend.metrics import ModelMetrics, RequestTimer
+from dynamo.frontend.security.accounts import Ticket
+from dynamo.frontend.serving.call import Call
+
+
+class RequestScope:
+    """Entered once per request by the data plane, whichever API the request came by; a request ends exactly once.
+
+        with RequestScope(metrics, "llama", "llama", call, tracing) as scope:
+            response = await dispatcher.call(work, scope.call)
+            scope.succeed()
+
+    Entering it counts the request, begins its trace and admits it to the caller's account, or raises why it is not admitted.
+    Leaving it before `succeed` or `fail` is a failure too: by the exception that left it, or by its caller's cancelling.
+    """
+
+    __slots__ = ("_metrics", "_model", "_name", "_ticket", "_timer", "_tracing", "call", "input_tokens", "is_over")
+
+    _timer: RequestTimer
+
+    def __init__(self, metrics: ModelMetrics, model: str, name: str, call: Call, tracing: Tracing | None) -> None:
+        """`model` is the name in the card; `name`, an alias or adapter perhaps, is the one that the request uses."""
+        self.call = call
+        """The caller's, with a trace context of its own once the scope is entered."""
+        self.is_over = False
+        self.input_tokens = 0
+        """Of the prompt; see `prompt`."""
+        self._metrics = metrics
+        self._model = model
+        self._name = name
+        self._tracing = tracing
+        self._ticket: Ticket | None = None
+
+    def __repr__(self) -> str:
+        state = "over" if self.is_over else "running"
+        return f"<RequestScope {self.call.request_id} of model {self._model!r}, {state}, {self.input_tokens} input tokens>"
+
+    def __enter__(self) -> Self:
+        """Raises Unauthenticated, Forbidden, RateLimited."""
+        call, span = self.call, None
+        call.progress.started = True
+        if self._tracing is not None:
+            about = {
+                "dynamo.model": self._model,
+                "dynamo.request_id": call.request_id,
+                "dynamo.request_type": call.request_type.value,
+            }
+            span = self._tracing.begin(call.endpoint, call.headers, about)
+            if span is not None:
+                self.call = msgspec.structs.replace(call, span=span, headers=span.headers(call.headers))
+        self._timer = self._metrics.start(call.endpoint, call.request_type, span)
+        try:
+            self._ticket = call.account.admit(self._name, call)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if not self.is_over:
+            self.fail(error or Cancelled())
+
+    @property
+    def output_tokens(self) -> int:
+        return self._timer.output_tokens
+
+    def prompt(self, tokens: int) -> None:
+        """The prompt has so many tokens, which count against the account."""
+        self.input_tokens = tokens
+        if self._ticket is not None:
+            self._ticket.charge(tokens)
+
+    def responded(self) -> None:
+        """The first part of the response has arrived; `tokens` implies it."""
+        self._timer.responded()
+
+    def tokens(self, count: int) -> None:
+        """`count` tokens (at least 1) of the response have arrived together."""
+        self._timer.tokens(count)
+        if self._ticket is not None:
+            self._ticket.charge(count)
+
+    def succeed(self, *, cached_tokens: int = 0) -> None:
+        """End the request with success, unless it has ended."""
+        self._end(None, cached_tokens)
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with `error`, unless it has ended."""
+        self._end(error, 0)
+
+    def _end(self, error: BaseException | None, cached_tokens: int) -> None:
+        if self.is_over:
+            return
+        self.is_over = True
+        self._timer.finish(error, input_tokens=self.input_tokens, cached_tokens=cached_tokens)
+        if self._ticket is not None:
+            self._ticket.close()

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, RateLimited
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
+from dynamo.frontend.security.keys import ApiKey, Limits
+from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.request_scope import RequestScope
+
+
+@dataclass
+class FakeSpan:
+    ended: list[Code | None] = field(default_factory=list)
+
+    def headers(self, headers: dict[str, str]) -> dict[str, str]:
+        return {**headers, "traceparent": "ours"}
+
+    def set(self, attributes: object) -> None:
+        pass
+
+    def event(self, name: str) -> None:
+        pass
+
+    def end(self, error: Code | None = None) -> None:
+        self.ended.append(error)
+
+
+@dataclass
+class FakeTracing:
+    spans: list[FakeSpan] = field(default_factory=list)
+
+    def begin(self, name: str, headers: object, about: object) -> FakeSpan:
+        self.spans.append(FakeSpan())
+        return self.spans[-1]
+
+
+class Requests:
+    """Scopes of model `m`, and what was counted of them."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = FrontendMetrics(self.registry)
+        self.tracing = FakeTracing()
+
+    def scope(self, call: Call) -> RequestScope:
+        return RequestScope(self.metrics.for_model("m"), "m", "m", call, self.tracing)  # type: ignore[arg-type]
+
+    def outcomes(self) -> dict[str, float]:
+        """How many requests ended with each type of error; "" is success."""
+        samples = [sample for family in self.registry.collect() for sample in family.samples]
+        ended = [sample for sample in samples if sample.name == "dynamo_frontend_requests_total"]
+        return {sample.labels["error_type"]: sample.value for sample in ended}
+
+    def running(self) -> float | None:
+        return self.registry.get_sample_value("dynamo_frontend_inflight_requests", {"model": "m"})
+
+
+def call(account: Account = ANONYMOUS) -> Call:
+    return Call(request_id="r", account=account)
+
+
+def limited(**limits: float) -> KeyAccount:
+    return KeyAccount(ApiKey(name="team", salt=b"", digest=b"", limits=Limits(**limits)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("failure", "counted"),
+    [(None, ""), (InvalidRequest("no"), "validation"), (Cancelled(), "cancelled"), (RuntimeError("bug"), "internal")],
+)
+def test_a_request_ends_exactly_once_however_often_that_is_said(failure: Exception | None, counted: str) -> None:
+    requests = Requests()
+    with requests.scope(call()) as scope:
+        assert requests.running() == 1
+        for _ in range(2):
+            scope.succeed() if failure is None else scope.fail(failure)
+        scope.fail(InvalidRequest("too late"))
+    assert requests.outcomes() == {counted: 1}
+    assert requests.running() == 0
+    assert len(requests.tracing.spans[0].ended) == 1
+
+
+def test_an_exception_that_leaves_the_scope_is_the_outcome() -> None:
+    requests = Requests()
+    with pytest.raises(InvalidRequest), requests.scope(call()):
+        raise InvalidRequest("no")
+    assert requests.outcomes() == {"validation": 1}
+    assert requests.tracing.spans[0].ended == [Code.INVALID_REQUEST]
+
+
+def test_leaving_the_scope_before_the_end_counts_as_cancelled() -> None:
+    requests = Requests()
+    with requests.scope(call()):
+        pass
+    assert requests.outcomes() == {"cancelled": 1}
+
+
+def test_a_request_that_is_not_admitted_counts_as_refused_and_is_over() -> None:
+    requests, account = Requests(), limited(concurrent_requests=1)
+    with requests.scope(call(account)) as first:
+        with pytest.raises(RateLimited), requests.scope(call(account)):
+            raise AssertionError("it was admitted")
+        first.succeed()
+    assert requests.outcomes() == {"": 1, "rate_limit": 1}
+    assert (requests.running(), account.running) == (0, 0)
+
+
+@pytest.mark.parametrize("failure", [None, InvalidRequest("no")])
+def test_the_account_has_the_request_until_its_end(failure: DynamoError | None) -> None:
+    requests, account = Requests(), limited(concurrent_requests=1)
+    with requests.scope(call(account)) as scope:
+        assert account.running == 1
+        scope.succeed() if failure is None else scope.fail(failure)
+        assert account.running == 0
+
+
+def test_the_prompts_of_a_traced_batch_are_one_request_of_the_account() -> None:
+    requests, account = Requests(), limited(concurrent_requests=1)
+    batch = call(account)
+    with requests.scope(batch) as first, requests.scope(batch) as second:
+        assert first.call.headers == second.call.headers == {"traceparent": "ours"}
+        assert account.running == 1
+
+
+def test_an_edge_can_tell_whether_a_request_was_begun() -> None:
+    requests, made = Requests(), call()
+    assert not made.progress.started
+    with requests.scope(made):
+        assert made.progress.started
+
+
+def test_tokens_are_counted_for_the_metrics_and_for_the_account() -> None:
+    requests, account = Requests(), limited(tokens_per_minute=100)
+    with requests.scope(call(account)) as scope:
+        scope.prompt(60)
+        scope.tokens(40)
+        scope.succeed(cached_tokens=16)
+        assert scope.output_tokens == 40
+    with pytest.raises(RateLimited), requests.scope(call(account)):
+        pass
+    for name, value in (("input_sequence_tokens_sum", 60), ("output_tokens_total", 40), ("cached_tokens_sum", 16)):
+        assert requests.registry.get_sample_value(f"dynamo_frontend_{name}", {"model": "m"}) == value
