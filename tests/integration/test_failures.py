@@ -80,7 +80,7 @@ async def test_a_dead_worker_is_tried_once_and_with_none_left_clients_hear_so_at
                 assert time.monotonic() - begun < 1.0
                 assert nobody.value.code() is grpc.StatusCode.UNAVAILABLE
                 sentences.append(nobody.value.details())
-            assert sentences[0] == f"instance {fleet.workers[2].instance} is not there any more"
+            assert sentences[0] == f"instance {fleet.workers[2].instance} is gone"
             assert sentences[1] == "no instance is serving model 'echo' now"
             [message] = [message async for message in client.stream([echo_request()])]
             assert message.error_message == "no instance is serving model 'echo' now"

@@ -25,7 +25,7 @@ from dynamo.common.errors import (
     Unsupported,
 )
 from dynamo.common.messaging import frames
-from dynamo.common.messaging.client import RequestClient, Stream, open_client
+from dynamo.common.messaging.client import RequestClient, RequestStream, open_client
 from dynamo.common.messaging.connection import Connection, NatsConfig, connect_nats
 from dynamo.common.messaging.limits import KIB, MIB, PlaneLimits
 from dynamo.common.messaging.server import Handler, Incoming, RequestServer, serve_requests
@@ -45,7 +45,7 @@ class Plane:
         self.instance = instance
         self.subject = subject
 
-    def open(self, verb: str, body: bytes = b"", deadline_s: float | None = None) -> Stream:
+    def open(self, verb: str, body: bytes = b"", deadline_s: float | None = None) -> RequestStream:
         deadline = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         return self.client.open(self.instance, self.subject, verb, body, deadline=deadline)
 
@@ -92,7 +92,7 @@ class Held:
         request.end(b"released")
 
 
-async def read_all(stream: Stream) -> list[bytes]:
+async def read_all(stream: RequestStream) -> list[bytes]:
     answers: list[bytes] = []
     async with stream:
         while some := await stream.read():
@@ -227,7 +227,7 @@ async def test_what_came_before_an_error_is_delivered_first(nats_server: NatsSer
 
 async def test_several_answers_to_a_unary_request_are_an_error(nats_server: NatsServer) -> None:
     async with plane(nats_server.url, {"count": count_to_ten}) as p:
-        with pytest.raises(EngineError, match="several answers"):
+        with pytest.raises(EngineError, match="several responses"):
             await p.open("count").result()
 
 
@@ -260,7 +260,7 @@ async def test_an_instance_that_hangs_is_given_up(nats_server: NatsServer) -> No
         p.server.on_message = lambda *_: None  # type: ignore[method-assign]  # hears nothing, says nothing
         p.server._connection._transport.fast = dict.fromkeys(p.server._connection._transport.fast, lambda *_: None)
         p.server._peers.clear()
-        with pytest.raises(InstanceGone, match="answers no more"):
+        with pytest.raises(InstanceGone, match="does not respond any more"):
             await asyncio.wait_for(stream.result(), 5)
 
 

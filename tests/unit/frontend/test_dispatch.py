@@ -122,7 +122,7 @@ async def test_an_instance_that_is_gone_gets_no_further_request() -> None:
 
 
 async def test_an_instance_that_only_lost_the_request_is_not_marked_down() -> None:
-    b = bench(failing_on({1: InstanceGone(InstanceId(1), "lost part of its answer on the way", is_alive=True)}))
+    b = bench(failing_on({1: InstanceGone(InstanceId(1), "lost part of its response on the way", is_alive=True)}))
     assert await b.call() == b"answer"
     assert b.directory.down == []
 

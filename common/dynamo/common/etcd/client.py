@@ -11,7 +11,7 @@ from dynamo.common.etcd.transport import Transport
 
 
 class Etcd:
-    """One etcd cluster. Every call raises EtcdUnavailable when no endpoint answered within `timeout_s`."""
+    """One etcd cluster. Every call raises EtcdUnavailable when no endpoint responded within `timeout_s`."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -26,15 +26,15 @@ class Etcd:
         return self._transport.endpoint
 
     async def range(self, key: str, *, prefix: bool = False, revision: int = 0) -> kv.Listing:
-        """A key, or all keys with a prefix, now or as of a revision; Compacted if that one is gone."""
+        """Return a key, or all keys with a prefix, now or as of a revision. Raises Compacted if that revision is gone."""
         return await kv.read(self._transport, key, prefix=prefix, revision=revision)
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
-        """Sets a key; returns the revision. Raises LeaseLost if the lease is no more."""
+        """Set a key; return the revision. Raises LeaseLost if the lease is no more."""
         return await kv.put(self._transport, key, value, lease=lease)
 
     async def delete(self, key: str, *, prefix: bool = False) -> int:
-        """Deletes a key, or all keys with a prefix; returns how many there were."""
+        """Delete a key, or all keys with a prefix; return how many there were."""
         return await kv.delete(self._transport, key, prefix=prefix)
 
     def watch(
@@ -43,7 +43,7 @@ class Etcd:
         start_revision: int = 0,
         on_connected: Callable[[bool], None] = lambda connected: None,
     ) -> AsyncGenerator[watch.Events | watch.Reset, None]:
-        """All changes under a prefix, see `dynamo.common.etcd.watch.watch`. Use it with `aclosing`."""
+        """Yield all changes under a prefix, see `dynamo.common.etcd.watch.watch`. Use it with `aclosing`."""
         return watch.watch(self._transport, prefix, start_revision, on_connected)
 
     def session(
@@ -52,13 +52,13 @@ class Etcd:
         on_held: Callable[[int], None] = lambda lease: None,
         on_lost: Callable[[], None] = lambda: None,
     ) -> AbstractAsyncContextManager[lease.Session]:
-        """A lease that is kept alive while the body runs, see `dynamo.common.etcd.lease.Session`."""
+        """Keep a lease alive while the body runs, see `dynamo.common.etcd.lease.Session`."""
         return lease.open_session(self._transport, ttl_s, on_held, on_lost)
 
 
 @asynccontextmanager
 async def connect_etcd(config: EtcdConfig) -> AsyncIterator[Etcd]:
-    """A client. Does not wait for etcd: connections are made when the first call needs one. Raises InvalidRequest."""
+    """Open a client. Does not wait for etcd: connections are made when the first call needs one. Raises InvalidRequest."""
     transport = Transport(config)
     try:
         yield Etcd(transport)

@@ -1,4 +1,4 @@
-"""Where etcd is and how to prove who we are."""
+"""Addresses of etcd and credentials for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EtcdConfig:
     ca_file: str | None = None
     """PEM file that signs the servers' certificates. TLS without it trusts the system's."""
     cert_file: str | None = None
-    """PEM certificate that we show (mTLS); needs `key_file`. Both are read anew for each connection, so they may rotate."""
+    """PEM client certificate (mTLS); needs `key_file`. Both are read anew for each connection, so they may rotate."""
     key_file: str | None = None
     server_name: str | None = None
     """The name that the servers' certificates must have, where it is not the endpoint's host."""
@@ -37,7 +37,7 @@ class EtcdConfig:
     """Longest pause between two attempts while etcd is away."""
 
     def check(self) -> EtcdConfig:
-        """Returns itself; raises InvalidRequest if it contradicts itself or names a file that cannot be used."""
+        """Return itself. Raises InvalidRequest if settings contradict one another or a file cannot be used."""
         if not self.endpoints:
             raise InvalidRequest("no etcd endpoint is configured")
         if (self.cert_file is None) != (self.key_file is None):

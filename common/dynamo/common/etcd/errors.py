@@ -17,7 +17,7 @@ from dynamo.common.errors import (
 
 
 class EtcdUnavailable(Unavailable):
-    """No endpoint answers, or the one that does has no leader. It may be back at any moment."""
+    """No endpoint responds, or the one that does has no leader. It may be back at any moment."""
 
 
 class LeaseLost(DynamoError):
@@ -25,7 +25,7 @@ class LeaseLost(DynamoError):
 
 
 class Compacted(DynamoError):
-    """The revision asked for has been compacted away; only a new listing tells what is there."""
+    """The requested revision has been compacted away; only a new listing shows what is there."""
 
 
 class TokenExpired(Unauthenticated):
@@ -54,12 +54,12 @@ _BY_TEXT: dict[str, Callable[[str], DynamoError]] = {
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, endpoint: str) -> DynamoError:
-    """The failure of one call on one endpoint, in our words and etcd's."""
+    """Return the failure of one call on one endpoint as an error of ours, with etcd's text."""
     return from_text(error.details() or error.code().name, endpoint, error.code())
 
 
 def from_text(text: str, endpoint: str, status: grpc.StatusCode | None = None) -> DynamoError:
-    """The failure that etcd described with `text`; a watch gives no status."""
+    """Return the error for etcd's `text`; a watch gives no status."""
     text = text.rpartition("etcdserver: ")[2]
     sentence = f"etcd at {endpoint}: {text}"
     for words, make in _BY_TEXT.items():

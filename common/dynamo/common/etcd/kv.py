@@ -44,7 +44,7 @@ def from_message(kv: pb.KeyValue) -> KeyValue:
 
 
 def interval(key: str, prefix: bool) -> tuple[bytes, bytes]:
-    """The interval [start, end) that holds `key`, or exactly the keys beginning with it, as etcd wants it."""
+    """Return the interval [start, end) of `key`, or of exactly the keys that begin with it, as etcd expects it."""
     start = to_key(key)
     if not prefix:
         return start, b""
@@ -55,20 +55,20 @@ def interval(key: str, prefix: bool) -> tuple[bytes, bytes]:
 
 
 async def read(transport: Transport, key: str, *, prefix: bool = False, revision: int = 0) -> Listing:
-    """A key, or all keys with a prefix, now or as of a revision; Compacted if that one is gone."""
+    """Return a key, or all keys with a prefix, now or as of a revision. Raises Compacted if that revision is gone."""
     start, end = interval(key, prefix)
-    answer = await transport.unary(RANGE, pb.RangeRequest(key=start, range_end=end, revision=revision))
-    return Listing(tuple(map(from_message, answer.kvs)), answer.header.revision)
+    response = await transport.unary(RANGE, pb.RangeRequest(key=start, range_end=end, revision=revision))
+    return Listing(tuple(map(from_message, response.kvs)), response.header.revision)
 
 
 async def put(transport: Transport, key: str, value: bytes, *, lease: int = 0) -> int:
-    """Sets a key; returns the revision. Raises LeaseLost if the lease is no more."""
-    answer = await transport.unary(PUT, pb.PutRequest(key=to_key(key), value=value, lease=lease))
-    return answer.header.revision
+    """Set a key; return the revision. Raises LeaseLost if the lease is no more."""
+    response = await transport.unary(PUT, pb.PutRequest(key=to_key(key), value=value, lease=lease))
+    return response.header.revision
 
 
 async def delete(transport: Transport, key: str, *, prefix: bool = False) -> int:
-    """Deletes a key, or all keys with a prefix; returns how many there were, which a repeated attempt counts as none."""
+    """Delete a key, or all keys with a prefix; return how many there were (a repeated attempt counts none)."""
     start, end = interval(key, prefix)
-    answer = await transport.unary(DELETE, pb.DeleteRangeRequest(key=start, range_end=end))
-    return answer.deleted
+    response = await transport.unary(DELETE, pb.DeleteRangeRequest(key=start, range_end=end))
+    return response.deleted

@@ -1,10 +1,10 @@
 """A lease as an object: granted, kept alive, lost and granted again, revoked at the end.
 
-    no lease ──grant──> held ──answers "gone"──────────────> lost, at once no lease again
+    no lease ──grant──> held ──responds "gone"─────────────> lost, at once no lease again
                          │ └──silence for the whole TTL──> in doubt ──etcd is back: still there──> held
                          └──body ends──> revoked                └──gone──> lost
 
-A lease outlives a restart of etcd, where its time starts anew. So a lease in doubt is asked for before it is given up.
+A lease outlives a restart of etcd, where its time starts anew. So a lease in doubt is queried before it is given up.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Session:
         return self._lease if self.is_held else 0
 
     async def keep(self) -> None:
-        """Holds a lease until cancelled."""
+        """Hold a lease until cancelled."""
         while True:
             try:
                 if not self._lease:
@@ -72,7 +72,7 @@ class Session:
                 await asyncio.sleep(min(next(self._pauses), self.ttl_s / (2 * _KEEP_ALIVES_PER_TTL)))
 
     async def close(self, timeout_s: float) -> None:
-        """Revokes the lease, so that what was put under it is gone at once. Without etcd its time runs out by itself."""
+        """Revoke the lease, so that what was put under it is gone at once. Without etcd its time runs out by itself."""
         self._cancel_expiry()
         lease, self._lease, self.is_held = self.lease, 0, False
         if not lease:
@@ -83,17 +83,17 @@ class Session:
         except LeaseLost:
             pass  # which is what was wanted
         except (DynamoError, TimeoutError) as error:
-            why = str(error) or "no answer in time"
+            why = str(error) or "no response in time"
             log.warning("lease %x could not be revoked and runs out within %g s: %s", lease, self.ttl_s, why)
 
     async def _grant(self) -> None:
         sent = asyncio.get_running_loop().time()
-        answer = await self._transport.unary(GRANT, pb.LeaseGrantRequest(TTL=max(1, round(self.ttl_s))))
-        self._lease = answer.ID
-        self._renewed(sent, answer.TTL)
+        response = await self._transport.unary(GRANT, pb.LeaseGrantRequest(TTL=max(1, round(self.ttl_s))))
+        self._lease = response.ID
+        self._renewed(sent, response.TTL)
 
     async def _keep_alive(self) -> None:
-        """Renews the lease until its stream breaks or the lease is gone."""
+        """Renew the lease until its stream breaks or the lease is gone."""
         loop = asyncio.get_running_loop()
         interval_s = self.ttl_s / _KEEP_ALIVES_PER_TTL
         async with self._transport.stream(KEEP_ALIVE) as stream:
@@ -102,17 +102,17 @@ class Session:
                 try:
                     async with asyncio.timeout(interval_s):
                         await stream.write(pb.LeaseKeepAliveRequest(ID=self._lease))
-                        answer = await stream.read()
+                        response = await stream.read()
                 except TimeoutError:
                     raise EtcdUnavailable(f"etcd at {stream.endpoint} did not renew the lease in time") from None
-                if answer.TTL <= 0:
+                if response.TTL <= 0:
                     raise LeaseLost(f"etcd at {stream.endpoint} does not know the lease any more")
-                self._renewed(sent, answer.TTL)
-                await asyncio.sleep(sent + answer.TTL / _KEEP_ALIVES_PER_TTL - loop.time())
+                self._renewed(sent, response.TTL)
+                await asyncio.sleep(sent + response.TTL / _KEEP_ALIVES_PER_TTL - loop.time())
 
     def _renewed(self, sent: float, ttl_s: float) -> None:
         self._cancel_expiry()
-        # Counted from the moment of asking: etcd's own count began later, so ours never ends after it.
+        # Counted from the moment of the request: etcd's own count began later, so ours never ends after it.
         self._expiry = asyncio.get_running_loop().call_at(sent + ttl_s, self._in_doubt)
         self._failing = False
         self._pauses = backoff(self._transport.config.max_backoff_s)

@@ -63,7 +63,7 @@ class _Link:
     retired: bool = False
 
 
-class Stream(Generic[Request, Response]):
+class EtcdStream(Generic[Request, Response]):
     """A call with messages both ways. Its failures are DynamoErrors."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall[Request, Response], endpoint: str) -> None:
@@ -90,7 +90,7 @@ class Stream(Generic[Request, Response]):
 
 
 class Transport:
-    """Calls by method, on whichever endpoint answers. Closed by `close`, after all users of its streams."""
+    """Calls by method, on the endpoint that responds. Call `close` after all users of its streams."""
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config.check()
@@ -101,7 +101,7 @@ class Transport:
 
     @property
     def endpoint(self) -> str | None:
-        """The endpoint in use, None while there is none."""
+        """The endpoint in use; None while there is none."""
         return self._current.endpoint if self._current else None
 
     async def close(self) -> None:
@@ -114,8 +114,8 @@ class Transport:
         await asyncio.sleep(_LAST_CALLS_S)
 
     async def unary(self, method: Method[Request, Response], request: Request) -> Response:
-        """The answer, asked for again until `timeout_s` while no endpoint answers: every call here may be repeated."""
-        error: DynamoError = EtcdUnavailable(f"etcd at {', '.join(self.config.endpoints)} did not answer in time")
+        """Return the response. While no endpoint responds, repeat the call until `timeout_s`: every call here may be repeated."""
+        error: DynamoError = EtcdUnavailable(f"etcd at {', '.join(self.config.endpoints)} did not respond in time")
         pauses = backoff(self.config.max_backoff_s)
         login_may_be_old = True
         try:
@@ -134,8 +134,8 @@ class Transport:
             raise error from None
 
     @asynccontextmanager
-    async def stream(self, method: Method[Request, Response]) -> AsyncIterator[Stream[Request, Response]]:
-        """One attempt at one endpoint. If it fails as unavailable, the next call chooses an endpoint anew."""
+    async def stream(self, method: Method[Request, Response]) -> AsyncIterator[EtcdStream[Request, Response]]:
+        """Open a stream on one endpoint. If it fails as unavailable, the next call chooses an endpoint again."""
         async with self._link() as link:
             metadata = (*await self._login(link), _REQUIRE_LEADER)
             start: grpc.aio.StreamStreamMultiCallable[Request, Response] = link.channel.stream_stream(
@@ -143,12 +143,12 @@ class Transport:
             )
             call = start(metadata=metadata)
             try:
-                yield Stream(call, link.endpoint)
+                yield EtcdStream(call, link.endpoint)
             finally:
                 call.cancel()
 
     def forget_login(self) -> None:
-        """The next call logs in again, if there is a user to log in."""
+        """Log in again with the next call, if a user is configured."""
         self._token = None
 
     async def _attempt(self, method: Method[Request, Response], request: Request) -> Response:
@@ -201,7 +201,7 @@ class Transport:
             await asyncio.gather(*ready, return_exceptions=True)
 
     async def _login(self, link: _Link) -> tuple[tuple[str, str], ...]:
-        """Metadata that prove who we are; empty without a user."""
+        """Return the metadata that authenticate a call; empty without a user."""
         user, password = self.config.user, self.config.password
         if user is None or password is None:
             return ()
@@ -209,13 +209,13 @@ class Transport:
             if self._token is None:
                 request = pb.AuthenticateRequest(name=user, password=password)
                 try:
-                    answer = await _call(link, AUTHENTICATE, request, (), self.config.timeout_s)
+                    response = await _call(link, AUTHENTICATE, request, (), self.config.timeout_s)
                 except DynamoError as error:
                     if "authentication is not enabled" not in str(error):
                         raise
                     log.warning("etcd has no authentication enabled; the configured user is not used")
                     return ()
-                self._token = answer.token
+                self._token = response.token
             return (("token", self._token),)
 
 
@@ -236,7 +236,7 @@ async def _call(
 
 
 async def _why_not(link: _Link) -> str:
-    """gRPC's reason why a channel is not ready, which it tells only to a call."""
+    """Return gRPC's reason why a channel is not ready, which only a call gets to see."""
     try:
         await _call(link, RANGE, pb.RangeRequest(key=b"\0"), (), 0.2)
     except DynamoError as error:
@@ -278,7 +278,7 @@ def _open_channel(endpoint: str, config: EtcdConfig) -> grpc.aio.Channel:
 
 
 def _read(file: str | None) -> bytes | None:
-    """Small files, and only when a connection is made."""
+    """Read a small file, each time a connection is made."""
     if file is None:
         return None
     try:
@@ -289,7 +289,7 @@ def _read(file: str | None) -> bytes | None:
 
 
 def backoff(longest_s: float) -> Iterator[float]:
-    """Growing pauses, scattered so that a fleet does not come back in step."""
+    """Yield growing pauses, with jitter so that a fleet does not come back at once."""
     pause_s = _FIRST_BACKOFF_S
     while True:
         yield random.uniform(pause_s / 2, pause_s)

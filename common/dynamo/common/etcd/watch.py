@@ -1,8 +1,8 @@
 """What changes under a prefix, without gaps: list at a revision, watch from the next one.
 
 The watch resumes after a lost connection from the last revision it has delivered. Only events and the server's own
-progress notices advance that revision: the answer that confirms a watch carries the store's revision, which runs ahead of
-events still to come. Progress is never asked for either, since etcd before 3.5.8 may answer with a revision whose events
+progress notices advance that revision: the response that confirms a watch carries the store's revision, which runs ahead of
+events still to come. Progress is never requested either, since etcd before 3.5.8 may respond with a revision whose events
 are still on their way.
 """
 
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from dynamo.common.errors import DynamoError, Forbidden
 from dynamo.common.etcd.errors import Compacted, EtcdUnavailable, TokenExpired, from_text
 from dynamo.common.etcd.kv import KeyValue, from_key, from_message, interval, read
-from dynamo.common.etcd.transport import Method, Stream, Transport, backoff
+from dynamo.common.etcd.transport import EtcdStream, Method, Transport, backoff
 from dynamo.protos import etcd_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 WATCH: Method[pb.WatchRequest, pb.WatchResponse] = Method("/etcdserverpb.Watch/Watch", pb.WatchResponse)
-_WatchStream = Stream[pb.WatchRequest, pb.WatchResponse]
+_WatchStream = EtcdStream[pb.WatchRequest, pb.WatchResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """All there is under the prefix at `revision`: at the start, and when changes in between can no longer be told."""
+    """All there is under the prefix at `revision`: at the start, and when changes in between are lost."""
 
     kvs: tuple[KeyValue, ...]
     revision: int

@@ -1,4 +1,4 @@
-"""The request plane: requests and streamed answers over NATS.
+"""The request plane: requests and streamed responses over NATS.
 
 | module | holds |
 |---|---|

@@ -1,8 +1,9 @@
-"""The caller's side of the request plane: opens streams to instances and hears how they end.
+"""The caller's side of the request plane: opens streams to instances and follows them to their end.
 
 A stream ends exactly once: with END, with ERROR, with its deadline, by being cancelled, or because its instance is gone. An
-instance counts as gone when nats-server says that nobody listens on its subject, when it answers no probe, or when it no
-longer knows the stream or lost part of its answer. Nothing is retried here: `dispatch` decides where a request goes next.
+instance counts as gone when nats-server reports no subscriber on its subject, when it answers no probe, or when it no
+longer knows the stream, or when part of its response is lost. Nothing is
+retried here: `dispatch` decides where a request goes next.
 """
 
 from __future__ import annotations
@@ -39,15 +40,14 @@ log = logging.getLogger(__name__)
 _NO_HEADERS: dict[str, str] = {}
 
 
-class Stream:
-    """One request at one instance, and its answers.
+class RequestStream:
+    """One request at one instance, and its responses.
 
     As a context manager it cancels the request when it is left before the end.
     """
 
     __slots__ = (
         "_allowed",
-        "_answers",
         "_body",
         "_client",
         "_expected",
@@ -59,18 +59,19 @@ class Stream:
         "_parts",
         "_parts_bytes",
         "_peer",
+        "_responses",
         "_timer",
         "_total",
+        "_unacknowledged",
         "_uncredited",
-        "_unheard",
         "_upload",
         "_upload_index",
         "_verb",
         "_waiter",
         "batch",
         "deadline",
-        "heard",
         "id",
+        "last_frame_at",
         "started",
         "trailer",
     )
@@ -78,7 +79,7 @@ class Stream:
     def __init__(
         self,
         client: RequestClient,
-        peer: _Peer,
+        peer: _InstancePeer,
         id_: int,
         verb: str,
         body: Body,
@@ -88,11 +89,11 @@ class Stream:
         self.id = id_
         self.deadline = deadline
         self.started = False
-        """A DATA or END frame was delivered: from here on nobody may repeat the request elsewhere."""
+        """A DATA or END frame was delivered: from here on the request must not be repeated elsewhere."""
         self.trailer: Buffer = b""
         """Body of END."""
         self.batch = -1
-        self.heard = client.now
+        self.last_frame_at = client.now
         self._client = client
         self._peer = peer
         self._verb = verb
@@ -100,14 +101,14 @@ class Stream:
         self._body = body
         self._upload: Pieces | None = None
         self._upload_index = 0
-        self._unheard = 0
+        self._unacknowledged = 0
         self._total = size_of(body)
         self._granted = 0
         self._allowed = 0
         self._uncredited = 0
         self._owed = 0
         self._expected = 0
-        self._answers: list[Buffer] = []
+        self._responses: list[Buffer] = []
         self._parts: list[memoryview] = []
         self._parts_bytes = 0
         self._over = False
@@ -120,42 +121,42 @@ class Stream:
         return self._peer.instance
 
     async def read(self) -> list[Buffer]:
-        """Every answer that has come since the last call, at least one; an empty list after END. Raises as the stream failed."""
-        while not self._answers:
+        """Return all responses since the last call, at least one, or an empty list after END. Raises as the stream failed."""
+        while not self._responses:
             if self._over:
                 if self._failure is not None:
                     raise self._failure
                 return []
-            await self._waiting()
-        answers, self._answers = self._answers, []
+            await self._changed()
+        responses, self._responses = self._responses, []
         if not self._over:
             self._consumed(self._uncredited)
         self._uncredited = 0
-        return answers
+        return responses
 
     async def result(self) -> Buffer:
-        """The answer of a unary request. Raises as the stream failed, and EngineError if there were several answers."""
+        """Return the response of a unary request. Raises as the stream failed; EngineError for several responses."""
         while not self._over:
-            await self._waiting()
+            await self._changed()
         if self._failure is not None:
             raise self._failure
-        if self._answers:
-            raise EngineError("the engine gave several answers to a request that takes one")
+        if self._responses:
+            raise EngineError("the engine gave several responses to a request that takes one")
         return self.trailer
 
     def cancel(self) -> None:
-        """Ends the stream here and tells the instance to stop. Does nothing to a stream that is over."""
+        """End the stream and tell the instance to stop. Does nothing after the end."""
         if not self._over:
-            self._tell(frames.encode(frames.Cancel(self.id)))
+            self._send(frames.encode(frames.Cancel(self.id)))
             self.fail(Cancelled())
 
-    async def __aenter__(self) -> Stream:
+    async def __aenter__(self) -> RequestStream:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.cancel()
 
-    def _waiting(self) -> asyncio.Future[None]:
+    def _changed(self) -> asyncio.Future[None]:
         """Done when something has happened."""
         self._waiter = waiter = self._client.loop.create_future()
         return waiter
@@ -173,13 +174,13 @@ class Stream:
             return None
         client, limits = self._client, self._client.limits
         self.batch = batch
-        self.heard = client.now = client.loop.time()
+        self.last_frame_at = client.now = client.loop.time()
         left_ms = -1 if self.deadline is None else max(0, int((self.deadline - client.now) * 1000))
         total, body = self._total, self._body
-        flight = min(total, limits.first_flight_bytes, max(0, limits.unheard_bytes - self._peer.unheard))
+        flight = min(total, limits.first_flight_bytes, max(0, limits.unacknowledged_bytes - self._peer.unacknowledged))
         self._granted = self._allowed = client.grant()
-        self._unheard = flight
-        self._peer.unheard += flight
+        self._unacknowledged = flight
+        self._peer.unacknowledged += flight
         if flight == total <= client.inline_bytes and isinstance(body, bytes):  # most requests take this short way
             whole = memoryview(body)
             return frames.encode(frames.Open(self.id, self._verb, self._headers, left_ms, total, flight, self._granted, whole))
@@ -199,55 +200,55 @@ class Stream:
             size = min(upload.left, self._client.chunk_bytes, allowed - (self._total - upload.left))
             if size <= 0:
                 return
-            self._tell(frames.encode_with_body(frames.Chunk(self.id, self._upload_index), upload.take(size)))
+            self._send(frames.encode_with_body(frames.Chunk(self.id, self._upload_index), upload.take(size)))
             self._upload_index += 1
 
-    def _tell(self, frame: bytes | list[Buffer]) -> None:
+    def _send(self, frame: bytes | list[Buffer]) -> None:
         self._peer.outbox.add(frame)
 
-    # hearing
+    # receiving
 
-    def _reacted(self) -> None:
+    def _acknowledge(self) -> None:
         """The instance has seen the first flight of the body."""
-        if self._unheard:
-            self._peer.unheard -= self._unheard
-            self._unheard = 0
+        if self._unacknowledged:
+            self._peer.unacknowledged -= self._unacknowledged
+            self._unacknowledged = 0
 
     def on_credit(self, frame: frames.Credit) -> None:
-        self._reacted()
+        self._acknowledge()
         self._send_chunks(frame.total)
 
     def on_chunk(self, frame: frames.Chunk) -> None:
         self._parts.append(frame.body)
         self._parts_bytes += frame.body.nbytes
         if frame.index != len(self._parts) - 1:
-            self._lost()
+            self._on_gap()
         elif self._parts_bytes > self._client.limits.max_body_bytes:
-            self._give_up(PayloadTooLarge(f"the answer is larger than {self._client.limits.max_body_bytes} bytes"))
+            self._abort(PayloadTooLarge(f"the response is larger than {self._client.limits.max_body_bytes} bytes"))
         else:
             self._consumed(frame.body.nbytes + FRAME_COST)
 
     def on_data(self, frame: frames.Data) -> None:
-        if self._unheard:
-            self._reacted()
+        if self._unacknowledged:
+            self._acknowledge()
         if frame.seq != self._expected:
-            return self._lost()
+            return self._on_gap()
         self._expected += 1
         self.started = True
         if self._parts:
             self._consumed(FRAME_COST)
-            self._answers.append(self._whole(frame.body))
+            self._responses.append(self._reassembled(frame.body))
         else:
             self._uncredited += frame.body.nbytes + FRAME_COST
-            self._answers.append(frame.body)
+            self._responses.append(frame.body)
         if self._waiter is not None:
             self._wake()
 
     def on_end(self, frame: frames.End) -> None:
         if frame.seq != self._expected:
-            return self._lost()
+            return self._on_gap()
         self.started = True
-        self.trailer = self._whole(frame.body)
+        self.trailer = self._reassembled(frame.body)
         self._finish()
 
     def on_error(self, frame: frames.Error) -> None:
@@ -256,17 +257,17 @@ class Stream:
             error.retry_after_s = frame.retry_after_s
         self.fail(error)
 
-    def _whole(self, body: memoryview) -> Buffer:
+    def _reassembled(self, body: memoryview) -> Buffer:
         if not self._parts:
             return body
         parts, self._parts, self._parts_bytes = self._parts, [], 0
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _lost(self) -> None:
-        self._give_up(InstanceGone(self._peer.instance, "lost part of its answer on the way", is_alive=True))
+    def _on_gap(self) -> None:
+        self._abort(InstanceGone(self._peer.instance, "lost part of its response on the way", is_alive=True))
 
-    def _give_up(self, error: DynamoError) -> None:
-        self._tell(frames.encode(frames.Cancel(self.id)))
+    def _abort(self, error: DynamoError) -> None:
+        self._send(frames.encode(frames.Cancel(self.id)))
         self.fail(error)
 
     def _consumed(self, size: int) -> None:
@@ -274,24 +275,24 @@ class Stream:
         self._owed += size
         self._allowed += size
         if self._owed * 4 >= self._granted:
-            self.say_credit()
+            self.send_credit()
 
-    def say_credit(self) -> None:
+    def send_credit(self) -> None:
         """Tells the instance how much it may have sent by now."""
         self._owed = 0
-        self._tell(frames.encode(frames.Credit(self.id, self._allowed)))
+        self._send(frames.encode(frames.Credit(self.id, self._allowed)))
 
-    def interrupted(self) -> None:
-        """The connection was lost and is back: what was said last, on either side, may not have arrived."""
+    def on_reconnect(self) -> None:
+        """The connection was lost and is back: the last frames, in either direction, may be lost."""
         if self.batch < 0:
             return
-        self.heard = float("-inf")  # asked after at the next check
+        self.last_frame_at = float("-inf")  # probed at the next check
         if not self.started and self._total > self._client.chunk_bytes:
-            self._give_up(Unavailable("the connection was lost while the request was on its way"))
+            self._abort(Unavailable("the connection was lost while the request was on its way"))
 
     def expire(self) -> None:
         """The deadline has passed."""
-        self._give_up(DeadlineExceeded())
+        self._abort(DeadlineExceeded())
 
     def fail(self, error: DynamoError) -> None:
         """Ends the stream with `error`, if it has not ended."""
@@ -301,23 +302,23 @@ class Stream:
 
     def _finish(self) -> None:
         self._over = True
-        self._reacted()
+        self._acknowledge()
         if self._timer is not None:
             self._timer.cancel()
-        self._client.ended(self, self._peer, self._granted)
+        self._client.forget(self, self._peer, self._granted)
         self._wake()
 
 
-class _Peer:
+class _InstancePeer:
     """An instance as this client knows it."""
 
-    __slots__ = ("instance", "outbox", "probed_at", "streams", "unheard")
+    __slots__ = ("instance", "outbox", "probed_at", "streams", "unacknowledged")
 
     def __init__(self, instance: InstanceId, outbox: Outbox) -> None:
         self.instance = instance
         self.outbox = outbox
-        self.streams: dict[int, Stream] = {}
-        self.unheard = 0
+        self.streams: dict[int, RequestStream] = {}
+        self.unacknowledged = 0
         self.probed_at: float | None = None
         """When the first probe left that has not been answered."""
 
@@ -334,8 +335,8 @@ class RequestClient:
         self.inline_bytes = min(self.chunk_bytes, INLINE_BYTES)
         self.prefix = responses_prefix(namespace, secrets.token_hex(8))
         self._connection = connection
-        self._peers: dict[InstanceId, _Peer] = {}
-        self._streams: dict[int, Stream] = {}
+        self._peers: dict[InstanceId, _InstancePeer] = {}
+        self._streams: dict[int, RequestStream] = {}
         self._last = 0
         self._budget = limits.budget_bytes
 
@@ -352,7 +353,7 @@ class RequestClient:
         *,
         headers: Mapping[str, str] = _NO_HEADERS,
         deadline: float | None = None,
-    ) -> Stream:
+    ) -> RequestStream:
         """Sends a request to `instance`. Waits for nothing: without a connection the request leaves when there is one.
 
         `deadline` is absolute, on the event loop's clock. Raises PayloadTooLarge.
@@ -360,10 +361,10 @@ class RequestClient:
         self._last += 1
         peer = self._peers.get(instance)
         if peer is None:
-            peer = self._peers[instance] = _Peer(
+            peer = self._peers[instance] = _InstancePeer(
                 instance, Outbox(self._connection, subject, f"{self.prefix}.{instance:x}.{{}}".format)
             )
-        stream = Stream(self, peer, self._last, verb, body, headers, deadline)
+        stream = RequestStream(self, peer, self._last, verb, body, headers, deadline)
         if stream._total > self.limits.max_body_bytes:
             raise PayloadTooLarge(f"the request has {stream._total} bytes; at most {self.limits.max_body_bytes} are allowed")
         self._streams[stream.id] = peer.streams[stream.id] = stream
@@ -373,44 +374,44 @@ class RequestClient:
         return stream
 
     def grant(self) -> int:
-        """The first window of an answer, taken out of the budget."""
+        """Take the first window of a response out of the budget."""
         window = min(self.limits.window_bytes, max(self.limits.window_floor_bytes, self._budget // 4))
         self._budget -= window
         return window
 
-    def ended(self, stream: Stream, peer: _Peer, granted: int) -> None:
+    def forget(self, stream: RequestStream, peer: _InstancePeer, granted: int) -> None:
         self._budget += granted
         self._streams.pop(stream.id, None)
         peer.streams.pop(stream.id, None)
 
-    def gone(self, instance: InstanceId) -> None:
-        """Fails every stream of an instance, and forgets it."""
+    def fail_instance(self, instance: InstanceId) -> None:
+        """Fail every stream of an instance, and forget it."""
         peer = self._peers.pop(instance, None)
         if peer is not None:
             for stream in list(peer.streams.values()):
-                stream.fail(InstanceGone(instance, "is not there any more"))
+                stream.fail(InstanceGone(instance, "is gone"))
 
-    def _abandon(self, peer: _Peer) -> None:
-        """As `gone`, for an instance that may only hang: it shall not do, when it wakes, what others have done by then."""
+    def _abandon_instance(self, peer: _InstancePeer) -> None:
+        """As `fail_instance`, for an instance that may only hang: when it wakes, it must not do what others have done by then."""
         for stream in list(peer.streams.values()):
-            stream._give_up(InstanceGone(peer.instance, "answers no more"))
-        self.gone(peer.instance)
+            stream._abort(InstanceGone(peer.instance, "does not respond any more"))
+        self.fail_instance(peer.instance)
 
     def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        """Every answer to this process."""
+        """Handle a message of responses."""
         if no_responders:
             return self._on_no_responders(subject)
         try:
             message = frames.decode(payload)
         except InvalidRequest as error:
-            log.warning("an answer on %s was dropped: %s", subject, error)
+            log.warning("a response on %s was dropped: %s", subject, error)
             return
         self.now = now = self.loop.time()
         streams = self._streams
         for frame in message:
             if isinstance(frame, frames.Data):
                 if stream := streams.get(frame.stream):
-                    stream.heard = now
+                    stream.last_frame_at = now
                     stream.on_data(frame)
             elif isinstance(frame, frames.End):
                 if stream := streams.get(frame.stream):
@@ -418,11 +419,11 @@ class RequestClient:
             elif isinstance(frame, frames.Beat):
                 for id_ in frame.streams:
                     if stream := streams.get(id_):
-                        stream.heard = now
+                        stream.last_frame_at = now
             elif isinstance(frame, frames.Known):
                 self._on_known(subject, frame)
             elif stream := streams.get(frame.stream) if not isinstance(frame, frames.Probe) else None:
-                stream.heard = now
+                stream.last_frame_at = now
                 if isinstance(frame, frames.Chunk):
                     stream.on_chunk(frame)
                 elif isinstance(frame, frames.Credit):
@@ -431,16 +432,16 @@ class RequestClient:
                     stream.on_error(frame)
 
     def _on_no_responders(self, subject: str) -> None:
-        """Nobody subscribes to the instance: nothing in that batch ran. It may be reconnecting, as we just did."""
+        """The instance has no subscription: nothing in that batch ran. It may be reconnecting, as we just did."""
         instance = InstanceId(int(subject.split(".")[-2], 16))
         peer = self._peers.get(instance)
         if peer is None:
             return
         batch = int(subject.rsplit(".", 1)[1])
         for stream in [stream for stream in peer.streams.values() if stream.batch == batch]:
-            stream.fail(InstanceGone(instance, "is not there any more"))
+            stream.fail(InstanceGone(instance, "is gone"))
         if not self._in_grace():
-            self.gone(instance)
+            self.fail_instance(instance)
 
     def _in_grace(self) -> bool:
         return self.loop.time() - self._connection.reconnected_at < self.limits.reconnect_grace_s
@@ -452,13 +453,13 @@ class RequestClient:
         peer.probed_at = None
         for id_ in frame.streams:
             if stream := peer.streams.get(id_):
-                stream.heard = self.now
+                stream.last_frame_at = self.now
         for id_ in frame.unknown:  # its last word would have come before this one
             if stream := peer.streams.get(id_):
                 stream.fail(InstanceGone(peer.instance, "does not know the request any more", is_alive=True))
 
     async def watch(self) -> None:
-        """Asks after silent streams, forever."""
+        """Probe silent streams, for ever."""
         interval = self.limits.probe_after_s / 4
         while True:
             await asyncio.sleep(interval)
@@ -467,40 +468,40 @@ class RequestClient:
                 for peer in list(self._peers.values()):
                     self._check(peer)
 
-    def _check(self, peer: _Peer) -> None:
+    def _check(self, peer: _InstancePeer) -> None:
         if not peer.streams:
             self._peers.pop(peer.instance)
             peer.outbox.flush()
             return
-        silent_since = self.now - self.limits.probe_after_s
-        silent = [id_ for id_, stream in peer.streams.items() if stream.batch >= 0 and stream.heard < silent_since]
+        silent_before = self.now - self.limits.probe_after_s
+        silent = [id_ for id_, stream in peer.streams.items() if stream.batch >= 0 and stream.last_frame_at < silent_before]
         if not silent:
             peer.probed_at = None
             return
         if peer.probed_at is None:
             peer.probed_at = self.now
         elif self.now - peer.probed_at > self.limits.gone_after_s and not self._in_grace():
-            self._abandon(peer)
+            self._abandon_instance(peer)
             return
         for id_ in silent:
-            peer.streams[id_].say_credit()  # the instance may be waiting for one that was lost
+            peer.streams[id_].send_credit()  # the instance may be waiting for one that was lost
         peer.outbox.add(frames.encode(frames.Probe(silent)))
 
-    def reconnected(self) -> None:
-        """Sends what waited for the connection and asks after everything that was under way when it was lost."""
+    def on_reconnect(self) -> None:
+        """Send what waited for the connection, and probe everything that was under way when it was lost."""
         for peer in list(self._peers.values()):
             peer.probed_at = None
             for stream in list(peer.streams.values()):
-                stream.interrupted()
+                stream.on_reconnect()
             peer.outbox.flush()
 
 
 @asynccontextmanager
 async def open_client(connection: Connection, namespace: str, limits: PlaneLimits | None = None) -> AsyncIterator[RequestClient]:
-    """A client whose streams all end when the context is left."""
+    """Open a client. Leaving the context ends all its streams."""
     client = RequestClient(connection, namespace, limits or PlaneLimits())
     subscription = await connection.subscribe(f"{client.prefix}.>", client.on_message)
-    connection.on_reconnect(client.reconnected)
+    connection.on_reconnect(client.on_reconnect)
     try:
         async with running(client.watch(), "probes of silent instances"):
             yield client

@@ -35,7 +35,7 @@ from dynamo.common.security.tls import client_context
 log = logging.getLogger(__name__)
 
 OnMessage: TypeAlias = Callable[[str, str, memoryview, bool], None]
-"""Called with subject, reply subject, payload, and whether nats-server says that nobody subscribes to what we published."""
+"""Called with subject, reply subject, payload, and whether nats-server says that what we published has no subscriber."""
 
 _RECEIVE_BYTES = 128 * 1024
 _SOON_S = 0.001
@@ -48,7 +48,7 @@ _NO_RESPONDERS = b"NATS/1.0 503"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsConfig:
-    """Where nats-server is and how to be let in."""
+    """Addresses of nats-server and credentials for it."""
 
     servers: tuple[str, ...] = ("nats://127.0.0.1:4222",)
     user: str | None = None
@@ -65,8 +65,8 @@ class NatsConfig:
     @property
     def uses_tls(self) -> bool:
         """Whether a connection without TLS is refused."""
-        asked = any(server.startswith(("tls://", "wss://")) for server in self.servers)
-        return asked or self.tls_ca_file is not None or self.tls_cert_file is not None
+        has_tls_scheme = any(server.startswith(("tls://", "wss://")) for server in self.servers)
+        return has_tls_scheme or self.tls_ca_file is not None or self.tls_cert_file is not None
 
     def tls_context(self) -> ssl.SSLContext | None:
         """The context for a TLS connection; None if nothing asks for one. Raises InvalidRequest."""
@@ -84,10 +84,10 @@ class NatsConfig:
         if self.nkey_seed_file is not None:
             _check_seed(self.nkey_seed_file, _read(self.nkey_seed_file, "nkey seed").strip())
         if self.credentials_file is not None:
-            found = _CREDENTIALS.search(_read(self.credentials_file, "credentials"))
-            if found is None:
+            match = _CREDENTIALS.search(_read(self.credentials_file, "credentials"))
+            if match is None:
                 raise InvalidRequest(f"NATS: the credentials file {self.credentials_file} does not hold a user's JWT and seed")
-            _check_seed(self.credentials_file, found["seed"])
+            _check_seed(self.credentials_file, match["seed"])
         self.tls_context()
         return self
 
@@ -142,16 +142,16 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
         self.fast: dict[bytes, OnMessage] = {}
         self._demands_tls = demands_tls
         self._transport: asyncio.Transport | None = None
-        self._start()
+        self._reset()
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         self._buffer = bytearray(_RECEIVE_BYTES)
         self._view = memoryview(self._buffer)
         self._begin = 0
         self._end = 0
         self._scanning = False
         self._large: memoryview | None = None
-        self._large_at = 0
+        self._large_filled = 0
         self._large_done: Callable[[memoryview], None] | None = None
         self._queued: list[bytes] = []
         self._eof = False
@@ -164,7 +164,7 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
     # nats-py's side
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
-        self._start()
+        self._reset()
         self._closed = None  # until there is a connection: one that was refused will not report its end
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(connect_timeout):
@@ -211,7 +211,7 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
                 line = bytes(self._view[self._begin : end + 1])
                 self._begin = end + 1
                 if self._demands_tls and line.startswith(b"INFO") and not _offers_tls(line):
-                    # nats-py would go on in plain text, with our password: whoever is on the way could make it do so.
+                    # nats-py would go on in plain text, with our password: anyone on the way could make it do so.
                     raise NatsError("nats-server does not offer TLS, without which we do not log in")
                 return line
             if self._eof:  # nats-py would take an empty answer to its greeting for consent
@@ -265,7 +265,7 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._large is not None:
-            return self._large[self._large_at :]
+            return self._large[self._large_filled :]
         if self._end == len(self._buffer):
             kept = self._end - self._begin
             if kept > len(self._buffer) // 2:  # a line longer than any that is legal; nats-py's parser will refuse it
@@ -279,8 +279,8 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._large is not None:
-            self._large_at += nbytes
-            if self._large_at == self._large.nbytes:
+            self._large_filled += nbytes
+            if self._large_filled == self._large.nbytes:
                 large, done = self._large, self._large_done
                 self._large = self._large_done = None
                 assert done is not None
@@ -355,7 +355,7 @@ class _SocketTransport(Transport, asyncio.BufferedProtocol):
         large = np.empty(size + 2, np.uint8).data  # uninitialised, which no bytearray is
         have = end - begin
         large[:have] = self._view[begin:end]
-        self._large, self._large_at = large, have
+        self._large, self._large_filled = large, have
         self._large_done = lambda payload: self._deliver(on_message, parts, payload)
         return end
 
@@ -392,9 +392,9 @@ class Connection:
         self.reconnected_at = float("-inf")
         """When the connection last came back, on the loop's clock."""
         self._on_reconnect: list[Callable[[], None]] = []
-        self._soon: list[bytes] = []
+        self._delayed: list[bytes] = []
         """Pieces of what `publish_soon` was given and has not gone out."""
-        self._soon_timer: asyncio.TimerHandle | None = None
+        self._delayed_timer: asyncio.TimerHandle | None = None
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
 
@@ -420,22 +420,22 @@ class Connection:
         self._on_reconnect.append(callback)
 
     def publish_soon(self, subject: str, payload: bytes, reply: str = "") -> bool:
-        """As `publish_nowait`, but together with what is sent next, or a millisecond later: for what nobody waits for.
+        """As `publish_nowait`, but together with what is sent next, or a millisecond later: for what is not urgent.
 
         Each write wakes nats-server, and each of its writes a reader; together they cost hardly more than one.
         """
         if not self.is_connected:
             return False
-        self._soon += (_head(subject, reply, len(payload)), payload, b"\r\n")
-        if self._soon_timer is None:
-            self._soon_timer = asyncio.get_running_loop().call_later(_SOON_S, self._send_soon)
+        self._delayed += (_head(subject, reply, len(payload)), payload, b"\r\n")
+        if self._delayed_timer is None:
+            self._delayed_timer = asyncio.get_running_loop().call_later(_SOON_S, self._send_delayed)
         return True
 
-    def _send_soon(self) -> None:
-        self._soon_timer = None
-        if self._soon:
-            self._transport.write(b"".join(self._soon))  # does nothing without a connection
-            self._soon.clear()
+    def _send_delayed(self) -> None:
+        self._delayed_timer = None
+        if self._delayed:
+            self._transport.write(b"".join(self._delayed))  # does nothing without a connection
+            self._delayed.clear()
 
     def publish_nowait(self, subject: str, payload: Body, reply: str = "") -> bool:
         """Hands one message to the socket. False, and nothing sent, while there is no connection."""
@@ -446,10 +446,10 @@ class Connection:
         size = sum(len(piece) for piece in payload)
         head = _head(subject, reply, size)
         if size <= _RECEIVE_BYTES:
-            self._transport.write(b"".join((*self._soon, head, *payload, b"\r\n")))
+            self._transport.write(b"".join((*self._delayed, head, *payload, b"\r\n")))
         else:
-            self._transport.writelines((*self._soon, head, *payload, b"\r\n"))
-        self._soon.clear()
+            self._transport.writelines((*self._delayed, head, *payload, b"\r\n"))
+        self._delayed.clear()
         return True
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> Subscription:
@@ -470,7 +470,7 @@ class Connection:
         return Subscription(self, subscription, key)
 
     def _down(self) -> None:
-        self._soon.clear()  # what is late is not sent: readers see the hole and ask
+        self._delayed.clear()  # what is late is not sent: readers see the gap and query
         self._connected.clear()
         self._lost.set()
 

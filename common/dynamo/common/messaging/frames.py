@@ -7,15 +7,15 @@ into the message: it is written to the socket from where it lies (`Body`).
 | frame | direction | meaning |
 |---|---|---|
 | OPEN | to the instance | a request: its verb, headers, what is left of its deadline, body size, first bytes of the body |
-| CHUNK | both | the next part of a body; an answer's parts precede the DATA or END they belong to, whose own body is then empty |
+| CHUNK | both | the next part of a body; a response's parts precede their DATA or END, whose own body is then empty |
 | CREDIT | both | so many bytes of this stream, counted from its beginning, may be sent; a later one makes up for a lost one |
 | CANCEL | to the instance | the caller is gone or too late: stop within one step |
-| DATA | to the caller | one answer |
-| END | to the caller | the last word of a request that succeeded: the trailer, or a unary answer |
-| ERROR | to the caller | the last word of a request that failed |
+| DATA | to the caller | one response |
+| END | to the caller | the last frame of a request that succeeded: the trailer, or a unary response |
+| ERROR | to the caller | the last frame of a request that failed |
 | BEAT | to the caller | these silent streams are still being worked on |
 | PROBE | to the instance | are you there, and do you know these streams? |
-| KNOWN | to the caller | the answer to PROBE: those I know |
+| KNOWN | to the caller | the response to PROBE: which of them are open and which are not |
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Open(msgspec.Struct, array_like=True, tag=0, frozen=True, gc=False):
     flight: int
     """Bytes of the body that are sent without waiting for credit, those of this frame included."""
     window: int
-    """Bytes of the answer that may be sent before the first CREDIT."""
+    """Bytes of the response that may be sent before the first CREDIT."""
     body: memoryview = memoryview(b"")
 
 
@@ -95,7 +95,7 @@ class Probe(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
 
 
 class Known(msgspec.Struct, array_like=True, tag=9, frozen=True, gc=False):
-    """The answer to a probe: each stream that was asked about is in one of the lists."""
+    """The response to a probe: each probed stream is in one of the lists."""
 
     streams: list[int]
     unknown: list[int]
@@ -113,7 +113,7 @@ def size_of(body: Body) -> int:
         return len(body)
     if isinstance(body, memoryview):
         return body.nbytes
-    if len(body) == 1:  # as most answers are
+    if len(body) == 1:  # as most responses are
         return memoryview(body[0]).nbytes
     return sum(piece.nbytes if isinstance(piece, memoryview) else len(piece) for piece in body)
 

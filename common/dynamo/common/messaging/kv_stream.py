@@ -1,10 +1,10 @@
 """KV events on record: a JetStream stream of what instances publish on their KV subjects, and snapshots in an object store.
 
-The stream takes what is published anyway: whoever listens on the subjects hears it from the bus as before. A publication with
-a reply subject is answered once it is on record.
+The stream takes what is published anyway: subscribers of the subjects get it from the bus as before. A publication with
+a reply subject is acknowledged once it is on record.
 
 There is one stream for all namespaces, so that permissions can name it: as soon as one worker asks for it, the events of all are
-recorded. It is bounded; past its bound the oldest go, and readers ask the instances instead.
+recorded. It is bounded; past its bound the oldest go, and readers query the instances instead.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOCK_S = 60.0
 _SUBJECTS = "dynamo.*.*.kv.*"
 _MAX_BYTES = 256 << 20
 _KEPT_S = 86_400
-"""What is older tells nothing about caches; and so what nobody takes care of any more goes by itself."""
+"""Older events say nothing about caches; and what no process takes care of any more goes by itself."""
 _BATCH = 256
 _FETCH_S = 2.0
 _NAME_IN_USE = 10058
@@ -62,12 +62,12 @@ _ack_decoder = msgspec.json.Decoder(_Ack)
 
 
 def is_recorded(ack: memoryview) -> bool:
-    """Whether an answer to a publication says that it is on record."""
+    """Whether the acknowledgement of a publication says that it is on record."""
     try:
-        answer = _ack_decoder.decode(ack)
+        response = _ack_decoder.decode(ack)
     except msgspec.MsgspecError:
         return False
-    return bool(answer.stream) and not answer.error
+    return bool(response.stream) and not response.error
 
 
 class KvStream:
@@ -77,7 +77,7 @@ class KvStream:
         self._connection = connection
 
     async def ensure(self) -> str:
-        """The stream is there, and was made at this time. One with other bounds is left as it is."""
+        """Create the stream unless it exists; return its creation time. One with other bounds is left as it is."""
         config = StreamConfig(
             name=STREAM,
             subjects=[_SUBJECTS],

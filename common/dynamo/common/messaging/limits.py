@@ -19,24 +19,24 @@ class PlaneLimits:
     """Longer bodies are cut. Lowered to what the server's `max_payload` lets through."""
     first_flight_bytes: int = MIB
     """Of a request body, sent without waiting for credit."""
-    unheard_bytes: int = 4 * MIB
+    unacknowledged_bytes: int = 4 * MIB
     """Per instance: request bytes sent without credit to an instance that has not reacted to them yet. Past it, bodies wait."""
     budget_bytes: int = 32 * MIB
     """What a process lets all its peers together have on the way to it. nats-server cuts a connection at 64 MiB unread."""
     window_bytes: int = MIB
-    """The first window of an answer, while the budget lasts."""
+    """The first window of a response, while the budget lasts."""
     window_floor_bytes: int = 16 * KIB
-    """The first window of an answer when the budget is used up."""
+    """The first window of a response when the budget is used up."""
     max_body_bytes: int = 512 * MIB
-    """Longer request or answer bodies are refused."""
+    """Longer request or response bodies are refused."""
     max_buffered_bytes: int = 1024 * MIB
     """Request bodies held by one instance; more is refused as overload."""
     max_open_requests: int = 4096
     """Requests open at one instance; more is refused as overload."""
     beat_s: float = 1.0
-    """A worker says this often which silent requests it still works on."""
+    """Interval in which a worker lists the silent requests that it still works on."""
     probe_after_s: float = 2.0
-    """A stream that was silent this long is asked after."""
+    """A stream that was silent this long is probed."""
     gone_after_s: float = 5.0
     """An instance that answered no probe for this long is taken as gone."""
     reconnect_grace_s: float = 5.0

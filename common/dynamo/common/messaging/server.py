@@ -1,8 +1,8 @@
-"""The instance's side of the request plane: takes requests, runs a handler for each, and sends what it answers.
+"""The instance's side of the request plane: takes requests, runs a handler for each, and sends the responses.
 
 A request is handled once its whole body has arrived. What a handler sends leaves at the end of the event-loop turn, together
-with everything else for the same caller, and no faster than the caller grants. A caller that is gone (nobody listens for its
-answers) has its requests cancelled.
+with everything else for the same caller, and no faster than the caller grants. A caller that is gone (its subject
+has no subscriber) has its requests cancelled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Incoming:
         "_flight",
         "_granted",
         "_handler",
-        "_left",
+        "_missing",
         "_outgoing",
         "_parts",
         "_peer",
@@ -64,13 +64,13 @@ class Incoming:
         "body",
         "cancelled",
         "deadline",
+        "has_sent",
         "headers",
         "id",
-        "spoke",
         "verb",
     )
 
-    def __init__(self, server: RequestServer, peer: _Peer, frame: frames.Open, handler: Handler) -> None:
+    def __init__(self, server: RequestServer, peer: _CallerPeer, frame: frames.Open, handler: Handler) -> None:
         loop = server.loop
         self.id = frame.stream
         self.verb = frame.verb
@@ -80,14 +80,14 @@ class Incoming:
         self.body: Buffer = frame.body
         self.cancelled = asyncio.Event()
         """Set when the caller left or the deadline passed; the handler's task is cancelled as well."""
-        self.spoke = False
+        self.has_sent = False
         """Something was sent since the last BEAT."""
         self._server = server
         self._peer = peer
         self._handler = handler
         self._size = frame.size
         self._parts: list[memoryview] = []
-        self._left = frame.size - frame.body.nbytes
+        self._missing = frame.size - frame.body.nbytes
         self._flight = frame.flight - frame.body.nbytes
         self._granted = 0
         self._allowed_body = frame.flight
@@ -105,10 +105,10 @@ class Incoming:
     def request_id(self) -> str:
         return self.headers.get("request-id", "")
 
-    # answering
+    # responding
 
     def send_nowait(self, body: Body) -> bool:
-        """Queues one answer. False if the caller has no room for it yet: `await ready()` before the next."""
+        """Queue one response. False if the caller has no room for it yet: `await ready()` before the next."""
         if self._outgoing or self._ended:
             self._queue(False, body)
             return False
@@ -119,7 +119,7 @@ class Incoming:
         self._window -= cost
         self._peer.outbox.add(frames.encode_data(self.id, self._seq, body), patient=self._seq > 0)
         self._seq += 1
-        self.spoke = True
+        self.has_sent = True
         return True
 
     async def ready(self) -> None:
@@ -132,21 +132,21 @@ class Incoming:
                 self._room = None
 
     def end(self, body: Body = b"") -> None:
-        """The last word: the trailer of a stream, or the answer of a unary request. Nothing may be sent after it."""
+        """Send the last frame: the trailer of a stream, or the response of a unary request. Nothing may be sent after it."""
         if self._ended:
-            raise RuntimeError("the request has been answered already")
+            raise RuntimeError("the request has ended already")
         self._ended = True
         size = frames.size_of(body)
         if self._outgoing or size > self._server.inline_bytes or size + FRAME_COST > self._window:
             self._queue(True, body)
             return
-        whole = memoryview(frames.joined(body) if size else b"")  # the short way of most answers
+        whole = memoryview(frames.joined(body) if size else b"")  # the short way of most responses
         self._peer.outbox.add(frames.encode(frames.End(self.id, self._seq, whole)))
         self._server.forget(self)
 
     def _queue(self, last: bool, body: Body) -> None:
         if self._ended and not last:
-            raise RuntimeError("the request has been answered already")
+            raise RuntimeError("the request has ended already")
         self._outgoing.append((last, Pieces(body)))
         self._pump()
 
@@ -176,14 +176,14 @@ class Incoming:
             patient = self._seq > 0 and not last
             outbox.add(frames.encode_with_body(kind(self.id, self._seq), body.take(body.left)), patient=patient)
             self._seq += 1
-            self.spoke = True
+            self.has_sent = True
             if last:
                 self._server.forget(self)
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
     def fail(self, error: DynamoError) -> None:
-        """The last word of a request that failed."""
+        """Send the last frame of a request that failed."""
         retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
         frame = frames.Error(self.id, error.code.value, str(error), error.retryable, retry_after_s)
         self._peer.outbox.add(frames.encode(frame))
@@ -196,25 +196,25 @@ class Incoming:
     def on_chunk(self, frame: frames.Chunk) -> None:
         ungranted = min(frame.body.nbytes, self._flight)
         self._flight -= ungranted
-        self._arrived(frame.body.nbytes - ungranted)
+        self._release_credit(frame.body.nbytes - ungranted)
         if not self._parts:
             self._parts.append(memoryview(self.body))
         self._parts.append(frame.body)
-        self._left -= frame.body.nbytes
-        if frame.index != len(self._parts) - 2 or self._left < 0:
+        self._missing -= frame.body.nbytes
+        if frame.index != len(self._parts) - 2 or self._missing < 0:
             self.fail(Unavailable("part of the request was lost on the way"))
-        elif not self._left:
+        elif not self._missing:
             self.body = b"".join(self._parts)
             self._parts.clear()
             self.start()
 
     @property
     def is_whole(self) -> bool:
-        return not self._left
+        return not self._missing
 
-    def _arrived(self, size: int) -> None:
+    def _release_credit(self, size: int) -> None:
         self._granted -= size
-        self._server.uploads.arrived(size)
+        self._server.uploads.release(size)
 
     def start(self) -> None:
         self._task = awaited(self._run())  # the request keeps it, and `_run` turns every failure into an ERROR frame
@@ -242,7 +242,7 @@ class Incoming:
         self.stop()
 
     def stop(self) -> None:
-        """Ends the handler within one step. Says nothing to the caller."""
+        """End the handler within one step. Sends nothing to the caller."""
         self.cancelled.set()
         self._ended = True
         self._outgoing.clear()
@@ -255,25 +255,25 @@ class Incoming:
         if self._timer is not None:
             self._timer.cancel()
         if self._granted:
-            self._arrived(self._granted)
+            self._release_credit(self._granted)
 
     @property
     def held_bytes(self) -> int:
         return self._size
 
     def grant(self, size: int) -> None:
-        """Lets the caller send `size` more bytes of the body."""
+        """Let the caller send `size` more bytes of the body."""
         self._granted += size
         self._allowed_body += size
         self._peer.outbox.add(frames.encode(frames.Credit(self.id, self._allowed_body)))
-        self.spoke = True
+        self.has_sent = True
 
     @property
     def is_blocked(self) -> bool:
         """Waits for credit."""
         return bool(self._outgoing)
 
-    def interrupted(self) -> None:
+    def on_reconnect(self) -> None:
         """The connection was lost and is back: parts of a body that was on its way may be missing."""
         if not self.is_whole:
             self.fail(Unavailable("the connection was lost while the request was on its way"))
@@ -282,7 +282,7 @@ class Incoming:
 Handler: TypeAlias = Callable[[Incoming], Awaitable[None]]
 
 
-class _Peer:
+class _CallerPeer:
     """A caller as this instance knows it."""
 
     __slots__ = ("outbox", "requests")
@@ -292,19 +292,19 @@ class _Peer:
         self.requests: dict[int, Incoming] = {}
 
 
-class _Uploads:
+class UploadCredits:
     """Shares the budget among the bodies that are on their way, first come first served."""
 
     def __init__(self, budget: int) -> None:
         self._free = budget
-        self._most = budget // 8
+        self._max_share = budget // 8
         self._waiting: deque[tuple[Incoming, int]] = deque()
 
-    def want(self, request: Incoming, size: int) -> None:
+    def request_credit(self, request: Incoming, size: int) -> None:
         self._waiting.append((request, size))
         self._grant()
 
-    def arrived(self, size: int) -> None:
+    def release(self, size: int) -> None:
         self._free += size
         self._grant()
 
@@ -313,7 +313,7 @@ class _Uploads:
             request, size = self._waiting.popleft()
             if request.cancelled.is_set():
                 continue
-            share = min(size, self._most, self._free)
+            share = min(size, self._max_share, self._free)
             self._free -= share
             request.grant(share)
             if size > share:
@@ -331,10 +331,10 @@ class RequestServer:
         self._connection = connection
         self._subject = subject
         self._handlers = handlers
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _CallerPeer] = {}
         self._open = 0
         self._held_bytes = 0
-        self.uploads = _Uploads(limits.budget_bytes)
+        self.uploads = UploadCredits(limits.budget_bytes)
         self._refusal: ShuttingDown | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -344,38 +344,38 @@ class RequestServer:
         return self._open
 
     def refuse_new(self) -> None:
-        """From now on requests are refused, in words that let the caller ask another instance."""
+        """Refuse requests from now on, with an error that lets the caller try another instance."""
         self._refusal = ShuttingDown("the worker")
 
     async def drained(self) -> None:
-        """Returns when no request is open and all answers have been handed to the socket."""
+        """Return when no request is open and all responses have been handed to the socket."""
         await self._idle.wait()
         for peer in self._peers.values():
             peer.outbox.flush()
 
     def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        """Everything callers send to this instance."""
+        """Handle a message of frames from a caller."""
         if no_responders:
             return self._on_caller_gone(subject)
         address = reply.rsplit(".", 1)[0]
         try:
             message = frames.decode(payload)
         except InvalidRequest as error:
-            log.warning("a message for %s was dropped: %s", reply or "nobody", error)
+            log.warning("a message for %s was dropped: %s", reply or "no reply subject", error)
             return
         if not address:
             log.warning("a message without a reply subject was dropped")
             return
         peer = self._peers.get(address)
         if peer is None:
-            peer = self._peers[address] = _Peer(self._outbox(address))
+            peer = self._peers[address] = _CallerPeer(self._outbox(address))
         for frame in message:
             if isinstance(frame, frames.Open):
                 self._on_open(peer, frame)
             elif isinstance(frame, frames.Probe):
-                known = [id_ for id_ in frame.streams if id_ in peer.requests]
+                open_ = [id_ for id_ in frame.streams if id_ in peer.requests]
                 unknown = [id_ for id_ in frame.streams if id_ not in peer.requests]
-                peer.outbox.add(frames.encode(frames.Known(known, unknown)))
+                peer.outbox.add(frames.encode(frames.Known(open_, unknown)))
             elif isinstance(frame, frames.Chunk | frames.Credit | frames.Cancel):
                 request = peer.requests.get(frame.stream)
                 if request is None:
@@ -391,7 +391,7 @@ class RequestServer:
         gone = f"{self._subject}.gone.{address.split('.')[-2]}"
         return Outbox(self._connection, address, lambda batch: gone)
 
-    def _on_open(self, peer: _Peer, frame: frames.Open) -> None:
+    def _on_open(self, peer: _CallerPeer, frame: frames.Open) -> None:
         if frame.stream in peer.requests:
             return
         handler = self._handlers.get(frame.verb)
@@ -405,7 +405,7 @@ class RequestServer:
         elif request.is_whole:
             request.start()
         elif frame.size > frame.flight:
-            self.uploads.want(request, frame.size - frame.flight)
+            self.uploads.request_credit(request, frame.size - frame.flight)
 
     def _reason_to_refuse(self, frame: frames.Open) -> DynamoError | None:
         limits = self.limits
@@ -432,7 +432,7 @@ class RequestServer:
             self._idle.set()
 
     def _on_caller_gone(self, subject: str) -> None:
-        """Nobody listens for the answers to a caller; unless it is reconnecting, as we just did, it is gone."""
+        """The caller has no subscription. Unless it is reconnecting, as we just did, it is gone."""
         if self.loop.time() - self._connection.reconnected_at < self.limits.reconnect_grace_s:
             return
         client = subject.rsplit(".", 1)[1]
@@ -442,7 +442,7 @@ class RequestServer:
                 request.stop()
 
     async def beat(self) -> None:
-        """Tells callers which silent requests are still being worked on, forever. Finds out which callers are gone."""
+        """Tell callers, for ever, which silent requests are still being worked on. Finds out which callers are gone."""
         while True:
             await asyncio.sleep(self.limits.beat_s)
             if not self._connection.is_connected:
@@ -451,17 +451,17 @@ class RequestServer:
                 if not peer.requests:
                     del self._peers[address]
                     continue
-                silent = [request.id for request in peer.requests.values() if not (request.spoke or request.is_blocked)]
+                silent = [request.id for request in peer.requests.values() if not (request.has_sent or request.is_blocked)]
                 for request in peer.requests.values():
-                    request.spoke = False
+                    request.has_sent = False
                 if silent:
                     peer.outbox.add(frames.encode(frames.Beat(silent)))
 
-    def reconnected(self) -> None:
+    def on_reconnect(self) -> None:
         """What waited for the connection leaves."""
         for peer in self._peers.values():
             for request in list(peer.requests.values()):
-                request.interrupted()
+                request.on_reconnect()
             peer.outbox.flush()
 
     def stop_all(self) -> None:
@@ -490,7 +490,7 @@ async def serve_requests(
     server = RequestServer(connection, subject, handlers, limits or PlaneLimits())
     requests = await connection.subscribe(subject, server.on_message)
     gone = await connection.subscribe(f"{subject}.gone.*", server.on_message)
-    connection.on_reconnect(server.reconnected)
+    connection.on_reconnect(server.on_reconnect)
     try:
         async with running(server.beat(), "beats of open requests"):
             try:

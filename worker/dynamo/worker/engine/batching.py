@@ -1,16 +1,16 @@
 """Dynamic batching: requests that arrive close together are run as one execution of the model.
 
-Requests whose tensors agree in everything but the first dimension (and that ask for the same version) form a group. A free
+Requests whose tensors agree in everything but the first dimension (and that name the same version) form a group. A free
 execution slot looks at the groups, longest-waiting first, and decides, as Triton does:
 
 1. a prefix of the group adds up to a preferred batch size: run the longest such prefix at once;
 2. the batch is full, or the next request no longer fits: run what fits;
 3. the first request has waited `max_queue_delay_s`, or half of what its deadline leaves it: run what is there;
-4. otherwise wait for company.
+4. otherwise wait for more requests.
 
 A cancelled request leaves the queue at once; one whose deadline passed is refused when its turn comes. When the queue is full,
 new requests are refused as overload. When an execution fails, every request in it fails, as with Triton, except for
-InvalidRequest: then each request runs again alone, so that only the one at fault is told so.
+InvalidRequest: then each request runs again alone, so that only the one at fault fails.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class BatchPolicy:
 class _Job:
     """A request in the queue or in execution."""
 
-    __slots__ = ("answer", "context", "due", "enqueued_ns", "group", "inputs", "request", "rows")
+    __slots__ = ("context", "due", "enqueued_ns", "group", "inputs", "request", "response", "rows")
 
     def __init__(self, inputs: Tensors, rows: int, context: Context, group: _Group, delay_s: float, request: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -73,7 +73,7 @@ class _Job:
         self.context = context
         self.group = group
         self.request = request
-        self.answer: asyncio.Future[Any] = loop.create_future()
+        self.response: asyncio.Future[Any] = loop.create_future()
         self.enqueued_ns = time.perf_counter_ns()
         self.due = now + (delay_s if context.deadline is None else min(delay_s, (context.deadline - now) / 2))
 
@@ -98,7 +98,7 @@ class Batch:
         self.rows = sum(job.rows for job in jobs)
         self.input_ns = 0
         self.infer_ns = 0
-        """Time spent in the model; set by whoever executes the batch."""
+        """Time spent in the model; set by what executes the batch."""
 
     @property
     def context(self) -> Context:
@@ -107,11 +107,11 @@ class Batch:
 
     @property
     def requests(self) -> list[Any]:
-        """What was submitted with each, for a model that takes requests rather than joined tensors."""
+        """The `request` submitted with each, for a model that takes requests rather than joined tensors."""
         return [job.request for job in self._jobs]
 
     def inputs(self) -> Tensors:
-        """All requests' tensors, joined along the first dimension. Copies, if there are several: call it off the event loop."""
+        """Return all requests' tensors, joined along the first dimension. Several are copied: call it off the event loop."""
         start = time.perf_counter_ns()
         first = self._jobs[0].inputs
         if len(self._jobs) == 1:
@@ -122,7 +122,7 @@ class Batch:
 
 
 Execute: TypeAlias = Callable[[Batch], Awaitable[Tensors | list[Any]]]
-"""Gives the joined outputs; or, as a list, the answer to each request, an exception among them failing that one."""
+"""Returns the joined outputs; or, as a list, the response to each request, where an exception fails that request."""
 
 
 class Batcher:
@@ -155,10 +155,10 @@ class Batcher:
         await asyncio.gather(*self._slots, return_exceptions=True)
         for group in list(self._groups.values()):
             for job in group.jobs:
-                job.answer.cancel()
+                job.response.cancel()
 
     async def submit(self, inputs: Tensors, rows: int, context: Context, version: str = "", request: Any = None) -> Any:
-        """The model's outputs for `inputs`, whose arrays all have `rows` as their first dimension.
+        """Return the model's outputs for `inputs`, whose arrays all have `rows` as their first dimension.
 
         The outputs are views into those of the whole batch, or what `execute` gave for this `request`. Raises InvalidRequest for
         more rows than a batch may have, Overloaded, DeadlineExceeded, and whatever the execution raised.
@@ -176,12 +176,12 @@ class Batcher:
         self._waiting += 1
         self._changed.set()
         try:
-            return await job.answer
+            return await job.response
         finally:
             self._remove(job)
 
     def _remove(self, job: _Job) -> None:
-        """Takes a request out of the queue, if it is still there."""
+        """Take a request out of the queue, if it is still there."""
         if job not in job.group.jobs:
             return
         del job.group.jobs[job]
@@ -195,7 +195,7 @@ class Batcher:
             try:
                 async with self._choosing:
                     jobs = await self._next_jobs()
-            except Exception:  # a defect of this module: whoever waits is told, and the next request finds a slot again
+            except Exception:  # a defect of this module: callers that wait get an error, and the next request finds a slot again
                 log.exception("the next batch could not be chosen")
                 self._fail_waiting(EngineError("requests could not be batched"))
                 continue
@@ -209,7 +209,7 @@ class Batcher:
                 self._remove(job)
 
     async def _next_jobs(self) -> list[_Job]:
-        """Waits until there is something to run, and takes it from the queue."""
+        """Wait until there is something to run, and take it from the queue."""
         loop = asyncio.get_running_loop()
         while True:
             self._changed.clear()
@@ -233,7 +233,7 @@ class Batcher:
             return
 
     def _ready(self, group: _Group, now: float) -> int:
-        """How many of the group's first requests should run now; 0 to wait. The numbered rules of this module."""
+        """Return how many of the group's first requests should run now, 0 to wait: the numbered rules of this module."""
         rows = count = preferred = 0
         full = False
         for job in group.jobs:
@@ -250,15 +250,16 @@ class Batcher:
         return count if full or now >= next(iter(group.jobs)).due else 0
 
     def _take(self, group: _Group, count: int, now: float) -> list[_Job]:
-        """Removes the first `count` requests; returns those that are not too late."""
+        """Remove the first `count` requests; return those that are not too late."""
         taken = list(islice(group.jobs, count))
         jobs = []
         for job in taken:
+            is_late = job.context.deadline is not None and now >= job.context.deadline
             self._remove(job)
-            if job.context.deadline is not None and now >= job.context.deadline:
-                if not job.answer.done():
-                    job.answer.set_exception(DeadlineExceeded())
-            elif not job.answer.done():  # done: cancelled in this very turn of the event loop
+            if is_late:
+                if not job.response.done():
+                    job.response.set_exception(DeadlineExceeded())
+            elif not job.response.done():  # done: cancelled in this very turn of the event loop
                 jobs.append(job)
         return jobs
 
@@ -276,7 +277,7 @@ class Batcher:
         except InvalidRequest as error:
             if len(jobs) > 1:
                 for job in jobs:
-                    if not job.answer.done():
+                    if not job.response.done():
                         await self._run([job])
                 return
             self._account(jobs, batch, 0)
@@ -287,9 +288,9 @@ class Batcher:
         except asyncio.CancelledError:
             if self._is_closed:
                 for job in jobs:
-                    job.answer.cancel()
+                    job.response.cancel()
                 raise
-            # Nobody cancelled this slot, so the model did: a future or an executor of its own was cancelled.
+            # This slot was not cancelled, so the model did it: a future or an executor of its own was cancelled.
             self._account(jobs, batch, 0)
             _fail(jobs, EngineError("the model cancelled its own execution"))
         except BaseException as error:  # SystemExit, for one: the model's own end is not that of its worker
@@ -301,27 +302,27 @@ class Batcher:
             for job, part in zip(jobs, parts, strict=True):  # of equal length, see above
                 if isinstance(part, Exception):
                     _fail([job], part)
-                elif not job.answer.done():
-                    job.answer.set_result(part)
+                elif not job.response.done():
+                    job.response.set_result(part)
 
     @staticmethod
     def _account(jobs: Sequence[_Job], batch: Batch, output_ns: int) -> None:
-        """Tells each request how long it took, and one of them, that it stands for the execution in the statistics."""
+        """Record in each request how long it took, and in one of them that it counts as the execution in the statistics."""
         for job in jobs:
             timings = job.context.timings
             timings.batched = True
             timings.input_ns += batch.input_ns
             timings.infer_ns = batch.infer_ns
             timings.output_ns = output_ns
-        # One whose caller has left is counted already, so a request that still waits must stand for the execution.
-        leader = next((job for job in jobs if not job.answer.done()), jobs[0])
+        # One whose caller has left is counted already, so a request that still waits must count as the execution.
+        leader = next((job for job in jobs if not job.response.done()), jobs[0])
         leader.context.timings.execution_rows = batch.rows
 
 
 def _fail(jobs: Sequence[_Job], error: Exception) -> None:
     for job in jobs:
-        if not job.answer.done():
-            job.answer.set_exception(error)
+        if not job.response.done():
+            job.response.set_exception(error)
 
 
 def _split(outputs: Tensors, jobs: Sequence[_Job], rows: int) -> list[Any]:
@@ -331,8 +332,8 @@ def _split(outputs: Tensors, jobs: Sequence[_Job], rows: int) -> list[Any]:
     if len(jobs) == 1:
         return [outputs]
     parts: list[Tensors] = []
-    at = 0
+    first_row = 0
     for job in jobs:
-        parts.append({name: array[at : at + job.rows] for name, array in outputs.items()})
-        at += job.rows
+        parts.append({name: array[first_row : first_row + job.rows] for name, array in outputs.items()})
+        first_row += job.rows
     return parts
