@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-NAMES = ("kserve", "http", "router_trace", "router_scale", "router_peer", "soak")
+NAMES = ("bus", "kserve", "http", "router_trace", "router_scale", "router_peer", "soak")
 _TIMED = ("kserve", "http", "router_peer")
 """Those that run in rounds of some seconds, and beside the peer if there is one."""
 
@@ -41,6 +41,7 @@ def _all(arguments: list[str]) -> Iterator[tuple[str, list[str]]]:
     asked = parser.parse_args(arguments)
     timed = [f"--{name}={value}" for name in ("peer", "rounds", "seconds") if (value := getattr(asked, name))]
     flags = {
+        "bus": [],
         **dict.fromkeys(_TIMED, timed),
         "router_trace": [asked.trace] if asked.trace else [],
         "router_scale": [f"--entries={asked.entries}"] if asked.entries else [],
