@@ -19,7 +19,7 @@ from dynamo.common.lifecycle import run
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.worker.app import serve_worker
 from dynamo.worker.config import WorkerConfig
-from dynamo.worker.engine.base import Context, Load
+from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.echo import byte_tokenizer
 
 
@@ -54,8 +54,8 @@ class ReverseEngine:
             self._running -= 1
         yield Summary(prompt_tokens=len(prompt), output_tokens=limit)
 
-    def load(self) -> Load:
-        return Load(running=self._running)
+    def load(self) -> EngineLoad:
+        return EngineLoad(running=self._running)
 
     async def close(self) -> None:
         return
