@@ -495,7 +495,8 @@ async def test_what_administrators_do_is_recorded_under_an_id_that_they_get(
         done = await doors.post("/busy_threshold", change, x_api_key=key, x_request_id="change-1")
         load = pb.RepositoryModelLoadRequest(model_name="forged\nline").SerializeToString()
         loaded = await doors.call("RepositoryModelLoad", load, x_api_key=key)
-        http_loaded = await doors.post("/v2/repository/models/some%0Amodel/load", {}, x_api_key=key)
+        http_loaded = await doors.post("/v2/repository/models/some%20model/load", {}, x_api_key=key)
+        forged = await doors.post("/v2/repository/models/forged%0Aline/load", {}, x_api_key=key)
         refused = await doors.post("/busy_threshold", change)
         await doors.call("RepositoryModelLoad", load, x_api_key="nobody's", x_request_id="try-7")
         await doors.get("/busy_threshold", x_api_key=key)  # reading is no action
@@ -504,7 +505,8 @@ async def test_what_administrators_do_is_recorded_under_an_id_that_they_get(
         assert done.headers["x-request-id"] == "change-1"
         assert lines[1].startswith("RepositoryModelLoad 'forged\\nline' by key 'root' from ")
         assert lines[1].split("request ")[1].split(":")[0] == loaded.headers["x-request-id"]
-        assert lines[2].startswith("POST /v2/repository/models/some%0Amodel/load by key 'root' from 127.0.0.1, request ")
+        assert forged.status_code == 400
+        assert lines[2].startswith("POST /v2/repository/models/some%20model/load by key 'root' from 127.0.0.1, request ")
         assert lines[2].split("request ")[1].split(":")[0] == http_loaded.headers["x-request-id"]
         assert lines[3] == (
             f"POST /busy_threshold from 127.0.0.1, request {refused.headers['x-request-id']}: refused: "

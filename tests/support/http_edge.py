@@ -23,14 +23,13 @@ from dynamo.common.generation import (
     summary_encoder,
 )
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
-from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.exchange import HttpSettings
-from dynamo.frontend.api.http.guard import HttpGuard
-from dynamo.frontend.api.http.refusals import CountRefusals
-from dynamo.frontend.api.http.server import make_app, model_routes, serve_http
-from dynamo.frontend.api.http_routes import text_routes
-from dynamo.frontend.api.kserve.rest.routes import kserve_rest_routes
+from dynamo.frontend.api.http.openapi import openapi_operations
+from dynamo.frontend.api.http.server import serve_http
+from dynamo.frontend.api.http.server_operations import model_operations
+from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import HttpOptions, OverloadStatus, ServingOptions, TextOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.parsers import OutputParsers
@@ -189,14 +188,14 @@ async def open_http_edge(
         readiness = Readiness()
         readiness.attach(plane)
         own = OutputParsers({}, {}) if parsers is None else parsers
-        routes = [
-            *model_routes(readiness, 1.0),
-            *text_routes(readiness, options, text or TextOptions(), overload, own),
-            *kserve_rest_routes(readiness, options, overload),
+        operations = [
+            *model_operations(readiness, 1.0),
+            *protocol_operations(readiness, text or TextOptions(), own),
         ]
-        app = HttpGuard(make_app(routes, overload), Guard(None), HttpSettings.of(options, overload))
+        operations += openapi_operations(operations)
+        app = HttpApp(operations, HttpSettings.of(options, overload), refused=metrics.refused)
         async with (
-            serve_http(options, CountRefusals(app, metrics.refused)) as server,
+            serve_http(options, app) as server,
             httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20, verify=False) as session,
         ):
             if any(card.llm is not None for card in known):

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.api.http.exchange import Endpoint, Exchange, HttpSettings
-from dynamo.frontend.api.openai.errors import OPENAI_ERRORS
+from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 
 
 @pytest.fixture
@@ -26,6 +25,10 @@ async def ignore(message: Any) -> None:
     pass
 
 
+def scope_of(headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    return {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "headers": headers}
+
+
 async def stream(exchange: Exchange, events: int) -> None:
     async with exchange.events() as stream:
         for _ in range(events):
@@ -36,7 +39,7 @@ async def stream(exchange: Exchange, events: int) -> None:
 
 @pytest.mark.parametrize("events", [0, 2], ids=["that never began", "with events"])
 async def test_a_stream_leaves_no_work_for_the_garbage_collector(events: int, no_collector: None) -> None:
-    exchange = Exchange({"type": "http", "path": "/", "headers": []}, never, ignore, HttpSettings())
+    exchange = Exchange(scope_of([]), never, ignore, HttpSettings())
     await stream(exchange, events)
     left = weakref.ref(exchange)
     del exchange
@@ -60,8 +63,7 @@ async def test_an_answer_has_an_id_even_if_nobody_asked_who_calls(headers: list[
         await stream(exchange, 1)
 
     for way in (handle, handle_in_pieces, handle_by_events):
-        scope = {"type": "http", "path": "/", "headers": headers}
-        await Endpoint(way, OPENAI_ERRORS, HttpSettings())(scope, never, send)
+        await Exchange(scope_of(headers), never, send, HttpSettings()).run(way)
     ids = [dict(message["headers"])[b"x-request-id"] for message in sent if message["type"] == "http.response.start"]
     if headers and headers[0][1] == b"mine-1":
         assert ids == [b"mine-1"] * 3

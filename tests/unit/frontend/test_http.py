@@ -8,28 +8,20 @@ from dataclasses import dataclass
 
 import httpx2
 import pytest
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from dynamo.common.errors import Overloaded
 from dynamo.common.telemetry import make_registry, render
-from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.http.exchange import HttpSettings
-from dynamo.frontend.api.http.guard import HttpGuard
-from dynamo.frontend.api.http.server import (
-    LinkState,
-    health_routes,
-    json_response,
-    make_app,
-    metrics_routes,
-    model_routes,
-    serve_http,
-)
+from dynamo.frontend.api.http.app import HttpApp
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS
+from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
+from dynamo.frontend.api.http.operation import Handler, Operation
+from dynamo.frontend.api.http.server import serve_http
+from dynamo.frontend.api.http.server_operations import LinkState, health_operations, metrics_operations, model_operations
 from dynamo.frontend.config import HttpOptions, OverloadStatus, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.simple import RoundRobin
+from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeText, instance, tensor_card
 
@@ -49,12 +41,16 @@ class Side:
     plane: DataPlane
 
 
-async def overloaded(request: Request) -> Response:
+async def overloaded(exchange: Exchange) -> None:
     raise Overloaded("too much", retry_after_s=2.0)
 
 
-async def broken(request: Request) -> Response:
+async def broken(exchange: Exchange) -> None:
     raise RuntimeError("secret")
+
+
+def page(path: str, handle: Handler) -> Operation:
+    return Operation(method="GET", path=path, surface=Surface.METADATA, errors=OPENAI_ERRORS, handle=handle)
 
 
 @pytest.fixture
@@ -62,22 +58,22 @@ async def side() -> AsyncIterator[Side]:
     directory, links, readiness = FakeDirectory(instance(0xA, tensor_card("org/adder"))), Links(), Readiness()
     registry = make_registry()
     metrics = FrontendMetrics(registry)
-    routes = [
-        *health_routes(readiness, links),
-        *metrics_routes(lambda: render(registry)),
-        *model_routes(readiness, 1000.5),
-        Route("/overloaded", overloaded),
-        Route("/broken", broken),
+    operations = [
+        *health_operations(readiness, links),
+        *metrics_operations(lambda: render(registry)),
+        *model_operations(readiness, 1000.5),
+        page("/overloaded", overloaded),
+        page("/broken", broken),
     ]
+    http_settings = HttpSettings(overload=OverloadStatus.TOO_MANY_REQUESTS)
 
     async def load_text(card: object) -> FakeText:
         return FakeText()
 
     settings = ServingOptions(models=(tensor_card("later"),))
-    app = make_app(routes, OverloadStatus.TOO_MANY_REQUESTS)
     async with (
         open_data_plane(directory, FakeClient(), FakeLink(), RoundRobin(), load_text, metrics, settings) as plane,
-        serve_http(HttpOptions(port=0), HttpGuard(app, Guard(None), HttpSettings())) as server,
+        serve_http(HttpOptions(port=0), HttpApp(operations, http_settings)) as server,
         httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client,
     ):
         yield Side(readiness, directory, links, client, plane)
@@ -133,9 +129,9 @@ async def test_errors_are_json(side: Side) -> None:
     assert missing.status_code == 404
     error = missing.json()["error"]
     assert (error["message"], error["type"]) == ("model 'nobody' is not found", "not_found_error")
-    assert (await side.client.get("/nothing")).json()["error"]["message"] == "there is no /nothing"
+    assert (await side.client.get("/nothing")).json()["error"]["message"] == "path '/nothing' is not found"
     refused = await side.client.post("/live")
-    assert (refused.status_code, refused.json()["error"]["message"]) == (405, "/live does not take POST")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (405, "method POST is not allowed for '/live'")
 
 
 async def test_overload_says_when_to_come_back(side: Side) -> None:
@@ -166,13 +162,13 @@ async def test_the_server_leaves_signals_to_the_process(side: Side) -> None:
 async def test_stopping_lets_a_running_request_finish() -> None:
     entered, leave = asyncio.Event(), asyncio.Event()
 
-    async def slow(request: Request) -> Response:
+    async def slow(exchange: Exchange) -> None:
         entered.set()
         await leave.wait()
-        return json_response({"done": True})
+        await exchange.answer(b'{"done": true}')
 
     async with (
-        serve_http(HttpOptions(port=0), make_app([Route("/slow", slow)])) as server,
+        serve_http(HttpOptions(port=0), HttpApp([page("/slow", slow)])) as server,
         httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client,
     ):
         asking = asyncio.create_task(client.get("/slow"))

@@ -15,6 +15,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from dynamo.common.config import ConfigError
+from dynamo.frontend.api.openai.operations import read_request_template
 from dynamo.frontend.api.openai.requests import (
     ChatMessage,
     ChatRequest,
@@ -27,7 +28,6 @@ from dynamo.frontend.api.openai.requests import (
     Tool,
 )
 from dynamo.frontend.api.openai.response_requests import InputItem, InputPart, ResponsesRequest
-from dynamo.frontend.api.openai.routes import read_request_template
 from dynamo.frontend.config import HttpOptions, TextLimits, TextOptions
 from tests.support.fakes import tensor_card
 from tests.support.http_edge import Speaker, open_http_edge, raw_connection
@@ -219,7 +219,7 @@ async def test_a_wrong_method_or_path_is_an_error_in_openais_form() -> None:
         wrong_method, wrong_path = await edge.http.get(CHAT), await edge.http.post("/v1/nothing")
     assert (wrong_method.status_code, wrong_path.status_code) == (405, 404)
     assert wrong_method.json()["error"] == {
-        "message": f"{CHAT} does not take GET",
+        "message": f"method GET is not allowed for '{CHAT}'",
         "type": "invalid_request_error",
         "param": None,
         "code": None,

@@ -15,13 +15,12 @@ import grpc.aio
 import httpx2
 import pytest
 import trustme
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from dynamo.common.config import ConfigError, load
 from dynamo.common.security.tls import TlsFiles, client_context, read_contents
-from dynamo.frontend.api.http.server import make_app, serve_http
+from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
+from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.rpc.server import check_grpc, serve_grpc
 from dynamo.frontend.config import FrontendConfig, GrpcOptions, GrpcServerChoice, HttpOptions
 from tests.support.certificates import Pair, issue, write_ca
@@ -33,8 +32,8 @@ async def echo(data: bytes, context: object) -> bytes:
     return data
 
 
-async def hello(request: Request) -> Response:
-    return PlainTextResponse("hello")
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    await Exchange(scope, receive, send, HttpSettings()).answer(b"hello")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ async def serving(protocol: str, server: Pair, client_ca: Path | None = None) ->
     files = {"tls_cert_file": str(server.cert), "tls_key_file": str(server.key)}
     files |= {"tls_client_ca_file": str(client_ca)} if client_ca else {}
     if protocol == "http":
-        async with serve_http(HttpOptions(port=0, **files), make_app([Route("/", hello)])) as http:
+        async with serve_http(HttpOptions(port=0, **files), hello) as http:
             yield http.port
     else:
         services = {"test.Echo": {"Say": grpc.unary_unary_rpc_method_handler(echo)}}

@@ -23,6 +23,9 @@ from dynamo.frontend.security.surfaces import SCOPES, Restriction, Surface
 BROWSED = frozenset({Surface.DOCS, Surface.CONSOLE, Surface.METRICS})
 """Pages, which a browser or a scraper may also read with the key as the password of a Basic login."""
 
+ADMIN = frozenset({Surface.MODEL_REPOSITORY, Surface.LOGGING, Surface.TRACE, Surface.SHARED_MEMORY, Surface.THRESHOLDS})
+"""Refused attempts to use these are recorded."""
+
 _COUNTED_BY_MODEL = frozenset({Surface.INFERENCE})
 """The data plane counts the requests in these calls, of which there may be many."""
 

@@ -6,20 +6,20 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from starlette.routing import BaseRoute
-
 from dynamo.common.http_server import HttpServer
 from dynamo.frontend.api.console.fleet import LoadWatch
-from dynamo.frontend.api.console.routes import Console, console_routes
+from dynamo.frontend.api.console.operations import Console, console_operations
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.exchange import HttpSettings
 from dynamo.frontend.api.http.guard import HttpGuard
-from dynamo.frontend.api.http.refusals import CountRefusals
-from dynamo.frontend.api.http.routing_routes import RoutingControl, routing_routes
-from dynamo.frontend.api.http.server import health_routes, make_app, metrics_routes, model_routes, serve_http
-from dynamo.frontend.api.http_routes import text_routes
-from dynamo.frontend.api.kserve.rest.routes import kserve_rest_routes
+from dynamo.frontend.api.http.openapi import openapi_operations
+from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.http.routing_operations import RoutingControl, routing_operations
+from dynamo.frontend.api.http.server import serve_http
+from dynamo.frontend.api.http.server_operations import health_operations, metrics_operations, model_operations
+from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.router.select import effective_mode
 from dynamo.frontend.wiring.links import Links
@@ -40,22 +40,21 @@ async def open_http(
 ) -> AsyncIterator[HttpServer]:
     """Serve HTTP until the context is left. Raises ConfigError for a port, certificate or template that cannot be used."""
     settings = HttpSettings.of(config.http, config.overload_status)
-    routes = [
-        *health_routes(readiness, links),
-        *metrics_routes(metrics.render),
-        *model_routes(readiness, time.time()),
-        *text_routes(readiness, config.http, config.text, config.overload_status),
-        *kserve_rest_routes(readiness, config.http, config.overload_status),
-        *_console_routes(config, readiness, loads),
-        *(routing_routes(readiness, control, settings) if config.http.admin_api else ()),
+    operations = [
+        *health_operations(readiness, links),
+        *metrics_operations(metrics.render),
+        *model_operations(readiness, time.time()),
+        *protocol_operations(readiness, config.text),
+        *_console_operations(config, readiness, loads),
+        *(routing_operations(readiness, control) if config.http.admin_api else ()),
     ]
-    app = HttpGuard(make_app(routes, config.overload_status), guard, settings)
-    counted = CountRefusals(app, metrics.frontend.refused)
-    async with serve_http(config.http, counted, share_port=share_port) as server:
+    operations += openapi_operations(operations)
+    app = HttpApp(operations, settings, HttpGuard(guard), metrics.frontend.refused)
+    async with serve_http(config.http, app, share_port=share_port) as server:
         yield server
 
 
-def _console_routes(config: FrontendConfig, readiness: Readiness, loads: LoadWatch) -> list[BaseRoute]:
+def _console_operations(config: FrontendConfig, readiness: Readiness, loads: LoadWatch) -> list[Operation]:
     if not config.http.console:
         return []
     console = Console(
@@ -67,4 +66,4 @@ def _console_routes(config: FrontendConfig, readiness: Readiness, loads: LoadWat
         asks_keys=config.access.keys_file is not None,
         processes=config.processes,
     )
-    return console_routes(console)
+    return console_operations(console)

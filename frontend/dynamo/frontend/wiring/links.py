@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.connection import Connection, OnMessage, Subscription
-from dynamo.frontend.api.http.server import LinkState
+from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.siblings import Siblings
 from dynamo.frontend.router.thresholds import Thresholds

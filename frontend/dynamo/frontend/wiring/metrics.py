@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dynamo.common.background import running
 from dynamo.common.config import project_version
 from dynamo.common.telemetry import RuntimeMetrics, make_registry, render
-from dynamo.frontend.api.http.server import LinkState
+from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics, RouterMetrics
 from dynamo.frontend.wiring.links import Links
 

@@ -14,7 +14,7 @@ from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
 from dynamo.common.tracing import open_tracing
 from dynamo.frontend.api.console.fleet import LoadWatch
-from dynamo.frontend.api.http.routing_routes import RoutingControl
+from dynamo.frontend.api.http.routing_operations import RoutingControl
 from dynamo.frontend.config import FrontendConfig, TextOptions
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.repository import open_repositories

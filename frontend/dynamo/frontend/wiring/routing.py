@@ -14,7 +14,7 @@ from dynamo.common.messaging.connection import Connection
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.messaging.kv_stream import KvStream
 from dynamo.common.names import Endpoint
-from dynamo.frontend.api.http.routing_routes import RoutingControl
+from dynamo.frontend.api.http.routing_operations import RoutingControl
 from dynamo.frontend.config import FrontendConfig, RouterOptions
 from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.kv_feed import Bookings, open_kv_feed

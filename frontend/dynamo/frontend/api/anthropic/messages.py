@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from starlette.routing import BaseRoute, Route
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason, Summary
 from dynamo.frontend.api.anthropic.requests import CountRequest, MessagesRequest, PreparedMessages, conversation, to_text
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.http.exchange import Endpoint, ErrorForm, Exchange, HttpSettings
+from dynamo.frontend.api.http.exchange import ErrorForm, Exchange
 from dynamo.frontend.api.http.json_body import decode
-from dynamo.frontend.api.http.openapi import Operation
+from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.api.text.rules import llm_of, new_tool_call_id, parse_delta
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, OutputParsers, Part, Reasoning, ToolCall, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
+from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane, Generation
 
 encode = msgspec.json.Encoder().encode
@@ -64,17 +64,28 @@ class MessagesEdge:
         return self.readiness.plane
 
 
-_GROUP = "Anthropic"
-OPERATIONS = (
-    Operation(path="/v1/messages", summary="Continue a conversation", group=_GROUP, request=MessagesRequest, streams=True),
-    Operation(path="/v1/messages/count_tokens", summary="Length of a conversation", group=_GROUP, request=CountRequest),
-)
-
-
-def anthropic_routes(edge: MessagesEdge, settings: HttpSettings) -> list[BaseRoute]:
+def anthropic_operations(edge: MessagesEdge) -> list[Operation]:
     return [
-        Route("/v1/messages", Endpoint(Messages(edge), ANTHROPIC_ERRORS, settings), methods=["POST"]),
-        Route("/v1/messages/count_tokens", Endpoint(CountTokens(edge), ANTHROPIC_ERRORS, settings), methods=["POST"]),
+        Operation(
+            path="/v1/messages",
+            surface=Surface.INFERENCE,
+            errors=ANTHROPIC_ERRORS,
+            handle=Messages(edge),
+            endpoint="anthropic_messages",
+            summary="Continue a conversation",
+            group="Anthropic",
+            request=MessagesRequest,
+            streams=True,
+        ),
+        Operation(
+            path="/v1/messages/count_tokens",
+            surface=Surface.METADATA,
+            errors=ANTHROPIC_ERRORS,
+            handle=CountTokens(edge),
+            summary="Length of a conversation",
+            group="Anthropic",
+            request=CountRequest,
+        ),
     ]
 
 
@@ -108,7 +119,7 @@ class Messages:
         request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
         prepared = to_text(request, edge.plane.card(exchange.account, request.model), edge.parsers, edge.limits)
         kind = RequestType.STREAM if request.stream else RequestType.UNARY
-        generation = edge.plane.generate(prepared.text, caller.call(endpoint="anthropic_messages", request_type=kind))
+        generation = edge.plane.generate(prepared.text, caller.call(endpoint=exchange.endpoint, request_type=kind))
         async with exchange.attended(), generation:
             if request.stream:
                 await _stream(exchange, generation, prepared)

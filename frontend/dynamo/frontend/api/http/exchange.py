@@ -1,9 +1,9 @@
-"""One HTTP request and its answer, straight on ASGI: no framework between a token and the socket.
+"""One HTTP request and its response, straight on ASGI: no framework between a token and the socket.
 
-    endpoint = Endpoint(handle, OPENAI_ERRORS, settings)   # an ASGI application, to be mounted by a route
-    async def handle(exchange: Exchange) -> None: ...
+    async def handle(exchange: Exchange) -> None: ...      # the handler of an `Operation`
+    await Exchange(scope, receive, send, settings).run(handle)
 
-`Exchange.attended` ends the work when the client leaves. Failures become an error answer or, once a stream has begun, its last
+`Exchange.attended` ends the work when the client leaves. Failures become an error response or, once a stream has begun, its last
 event.
 """
 
@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -25,8 +26,7 @@ from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, P
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
-from dynamo.frontend.api.http.refusals import REFUSED
-from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
+from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import Account
@@ -36,10 +36,8 @@ log = logging.getLogger(__name__)
 
 Header: TypeAlias = tuple[bytes, bytes]
 
-ACCOUNT = "dynamo.account"
-"""Where the guard puts the account of a call in its ASGI scope."""
-
 JSON = (b"content-type", b"application/json")
+HTML = (b"content-type", b"text/html; charset=utf-8")
 _STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -56,6 +54,14 @@ class ErrorForm:
     """JSON, from the failure and its HTTP status."""
     event: Callable[[BaseException, int], bytes]
     """The event that ends a stream."""
+
+
+def _plain_body(error: BaseException, status: int) -> bytes:
+    return msgspec.json.encode({"error": public_message(error)})
+
+
+PLAIN_ERRORS = ErrorForm(body=_plain_body, event=lambda error, status: b"data: " + _plain_body(error, status) + b"\n\n")
+"""`{"error": "…"}`, which is KServe's form as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,42 +84,75 @@ class HttpSettings:
         )
 
 
-def account_of(scope: Scope) -> Account:
-    """The account that the guard has put into the scope of a call. Raises KeyError where there is no guard."""
-    account: Account = scope[ACCOUNT]
-    return account
-
-
 class Exchange:
-    """The answer is either one `answer`, or events by `events()`."""
+    """The response is either one `answer`, or events by `events()`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: HttpSettings) -> None:
         self.settings = settings
+        self.method: str = scope["method"]
         self.path: str = scope["path"]
+        """Decoded; for messages. What the request is for stands in `parameters`."""
+        self.raw_path: bytes = scope["raw_path"]
+        self.parameters: Mapping[str, str] = {}
+        """The values of the parameters in the operation's path."""
+        self.endpoint = ""
+        """The operation's name in metrics."""
+        self.errors: ErrorForm = PLAIN_ERRORS
+        self.on_refused: Callable[[BaseException], None] | None = None
+        """Counts the failure of a request that the data plane has not begun."""
+        self.status: int | None = None
+        """Of the response, once it has begun."""
         self.headers: dict[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.request_id = ""
-        """Known after `caller`, at the latest when the answer begins, whose headers repeat it."""
+        """Set by `caller`, at the latest when the response begins, whose headers repeat it."""
         self.explanation: Explanation | None = None
-        """The caller's, if it wants one; goes there too."""
+        """The caller's, if it wants one; goes into the same headers."""
         self.client_left = False
         self.stream: EventStream | None = None
         self.progress = Progress()
         """Of the request, for calls made from it."""
+        self._account: Account | None = None
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._answered = False
-        self._refused: Callable[[BaseException], None] | None = scope.get(REFUSED)
 
     @property
     def account(self) -> Account:
-        """The account that the guard has found; an exchange that no guard has let in has none."""
-        return account_of(self._scope)
+        """The account of the caller. The guard sets it; reading it before is an error."""
+        if self._account is None:
+            raise RuntimeError(f"the guard has not admitted the request for {self.path}")
+        return self._account
+
+    @account.setter
+    def account(self, account: Account) -> None:
+        self._account = account
+
+    @property
+    def peer(self) -> str:
+        """The address of the client."""
+        client = self._scope.get("client")
+        return str(client[0]) if client else "unknown"
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The parameters after the path's `?`, the last of each name."""
+        text: str = self._scope.get("query_string", b"").decode("latin-1")
+        return {name: values[-1] for name, values in parse_qs(text, keep_blank_values=True, max_num_fields=100).items()}
+
+    async def run(self, handle: Callable[[Exchange], Awaitable[None]]) -> None:
+        """Let `handle` respond; respond with its failure if it fails."""
+        try:
+            await handle(self)
+        except asyncio.CancelledError:
+            if not self.client_left:
+                raise
+        except Exception as error:
+            await self.fail(error)
 
     def caller(self) -> Caller:
         """Who asks, under an id that the answer repeats. Raises InvalidRequest."""
         caller = Caller.read(self.account, self.headers.items(), progress=self.progress)
-        self.request_id = caller.request_id or secrets.token_hex(12)
+        self.request_id = caller.request_id or self.request_id or secrets.token_hex(12)
         logged_id.set(self.request_id)
         self.explanation = caller.explanation
         return msgspec.structs.replace(caller, request_id=self.request_id)
@@ -179,14 +218,14 @@ class Exchange:
 
     async def answer(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = (JSON,)) -> None:
         """The whole answer."""
-        self._answered = True
+        self.status = status
         length = (b"content-length", b"%d" % len(body))
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._id()]})
         await self._send({"type": "http.response.body", "body": body})
 
     async def answer_in_pieces(self, pieces: Sequence[Buffer], headers: tuple[Header, ...]) -> None:
         """The whole answer, written piece by piece so that large ones need not be joined."""
-        self._answered = True
+        self.status = 200
         length = (b"content-length", b"%d" % sum(map(len, pieces)))
         await self._send({"type": "http.response.start", "status": 200, "headers": [*headers, length, *self._id()]})
         for piece in pieces:
@@ -202,34 +241,39 @@ class Exchange:
         finally:
             stream.close()
 
-    def refused(self, error: BaseException) -> None:
-        """Count the failure of the request, unless the data plane has begun it, which counts what becomes of it."""
-        if self._refused is not None and not self.progress.started:
-            self._refused(error)
+    async def refuse(self, error: BaseException, status: int, form: ErrorForm, headers: tuple[Header, ...] = ()) -> None:
+        """Respond with a failure that keeps a request from its handler."""
+        if self.on_refused is not None:
+            self.on_refused(error)
+        pause_s = retry_after_s(error)
+        if pause_s is not None:
+            headers = (*headers, _retry_after(pause_s))
+        await self.answer(form.body(error, status), status, (JSON, *headers))
 
-    async def fail(self, error: BaseException, form: ErrorForm) -> None:
-        """Answers with a failure, in whichever way is still open."""
+    async def fail(self, error: BaseException) -> None:
+        """Respond with the failure of the handler, in whichever way is still possible."""
         if self.client_left:
-            log.info("the client of %s left before its answer was complete (499), request %s", self.path, self.request_id)
+            log.info("the client of %s left before its response was complete (499), request %s", self.path, self.request_id)
             return
-        self.refused(error)
-        log_failure(error, self.known_id(), self.path)
+        if self.on_refused is not None and not self.progress.started:
+            self.on_refused(error)
+        log_failure(error, self.known_id(), f"{self.method} {self.path}")
         status = http_status(error, self.settings.overload)
         if self.stream is not None and self.stream.begun:
-            return await self.stream.end(form.event(error, status))
-        if self._answered:  # it broke while it was written: there is nothing left to say
+            return await self.stream.end(self.errors.event(error, status))
+        if self.status is not None:  # it failed while the response was written, which therefore stays incomplete
             return
         headers: tuple[Header, ...] = (JSON,)
         pause_s = retry_after_s(error)
         if pause_s is None and isinstance(error, DynamoError) and error.code is Code.UNAVAILABLE and error.retryable:
             pause_s = 1.0
         if pause_s is not None:
-            headers = (JSON, (b"retry-after", b"%d" % max(1, round(pause_s))))
-        await self.answer(form.body(error, status), status, headers)
+            headers = (JSON, _retry_after(pause_s))
+        await self.answer(self.errors.body(error, status), status, headers)
 
     def known_id(self) -> str:
         """The request's id: the caller's, or one made up now."""
-        if not self.request_id:  # nobody asked who calls, or what is wrong with the headers came before their end
+        if not self.request_id:
             self.request_id = usable_id(self.headers.get("x-request-id", "")) or secrets.token_hex(12)
         return self.request_id
 
@@ -294,23 +338,8 @@ class EventStream:
         self._timer = self._loop.call_later(self._interval_s, self._tick)
 
 
-class Endpoint:
-    """An ASGI application for one path."""
-
-    def __init__(self, handle: Callable[[Exchange], Awaitable[None]], errors: ErrorForm, settings: HttpSettings) -> None:
-        self._handle = handle
-        self._errors = errors
-        self._settings = settings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._settings)
-        try:
-            await self._handle(exchange)
-        except asyncio.CancelledError:
-            if not exchange.client_left:
-                raise
-        except Exception as error:
-            await exchange.fail(error, self._errors)
+def _retry_after(pause_s: float) -> Header:
+    return b"retry-after", b"%d" % max(1, round(pause_s))
 
 
 def _is_json(content_type: str) -> bool:

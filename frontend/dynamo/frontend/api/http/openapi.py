@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from dynamo.common.config import project_version
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS
+from dynamo.frontend.api.http.exchange import HTML, JSON, Exchange
+from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.security.surfaces import Surface
 
 _REFERENCES = "#/components/schemas/{name}"
 _FAILURES = {
@@ -26,32 +26,15 @@ _FAILURES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One method of one path."""
-
-    path: str
-    summary: str
-    group: str
-    method: str = "post"
-    request: Any = None
-    """The type of the body; None: there is none."""
-    answer: Any = None
-    error: Any = None
-    streams: bool = False
-    """The answer may be server-sent events, if the request says `stream`."""
-    binary: bool = False
-    """JSON may be followed by binary data, in requests and answers."""
-
-
 def describe(operations: Sequence[Operation]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
-    types = list({id(t): t for o in operations for t in (o.request, o.answer, o.error) if t is not None}.values())
+    """Return the OpenAPI 3.1 document of the operations that have a summary."""
+    operations = [operation for operation in operations if operation.summary]
+    types = list({id(t): t for o in operations for t in (o.request, o.response, o.error) if t is not None}.values())
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCES)
     schema_of = {id(kind): schema for kind, schema in zip(types, schemas, strict=True)}
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schema_of)
+        paths.setdefault(operation.path.replace(":path}", "}"), {})[operation.method.lower()] = _operation(operation, schema_of)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Dynamo", "version": project_version()},
@@ -61,40 +44,44 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 def _operation(operation: Operation, schema_of: dict[int, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": schema_of.get(id(operation.answer), {})}}
+    content: dict[str, Any] = {"application/json": {"schema": schema_of.get(id(operation.response), {})}}
     if operation.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     octets = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}} if operation.binary else {}
     content |= octets
-    found: dict[str, Any] = {
+    described: dict[str, Any] = {
         "summary": operation.summary,
         "tags": [operation.group],
-        "responses": {"200": {"description": "The answer.", "content": content}},
+        "responses": {"200": {"description": "The response.", "content": content}},
     }
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in (part[1:-1] for part in operation.path.split("/") if part.startswith("{"))
+        for name in (part[1:-1].removesuffix(":path") for part in operation.path.split("/") if part.startswith("{"))
     ]
     if parameters:
-        found["parameters"] = parameters
+        described["parameters"] = parameters
     if operation.request is not None:
         body = {"application/json": {"schema": schema_of[id(operation.request)]}, **octets}
-        found["requestBody"] = {"required": True, "content": body}
+        described["requestBody"] = {"required": True, "content": body}
     if operation.error is not None:
         failure = {"application/json": {"schema": schema_of[id(operation.error)]}}
-        found["responses"] |= {status: {"description": text, "content": failure} for status, text in _FAILURES.items()}
-    return found
+        described["responses"] |= {status: {"description": text, "content": failure} for status, text in _FAILURES.items()}
+    return described
 
 
-def openapi_routes(operations: Sequence[Operation]) -> list[BaseRoute]:
+def openapi_operations(operations: Sequence[Operation]) -> list[Operation]:
+    """Return the operations that describe `operations`."""
     document = msgspec.json.encode(describe(operations))
     page = files(__package__).joinpath("docs.html").read_bytes()
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
+    policy = b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
 
-    async def openapi(request: Request) -> Response:
-        return Response(document, media_type="application/json")
+    async def openapi(exchange: Exchange) -> None:
+        await exchange.answer(document, 200, (JSON,))
 
-    async def docs(request: Request) -> Response:
-        return Response(page, media_type="text/html", headers={"content-security-policy": policy})
+    async def docs(exchange: Exchange) -> None:
+        await exchange.answer(page, 200, (HTML, (b"content-security-policy", policy)))
 
-    return [Route("/openapi.json", openapi), Route("/docs", docs)]
+    return [
+        Operation(method="GET", path=path, surface=Surface.DOCS, errors=OPENAI_ERRORS, handle=handle)
+        for path, handle in (("/openapi.json", openapi), ("/docs", docs))
+    ]

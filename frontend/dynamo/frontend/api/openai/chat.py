@@ -49,7 +49,7 @@ class ChatCompletions:
         caller = exchange.caller()
         request = edge.completed(decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth))
         prepared = chat_to_text(request, edge.plane.card(exchange.account, request.model), edge.parsers, edge.limits)
-        call = call_of(request, caller, "chat_completions")
+        call = call_of(request, caller, exchange.endpoint)
         extras = Extras(request, started, edge.clock)
         generation = edge.plane.generate(prepared.texts[0], call)
         async with exchange.attended(), generation:

@@ -38,7 +38,7 @@ class Completions:
         caller = exchange.caller()
         request = edge.completed(decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth))
         prepared = completion_to_text(request, edge.plane.card(exchange.account, request.model), edge.limits)
-        call = call_of(request, caller, "completions")
+        call = call_of(request, caller, exchange.endpoint)
         extras = Extras(request, started, edge.clock)
         if len(prepared.texts) > 1 and extras:
             raise InvalidRequest("'nvext.annotations' and 'nvext.extra_fields' need a request with one prompt", param="nvext")

@@ -51,7 +51,7 @@ class EmbeddingsEndpoint:
         texts = _texts(request, limits.max_embedding_inputs)
         check_chars(sum(map(len, texts)), limits, "input")
         tensors = to_tensors(texts, request.model, card)
-        call = caller.call(endpoint="embeddings", request_type=RequestType.UNARY)
+        call = caller.call(endpoint=exchange.endpoint, request_type=RequestType.UNARY)
         async with exchange.attended():
             response = await plane.infer(tensors, call)
         vectors, tokens = from_tensors(bytes(response), len(texts))

@@ -154,14 +154,3 @@ class Tokenized(Struct, frozen=True, kw_only=True):
 
 class Detokenized(Struct, frozen=True):
     prompt: str
-
-
-class ErrorInfo(Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(Struct, frozen=True):
-    error: ErrorInfo

@@ -39,7 +39,7 @@ class Responses:
         request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
         chat = edge.completed(request.to_chat())
         prepared = chat_to_text(chat, edge.plane.card(exchange.account, chat.model), edge.parsers, edge.limits)
-        generation = edge.plane.generate(prepared.texts[0], call_of(chat, caller, "responses"))
+        generation = edge.plane.generate(prepared.texts[0], call_of(chat, caller, exchange.endpoint))
         response = _response(request, chat.model, int(started))
         async with exchange.attended(), generation:
             if request.stream:

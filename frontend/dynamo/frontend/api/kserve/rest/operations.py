@@ -1,19 +1,27 @@
-"""What /openapi.json says of KServe's paths. Those of a model may all name a version as well."""
+"""The operations of KServe v2 over HTTP: every path below /v2."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import msgspec
 
-from dynamo.frontend.api.http.openapi import Operation
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.exchange import PLAIN_ERRORS
+from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, TEXT_ENDPOINT
+from dynamo.frontend.api.kserve.rest.handlers import Handlers
 from dynamo.frontend.api.kserve.rest.requests import InferRequest
+from dynamo.frontend.security.surfaces import Surface
 
-_GROUP = "KServe"
-_MODEL = "/v2/models/{model}"
-_VERSION = "/v2/models/{model}/versions/{version}"
+KSERVE_ERRORS = PLAIN_ERRORS
+_MODEL = "/v2/models/{model:path}"
+_VERSION = "/v2/models/{model:path}/versions/{version}"
 _OBJECT = dict[str, Any]
+_MEMORIES = {"systemsharedmemory": "SystemSharedMemory", "cudasharedmemory": "CudaSharedMemory"}
 
 
 class KserveError(msgspec.Struct):
@@ -21,50 +29,92 @@ class KserveError(msgspec.Struct):
     """A sentence."""
 
 
-def _get(path: str, summary: str) -> Operation:
-    return Operation(method="get", path=path, summary=summary, group=_GROUP, error=KserveError)
+_post = partial(Operation, method="POST", errors=KSERVE_ERRORS, group="KServe", error=KserveError)
+_get = partial(_post, method="GET")
 
 
-def _of_model(path: str) -> Iterator[Operation]:
-    yield _get(path, "A model's tensors")
-    yield _get(f"{path}/ready", "Whether a model can be used now, else 400")
-    yield _get(f"{path}/config", "A model's configuration")
-    yield _get(f"{path}/stats", "A model's statistics")
-    yield Operation(
+def kserve_operations(readiness: Readiness) -> list[Operation]:
+    handlers = Handlers(readiness)
+    return [
+        _get(path="/v2", surface=Surface.METADATA, handle=handlers.server, summary="The server and its extensions"),
+        _get(path="/v2/health/live", surface=Surface.HEALTH, handle=handlers.live, summary="Whether this process runs"),
+        _get(
+            path="/v2/health/ready",
+            surface=Surface.HEALTH,
+            handle=handlers.ready,
+            summary="Whether this server can serve, else 400",
+        ),
+        *_of_repositories(handlers),
+        _get(path="/v2/models/stats", surface=Surface.STATISTICS, handle=handlers.statistics, summary="Statistics of all models"),
+        *_of_models(handlers, _VERSION),
+        *_of_models(handlers, _MODEL),
+        *_unsupported(handlers),
+    ]
+
+
+def _of_models(handlers: Handlers, path: str) -> Iterator[Operation]:
+    yield _get(path=path, surface=Surface.METADATA, handle=handlers.model, summary="A model's tensors")
+    yield _get(
+        path=f"{path}/ready",
+        surface=Surface.HEALTH,
+        handle=handlers.model_ready,
+        summary="Whether a model can be used now, else 400",
+    )
+    yield _get(path=f"{path}/config", surface=Surface.MODEL_CONFIG, handle=handlers.config, summary="A model's configuration")
+    yield _get(path=f"{path}/stats", surface=Surface.STATISTICS, handle=handlers.statistics, summary="A model's statistics")
+    infer = partial(_post, surface=Surface.INFERENCE)
+    yield infer(
         path=f"{path}/infer",
+        endpoint=TENSOR_ENDPOINT,
+        handle=handlers.infer,
         summary="Tensors in, tensors out, in JSON or in binary behind it",
-        group=_GROUP,
         request=InferRequest[Any],
-        error=KserveError,
         binary=True,
     )
-    for word, summary in (("generate", "One JSON object in, one out"), ("generate_stream", "One JSON object in, events out")):
-        yield Operation(
-            path=f"{path}/{word}",
-            summary=summary,
-            group=_GROUP,
-            request=_OBJECT,
-            error=KserveError,
-            streams=word == "generate_stream",
-        )
+    yield infer(
+        path=f"{path}/generate",
+        endpoint=TEXT_ENDPOINT,
+        handle=handlers.generate,
+        summary="One JSON object in, one out",
+        request=_OBJECT,
+    )
+    yield infer(
+        path=f"{path}/generate_stream",
+        endpoint=TEXT_ENDPOINT,
+        handle=handlers.generate_stream,
+        summary="One JSON object in, events out",
+        request=_OBJECT,
+        streams=True,
+    )
 
 
-OPERATIONS = (
-    _get("/v2", "The server and its extensions"),
-    _get("/v2/health/live", "Whether this process runs"),
-    _get("/v2/health/ready", "Whether this server can serve, else 400"),
-    Operation(path="/v2/repository/index", summary="All models and versions", group=_GROUP, request=_OBJECT, error=KserveError),
-    *(
-        Operation(
-            path=f"/v2/repository/models/{{model}}/{word}",
-            summary=f"{word.capitalize()} a model of the workers' model repositories",
-            group=_GROUP,
-            request=_OBJECT,
-            error=KserveError,
-        )
-        for word in ("load", "unload")
-    ),
-    _get("/v2/models/stats", "Statistics of all models"),
-    *_of_model(_MODEL),
-    *_of_model(_VERSION),
-)
+def _of_repositories(handlers: Handlers) -> Iterator[Operation]:
+    """Those that name a repository are not described: there is one only."""
+    for path, described in (("/v2/repository", True), ("/v2/repository/{repository}", False)):
+        index = partial(_post, path=f"{path}/index", surface=Surface.MODEL_REPOSITORY, handle=handlers.index)
+        yield index(summary="All models and versions" if described else "", request=_OBJECT)
+        yield index(method="GET")
+        for word, handle in (("load", handlers.load), ("unload", handlers.unload)):
+            yield _post(
+                path=f"{path}/models/{{model:path}}/{word}",
+                surface=Surface.MODEL_REPOSITORY,
+                handle=handle,
+                is_action=True,
+                summary=f"{word.capitalize()} a model of the workers' model repositories" if described else "",
+                request=_OBJECT,
+            )
+
+
+def _unsupported(handlers: Handlers) -> Iterator[Operation]:
+    """Triton's operations that this server refuses, with the reason."""
+    refused: list[tuple[str, Surface, str]] = [
+        ("/v2/trace/setting", Surface.TRACE, "TraceSetting"),
+        ("/v2/models/{model:path}/trace/setting", Surface.TRACE, "TraceSetting"),
+        ("/v2/logging", Surface.LOGGING, "LogSettings"),
+    ]
+    for memory, word, region in product(_MEMORIES, ("status", "register", "unregister"), ("", "/{region:path}")):
+        refused.append((f"/v2/{memory}{region}/{word}", Surface.SHARED_MEMORY, f"{_MEMORIES[memory]}{word.capitalize()}"))
+    for path, surface, call in refused:
+        refuse = partial(Operation, path=path, surface=surface, errors=KSERVE_ERRORS, handle=handlers.refuse(call))
+        yield refuse(method="GET")
+        yield refuse(method="POST", is_action=True)

@@ -15,22 +15,19 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-import orjson
 from msgspec import UNSET, Meta, Struct, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.http.exchange import Endpoint, ErrorForm, Exchange, HttpSettings, account_of
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS
+from dynamo.frontend.api.http.exchange import PLAIN_ERRORS, Exchange
 from dynamo.frontend.api.http.json_body import decode
-from dynamo.frontend.api.http.openapi import Operation
-from dynamo.frontend.api.statuses import public_message
+from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.router.explain import DecisionLog
 from dynamo.frontend.router.explanation import DecisionRecord
 from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane
 
 _MAX_TOKENS = 2**53
@@ -39,14 +36,14 @@ _MAX_DECISIONS = 256
 
 @dataclass(frozen=True, slots=True)
 class RoutingControl:
-    """What these paths work on."""
+    """The state that these operations read and change."""
 
     thresholds: ThresholdTable
     decisions: DecisionLog
     follows_loads: bool
-    """False: the router mode does not know who is busy."""
+    """False: the router mode does not know which instances are busy."""
     set_thresholds: Callable[[str, Thresholds], None]
-    """For this process and all others. Raises Unavailable before there is a connection to them."""
+    """Sets them for this process and all others. Raises Unavailable until there is a connection to the others."""
 
 
 class ModelThresholds(Struct, kw_only=True, frozen=True):
@@ -79,66 +76,79 @@ class ErrorResponse(Struct, frozen=True):
     error: str
 
 
-OPERATIONS = (
-    Operation(
-        method="get", path="/busy_threshold", summary="When instances count as busy", group="Routing", answer=AllThresholds
-    ),
-    Operation(
-        path="/busy_threshold",
-        summary="Read or change when instances of a model count as busy",
-        group="Routing",
-        request=ThresholdsRequest,
-        answer=ModelThresholds,
-        error=ErrorResponse,
-    ),
-    Operation(
-        method="get", path="/v1/routing/decisions", summary="Why requests went where they went", group="Routing", answer=Decisions
-    ),
-)
-
-
-def routing_routes(readiness: Readiness, control: RoutingControl, settings: HttpSettings) -> list[BaseRoute]:
+def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Operation]:
     decoder = msgspec.json.Decoder(ThresholdsRequest)
 
-    async def listed(request: Request) -> Response:
-        models = {card.name for card in readiness.plane.cards(account_of(request.scope)) if card.llm is not None} | set(
-            control.thresholds.changes()
-        )
-        return _json(AllThresholds([_shown(model, control.thresholds.of(model)) for model in sorted(models)]))
+    async def list_thresholds(exchange: Exchange) -> None:
+        account = exchange.account
+        models = {card.name for card in readiness.plane.cards(account) if card.llm is not None}
+        models |= set(control.thresholds.changes())
+        thresholds = [_shown(model, control.thresholds.of(model)) for model in sorted(models)]
+        await exchange.answer(msgspec.json.encode(AllThresholds(thresholds)))
 
-    async def changed(exchange: Exchange) -> None:
+    async def change_thresholds(exchange: Exchange) -> None:
         exchange.caller()
         request = decode(decoder, await exchange.body(), exchange.settings.max_json_depth)
-        thresholds = _change(readiness.plane, exchange.account, control, request)
-        await exchange.answer(msgspec.json.encode(thresholds))
+        await exchange.answer(msgspec.json.encode(_change(readiness.plane, exchange.account, control, request)))
 
-    async def decisions(request: Request) -> Response:
-        limit, model = _limit(request.query_params.get("limit", "100")), request.query_params.get("model")
-        found = control.decisions.read(_MAX_DECISIONS)
-        return _json(Decisions([decision for decision in found if model is None or decision.model == model][:limit]))
+    async def list_decisions(exchange: Exchange) -> None:
+        query = exchange.query
+        limit, model = _limit(query.get("limit", "100")), query.get("model")
+        decisions = [d for d in control.decisions.read(_MAX_DECISIONS) if model is None or d.model == model]
+        await exchange.answer(msgspec.json.encode(Decisions(decisions[:limit])))
 
     return [
-        Route("/busy_threshold", listed),
-        Route("/busy_threshold", Endpoint(changed, _ERRORS, settings), methods=["POST"]),
-        Route("/v1/routing/decisions", decisions),
+        Operation(
+            method="GET",
+            path="/busy_threshold",
+            surface=Surface.THRESHOLDS,
+            errors=PLAIN_ERRORS,
+            handle=list_thresholds,
+            summary="When instances count as busy",
+            group="Routing",
+            response=AllThresholds,
+            error=ErrorResponse,
+        ),
+        Operation(
+            path="/busy_threshold",
+            surface=Surface.THRESHOLDS,
+            errors=PLAIN_ERRORS,
+            handle=change_thresholds,
+            is_action=True,
+            summary="Read or change when instances of a model count as busy",
+            group="Routing",
+            request=ThresholdsRequest,
+            response=ModelThresholds,
+            error=ErrorResponse,
+        ),
+        Operation(
+            method="GET",
+            path="/v1/routing/decisions",
+            surface=Surface.CONSOLE,
+            errors=OPENAI_ERRORS,
+            handle=list_decisions,
+            summary="Why requests went where they went",
+            group="Routing",
+            response=Decisions,
+        ),
     ]
 
 
 def _change(plane: DataPlane, account: Account, control: RoutingControl, request: ThresholdsRequest) -> ModelThresholds:
-    """Raises ModelNotFound; InvalidRequest if nobody would heed the thresholds."""
+    """Raises ModelNotFound; InvalidRequest if thresholds have no effect here."""
     model = plane.card(account, request.model).name
-    known = control.thresholds.of(model)
+    current = control.thresholds.of(model)
     decode_blocks, prefill_tokens = request.active_decode_blocks_threshold, request.active_prefill_tokens_threshold
     if decode_blocks is UNSET and prefill_tokens is UNSET:
-        return _shown(model, known)
+        return _shown(model, current)
     if not control.follows_loads:
         raise InvalidRequest(
             "this frontend does not follow the loads of instances: start it with --load-aware, with a --router-mode "
             "that looks at loads, or with a threshold"
         )
     wanted = Thresholds(
-        active_decode_blocks=known.active_decode_blocks if decode_blocks is UNSET else decode_blocks,
-        active_prefill_tokens=known.active_prefill_tokens if prefill_tokens is UNSET else prefill_tokens,
+        active_decode_blocks=current.active_decode_blocks if decode_blocks is UNSET else decode_blocks,
+        active_prefill_tokens=current.active_prefill_tokens if prefill_tokens is UNSET else prefill_tokens,
     )
     control.set_thresholds(model, wanted)
     return _shown(model, wanted)
@@ -154,16 +164,5 @@ def _shown(model: str, thresholds: Thresholds) -> ModelThresholds:
 
 def _limit(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text[:9]) <= _MAX_DECISIONS:
-        raise InvalidRequest(f"'limit' must be a whole number from 1 to {_MAX_DECISIONS}", param="limit")
+        raise InvalidRequest(f"'limit' must be an integer from 1 to {_MAX_DECISIONS}", param="limit")
     return int(text)
-
-
-def _json(body: Struct) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-def _body(error: BaseException, status: int) -> bytes:
-    return orjson.dumps({"error": public_message(error)})
-
-
-_ERRORS = ErrorForm(body=_body, event=_body)

@@ -1,12 +1,15 @@
-"""Errors in the form that OpenAI clients expect: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the form that OpenAI clients expect: `{"error": {"message", "type", "param", "code"}}`.
+
+Operations outside of any protocol, such as `/health`, use this form as well.
+"""
 
 from __future__ import annotations
 
 import msgspec
+from msgspec import Struct
 
 from dynamo.common.errors import Code, DynamoError, InvalidRequest
 from dynamo.frontend.api.http.exchange import ErrorForm
-from dynamo.frontend.api.openai.response_objects import ErrorInfo, ErrorResponse
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.preprocess.text import ContextExceeded
 
@@ -29,7 +32,27 @@ _CODES = {
 _encoder = msgspec.json.Encoder()
 
 
+class PathNotFound(DynamoError):
+    code = Code.NOT_FOUND
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"path '{path[:200]}' is not found")
+
+
+class ErrorInfo(Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Struct, frozen=True):
+    error: ErrorInfo
+
+
 def error_info(error: BaseException, status: int) -> ErrorInfo:
+    if isinstance(error, PathNotFound):
+        return ErrorInfo(message=public_message(error), type=_TYPES[404], param=None, code=None)
     code = error.code if isinstance(error, DynamoError) else Code.INTERNAL
     return ErrorInfo(
         message=public_message(error),

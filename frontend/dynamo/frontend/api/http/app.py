@@ -1,0 +1,118 @@
+"""The ASGI application of the HTTP port: finds a request's operation, asks the guard, runs the operation's handler.
+
+1. A path that contains control characters is refused with 400, before anything else looks at it.
+2. The operation's surface, and nothing else about the path, says what the caller must be allowed to use.
+3. A path without any operation needs what the list of models needs, so that only callers with a key learn what is not there; then
+   it is 404. A path that lacks the method is 405, after the same check as its other methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from starlette.types import Receive, Scope, Send
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS, PathNotFound
+from dynamo.frontend.api.http.exchange import ErrorForm, Exchange, HttpSettings
+from dynamo.frontend.api.http.guard import HttpGuard
+from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.http.paths import PathTable, Template
+from dynamo.frontend.security.surfaces import Surface
+
+Refused = Callable[[str, BaseException], None]
+"""Called with an operation's `endpoint` and the failure of a request that did not reach the data plane."""
+
+UNKNOWN_PATHS = Surface.METADATA
+
+
+class HttpApp:
+    """Serves `operations`."""
+
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        settings: HttpSettings | None = None,
+        guard: HttpGuard | None = None,
+        refused: Refused | None = None,
+    ) -> None:
+        """Without a `guard` every caller may use everything. Raises ValueError for operations that contradict one another."""
+        self.operations = tuple(operations)
+        self._settings = settings or HttpSettings()
+        self._guard = guard or HttpGuard()
+        self._refused = refused
+        self._table: PathTable[_Resource] = PathTable()
+        self._errors: dict[tuple[str, ...], ErrorForm] = {}
+        for resource in _resources(operations):
+            self._table.add(resource.path, resource)
+            words = Template(resource.path).fixed_words
+            for count in range(1, len(words) + 1):
+                self._errors.setdefault(words[:count], resource.errors)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ValueError(f"an HTTP server cannot serve '{scope['type']}'")
+        exchange = Exchange(scope, receive, send, self._settings)
+        try:
+            match = self._table.find(exchange.raw_path)
+        except InvalidRequest as error:
+            return await exchange.refuse(error, 400, self._errors_near(exchange.path))
+        if match is None:
+            return await self._not_found(exchange)
+        resource, exchange.parameters = match
+        operation = resource.operations.get(exchange.method)
+        exchange.errors = resource.errors
+        if operation is not None and operation.endpoint:
+            exchange.endpoint = operation.endpoint
+            if self._refused is not None:
+                exchange.on_refused = partial(self._refused, operation.endpoint)
+        if not await self._guard.admits(exchange, resource.surface):
+            return
+        if operation is None:
+            not_allowed = InvalidRequest(f"method {exchange.method} is not allowed for '{exchange.path}'")
+            return await exchange.refuse(not_allowed, 405, resource.errors, ((b"allow", resource.allow),))
+        if operation.is_action:
+            return await self._guard.run_recorded(exchange, operation.handle)
+        await exchange.run(operation.handle)
+
+    async def _not_found(self, exchange: Exchange) -> None:
+        exchange.errors = self._errors_near(exchange.path)
+        if await self._guard.admits(exchange, UNKNOWN_PATHS):
+            await exchange.refuse(PathNotFound(exchange.path), 404, exchange.errors)
+
+    def _errors_near(self, path: str) -> ErrorForm:
+        """Return the form of errors of the operations whose paths begin as this one, which is not theirs, does."""
+        words = tuple(path.split("/", 4)[1:4])
+        for count in range(len(words), 0, -1):
+            if (form := self._errors.get(words[:count])) is not None:
+                return form
+        return OPENAI_ERRORS
+
+
+@dataclass(slots=True)
+class _Resource:
+    """A path and what can be done with it."""
+
+    path: str
+    surface: Surface
+    errors: ErrorForm
+    operations: dict[str, Operation] = field(default_factory=dict)
+    allow: bytes = b""
+    """The value of the header `Allow`."""
+
+
+def _resources(operations: Sequence[Operation]) -> list[_Resource]:
+    resources: dict[str, _Resource] = {}
+    for operation in operations:
+        path = operation.path
+        resource = resources.setdefault(path, _Resource(path, operation.surface, operation.errors))
+        if (operation.surface, operation.errors) != (resource.surface, resource.errors):
+            raise ValueError(f"the operations of {path} have different surfaces or forms of errors")
+        for method in ("GET", "HEAD") if operation.method == "GET" else (operation.method,):
+            if method in resource.operations:
+                raise ValueError(f"{method} {path} is declared twice")
+            resource.operations[method] = operation
+        resource.allow = ", ".join(resource.operations).encode()
+    return list(resources.values())

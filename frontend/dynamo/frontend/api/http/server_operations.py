@@ -1,0 +1,130 @@
+"""The operations that are always there: health, metrics, the list of models. Protocols add their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Protocol
+
+import orjson
+
+from dynamo.common.discovery import other_names
+from dynamo.common.model_card import ModelCard
+from dynamo.frontend.api.health import Readiness, State
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.operation import Handler, Operation
+from dynamo.frontend.security.surfaces import Surface
+
+Render = Callable[[], tuple[bytes, str]]
+"""Returns the text of a metrics scrape and its content type."""
+
+
+class LinkState(StrEnum):
+    CONNECTING = "connecting"
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+    STALE = "stale"
+    """Not reached now; the last view is used."""
+
+
+class Links(Protocol):
+    """The state of the connections to the systems behind the process."""
+
+    @property
+    def nats(self) -> LinkState: ...
+
+    @property
+    def etcd(self) -> LinkState: ...
+
+
+def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
+    """`/live` says that the process runs, `/health` whether it can serve, and which instances it uses."""
+
+    async def live(exchange: Exchange) -> None:
+        await _respond(exchange, {"status": "live", "message": "the server is running"})
+
+    async def health(exchange: Exchange) -> None:
+        state = readiness.state()
+        instances = [] if state is State.STARTING else sorted(readiness.plane.models.registered(), key=lambda i: i.id)
+        body: dict[str, object] = {
+            "status": state.value,
+            "nats": links.nats.value,
+            "etcd": links.etcd.value,
+            "endpoints": sorted({f"dyn://{instance.endpoint}" for instance in instances}),
+            "instances": [
+                {
+                    "instance_id": f"{instance.id:x}",
+                    "namespace": instance.endpoint.namespace,
+                    "component": instance.endpoint.component,
+                    "endpoint": instance.endpoint.name,
+                    "model": instance.card.name,
+                    "transport": {"nats": instance.subject},
+                }
+                for instance in instances
+            ],
+        }
+        if links.etcd is LinkState.STALE:
+            body["detail"] = "etcd cannot be reached; the instances are those of the last view"
+        await _respond(exchange, body, 200 if state is State.READY else 503)
+
+    return [
+        _page("/live", Surface.HEALTH, live, "Whether this process runs"),
+        _page("/health", Surface.HEALTH, health, "Whether this server can serve, and which instances it uses"),
+    ]
+
+
+def metrics_operations(render: Render) -> list[Operation]:
+    async def metrics(exchange: Exchange) -> None:
+        text, content_type = render()
+        await exchange.answer(text, 200, ((b"content-type", content_type.encode()),))
+
+    return [_page("/metrics", Surface.METRICS, metrics, "Prometheus metrics")]
+
+
+def model_operations(readiness: Readiness, started_at: float) -> list[Operation]:
+    """Return the operations below `/v1/models`, in OpenAI's form with whether each model can be used now."""
+
+    def describe(card: ModelCard, name: str) -> dict[str, object]:
+        described: dict[str, object] = {
+            "id": name,
+            "object": "model",
+            "created": int(started_at),
+            "owned_by": card.platform,
+            "kind": card.kind.value,
+            "ready": readiness.is_model_ready(name),
+        }
+        if name != card.name:
+            described["parent"] = card.name
+        if card.llm is not None:
+            described["max_model_len"] = card.llm.context_length
+        return described
+
+    async def models(exchange: Exchange) -> None:
+        account = exchange.account
+        named = [(c, name) for c in readiness.plane.cards(account) for name in (c.name, *other_names(c)) if account.permits(name)]
+        await _respond(exchange, {"object": "list", "data": [describe(card, name) for card, name in named]})
+
+    async def model(exchange: Exchange) -> None:
+        name = exchange.parameters["model"]
+        await _respond(exchange, describe(readiness.plane.card(exchange.account, name), name))
+
+    async def ready(exchange: Exchange) -> None:
+        name = exchange.parameters["model"]
+        readiness.plane.card(exchange.account, name)
+        is_ready = readiness.is_model_ready(name)
+        await _respond(exchange, {"id": name, "ready": is_ready}, 200 if is_ready else 503)
+
+    return [
+        _page("/v1/models", Surface.METADATA, models, "The models that are served", "Models"),
+        _page("/v1/models/{model:path}/ready", Surface.METADATA, ready, "Whether a model can be used now", "Models"),
+        _page("/v1/models/{model:path}", Surface.METADATA, model, "One model", "Models"),
+    ]
+
+
+def _page(path: str, surface: Surface, handle: Handler, summary: str, group: str = "Server") -> Operation:
+    return Operation(method="GET", path=path, surface=surface, errors=OPENAI_ERRORS, handle=handle, summary=summary, group=group)
+
+
+async def _respond(exchange: Exchange, body: object, status: int = 200) -> None:
+    await exchange.answer(orjson.dumps(body), status)

@@ -1,0 +1,109 @@
+"""The handlers of KServe v2 over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+import orjson
+
+from dynamo.common.errors import Unsupported
+from dynamo.common.message_json import to_json
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.operation import Handler
+from dynamo.frontend.api.kserve import messages as kserve_messages
+from dynamo.frontend.api.kserve.rest.bodies import UnknownEncoding
+from dynamo.frontend.api.kserve.rest.generate import answer_generate, answer_generate_stream
+from dynamo.frontend.api.kserve.rest.infer import answer_infer
+from dynamo.frontend.api.kserve.rest.paths import Target
+from dynamo.frontend.api.kserve.rest.repository import answer_index, answer_load, answer_unload
+
+
+class Handlers:
+    """One method per operation."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        self._readiness = readiness
+        self._server = orjson.dumps(to_json(kserve_messages.server_metadata()))
+
+    # Health
+
+    async def live(self, exchange: Exchange) -> None:
+        await _send(exchange, {"live": True})
+
+    async def ready(self, exchange: Exchange) -> None:
+        ready = self._readiness.is_ready()
+        await _send(exchange, {"ready": ready}, 200 if ready else 400)
+
+    async def model_ready(self, exchange: Exchange) -> None:
+        target = Target.of(exchange.parameters)
+        ready = self._readiness.is_model_ready(target.model, target.version)
+        await _send(exchange, {"name": target.model, "ready": ready}, 200 if ready else 400)
+
+    # Metadata
+
+    async def server(self, exchange: Exchange) -> None:
+        await exchange.answer(self._server)
+
+    async def model(self, exchange: Exchange) -> None:
+        target = Target.of(exchange.parameters)
+        card = self._readiness.plane.card(exchange.account, target.model, target.version)
+        await _send(exchange, to_json(kserve_messages.model_metadata(card)))
+
+    async def config(self, exchange: Exchange) -> None:
+        target = Target.of(exchange.parameters)
+        card = self._readiness.plane.card(exchange.account, target.model, target.version)
+        await _send(exchange, to_json(kserve_messages.model_config(card).config))
+
+    async def statistics(self, exchange: Exchange) -> None:
+        target = Target.of(exchange.parameters)
+        async with exchange.attended():
+            statistics = await self._readiness.plane.statistics(exchange.account, target.model, target.version)
+        await _send(exchange, to_json(statistics))
+
+    # Model repositories
+
+    async def index(self, exchange: Exchange) -> None:
+        target = Target.of(exchange.parameters)
+        await _checking_encoding(exchange, answer_index(self._readiness, exchange, target, exchange.method))
+
+    async def load(self, exchange: Exchange) -> None:
+        await _checking_encoding(exchange, answer_load(self._readiness, exchange, Target.of(exchange.parameters)))
+
+    async def unload(self, exchange: Exchange) -> None:
+        await _checking_encoding(exchange, answer_unload(self._readiness, exchange, Target.of(exchange.parameters)))
+
+    def refuse(self, call: str) -> Handler:
+        """Return a handler that says why this server does not do Triton's `call`."""
+        message = f"{call}: {kserve_messages.REFUSED[call]}"
+
+        async def handle(exchange: Exchange) -> None:
+            raise Unsupported(message)
+
+        return handle
+
+    # Inference
+
+    async def infer(self, exchange: Exchange) -> None:
+        await _checking_encoding(exchange, answer_infer(self._readiness.plane, exchange, Target.of(exchange.parameters)))
+
+    async def generate(self, exchange: Exchange) -> None:
+        await _checking_encoding(exchange, answer_generate(self._readiness.plane, exchange, Target.of(exchange.parameters)))
+
+    async def generate_stream(self, exchange: Exchange) -> None:
+        await _checking_encoding(
+            exchange, answer_generate_stream(self._readiness.plane, exchange, Target.of(exchange.parameters))
+        )
+
+
+async def _checking_encoding(exchange: Exchange, handling: Awaitable[None]) -> None:
+    """Await a handler that reads a body, and tell the client which compressions it may use if it used another."""
+    try:
+        await handling
+    except UnknownEncoding as error:
+        headers = ((b"accept-encoding", b"gzip, deflate"),)
+        await exchange.refuse(error, 415, exchange.errors, headers)
+
+
+async def _send(exchange: Exchange, body: object, status: int = 200) -> None:
+    await exchange.answer(orjson.dumps(body), status)

@@ -1,0 +1,94 @@
+"""The operations of the OpenAI API and the tokenizer endpoints."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from dynamo.common.config import ConfigError
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorResponse
+from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.openai.chat import ChatCompletions
+from dynamo.frontend.api.openai.completions import Completions
+from dynamo.frontend.api.openai.edge import Edge
+from dynamo.frontend.api.openai.embeddings import EmbeddingsEndpoint
+from dynamo.frontend.api.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from dynamo.frontend.api.openai.response_events import ResponseObject
+from dynamo.frontend.api.openai.response_objects import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    Embeddings,
+    Tokenized,
+)
+from dynamo.frontend.api.openai.response_requests import ResponsesRequest
+from dynamo.frontend.api.openai.responses import Responses
+from dynamo.frontend.api.openai.to_text import RequestTemplate
+from dynamo.frontend.api.openai.tokens import Detokenize, Tokenize
+from dynamo.frontend.security.surfaces import Surface
+
+
+def openai_operations(edge: Edge) -> list[Operation]:
+    describe = partial(Operation, errors=OPENAI_ERRORS, error=ErrorResponse)
+    infer = partial(describe, surface=Surface.INFERENCE, group="OpenAI")
+    tokens = partial(describe, surface=Surface.METADATA, group="Tokens")
+    tokenize, detokenize = Tokenize(edge), Detokenize(edge)
+    return [
+        infer(
+            path="/v1/chat/completions",
+            endpoint="chat_completions",
+            handle=ChatCompletions(edge),
+            summary="Continue a conversation",
+            request=ChatRequest,
+            response=ChatCompletion,
+            streams=True,
+        ),
+        infer(
+            path="/v1/completions",
+            endpoint="completions",
+            handle=Completions(edge),
+            summary="Continue a text",
+            request=CompletionRequest,
+            response=Completion,
+            streams=True,
+        ),
+        infer(
+            path="/v1/responses",
+            endpoint="responses",
+            handle=Responses(edge),
+            summary="Continue a conversation, by the Responses API",
+            request=ResponsesRequest,
+            response=ResponseObject,
+            streams=True,
+        ),
+        infer(
+            path="/v1/embeddings",
+            endpoint="embeddings",
+            handle=EmbeddingsEndpoint(edge),
+            summary="Texts to vectors",
+            request=EmbeddingRequest,
+            response=Embeddings,
+        ),
+        tokens(path="/tokenize", handle=tokenize, summary="Text to tokens", request=TokenizeRequest, response=Tokenized),
+        tokens(path="/v1/tokenize", handle=tokenize),
+        tokens(path="/detokenize", handle=detokenize, summary="Tokens to text", request=DetokenizeRequest, response=Detokenized),
+        tokens(path="/v1/detokenize", handle=detokenize),
+    ]
+
+
+def read_request_template(path: Path | None) -> RequestTemplate:
+    """Read the file of `--request-template`. Raises ConfigError."""
+    if path is None:
+        return RequestTemplate()
+    try:
+        return msgspec.json.decode(path.expanduser().read_bytes(), type=RequestTemplate)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"--request-template {path} cannot be read: {error}") from error

@@ -1,0 +1,24 @@
+"""The HTTP operations of all protocols: text in the forms of OpenAI and Anthropic, and KServe v2."""
+
+from __future__ import annotations
+
+from dynamo.frontend.api.anthropic.messages import MessagesEdge, anthropic_operations
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.kserve.rest.operations import kserve_operations
+from dynamo.frontend.api.openai.edge import Edge
+from dynamo.frontend.api.openai.operations import openai_operations, read_request_template
+from dynamo.frontend.config import TextOptions
+from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
+from dynamo.frontend.preprocess.parsers import OutputParsers
+
+
+def protocol_operations(readiness: Readiness, text: TextOptions, parsers: OutputParsers = PARSER_REGISTRY) -> list[Operation]:
+    """Raises ConfigError for a request template that cannot be read."""
+    limits = text.limits
+    template = read_request_template(text.request_template)
+    return [
+        *openai_operations(Edge(readiness=readiness, limits=limits, template=template, parsers=parsers)),
+        *anthropic_operations(MessagesEdge(readiness=readiness, limits=limits, parsers=parsers)),
+        *kserve_operations(readiness),
+    ]
