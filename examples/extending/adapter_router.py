@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 from dynamo.common.discovery import Instance
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
-from dynamo.frontend.router.simple import RoundRobin, Unbooked, wished
+from dynamo.frontend.router.simple import RoundRobin, Unbooked, requested_decision
 
 
 class AdapterRouter(Unbooked):
@@ -25,7 +25,7 @@ class AdapterRouter(Unbooked):
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         if not request.adapter:
             return self._without.pick(request, candidates, explain=explain)
-        decision = wished(request, candidates)  # the instance that the client named, or the session's
+        decision = requested_decision(request, candidates)  # the instance that the client named, or the session's
         if decision is not None:
             return decision
         chosen = max(candidates, key=lambda instance: weight(request.adapter, instance.id))

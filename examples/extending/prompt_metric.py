@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.tally import Amount, Tally
-from dynamo.frontend.router.base import Router, RouterAround, RouteRequest, RoutingDecision
+from dynamo.frontend.router.base import Router, RouteRequest, RouterWrapper, RoutingDecision
 
 
 class PromptMetrics:
@@ -30,7 +30,7 @@ class PromptMetrics:
         return amount
 
 
-class CountingRouter(RouterAround):
+class CountingRouter(RouterWrapper):
     """Counts what the inner router sends where."""
 
     def __init__(self, inner: Router, metrics: PromptMetrics) -> None:

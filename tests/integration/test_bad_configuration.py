@@ -271,7 +271,7 @@ def test_files_of_the_frontend_that_cannot_be_used_end_its_start(tmp_path: Path,
             "--grpc",
             "--grpc-server",
             "native",
-        ): "--grpc-server native cannot be used: TLS is configured, which only grpcio can do",
+        ): "--grpc-server native cannot be used: TLS is configured, which only grpcio supports",
         ("--use-tls",): "--use-tls needs --cert-file and --key-file",
         ("--api-keys-file", "none.yaml"): "the key file none.yaml cannot be read: No such file or directory",
         (

@@ -266,7 +266,7 @@ async def test_when_etcd_lost_its_data_the_view_is_kept_until_the_workers_are_ba
         assert [[i.id for i in removed] for _, removed in news] == [[2]]
 
 
-async def test_a_reconcile_finds_what_the_watch_did_not_tell(etcd: Etcd, namespace: str) -> None:
+async def test_a_reconcile_finds_what_the_watch_missed(etcd: Etcd, namespace: str) -> None:
     """A watch that is deaf stands for etcd's known ways to lose events."""
 
     class Deaf(Etcd):

@@ -48,7 +48,7 @@ async def all_is_recorded(record: KvStream, fleet: SimFleet, within_s: float = 1
             await asyncio.sleep(0.02)
 
 
-async def test_a_frontend_is_exact_from_the_record_though_no_worker_answers(
+async def test_a_frontend_is_exact_from_the_record_without_responses_of_workers(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with recording(etcd_server, nats_server, namespace) as f, record_of(nats_server) as record:
@@ -124,7 +124,7 @@ async def test_reset_states_forgets_what_is_on_record(etcd_server: EtcdServer, n
             await until(f.is_exact)  # by asking
 
 
-async def test_without_jetstream_frontends_ask_and_both_sides_warn(
+async def test_without_jetstream_frontends_request_snapshots_and_both_sides_warn(
     etcd_server: EtcdServer, tmp_path: Path, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

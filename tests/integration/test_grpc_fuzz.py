@@ -224,21 +224,21 @@ BAD_FRAMES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("what", MALFORMED)
-def test_what_is_no_http2_harms_nobody(target: Target, what: str) -> None:
+def test_bytes_that_are_not_http2_harm_no_other_call(target: Target, what: str) -> None:
     with target.connect(greet=False) as connection:
         connection.send(MALFORMED[what])
         target.assert_serving()
 
 
 @pytest.mark.parametrize("what", BAD_FRAMES)
-def test_a_frame_against_the_rules_harms_nobody_else(target: Target, what: str) -> None:
+def test_an_invalid_frame_harms_no_other_connection(target: Target, what: str) -> None:
     with target.connect() as connection:
         connection.send(BAD_FRAMES[what])
         target.assert_serving()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_frames_harm_nobody_else(target: Target, seed: int) -> None:
+def test_random_frames_harm_no_other_connection(target: Target, seed: int) -> None:
     rng = random.Random(seed)
     with target.connect() as connection:
         for _ in range(300):
@@ -251,7 +251,7 @@ def test_random_frames_harm_nobody_else(target: Target, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_good_call_with_flipped_bits_harms_nobody_else(target: Target, seed: int) -> None:
+def test_a_valid_call_with_flipped_bits_harms_no_other_connection(target: Target, seed: int) -> None:
     rng = random.Random(seed)
     good = bytearray(
         frame(HEADERS, END_HEADERS, 1, block(*fields(SERVICE + "ModelInfer")))
@@ -414,7 +414,7 @@ def test_rapid_resets_leave_it_serving(target: Target) -> None:
     assert_bounded(target, 64 * MIB, attack)
 
 
-def test_pings_and_settings_whose_answers_nobody_reads_do_not_pile_up(target: Target) -> None:
+def test_pings_and_settings_with_unread_responses_do_not_pile_up(target: Target) -> None:
     def attack() -> None:
         for flood in (frame(PING, 0, 0, bytes(8)), frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 70_000))):
             with target.connect() as connection:
@@ -513,7 +513,7 @@ def test_a_gzip_bomb_does_not_unpack(target: Target) -> None:
     assert_bounded(target, 128 * MIB, attack)
 
 
-def test_a_client_that_reads_nothing_holds_up_nobody(target: Target) -> None:
+def test_a_client_that_does_not_read_delays_no_other(target: Target) -> None:
     """It asks for large answers with a window of 0 and never opens it."""
     request = b"\x0a\x05adder\x2a\x13\x0a\x01x\x12\x05INT32\x1a\x03\x80\x80\x04\x3a\x80\x80\x10" + bytes(2**18)
     start = frame(HEADERS, END_HEADERS, 0, block(*fields(SERVICE + "ModelInfer")))
@@ -534,7 +534,7 @@ def test_a_client_that_reads_nothing_holds_up_nobody(target: Target) -> None:
     assert_bounded(target, 256 * MIB, attack)
 
 
-def test_connections_that_say_nothing_hold_up_nobody(target: Target) -> None:
+def test_silent_connections_delay_no_other(target: Target) -> None:
     silent = [target.connect(greet=number % 2 == 0) for number in range(300)]
     try:
         target.assert_serving()

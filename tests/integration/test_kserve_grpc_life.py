@@ -145,7 +145,7 @@ async def test_a_port_that_is_taken_ends_the_start_with_a_sentence(
 
 
 @pytest.mark.parametrize("server", SERVERS)
-async def test_sigterm_says_not_ready_first_and_finishes_what_runs(
+async def test_sigterm_reports_not_ready_first_and_finishes_running_requests(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: str
 ) -> None:
     flags = ("--grpc-server", server, "--settle-s", "1.0")

@@ -217,7 +217,7 @@ async def test_polling_follows_the_folder(
 
 
 @pytest.mark.timeout(60)
-async def test_a_worker_that_cannot_load_its_repository_says_so_and_does_not_start(tmp_path: Path) -> None:
+async def test_a_worker_that_cannot_load_its_repository_fails_to_start_with_the_reason(tmp_path: Path) -> None:
     python_model(tmp_path, "broken", "raise ValueError('no weights')")
 
     async def start(*flags: str) -> tuple[int | None, str]:

@@ -256,7 +256,7 @@ async def test_settings_out_of_range_are_refused_in_every_mode_and_protocol(
 
 
 @pytest.mark.parametrize("server", [GrpcServerChoice.GRPCIO, GrpcServerChoice.NATIVE])
-async def test_who_asks_is_told_why_on_every_protocol(
+async def test_explanations_are_returned_on_request_by_every_protocol(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: GrpcServerChoice
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace) as d:

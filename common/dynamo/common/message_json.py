@@ -14,27 +14,27 @@ Field: TypeAlias = Any
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """Sub-messages and members of a oneof that are not set are left out."""
-    found: dict[str, Any] = {}
+    """Return a message as a JSON object. Sub-messages and members of a oneof that are not set are left out."""
+    fields: dict[str, Any] = {}
     field: Field
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if _is_map(field):
             of_value = field.message_type.fields_by_name["value"]
-            found[field.name] = {str(key): _value(of_value, value[key]) for key in value}
+            fields[field.name] = {str(key): _value(of_value, value[key]) for key in value}
         elif field.is_repeated:
-            found[field.name] = [_value(field, element) for element in value]
+            fields[field.name] = [_value(field, element) for element in value]
         elif not field.has_presence or message.HasField(field.name):
-            found[field.name] = _value(field, value)
-    return found
+            fields[field.name] = _value(field, value)
+    return fields
 
 
 def _value(field: Field, value: Any) -> Any:
     if isinstance(value, Message):
         return to_json(value)
     if field.enum_type is not None:
-        known = field.enum_type.values_by_number.get(value)
-        return value if known is None else known.name
+        constant = field.enum_type.values_by_number.get(value)
+        return value if constant is None else constant.name
     return value.decode("latin-1") if isinstance(value, bytes) else value
 
 

@@ -1,4 +1,4 @@
-"""The few parts of protobuf's wire format that are written by hand, where large bytes or many small messages make it worth it."""
+"""The few parts of protobuf's wire format that are handled by hand, where large bytes or many small messages are worth it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 def varint(value: int) -> bytes:
-    """`value`, which is not negative, as a varint."""
+    """Return `value`, which is not negative, as a varint."""
     if value < 0x80:
         return bytes((value,))
     out = bytearray()
@@ -21,24 +21,27 @@ def varint(value: int) -> bytes:
 
 
 def tag(message: type[Message], field: str) -> bytes:
-    """What precedes the length in a length-delimited field of `message`."""
+    """Return the encoded key of a length-delimited field of `message`."""
     return varint(message.DESCRIPTOR.fields_by_name[field].number << 3 | BYTES)
 
 
 def delimited(field_tag: bytes, payload: bytes) -> bytes:
-    """A whole length-delimited field."""
+    """Return a whole length-delimited field: its key, length and payload."""
     return field_tag + varint(len(payload)) + payload
 
 
-def read_varint(data: memoryview, at: int) -> tuple[int, int]:
-    """The varint at `at`, and where the next field begins. Raises ValueError if it is longer than 64 bits, IndexError if cut."""
+def read_varint(data: memoryview, position: int) -> tuple[int, int]:
+    """Return the varint at `position`, and the position after it.
+
+    Raises ValueError if it is longer than 64 bits, IndexError if it is truncated.
+    """
     value = shift = 0
     while True:
-        octet = data[at]
-        at += 1
+        octet = data[position]
+        position += 1
         value |= (octet & 0x7F) << shift
         if octet < 0x80:
-            return value, at
+            return value, position
         shift += 7
         if shift > 63:
             raise ValueError("a varint of more than 64 bits")

@@ -1,11 +1,11 @@
-"""Counting that costs a hot path one addition: what was counted waits here until somebody looks at the registry.
+"""Counters that cost a hot path one addition: increments are kept here until the registry is scraped.
 
     tally = Tally(registry)                      # before the metrics it counts for
     requests = tally.amount(counter.labels("m"))
     requests.value += 1                          # on the event loop only
 
-A child of the metrics library takes a lock, and in a frontend of several processes a write to a mapped file, for each increment.
-Those processes `flush` now and then, since another one of them may be asked.
+An increment of the metrics library takes a lock and, in a frontend of several processes, a write to a mapped file. These
+processes `flush` periodically, since any of them may serve the scrape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 
 class Amount:
-    """What is to be added to a bound counter or gauge."""
+    """The pending increment of a bound counter or gauge."""
 
     __slots__ = ("_metric", "value")
 
@@ -33,7 +33,7 @@ class Amount:
 
 
 class Spread:
-    """Observations for a bound histogram."""
+    """The pending observations of a bound histogram."""
 
     __slots__ = ("_bounds", "_counts", "_histogram", "_is_empty", "_total")
 
@@ -50,9 +50,9 @@ class Spread:
         self._is_empty = False
 
     def add(self, counts: Sequence[int], total: float) -> None:
-        """Observations that were sorted into the same buckets already; `total` is their sum."""
-        for at, count in enumerate(counts):
-            self._counts[at] += count
+        """Add observations that are sorted into the same buckets already; `total` is their sum."""
+        for bucket, count in enumerate(counts):
+            self._counts[bucket] += count
         self._total += total
         self._is_empty = False
 
@@ -69,7 +69,7 @@ class Spread:
 
 
 class Tally(Collector):
-    """All that waits for one registry. It shows nothing itself."""
+    """All pending increments and observations of one registry. It exports no metrics itself."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._waiting: list[Amount | Spread] = []

@@ -1,7 +1,7 @@
-"""Metrics under the names that dashboards of the field know.
+"""What the metrics of both processes share, under metric names that existing dashboards use.
 
-Every object here is made by a process's `app` and handed down. Label children are looked up once per model or method and
-kept, so that a request costs a handful of additions, and a token no more than a bisection in a local list.
+Every object here is made by a process's `app` and passed down. Label children are looked up once per model or method and kept, so
+that a request costs a few additions, and a token no more than a bisection in a local list.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SECONDS = (
 MAX_MODELS = 500
 """Models with a label of their own: the cap on the cardinality of metrics."""
 OTHER_MODEL = "other"
-"""Label of models past it."""
+"""Label of models beyond `MAX_MODELS`."""
 
 
 def make_registry() -> CollectorRegistry:
-    """A registry with the metrics of the process and the interpreter."""
+    """Make a registry with the metrics of the process and the interpreter."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
@@ -47,7 +47,7 @@ def make_registry() -> CollectorRegistry:
 
 
 def render(registry: CollectorRegistry, multiprocess_folder: str | None = None) -> tuple[bytes, str]:
-    """The text of a scrape and its content type.
+    """Return the text of a scrape and its content type.
 
     With `multiprocess_folder`, the sum over all processes that were started with PROMETHEUS_MULTIPROC_DIR set to it.
     """
@@ -79,7 +79,7 @@ class _ProcessesCollector(Collector):
             ("process_resident_memory_bytes", GaugeMetricFamily, "Resident memory of all processes."),
             ("process_open_fds", GaugeMetricFamily, "Open file descriptors of all processes."),
         ):
-            if name in totals:  # only Linux tells
+            if name in totals:  # available on Linux only
                 yield family(name, help, totals[name])
 
 
@@ -100,19 +100,19 @@ _ERROR_TYPES = {
 
 
 def code_of(error: BaseException) -> Code:
-    """Which kind of failure this is; what nobody foresaw is INTERNAL."""
+    """Return the code of a failure; INTERNAL for unforeseen exceptions."""
     if isinstance(error, DynamoError):
         return error.code
     return Code.CANCELLED if isinstance(error, asyncio.CancelledError) else Code.INTERNAL
 
 
 def error_type(code: Code) -> str:
-    """The label of a failure."""
+    """Return the metric label of a failure."""
     return _ERROR_TYPES[code]
 
 
 class RuntimeMetrics:
-    """What every process has: its version, and whether etcd and NATS can be reached."""
+    """Metrics that every process has: its version, and whether etcd and NATS can be reached."""
 
     def __init__(self, registry: CollectorRegistry, *, role: str, version: str) -> None:
         info = Gauge("dynamo_runtime_info", "Always 1.", ("role", "version"), registry=registry, multiprocess_mode="livemax")

@@ -1,4 +1,4 @@
-"""A tensor request and its answers, taken apart and put together around tensor data that is never copied."""
+"""Parsing and building of tensor requests and responses without copying their tensor data."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, Model
 
 MAX_TENSORS = 4096
 MAX_PARAMETERS = 1024
-_KNOWN_SHAPES = 1024
+_MAX_CACHED_SHAPES = 1024
 SMALL_BYTES = 16 * 1024
-"""Up to here protobuf, copying, is faster than finding the tensors in the message by hand; and one buffer than several."""
+"""Up to this size, letting protobuf copy is faster than scanning for the tensors, and one buffer is faster than several."""
 
 _RAW_INPUT = ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | BYTES
 _RAW_OUTPUT = tag(ModelInferResponse, "raw_output_contents")
@@ -36,7 +36,7 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
     """A ModelInferRequest, split so that tensor data stays where it arrived."""
 
     raw: Buffer
-    """The whole serialized message, to be forwarded as it is."""
+    """The whole serialized message, forwarded unchanged."""
     head: ModelInferRequest
     """Everything but `raw_input_contents`, which is empty here."""
     raw_inputs: Sequence[Buffer]
@@ -44,7 +44,7 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def parse(cls, data: Buffer) -> TensorRequest:
-        """From a serialized ModelInferRequest. Raises InvalidRequest if it is none."""
+        """Parse a serialized ModelInferRequest. Raises InvalidRequest if it is none."""
         try:
             if len(data) > SMALL_BYTES:
                 pieces, raw_inputs = _split(memoryview(data), _RAW_INPUT)
@@ -58,7 +58,7 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def build(cls, head: ModelInferRequest, raw_inputs: Sequence[Buffer] = ()) -> TensorRequest:
-        """From its parts; `head` has no `raw_input_contents`. The tensors are copied once, into the message."""
+        """Build a request from its parts; `head` has no `raw_input_contents`. The tensors are copied once, into the message."""
         pieces: list[Buffer] = [head.SerializeToString()]
         key = varint(_RAW_INPUT)
         for raw in raw_inputs:
@@ -67,22 +67,22 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_typed(self) -> bool:
-        """The tensors came in `contents`; answers then go the same way."""
+        """Whether the tensors are in `contents`; then those of the responses are as well."""
         return not self.raw_inputs and any(filled_fields(tensor.contents) for tensor in self.head.inputs)
 
     @property
     def wants_empty_final_response(self) -> bool:
-        """The client asked for a last, possibly empty, answer that says it is the last."""
+        """Whether the client wants a last, possibly empty, response that is marked as the last."""
         return _parameter(self.head, "triton_enable_empty_final_response").bool_param
 
     @property
     def priority(self) -> int:
-        """As Triton counts: 1 is the most urgent, larger is less so, 0 is the model's default."""
+        """Triton's priority: 1 is the highest, larger numbers are lower, 0 is the model's default."""
         return _whole_number(_parameter(self.head, "priority"))
 
     @property
     def timeout_us(self) -> int:
-        """Microseconds within which the request must be answered; 0: no bound of its own."""
+        """The request's timeout in microseconds; 0: none."""
         return _whole_number(_parameter(self.head, "timeout"))
 
 
@@ -99,36 +99,36 @@ def _whole_number(parameter: InferParameter) -> int:
 
 
 def _split(message: memoryview, raw_field: int) -> tuple[list[memoryview], list[memoryview]]:
-    """Cuts a message, at its top level only, into what is not the field with the key `raw_field` and the entries of that.
+    """Split a message at its top level into the entries of the field with the key `raw_field`, and the rest.
 
-    Raises ValueError or IndexError for what is no message.
+    Raises ValueError or IndexError if it is no message.
     """
     rest: list[memoryview] = []
     raws: list[memoryview] = []
-    kept = at = 0
+    kept = position = 0
     size = len(message)
-    while at < size:
-        start = at
-        key, at = read_varint(message, at)
+    while position < size:
+        start = position
+        key, position = read_varint(message, position)
         wire_type = key & 7
         if wire_type == BYTES:
-            length, at = read_varint(message, at)
-            begin, at = at, at + length
+            length, position = read_varint(message, position)
+            begin, position = position, position + length
             if key == raw_field:
                 rest.append(message[kept:start])
-                raws.append(message[begin:at])
-                kept = at
+                raws.append(message[begin:position])
+                kept = position
                 if len(raws) > MAX_TENSORS:
                     raise InvalidRequest(f"raw_input_contents has more than {MAX_TENSORS} entries")
         elif wire_type == VARINT:
-            _, at = read_varint(message, at)
+            _, position = read_varint(message, position)
         elif wire_type == FIXED64:
-            at += 8
+            position += 8
         elif wire_type == FIXED32:
-            at += 4
+            position += 4
         else:
             raise ValueError("groups do not occur in this message")
-    if at > size:
+    if position > size:
         raise ValueError("the last field is cut off")
     rest.append(message[kept:])
     return rest, raws
@@ -138,7 +138,7 @@ def _split(message: memoryview, raw_field: int) -> tuple[list[memoryview], list[
 
 
 class _Declared:
-    """What is known about one declared input before any request arrives."""
+    """One declared input, prepared for checking requests."""
 
     __slots__ = ("_counts", "kind", "shape", "spec", "what")
 
@@ -148,24 +148,24 @@ class _Declared:
         self.kind = datatype_named(spec.datatype, self.what)
         self.shape = list(spec.shape)
         self._counts: dict[tuple[int, ...], int] = {}
-        """Elements by shape, of shapes that were asked about: clients repeat theirs."""
+        """Cached element counts by shape: clients repeat their shapes."""
 
     def count_of(self, shape: Sequence[int]) -> int:
-        """Elements of a tensor of `shape`; raises InvalidRequest if the declaration does not allow that shape."""
+        """Return the elements of a tensor of `shape`. Raises InvalidRequest if the declaration does not allow that shape."""
         fits = len(shape) == len(self.shape)
-        if fits and (known := self._counts.get(tuple(shape))) is not None:
-            return known
+        if fits and (cached := self._counts.get(tuple(shape))) is not None:
+            return cached
         count = element_count(shape, self.what)
         if not fits or any(want not in (-1, have) for want, have in zip(self.shape, shape, strict=True)):
             raise InvalidRequest(f"{self.what} has the shape {list(shape)}; the model takes {self.shape}")
-        if len(self._counts) >= _KNOWN_SHAPES:
+        if len(self._counts) >= _MAX_CACHED_SHAPES:
             self._counts.clear()
         self._counts[tuple(shape)] = count
         return count
 
 
 class RequestChecker:
-    """Checks requests against one model card. Made once per card; a check of a small request takes a few microseconds."""
+    """Checks requests against one model card. Make one per card; checking a small request takes a few microseconds."""
 
     __slots__ = ("_inputs", "_max_batch", "_model", "_outputs", "_required", "_versions")
 
@@ -178,9 +178,10 @@ class RequestChecker:
         self._outputs = frozenset(spec.name for spec in card.outputs)
 
     def check(self, request: TensorRequest) -> None:
-        """Raises InvalidRequest, in one sentence naming the tensor, if the model cannot be given this request.
+        """Check that a request fits the model.
 
-        Raises ModelNotFound for a version that is not served, Unsupported for tensors in shared memory.
+        Raises InvalidRequest, in one sentence naming the tensor, if it does not, ModelNotFound for a version that is not served,
+        and Unsupported for tensors in shared memory.
         """
         head = request.head
         if head.model_version not in self._versions:
@@ -241,8 +242,8 @@ class RequestChecker:
         seen: dict[str, _Declared] = {}
         for name in names:
             if name not in self._inputs:
-                known = ", ".join(f"'{known}'" for known in self._inputs) or "none"
-                raise InvalidRequest(f"model '{self._model}' has no input '{name[:80]}'; it has {known}")
+                expected = ", ".join(f"'{input}'" for input in self._inputs) or "none"
+                raise InvalidRequest(f"model '{self._model}' has no input '{name[:80]}'; it has {expected}")
             if name in seen:
                 raise InvalidRequest(f"input '{name}' is given twice")
             seen[name] = self._inputs[name]
@@ -253,8 +254,8 @@ class RequestChecker:
         for output in head.outputs:
             name = output.name
             if name not in self._outputs:
-                known = ", ".join(f"'{known}'" for known in sorted(self._outputs)) or "none"
-                raise InvalidRequest(f"model '{self._model}' has no output '{name[:80]}'; it has {known}")
+                expected = ", ".join(f"'{output}'" for output in sorted(self._outputs)) or "none"
+                raise InvalidRequest(f"model '{self._model}' has no output '{name[:80]}'; it has {expected}")
             if name in seen:
                 raise InvalidRequest(f"output '{name}' is requested twice")
             seen.add(name)
@@ -263,7 +264,7 @@ class RequestChecker:
 
 
 def check_request(request: TensorRequest, card: ModelCard) -> None:
-    """One check without keeping the checker, see RequestChecker.check."""
+    """Check a single request, see RequestChecker.check."""
     RequestChecker(card).check(request)
 
 
@@ -287,10 +288,10 @@ _RESERVED: Mapping[str, tuple[str, ...]] = {
     "timeout": ("int64_param", "uint64_param"),
     "triton_enable_empty_final_response": ("bool_param",),
 }
-"""Request parameters with a meaning of their own, and the kinds each may have."""
+"""Request parameters with a defined meaning, and the kinds each may have."""
 
 _REFUSED = frozenset(("headers", "binary_data_output"))
-"""Reserved names that mean nothing over gRPC."""
+"""Reserved names without a meaning over gRPC."""
 
 _SHARED_MEMORY = frozenset(("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"))
 
@@ -313,7 +314,7 @@ def check_request_parameters(parameters: Mapping[str, InferParameter]) -> None:
 
 
 def check_tensor_parameters(parameters: Mapping[str, InferParameter], what: str) -> None:
-    """The same for the parameters of one input or requested output. Raises Unsupported for shared memory."""
+    """Check the parameters of one input or requested output. Raises InvalidRequest, and Unsupported for shared memory."""
     _check_number_of(parameters, what)
     for key, parameter in parameters.items():
         kind = parameter.WhichOneof("parameter_choice")
@@ -330,11 +331,11 @@ def _check_number_of(parameters: Mapping[str, InferParameter], what: str) -> Non
         raise InvalidRequest(f"{what} has {len(parameters)} parameters; at most {MAX_PARAMETERS} are allowed")
 
 
-# Answers
+# Responses
 
 
 def build_response(head: ModelInferResponse, raw_outputs: Sequence[Buffer] = ()) -> list[Buffer]:
-    """A serialized ModelInferResponse in pieces to be written one after the other; tensors above 16 KiB are not copied.
+    """Return a serialized ModelInferResponse in pieces to be written in order; tensors above 16 KiB are not copied.
 
     `head` is everything but `raw_output_contents`; `raw_outputs` has one entry per entry of `head.outputs`, or is empty.
     """
@@ -347,7 +348,7 @@ def build_response(head: ModelInferResponse, raw_outputs: Sequence[Buffer] = ())
 
 
 def parse_response(data: Buffer) -> tuple[ModelInferResponse, Sequence[Buffer]]:
-    """Inverse of `build_response`: the head, and the raw outputs as views into `data` where that is large.
+    """Undo `build_response`: return the head, and the raw outputs, as views into `data` if that is large.
 
     Raises EngineError if `data` is no ModelInferResponse.
     """
@@ -357,7 +358,7 @@ def parse_response(data: Buffer) -> tuple[ModelInferResponse, Sequence[Buffer]]:
             return ModelInferResponse.FromString(b"".join(pieces)), raw_outputs
         head = ModelInferResponse.FromString(data)  # type: ignore[arg-type]  # takes any buffer
     except (DecodeError, InvalidRequest, ValueError, IndexError):
-        raise EngineError("the model's answer is not a ModelInferResponse") from None
+        raise EngineError("the model's response is not a ModelInferResponse") from None
     small = head.raw_output_contents[:]
     del head.raw_output_contents[:]
     return head, small

@@ -1,4 +1,4 @@
-"""What an engine answered, in the form that its request asked for: which outputs, raw or typed, classified or not."""
+"""Responses of engines in the form that their requests want: which outputs, raw or typed, classified or not."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ OutputTensor = ModelInferResponse.InferOutputTensor
 
 
 class ResponseForm(msgspec.Struct, frozen=True):
-    """How all answers to one request look. Made once per request."""
+    """The form of all responses to one request. Made once per request."""
 
     model: str
     version: str
     id: str
     wanted: tuple[str, ...]
-    """Requested outputs, in the order in which they are answered; empty: all, in the engine's order."""
+    """Requested outputs, in the order of the response; empty: all, in the engine's order."""
     typed: bool
-    """Outputs go into `contents`. An answer with an FP16 or BF16 output, which has no such form, is raw as a whole."""
+    """Outputs go into `contents`. A response with an FP16 or BF16 output, which has no such form, is raw as a whole."""
     top: Mapping[str, int]
-    """Outputs to be classified, and how many classes of each to name."""
+    """Outputs to be classified, each with the number of classes to return."""
     card: ModelCard
 
     @classmethod
     def of(cls, request: TensorRequest, card: ModelCard) -> ResponseForm:
-        """The form that `request`, which passed its checks, asks for."""
+        """Return the form that `request`, which passed its checks, wants."""
         head = request.head
         wanted: tuple[str, ...] = ()
         top: dict[str, int] = {}
@@ -57,16 +57,16 @@ class ResponseForm(msgspec.Struct, frozen=True):
         return cls(head.model_name, version, head.id, wanted, request.is_typed, top, card)
 
     def encode(self, head: ModelInferResponse, raw_outputs: Sequence[Buffer] = ()) -> list[Buffer]:
-        """A serialized ModelInferResponse in pieces, see `build_response`.
+        """Return a serialized ModelInferResponse in pieces, see `build_response`.
 
-        `head` has outputs (name, datatype, shape), parameters if any, and typed contents if `raw_outputs` is empty; it is used
-        up. Raises EngineError if the answer contradicts itself or the request.
+        `head` has outputs (name, datatype, shape), parameters if any, and typed contents if `raw_outputs` is empty; it is
+        modified. Raises EngineError if the response contradicts itself or the request.
         """
         outputs = head.outputs
         typed_contents = bool(outputs) and not raw_outputs
         raws = [_to_raw(output) for output in outputs] if typed_contents else list(raw_outputs)
         if len(raws) != len(outputs):
-            raise EngineError(f"the model answered {len(outputs)} outputs with {len(raws)} buffers")
+            raise EngineError(f"the model responded with {len(raws)} buffers for {len(outputs)} outputs")
         for output, raw in zip(outputs, raws, strict=True):
             _check(output, raw)
         if typed_contents:
@@ -84,22 +84,22 @@ class ResponseForm(msgspec.Struct, frozen=True):
         return build_response(head, raws)
 
     def encode_final(self) -> list[Buffer]:
-        """The answer without outputs that tells a client, if it asked to be told, that no more will come."""
+        """Return the empty response that marks the end of the responses, for clients that want one."""
         head = ModelInferResponse(model_name=self.model, model_version=self.version, id=self.id)
         head.parameters["triton_final_response"].bool_param = True
         return build_response(head)
 
     def _select(self, head: ModelInferResponse, raws: Sequence[Buffer]) -> list[Buffer]:
-        """Keeps the requested outputs in `head`, and returns their buffers."""
+        """Keep only the requested outputs in `head`, and return their buffers."""
         if not self.top and [output.name for output in head.outputs] == list(self.wanted):
             return list(raws)
-        found = {output.name: (output, raw) for output, raw in zip(head.outputs, raws, strict=True)}
+        by_name = {output.name: (output, raw) for output, raw in zip(head.outputs, raws, strict=True)}
         kept: list[OutputTensor] = []
         kept_raws: list[Buffer] = []
         for name in self.wanted:
-            if name not in found:
-                raise EngineError(f"the model answered without the requested output '{name}'")
-            output, raw = found[name]
+            if name not in by_name:
+                raise EngineError(f"the model's response lacks the requested output '{name}'")
+            output, raw = by_name[name]
             if name in self.top:
                 output, raw = self._classify(output, raw)
             kept.append(output)
@@ -110,7 +110,7 @@ class ResponseForm(msgspec.Struct, frozen=True):
         return kept_raws
 
     def _classify(self, output: OutputTensor, raw: Buffer) -> tuple[OutputTensor, bytes]:
-        """The highest values of each row as BYTES `value:index` or `value:index:label`, best first, ties by index."""
+        """Return the highest values of each row as BYTES `value:index` or `value:index:label`, best first, ties by index."""
         if output.datatype in ("BYTES", "BOOL"):
             raise InvalidRequest(f"output '{output.name}' is {output.datatype} and cannot be classified")
         values = to_numpy(raw, output.datatype, output.shape)
@@ -143,11 +143,11 @@ def _check(output: OutputTensor, raw: Buffer) -> None:
                 f"it has {len(raw)} bytes where {kind.name} of shape {list(output.shape)} needs {kind.size * count}"
             )
     except InvalidRequest as error:
-        raise EngineError(f"the model answered a malformed output '{output.name}': {error}") from error
+        raise EngineError(f"the model responded with a malformed output '{output.name}': {error}") from error
 
 
 def _to_raw(output: OutputTensor) -> bytes:
     try:
         return typed_to_raw(output.contents, output.datatype, element_count(output.shape))
     except InvalidRequest as error:
-        raise EngineError(f"the model answered a malformed output '{output.name}': {error}") from error
+        raise EngineError(f"the model responded with a malformed output '{output.name}': {error}") from error

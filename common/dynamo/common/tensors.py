@@ -26,7 +26,7 @@ Array: TypeAlias = NDArray[Any]
 
 MAX_DIMS = 16
 MAX_BYTES = 2**63 - 1
-"""What a shape may amount to at all: a signed 64-bit size."""
+"""The largest size a shape may have: that of a signed 64-bit integer."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -37,7 +37,7 @@ class DataType:
 
     name: str
     size: int
-    """Bytes of an element; 0 for BYTES, whose elements say themselves how long they are."""
+    """Bytes of an element; 0 for BYTES, whose elements carry their length."""
     dtype: np.dtype[Any]
     """Little-endian numpy type. BF16: its bits as uint16. BYTES: object."""
     field: str
@@ -73,23 +73,23 @@ _BY_NUMPY = {datatype.dtype.newbyteorder("="): datatype for datatype in DATATYPE
 
 
 def datatype_named(name: str, what: str = "a tensor") -> DataType:
-    """The datatype called `name`; raises InvalidRequest listing what there is. `what` says whose type it is."""
-    found = DATATYPES.get(name)
-    if found is None:
-        raise InvalidRequest(f"{what} has the datatype {name[:40]!r}; known are {', '.join(DATATYPES)}")
-    return found
+    """Return the datatype called `name`. Raises InvalidRequest for an unknown one; `what` names the tensor in the message."""
+    datatype = DATATYPES.get(name)
+    if datatype is None:
+        raise InvalidRequest(f"{what} has the unknown datatype {name[:40]!r}; expected one of {', '.join(DATATYPES)}")
+    return datatype
 
 
 def datatype_of_config(config_type: int) -> DataType | None:
-    """The datatype that a model configuration calls so; None for TYPE_INVALID and for numbers that mean nothing."""
+    """Return the datatype with this number in model configurations; None for TYPE_INVALID and unknown numbers."""
     return _BY_CONFIG_TYPE.get(config_type)
 
 
 def element_count(shape: Sequence[int], what: str = "a tensor") -> int:
-    """How many elements a shape holds; 1 for a scalar's empty shape.
+    """Return the number of elements of a shape; 1 for the empty shape of a scalar.
 
-    Raises InvalidRequest for more than 16 dimensions, a negative one, or a product above 63 bits (zero dimensions do not
-    excuse the others: their product must fit as well).
+    Raises InvalidRequest for more than 16 dimensions, a negative one, or a product above 63 bits (of the other dimensions, if one
+    is zero).
     """
     if len(shape) > MAX_DIMS:
         raise InvalidRequest(f"{what} has {len(shape)} dimensions; at most {MAX_DIMS} are allowed")
@@ -108,7 +108,7 @@ def element_count(shape: Sequence[int], what: str = "a tensor") -> int:
 
 
 def expected_bytes(datatype: DataType, count: int, what: str = "a tensor") -> int:
-    """Bytes of `count` elements of a fixed-size datatype; raises InvalidRequest above 63 bits."""
+    """Return the size of `count` elements of a fixed-size datatype. Raises InvalidRequest above 63 bits."""
     total = datatype.size * count
     if total > MAX_BYTES:
         raise InvalidRequest(f"{what} has {count} elements of {datatype.name}, whose size overflows 64 bits")
@@ -119,7 +119,7 @@ def expected_bytes(datatype: DataType, count: int, what: str = "a tensor") -> in
 
 
 def encode_bytes(elements: Iterable[bytes | str]) -> bytes:
-    """BYTES elements in raw form; text as UTF-8. Raises InvalidRequest for other types and for elements of 4 GiB and more."""
+    """Return BYTES elements in raw form, text as UTF-8. Raises InvalidRequest for other types and elements of 4 GiB and more."""
     pieces: list[bytes] = []
     for element in elements:
         data = element.encode() if isinstance(element, str) else element
@@ -132,10 +132,10 @@ def encode_bytes(elements: Iterable[bytes | str]) -> bytes:
 
 
 def decode_bytes(raw: Buffer, count: int, what: str = "a tensor") -> list[bytes]:
-    """The `count` elements of a raw BYTES tensor. Raises InvalidRequest if `raw` is not exactly that."""
+    """Return the `count` elements of a raw BYTES tensor. Raises InvalidRequest if `raw` is not exactly that."""
     if uniform := _uniform_length(raw, count):
         data = bytes(raw)
-        return [data[at + 4 : at + uniform] for at in range(0, len(data), uniform)]
+        return [data[start + 4 : start + uniform] for start in range(0, len(data), uniform)]
     return [bytes(raw[start:end]) for start, end in _spans(raw, count, what)]
 
 
@@ -147,7 +147,7 @@ def check_bytes(raw: Buffer, count: int, what: str = "a tensor") -> None:
 
 
 def _uniform_length(raw: Buffer, count: int) -> int:
-    """Bytes of each element with its prefix, if all are equally long; else 0. Millions of equal elements are seen at once."""
+    """Return the bytes of each element with its prefix if all have the same length, else 0: a fast path for many equal ones."""
     size = len(raw)
     if count < 16 or size % count or size // count < 4:
         return 0
@@ -157,37 +157,37 @@ def _uniform_length(raw: Buffer, count: int) -> int:
 
 
 def _spans(raw: Buffer, count: int, what: str) -> Iterable[tuple[int, int]]:
-    """Start and end of each element of a raw BYTES tensor."""
+    """Yield start and end of each element of a raw BYTES tensor."""
     size = len(raw)
     unpack = _LENGTH.unpack_from
-    at = found = 0
-    while at < size:
-        if found == count:
-            raise InvalidRequest(f"{what} has {size - at} bytes left over after its {count} BYTES elements")
-        if size - at < 4:
-            raise InvalidRequest(f"{what} ends inside the length of BYTES element {found}")
-        start = at + 4
-        at = start + unpack(raw, at)[0]
-        if at > size:
+    position = index = 0
+    while position < size:
+        if index == count:
+            raise InvalidRequest(f"{what} has {size - position} bytes left over after its {count} BYTES elements")
+        if size - position < 4:
+            raise InvalidRequest(f"{what} ends inside the length of BYTES element {index}")
+        start = position + 4
+        position = start + unpack(raw, position)[0]
+        if position > size:
             raise InvalidRequest(
-                f"{what} has a BYTES element {found} of {at - start} bytes, but only {size - start} bytes follow its length"
+                f"{what} has a BYTES element {index} of {position - start} bytes, but only {size - start} bytes follow its length"
             )
-        yield start, at
-        found += 1
-    if found != count:
-        raise InvalidRequest(f"{what} has {found} BYTES elements where its shape needs {count}")
+        yield start, position
+        index += 1
+    if index != count:
+        raise InvalidRequest(f"{what} has {index} BYTES elements where its shape needs {count}")
 
 
 # BF16
 
 
 def bf16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Exact. `bits` are BF16 values as uint16."""
+    """Convert BF16 values, given as uint16, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def float32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Rounded to the nearest, ties to even. A NaN stays one, with the upper bits of its payload."""
+    """Convert to BF16 as uint16, rounded to nearest, ties to even. A NaN keeps the upper bits of its payload."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32).reshape(values.shape)
     with np.errstate(over="ignore"):
         rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
@@ -200,7 +200,7 @@ def float32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def to_numpy(raw: Buffer, datatype: str, shape: Sequence[int], what: str = "a tensor") -> Array:
-    """A raw tensor as an array of `shape`, read-only and without a copy wherever the datatype allows.
+    """Return a raw tensor as an array of `shape`, read-only and without a copy wherever the datatype allows.
 
     BYTES become an object array of `bytes` (copied), BF16 an array of its bits as uint16; a BOOL is true for any non-zero byte.
     Raises InvalidRequest if the data does not have the size that the shape needs.
@@ -230,19 +230,19 @@ def _read_only(array: Array) -> Array:
 
 
 def datatype_of_array(array: Array) -> DataType:
-    """The datatype an array is sent as; raises InvalidRequest if there is none for its dtype."""
+    """Return the datatype an array is sent as. Raises InvalidRequest if there is none for its dtype."""
     if array.dtype.kind in "OSU":
         return DATATYPES["BYTES"]
     if array.dtype.name == "bfloat16":  # from the package ml_dtypes, which is not needed here
         return DATATYPES["BF16"]
-    found = _BY_NUMPY.get(array.dtype.newbyteorder("="))
-    if found is None:
+    datatype = _BY_NUMPY.get(array.dtype.newbyteorder("="))
+    if datatype is None:
         raise InvalidRequest(f"an array of {array.dtype} cannot be sent; there is no such datatype")
-    return found
+    return datatype
 
 
 def from_numpy(array: Array, datatype: str = "") -> tuple[str, Buffer]:
-    """Datatype and raw form of an array. The buffer is a view of the array where its memory is already in that form.
+    """Return datatype and raw form of an array. The buffer is a view of the array if its memory is already in that form.
 
     `datatype`, if given, must fit: BF16 takes float32 (rounded) or uint16 (the bits). Raises InvalidRequest otherwise. Numpy
     text (`U`) becomes UTF-8, and fixed-length bytes (`S`) have lost their trailing zero bytes already: use object arrays.
@@ -269,12 +269,12 @@ def _memory(array: Array, dtype: np.dtype[Any]) -> Buffer:
 
 
 def filled_fields(contents: InferTensorContents) -> list[str]:
-    """The fields of `contents` that hold elements."""
+    """Return the names of the fields of `contents` that hold elements."""
     return [descriptor.name for descriptor, _ in contents.ListFields()]
 
 
 def typed_to_raw(contents: InferTensorContents, datatype: str, count: int, what: str = "a tensor") -> bytes:
-    """Typed contents in raw form.
+    """Return typed contents in raw form.
 
     Raises InvalidRequest if another field than the datatype's is filled, the number of elements is not `count`, or a value is
     outside the datatype's range.
@@ -304,8 +304,8 @@ def check_contents(contents: InferTensorContents, kind: DataType, count: int, wh
         values = np.fromiter(elements, np.int64, count)
         outside = (values < low) | (values > high)
         if outside.any():
-            at = int(outside.argmax())
-            raise InvalidRequest(f"{what} has the value {values[at]} at {at}, outside the range of {kind.name}")
+            position = int(outside.argmax())
+            raise InvalidRequest(f"{what} has the value {values[position]} at {position}, outside the range of {kind.name}")
 
 
 _NARROW = {"UINT8": (0, 2**8 - 1), "UINT16": (0, 2**16 - 1), "INT8": (-(2**7), 2**7 - 1), "INT16": (-(2**15), 2**15 - 1)}
@@ -313,7 +313,7 @@ _NARROW = {"UINT8": (0, 2**8 - 1), "UINT16": (0, 2**16 - 1), "INT8": (-(2**7), 2
 
 
 def raw_to_typed(raw: Buffer, datatype: str, count: int, what: str = "a tensor") -> InferTensorContents:
-    """A raw tensor as typed contents. Raises InvalidRequest if its size is wrong, or for FP16 and BF16, which have none."""
+    """Return a raw tensor as typed contents. Raises InvalidRequest for a wrong size, and for FP16 and BF16, which have none."""
     kind = datatype_named(datatype, what)
     if not kind.field:
         raise InvalidRequest(f"{what} is {kind.name}, which has no typed contents")
@@ -322,7 +322,7 @@ def raw_to_typed(raw: Buffer, datatype: str, count: int, what: str = "a tensor")
     array = to_numpy(raw, datatype, (count,), what)
     packed = _PACKED.get(kind.name)
     if packed is not None and sys.byteorder == "little":
-        # These are packed in protobuf as they are here, so their bits, those of a NaN too, pass unread.
+        # Protobuf packs these in the same form, so all bits, those of a NaN too, are copied unread.
         return InferTensorContents.FromString(packed + varint(array.nbytes) + array.tobytes())
     contents = InferTensorContents()
     getattr(contents, kind.field).extend(array.tolist())

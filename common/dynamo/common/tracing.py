@@ -1,15 +1,15 @@
 """Traces: W3C context across processes, and spans that OpenTelemetry exports.
 
-    async with open_tracing(options, "dynamo-frontend") as tracing:      # None: nobody wants spans
+    async with open_tracing(options, "dynamo-frontend") as tracing:      # None: tracing is disabled
         span = None if tracing is None else tracing.begin("infer", headers)    # None: this request is not sampled
         if span is not None:
             headers = span.headers(headers)                              # for the next process
             ...
             span.end()
 
-Without `--otlp-endpoint` nothing of OpenTelemetry is imported and a request pays for a comparison with None; the context of
-callers is passed on all the same. A request of which the caller said that it is sampled is always traced, one of which it said
-the opposite never, and of those without a context the share `--trace-sample-ratio`.
+Without `--otlp-endpoint` nothing of OpenTelemetry is imported and a request costs a comparison with None; the context of callers
+is passed on all the same. A request whose context is marked as sampled is always traced, one marked as not sampled never; of the
+requests without a context, the share `--trace-sample-ratio` is traced.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class TraceContext:
     """16 hexadecimal digits."""
     sampled: bool = False
     state: str = ""
-    """`tracestate`, passed on as it came."""
+    """`tracestate`, passed on unchanged."""
 
     @classmethod
     def parse(cls, traceparent: str, tracestate: str = "") -> TraceContext | None:
-        """None for what is not a valid `traceparent`: a caller's mistake there must not fail its request."""
+        """Parse the headers; None if `traceparent` is invalid, since a caller's mistake there must not fail its request."""
         match = _TRACEPARENT.fullmatch(traceparent.strip().lower()) if len(traceparent) <= 256 else None
         if match is None:
             return None
@@ -70,7 +70,7 @@ class TraceContext:
 
 
 def context_of(headers: Mapping[str, str]) -> TraceContext | None:
-    """The caller's context, if the headers hold a valid one. From here on it stands in this task's log lines."""
+    """Return the caller's context, if the headers hold a valid one, and add it to the log lines of this task."""
     traceparent = headers.get("traceparent")
     if not traceparent:
         return None
@@ -81,7 +81,7 @@ def context_of(headers: Mapping[str, str]) -> TraceContext | None:
 
 
 class Span:
-    """A part of the work on a request, which began when this was made. `end` it once."""
+    """A span of the work on a request, started when it was made. Call `end` exactly once."""
 
     __slots__ = ("_span", "_tracing", "context", "started_ns")
 
@@ -93,22 +93,22 @@ class Span:
         """Unix time."""
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """`headers` with this span as the parent of what the next process does."""
+        """Return `headers` with this span as the parent of the next process's spans."""
         return {**headers, "traceparent": self.context.traceparent}
 
     def set(self, attributes: Attributes) -> None:
         self._span.set_attributes(attributes)
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
-        """Something happened now."""
+        """Add an event at the current time."""
         self._span.add_event(name, attributes)
 
     def child(self, name: str, started_ns: int, ended_ns: int, attributes: Attributes | None = None) -> None:
-        """A part of this span that is over already; Unix times."""
+        """Add a child span that has ended already; Unix times in nanoseconds."""
         self._tracing.start(name, self.context, started_ns, attributes, inside=True).end(ended_ns)
 
     def end(self, error: Code | None = None) -> None:
-        """`error`: why it failed."""
+        """End the span; `error` is the code of the failure, if it failed."""
         if error is not None:
             self._tracing.mark_failed(self._span, error)
         self._span.end()
@@ -125,7 +125,7 @@ class Tracing:
         self._ratio = sample_ratio
 
     def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes | None = None) -> Span | None:
-        """The span of a request that came with these headers; None if it is not sampled."""
+        """Start the span of a request with these headers; None if it is not sampled."""
         parent = context_of(headers)
         sampled = parent.sampled if parent is not None else self._ratio >= 1 or random.random() < self._ratio
         if not sampled:
@@ -146,7 +146,7 @@ class Tracing:
         *,
         inside: bool = False,
     ) -> OtelSpan:
-        """A span of OpenTelemetry. `inside` this process; else it stands for a request from outside."""
+        """Start an OpenTelemetry span: internal if `inside`, else that of a request from outside this process."""
         api = self._api
         context = None
         if parent is not None:
@@ -170,7 +170,7 @@ class Tracing:
 async def open_tracing(
     options: TraceOptions, service: str, attributes: Attributes | None = None
 ) -> AsyncIterator[Tracing | None]:
-    """Exports spans until the context is left, what is left over within some seconds. None if no endpoint is configured.
+    """Export spans until the context is left, pending ones within some seconds. Yields None if no endpoint is configured.
 
     `attributes` describe the process. Raises ConfigError if the extra `otel` is not installed.
     """

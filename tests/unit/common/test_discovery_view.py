@@ -89,7 +89,7 @@ def test_a_card_that_etcd_would_refuse_is_refused_before() -> None:
         encode_registration(instance(1, tensor_card(model_config=bytes(2**20))))
 
 
-def test_a_malformed_registration_is_said_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_malformed_registration_is_logged_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     view = view_of(instance(1))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -111,7 +111,7 @@ def test_a_registration_that_becomes_malformed_is_gone() -> None:
     assert view.models() == []
 
 
-def test_the_same_tuple_is_told_until_something_changes() -> None:
+def test_the_same_tuple_is_returned_until_something_changes() -> None:
     view = view_of(instance(2), instance(1))
     before = view.instances("adder")
     assert [i.id for i in before] == [1, 2]
@@ -121,7 +121,7 @@ def test_the_same_tuple_is_told_until_something_changes() -> None:
     assert ids(view, "adder") == [1, 2, 3]
 
 
-def test_a_changed_card_is_told_as_removed_and_added() -> None:
+def test_a_changed_card_is_reported_as_removed_and_added() -> None:
     view = view_of(instance(1))
     changed = instance(1, tensor_card(versions=("1", "2")))
     change = view.apply(put(changed))
@@ -129,7 +129,7 @@ def test_a_changed_card_is_told_as_removed_and_added() -> None:
     assert view.card("adder") == changed.card
 
 
-def test_names_that_nobody_registered_leave_no_trace() -> None:
+def test_lookups_of_unregistered_names_leave_no_trace() -> None:
     view = view_of(instance(1))
     for number in range(100):
         assert view.instances(f"unknown-{number}") == ()

@@ -46,7 +46,7 @@ def test_changes_of_one_step_travel_as_one_numbered_update() -> None:
     assert (update.number, update.stored_hashes, update.removed_hashes) == (1, [], [2])
 
 
-def test_what_came_and_went_within_a_step_is_not_told() -> None:
+def test_blocks_stored_and_removed_within_a_step_are_not_published() -> None:
     state = KvState()
     state.store([1])
     state.take_update()
@@ -155,8 +155,8 @@ class Reader:
     def repair(self, state: KvState) -> None:
         """Asks as often as the follower wants, over a bus that works again."""
         self.follower.announced(state.number)
-        while self.follower.behind:
-            since = self.follower.ask_from()
+        while self.follower.is_behind:
+            since = self.follower.request_from()
             updates = None if since is None else state.since(since)
             if updates is not None:
                 self.take(self.follower.recovered(updates))
@@ -196,13 +196,13 @@ def test_a_reader_is_exact_again_after_losses_repeats_and_reordering(
 
 def test_a_lost_end_of_the_stream_shows_by_the_announced_number() -> None:
     follower = Follower()
-    assert follower.behind
-    assert follower.ask_from() is None  # only a snapshot helps
+    assert follower.is_behind
+    assert follower.request_from() is None  # only a snapshot helps
     assert follower.snapshot(KvSnapshot(number=4)) == []
-    assert not follower.behind
+    assert not follower.is_behind
     follower.announced(6)
-    assert follower.behind
-    assert follower.ask_from() == 5
+    assert follower.is_behind
+    assert follower.request_from() == 5
 
 
 def test_an_old_snapshot_does_not_undo_newer_updates() -> None:
@@ -216,9 +216,9 @@ def test_updates_that_came_early_wait_for_the_missing_one() -> None:
     follower = Follower()
     follower.snapshot(KvSnapshot())
     assert follower.update(KvUpdate(1)) == []
-    assert follower.behind
+    assert follower.is_behind
     assert [update.number for update in follower.update(KvUpdate(0))] == [0, 1]
-    assert not follower.behind
+    assert not follower.is_behind
     assert follower.update(KvUpdate(1)) == []
 
 
@@ -226,17 +226,17 @@ def test_an_update_that_clears_needs_nothing_from_before() -> None:
     follower = Follower()
     assert follower.update(KvUpdate(3)) == []
     assert [update.number for update in follower.update(KvUpdate(2, cleared=True))] == [2, 3]
-    assert not follower.behind
+    assert not follower.is_behind
 
 
-def test_a_number_that_was_never_made_causes_one_question() -> None:
+def test_an_announced_number_that_was_never_made_causes_one_request() -> None:
     follower = Follower()
     follower.snapshot(KvSnapshot(number=4))
     assert follower.update(KvUpdate(7)) == []
-    assert follower.behind
-    assert follower.ask_from() == 5
+    assert follower.is_behind
+    assert follower.request_from() == 5
     assert [update.number for update in follower.recovered([KvUpdate(5)])] == [5]
-    assert not follower.behind
+    assert not follower.is_behind
     assert [update.number for update in follower.update(KvUpdate(6))] == [6]  # and not 7, too
 
 

@@ -84,7 +84,7 @@ def test_a_refused_request_counts_by_its_reason(frontend: FrontendMetrics, read:
     assert read("dynamo_frontend_requests_total", **labels, status="error", error_type="validation") == 1
 
 
-def test_a_scrape_tells_what_a_model_is_like(frontend: FrontendMetrics, read: Read) -> None:
+def test_a_scrape_describes_a_model(frontend: FrontendMetrics, read: Read) -> None:
     llm = LlmInfo(context_length=4096, tokenizer="", total_blocks=100, block_size=16, max_num_seqs=8)
     frontend.describe(ModelCard(name="m", kind=ModelKind.LLM, llm=llm), instances=3, migration_limit=2)
     assert read("dynamo_frontend_model_context_length", model="m") == 4096
@@ -118,7 +118,7 @@ def test_every_error_code_has_a_kind(frontend: FrontendMetrics) -> None:
         frontend.for_model("m").add_outcome("tensor", RequestType.UNARY, code)
 
 
-def test_what_was_counted_is_there_when_somebody_looks(registry: CollectorRegistry, read: Read) -> None:
+def test_a_scrape_includes_pending_increments(registry: CollectorRegistry, read: Read) -> None:
     tally = Tally(registry)
     counter = Counter("counted", "c", registry=registry)
     gauge = Gauge("gauged", "g", registry=registry)
@@ -131,7 +131,7 @@ def test_what_was_counted_is_there_when_somebody_looks(registry: CollectorRegist
     assert read("counted_total") == 3
 
 
-def test_observations_that_waited_equal_those_made_at_once(registry: CollectorRegistry, read: Read) -> None:
+def test_pending_observations_equal_immediate_ones(registry: CollectorRegistry, read: Read) -> None:
     tally = Tally(registry)
     single = Histogram("single", "s", registry=registry, buckets=SECONDS)
     waited = Histogram("waited", "w", registry=registry, buckets=SECONDS)

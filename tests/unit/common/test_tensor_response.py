@@ -57,7 +57,7 @@ def encoded(form: ResponseForm, arrays: dict[str, np.ndarray]) -> ModelInferResp
     return ModelInferResponse.FromString(b"".join(form.encode(head, raws)))
 
 
-def test_an_answer_carries_the_name_version_and_id_of_its_request() -> None:
+def test_a_response_carries_the_name_version_and_id_of_its_request() -> None:
     response = ModelInferResponse.FromString(b"".join(form().encode(answered("Y"), [BITS])))
     assert (response.model_name, response.model_version, response.id) == ("alias", "2", "7")
     assert list(response.raw_output_contents) == [BITS]
@@ -71,7 +71,7 @@ def test_a_large_output_is_not_copied() -> None:
     assert any(piece is data for piece in form("Y").encode(head, [data]))
 
 
-def test_a_typed_request_is_answered_typed_bit_for_bit() -> None:
+def test_a_typed_request_gets_a_typed_response_bit_for_bit() -> None:
     response = ModelInferResponse.FromString(b"".join(form(typed=True).encode(answered("Y"), [BITS])))
     assert not response.raw_output_contents
     assert response.outputs[0].contents.SerializeToString()[2:] == BITS
@@ -85,20 +85,20 @@ def test_typed_contents_of_an_engine_become_raw() -> None:
     assert not response.outputs[0].HasField("contents")
 
 
-def test_an_output_without_a_typed_form_makes_the_whole_answer_raw() -> None:
+def test_an_output_without_a_typed_form_makes_the_whole_response_raw() -> None:
     arrays = {"Y": np.ones(2, np.float32), "H": np.ones(1, np.float16)}
     response = encoded(form(typed=True), arrays)
     assert [len(raw) for raw in response.raw_output_contents] == [8, 2]
 
 
-def test_only_requested_outputs_are_answered_in_the_order_asked_for() -> None:
+def test_a_response_has_only_the_requested_outputs_in_the_requested_order() -> None:
     arrays = {"Y": np.ones(2, np.float32), "H": np.ones(1, np.float16), "S": np.array([b"x"], object)}
     response = encoded(form("S", "Y"), arrays)
     assert [output.name for output in response.outputs] == ["S", "Y"]
     assert response.raw_output_contents[0] == b"\1\0\0\0x"
 
 
-def test_the_final_answer_has_no_outputs_but_says_that_it_is_final() -> None:
+def test_the_final_response_has_no_outputs_and_is_marked_as_final() -> None:
     response = ModelInferResponse.FromString(b"".join(form("Y").encode_final()))
     assert response.parameters["triton_final_response"].bool_param
     assert not response.outputs
@@ -126,10 +126,10 @@ def test_each_row_of_a_batch_is_classified() -> None:
 @pytest.mark.parametrize(
     ("head", "raws", "sentence"),
     [
-        (answered("Y"), [BITS, BITS], "the model answered 1 outputs with 2 buffers"),
+        (answered("Y"), [BITS, BITS], "the model responded with 2 buffers for 1 outputs"),
         (answered("Y"), [BITS[:7]], "malformed output 'Y': it has 7 bytes where FP32"),
         (answered("Y"), [], "malformed output 'Y': a tensor has 0 elements"),
-        (answered("Q"), [BITS], "without the requested output 'Y'"),
+        (answered("Q"), [BITS], "lacks the requested output 'Y'"),
     ],
 )
 def test_what_an_engine_got_wrong_is_its_own_error(head: ModelInferResponse, raws: list[bytes], sentence: str) -> None:

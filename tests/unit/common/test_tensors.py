@@ -172,7 +172,7 @@ def test_bf16_keeps_nan_infinity_and_ties_to_even() -> None:
         (InferTensorContents(fp32_contents=[1]), "FP32", 2, "x has 1 elements in its contents where its shape needs 2"),
         (InferTensorContents(), "FP32", 1, "x has 0 elements"),
         (InferTensorContents(fp32_contents=[1]), "FP16", 1, "x is FP16, which has no typed contents"),
-        (InferTensorContents(), "FLOAT", 1, "x has the datatype 'FLOAT'; known are BOOL"),
+        (InferTensorContents(), "FLOAT", 1, "x has the unknown datatype 'FLOAT'; expected one of BOOL"),
     ],
 )
 def test_typed_contents_that_do_not_fit_are_explained(

@@ -67,5 +67,5 @@ def test_a_broken_traceparent_is_ignored(text: str) -> None:
     assert TraceContext.parse(text) is None
 
 
-def test_a_later_version_of_the_header_is_read_as_far_as_known() -> None:
+def test_a_later_version_of_the_header_is_read_as_far_as_specified() -> None:
     assert TraceContext.parse("01" + PARENT[2:] + "-more") is not None

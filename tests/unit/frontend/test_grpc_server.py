@@ -50,7 +50,7 @@ def test_auto_takes_grpcio_without_the_package_and_where_strangers_can_connect()
 @pytest.mark.parametrize("options", NEEDS_GRPCIO)
 def test_what_only_grpcio_does_makes_auto_take_it_and_native_refuse(options: GrpcOptions) -> None:
     assert choose_server(options, native_installed=True).server is GRPCIO
-    with pytest.raises(ConfigError, match="which only grpcio can do"):
+    with pytest.raises(ConfigError, match="which only grpcio supports"):
         choose_server(replace(options, server=NATIVE), native_installed=True)
 
 
@@ -70,12 +70,12 @@ def test_settings_reach_the_server_in_its_own_words() -> None:
 
 
 @pytest.mark.parametrize("kind", [NATIVE, GRPCIO])
-async def test_it_says_once_which_server_runs_and_why(kind: GrpcServerChoice, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_choice_of_the_server_is_logged_once(kind: GrpcServerChoice, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with serve_grpc(GrpcOptions(port=0, server=kind), SERVICES) as server:
         assert server.port > 0
     (line,) = [record.getMessage() for record in caplog.records if "gRPC on" in record.getMessage()]
-    assert f"by the {kind} server (it was asked for)" in line
+    assert f"by the {kind} server (it is configured)" in line
 
 
 @pytest.mark.parametrize("kind", [NATIVE, GRPCIO])
@@ -89,7 +89,7 @@ async def test_a_port_that_is_taken_is_a_configuration_error(kind: GrpcServerCho
 
 
 @pytest.mark.parametrize("kind", [NATIVE, GRPCIO])
-async def test_two_servers_share_a_port_where_they_are_told_to(kind: GrpcServerChoice) -> None:
+async def test_two_servers_share_a_port_if_configured(kind: GrpcServerChoice) -> None:
     options = GrpcOptions(port=0, server=kind)
     async with (
         serve_grpc(options, SERVICES, share_port=True) as first,
@@ -99,7 +99,7 @@ async def test_two_servers_share_a_port_where_they_are_told_to(kind: GrpcServerC
 
 
 @pytest.mark.parametrize("mutual", [False, True])
-async def test_tls_lets_in_those_with_the_right_certificates(tmp_path: Path, mutual: bool) -> None:
+async def test_tls_accepts_clients_with_the_right_certificates(tmp_path: Path, mutual: bool) -> None:
     ca = trustme.CA()
     server, client = ca.issue_cert("localhost"), ca.issue_cert("client")
     cert, key, roots = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
@@ -182,7 +182,7 @@ async def raw_answer(options: GrpcOptions, payload: bytes, accepted: str) -> tup
 @pytest.mark.parametrize(
     ("compression", "wbits"), [(GrpcCompression.GZIP, 31), (GrpcCompression.DEFLATE, 15)], ids=["gzip", "deflate"]
 )
-async def test_an_answer_is_compressed_for_a_client_that_takes_it(compression: GrpcCompression, wbits: int) -> None:
+async def test_a_response_is_compressed_for_a_client_that_accepts_it(compression: GrpcCompression, wbits: int) -> None:
     payload = b"the same again, " * 4096
     options = GrpcOptions(port=0, server=GRPCIO, compression=compression)
     flag, body = await raw_answer(options, payload, "identity,deflate,gzip")
@@ -195,9 +195,7 @@ async def test_an_answer_is_compressed_for_a_client_that_takes_it(compression: G
     ("compression", "accepted"),
     [(GrpcCompression.GZIP, ""), (GrpcCompression.GZIP, "identity"), (GrpcCompression.NONE, "identity,deflate,gzip")],
 )
-async def test_an_answer_goes_out_as_it_is_unless_both_sides_want_it_compressed(
-    compression: GrpcCompression, accepted: str
-) -> None:
+async def test_a_response_is_not_compressed_unless_both_sides_want_it(compression: GrpcCompression, accepted: str) -> None:
     payload = b"the same again, " * 4096
     assert await raw_answer(GrpcOptions(port=0, server=GRPCIO, compression=compression), payload, accepted) == (0, payload)
 
@@ -209,7 +207,7 @@ async def test_a_client_that_takes_only_the_other_kind_gets_that() -> None:
         assert (flag, zlib.decompress(body, wbits)) == (1, payload)
 
 
-async def test_a_compressed_answer_reaches_grpcs_own_client_unpacked() -> None:
+async def test_a_compressed_response_is_decompressed_by_grpcs_own_client() -> None:
     payload = b"the same again, " * 4096
     async with (
         serve_grpc(GrpcOptions(port=0, server=GRPCIO, compression=GrpcCompression.GZIP), SERVICES) as server,

@@ -134,7 +134,7 @@ async def test_errors_are_json(side: Side) -> None:
     assert (refused.status_code, refused.json()["error"]["message"]) == (405, "method POST is not allowed for '/live'")
 
 
-async def test_overload_says_when_to_come_back(side: Side) -> None:
+async def test_overload_says_when_to_retry(side: Side) -> None:
     answer = await side.client.get("/overloaded")
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
 

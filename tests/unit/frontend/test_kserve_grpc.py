@@ -80,7 +80,7 @@ async def test_the_server_lives_and_is_ready_while_an_instance_is_attached(edge:
         ("a>*", "", False),
     ],
 )
-async def test_model_ready_answers_for_any_name(edge: Edge, name: str, version: str, ready: bool) -> None:
+async def test_model_ready_responds_for_any_name(edge: Edge, name: str, version: str, ready: bool) -> None:
     answer = await edge.call("ModelReady", pb.ModelReadyRequest(name=name, version=version))
     assert pb.ModelReadyResponse.FromString(answer).ready is ready
 
@@ -160,7 +160,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(edge: Edge, met
     assert "the message is not a " in (error.details() or "")
 
 
-async def test_a_tensor_request_reaches_the_instance_as_it_came_and_so_does_its_answer(edge: Edge) -> None:
+async def test_a_tensor_request_and_its_response_are_forwarded_unchanged(edge: Edge) -> None:
     request = adder_request()
     answer = await edge.infer(request)
     assert (answer.id, answer.raw_output_contents[0]) == ("7", request.raw_input_contents[0])
@@ -209,7 +209,7 @@ async def test_what_an_instance_raises_becomes_its_status(edge: Edge, raised: Ex
     [(OverloadStatus.UNAVAILABLE, Code.UNAVAILABLE), (OverloadStatus.TOO_MANY_REQUESTS, Code.RESOURCE_EXHAUSTED)],
 )
 @pytest.mark.parametrize("server", SERVERS)
-async def test_overload_says_when_to_come_back(server: GrpcServerChoice, status: OverloadStatus, code: Code) -> None:
+async def test_overload_says_when_to_retry(server: GrpcServerChoice, status: OverloadStatus, code: Code) -> None:
     async with open_edge(tensor_card(), server=server, overload=status) as edge:
         edge.client.respond = lambda stream: stream.fail(Overloaded("too much to do", retry_after_s=2.5))
         error = await failure(edge.infer(adder_request()))
@@ -219,7 +219,7 @@ async def test_overload_says_when_to_come_back(server: GrpcServerChoice, status:
         assert trailing["x-request-id"] == "7"
 
 
-async def test_what_nobody_foresaw_is_an_internal_error_without_details(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unforeseen_exception_is_an_internal_error_without_details(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
     def broken(stream: FakeStream) -> None:
         raise RuntimeError("secret /path")
 
@@ -272,7 +272,7 @@ async def test_a_deadline_travels_and_ends_the_call(edge: Edge) -> None:
 
 @pytest.mark.parametrize("kind", ["int64_param", "uint64_param"])
 @pytest.mark.parametrize("make", [adder_request, lambda: text_request("a")], ids=["tensors", "text"])
-async def test_an_answer_after_the_requests_own_timeout_is_too_late(
+async def test_a_response_after_the_requests_own_timeout_is_too_late(
     edge: Edge, make: Callable[[], pb.ModelInferRequest], kind: str
 ) -> None:
     edge.client.respond = lambda stream: None
@@ -304,7 +304,7 @@ async def test_a_client_that_cancels_cancels_the_instance(edge: Edge) -> None:
     assert stream.cancelled
 
 
-async def test_a_language_model_answers_folded(edge: Edge) -> None:
+async def test_a_language_model_returns_one_complete_response(edge: Edge) -> None:
     edge.client.respond = TokenEngine([], Exception)  # type: ignore[arg-type]
     answer = await edge.infer(text_request("ab", "c"))
     texts = answer.outputs[0].contents.bytes_contents
@@ -342,7 +342,7 @@ async def test_messages_above_the_limit_are_refused_in_both_directions(server: G
         edge.client.respond = lambda stream: stream.end(bytes(20_000))
         error = await failure(edge.infer(adder_request()))
         assert error.code() is Code.RESOURCE_EXHAUSTED
-        assert error.details() == "the answer has 20000 bytes; messages are limited to 10000"
+        assert error.details() == "the response has 20000 bytes; messages are limited to 10000"
 
 
 async def test_gzip_is_accepted(edge: Edge) -> None:
@@ -371,7 +371,7 @@ async def test_health_check_of_an_unknown_service_is_not_found(edge: Edge) -> No
     assert (await failure(check(edge, "nobody"))).code() is Code.NOT_FOUND
 
 
-async def test_health_watch_tells_each_change_and_ends_when_draining(edge: Edge) -> None:
+async def test_health_watch_reports_each_change_and_ends_when_draining(edge: Edge) -> None:
     watch = edge.channel.unary_stream(f"/{HEALTH_SERVICE}/Watch")(
         health_pb2.HealthCheckRequest(service="adder").SerializeToString()
     )

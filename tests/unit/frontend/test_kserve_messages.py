@@ -25,7 +25,7 @@ TENSOR = ModelCard(
 )
 
 
-def test_the_server_says_what_it_is_and_can_do() -> None:
+def test_the_server_metadata_has_name_version_and_extensions() -> None:
     metadata = server_metadata()
     assert metadata.name == "dynamo"
     assert metadata.version

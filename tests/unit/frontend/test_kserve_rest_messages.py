@@ -23,7 +23,7 @@ from dynamo.frontend.api.kserve.rest.bodies import Parts, accepted_encoding, dec
 from dynamo.frontend.api.kserve.rest.elements import to_json, to_raw
 from dynamo.frontend.api.kserve.rest.paths import Resource, Target, find
 from dynamo.frontend.api.kserve.rest.requests import OutputForm, read_request
-from dynamo.frontend.api.kserve.rest.responses import Answer, write_answer
+from dynamo.frontend.api.kserve.rest.responses import ModelResponse, write_response
 from dynamo.protos import inference_pb2 as pb
 
 CARD = ModelCard(name="m", kind=ModelKind.TENSOR)
@@ -81,7 +81,7 @@ def test_binary_tensors_become_the_message_that_grpc_carries(found: list[tuple[s
 
 
 @given(st.lists(tensors(), max_size=5), st.data())
-def test_an_answer_is_what_its_message_says_in_binary_and_in_json(
+def test_a_response_equals_its_message_in_binary_and_in_json(
     found: list[tuple[str, list[int], bytes]], data: st.DataObject
 ) -> None:
     message = pb.ModelInferResponse(model_name="m", model_version="3", id="i")
@@ -89,7 +89,7 @@ def test_an_answer_is_what_its_message_says_in_binary_and_in_json(
         message.outputs.add(name=f"y{at}", datatype=datatype, shape=shape)
         message.raw_output_contents.append(raw)
     binary = {f"y{at}": data.draw(st.booleans()) or datatype == "BYTES" for at, (datatype, _, _) in enumerate(found)}
-    text, tail = write_answer(Answer.parse(message.SerializeToString()), OutputForm(own=binary))
+    text, tail = write_response(ModelResponse.parse(message.SerializeToString()), OutputForm(own=binary))
     answer = json.loads(text)
     left = b"".join(map(bytes, tail))
     for (datatype, shape, raw), output in zip(found, answer["outputs"], strict=True):
@@ -163,10 +163,10 @@ def test_any_json_is_a_request_or_is_refused_with_a_sentence(message: object) ->
         (bytes(12), 8, "unexpected additional input data for model 'm': 4 bytes follow the last tensor"),
         (bytes(8), 12, "unexpected size for input 'x', expecting 4 additional bytes for model 'm'"),
         (bytes(8), 2**80, "expecting more additional bytes"),
-        (bytes(8), -1, "parameter 'binary_data_size' of input 'x' must be a whole number of bytes"),
-        (bytes(8), True, "whole number"),
-        (bytes(8), "8", "whole number"),
-        (bytes(8), 8.0, "whole number"),
+        (bytes(8), -1, "parameter 'binary_data_size' of input 'x' must be a non-negative integer"),
+        (bytes(8), True, "must be a non-negative integer"),
+        (bytes(8), "8", "must be a non-negative integer"),
+        (bytes(8), 8.0, "must be a non-negative integer"),
     ],
 )
 def test_sizes_that_do_not_add_up_are_refused(tail: bytes, size: object, words: str) -> None:
@@ -297,8 +297,8 @@ def test_half_a_surrogate_pair_is_no_text() -> None:
         read_request(parts(body.replace(b'"BYTES"', b'"BYTES", "parameters": {"NaN": NaN}')), CARD, "m", "", 20)
 
 
-def test_bytes_that_are_no_text_must_be_asked_for_in_binary() -> None:
-    with pytest.raises(InvalidRequest, match="not UTF-8 at element 1; ask for it with 'binary_data'"):
+def test_bytes_that_are_not_utf8_must_be_requested_in_binary() -> None:
+    with pytest.raises(InvalidRequest, match="not UTF-8 at element 1; request it with 'binary_data'"):
         to_json(encode_bytes([b"a", b"\xff"]), "BYTES", [2], "output 'y'")
 
 
@@ -307,10 +307,10 @@ def test_a_tensor_that_contradicts_itself_is_the_models_fault() -> None:
         to_json(b"123", "FP32", [1], "output 'y'")
 
 
-def test_a_typed_answer_is_written_as_well() -> None:
+def test_a_typed_response_is_written_as_well() -> None:
     message = pb.ModelInferResponse(model_name="m", model_version="1")
     message.outputs.add(name="y", datatype="INT32", shape=[2], contents=pb.InferTensorContents(int_contents=[4, 5]))
-    text, tail = write_answer(Answer.parse(message.SerializeToString()), OutputForm(own={}))
+    text, tail = write_response(ModelResponse.parse(message.SerializeToString()), OutputForm(own={}))
     assert (json.loads(text)["outputs"][0]["data"], tail) == ([4, 5], [])
 
 
@@ -318,7 +318,7 @@ def test_parameters_of_all_kinds_go_both_ways() -> None:
     given_ = {"b": True, "i": -(2**63), "u": 2**64 - 1, "d": 0.5, "s": "größe"}
     request, _ = read({"inputs": [], "parameters": given_})
     message = pb.ModelInferResponse(parameters=request.head.parameters)
-    text, _ = write_answer(Answer.parse(message.SerializeToString()), OutputForm())
+    text, _ = write_response(ModelResponse.parse(message.SerializeToString()), OutputForm())
     assert json.loads(text)["parameters"] == given_
 
 
@@ -363,13 +363,13 @@ def test_a_raw_body_is_the_models_only_input() -> None:
     [
         ((), "has 0"),
         ((TensorSpec(name="a", datatype="INT8", shape=(1,)), TensorSpec(name="b", datatype="INT8", shape=(1,))), "has 2"),
-        ((TensorSpec(name="x", datatype="FP32", shape=(-1, -1)),), "one dimension, not of more"),
-        ((TensorSpec(name="x", datatype="FP32", shape=(-1, 3)),), "no multiple of the 12"),
-        ((TensorSpec(name="x", datatype="FP32", shape=(-1, 0)),), "no multiple of the 0"),
+        ((TensorSpec(name="x", datatype="FP32", shape=(-1, -1)),), "can have one variable dimension"),
+        ((TensorSpec(name="x", datatype="FP32", shape=(-1, 3)),), "not a multiple of 12"),
+        ((TensorSpec(name="x", datatype="FP32", shape=(-1, 0)),), "not a multiple of 0"),
         ((TensorSpec(name="x", datatype="BYTES", shape=(2,)),), "of shape \\[1\\]"),
     ],
 )
-def test_a_raw_body_that_says_too_little_is_refused(inputs: tuple[TensorSpec, ...], words: str) -> None:
+def test_a_raw_body_without_a_definite_shape_is_refused(inputs: tuple[TensorSpec, ...], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         raw(bytes(10), *inputs)
 
@@ -459,5 +459,5 @@ def test_a_path_names_a_resource(path: str, target: Target | None) -> None:
 
 
 @given(st.binary(max_size=40))
-def test_any_path_is_found_or_not(path: bytes) -> None:
+def test_any_path_is_parsed_without_an_exception(path: bytes) -> None:
     find(b"/v2/" + path)

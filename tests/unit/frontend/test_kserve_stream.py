@@ -75,7 +75,7 @@ async def edge(request: pytest.FixtureRequest) -> AsyncIterator[Edge]:
         yield edge
 
 
-async def test_tensor_answers_keep_the_order_of_their_requests(edge: Edge) -> None:
+async def test_tensor_responses_keep_the_order_of_their_requests(edge: Edge) -> None:
     stream = edge.stream()
     await stream.send(tensor_request("a"), tensor_request("b"), tensor_request("c"))
     await until(edge, 3)
@@ -113,7 +113,7 @@ async def test_a_requests_own_timeout_ends_that_request_alone(edge: Edge) -> Non
     assert ids(await stream.rest()) == ["next"]
 
 
-async def test_what_nobody_foresaw_is_an_internal_error_in_band(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unforeseen_exception_is_an_internal_error_in_band(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
     def broken(stream: FakeStream) -> None:
         raise RuntimeError("secret")
 
@@ -137,7 +137,7 @@ async def test_with_triton_grpc_error_the_first_failure_ends_the_stream_with_its
     assert all(held.is_over for held in edge.client.streams)
 
 
-async def test_decoupled_answers_say_whether_more_may_come(edge: Edge) -> None:
+async def test_decoupled_responses_are_marked_as_final_or_not(edge: Edge) -> None:
     def three_times(stream: FakeStream) -> None:
         stream.data(answer(stream), answer(stream))
         stream.data(answer(stream))
@@ -155,14 +155,14 @@ async def test_decoupled_answers_say_whether_more_may_come(edge: Edge) -> None:
     assert (last.id, last.model_name, len(last.outputs)) == ("told", "repeater", 0)
 
 
-async def test_a_decoupled_model_may_answer_nothing_at_all(edge: Edge) -> None:
+async def test_a_decoupled_model_may_send_no_response(edge: Edge) -> None:
     edge.client.respond = lambda stream: stream.end()
     stream = edge.stream()
     await stream.send(tensor_request("a", "repeater"), tensor_request("b", "repeater", triton_enable_empty_final_response=True))
     assert ids(await stream.rest()) == ["b"]
 
 
-async def test_a_slow_decoupled_request_holds_up_nobody(edge: Edge) -> None:
+async def test_a_slow_decoupled_request_does_not_delay_others(edge: Edge) -> None:
     stream = edge.stream()
     await stream.send(tensor_request("slow", "repeater"))
     await until(edge, 1)
@@ -184,7 +184,7 @@ async def test_text_streams_with_the_last_message_marked(edge: Edge) -> None:
     assert {response.infer_response.id for response in responses} == {"t"}
 
 
-async def test_each_token_leaves_at_once_and_those_that_gathered_leave_together(edge: Edge) -> None:
+async def test_each_token_is_sent_at_once_and_pending_ones_share_a_message(edge: Edge) -> None:
     stream = edge.stream()
     await stream.send(text_request("t", "a"))
     engine = await edge.client.next_stream()
@@ -234,7 +234,7 @@ async def test_requests_above_the_bound_wait_for_earlier_ones(edge: Edge) -> Non
     assert ids(await stream.rest()) == ["1", "2", "3", "4", "5"]
 
 
-async def test_a_client_that_cancels_cancels_everything_it_asked_for(edge: Edge) -> None:
+async def test_a_client_that_cancels_cancels_all_its_requests(edge: Edge) -> None:
     stream = edge.stream()
     await stream.send(tensor_request("a"), text_request("t", "x"), tensor_request("d", "repeater"))
     await until(edge, 3)
@@ -243,7 +243,7 @@ async def test_a_client_that_cancels_cancels_everything_it_asked_for(edge: Edge)
     assert all(waiting.cancelled for waiting in edge.client.streams)
 
 
-async def test_a_client_that_disconnects_cancels_everything_it_asked_for(edge: Edge) -> None:
+async def test_a_client_that_disconnects_cancels_all_its_requests(edge: Edge) -> None:
     stream = edge.stream()
     await stream.send(text_request("t", "x"))
     engine = await edge.client.next_stream()
@@ -252,7 +252,7 @@ async def test_a_client_that_disconnects_cancels_everything_it_asked_for(edge: E
     assert engine.cancelled
 
 
-async def test_a_draining_process_answers_what_it_has_and_ends_the_stream(edge: Edge) -> None:
+async def test_a_draining_process_serves_accepted_requests_and_ends_the_stream(edge: Edge) -> None:
     stream = edge.stream()
     await stream.send(tensor_request("a"))
     await until(edge, 1)
@@ -274,7 +274,7 @@ async def test_idle_streams_do_not_hold_up_a_shutdown(edge: Edge) -> None:
     assert await stream.call.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_many_streams_with_many_requests_all_get_their_answers(edge: Edge) -> None:
+async def test_many_streams_with_many_requests_all_get_their_responses(edge: Edge) -> None:
     edge.client.respond = respond_at_once
 
     async def one(number: int) -> None:
@@ -285,7 +285,7 @@ async def test_many_streams_with_many_requests_all_get_their_answers(edge: Edge)
     await asyncio.gather(*(one(number) for number in range(20)))
 
 
-async def test_an_answer_above_the_limit_fails_its_request_only(edge: Edge) -> None:
+async def test_a_response_above_the_limit_fails_only_its_request(edge: Edge) -> None:
     edge.client.respond = lambda stream: stream.end(bytes(65 * 2**20))
     stream = edge.stream()
     await stream.send(tensor_request("big"))

@@ -16,7 +16,7 @@ from dynamo.common.generation import FinishReason, Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import decode_bytes, encode_bytes, from_numpy
-from dynamo.frontend.api.kserve.text import FLAGS, SETTINGS, TextAnswer, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.text import FLAGS, SETTINGS, TextResponses, to_text_requests, wants_stream
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
@@ -47,9 +47,9 @@ def parsed(request: ModelInferRequest) -> TensorRequest:
     return TensorRequest.parse(request.SerializeToString())
 
 
-def answer_for(request: ModelInferRequest) -> TextAnswer:
+def responses_for(request: ModelInferRequest) -> TextResponses:
     tensors = parsed(request)
-    return TextAnswer(tensors, CARD, to_text_requests(tensors, CARD))
+    return TextResponses(tensors, CARD, to_text_requests(tensors, CARD))
 
 
 @pytest.mark.parametrize("shape", [[1], [1, 1]])
@@ -139,7 +139,7 @@ def test_a_conversation_is_given_as_json() -> None:
 
 @pytest.mark.parametrize("name", ["streaming", "stream"])
 @pytest.mark.parametrize("wanted", [True, False])
-def test_streaming_is_asked_for_by_input_or_parameter(name: str, wanted: bool) -> None:
+def test_streaming_is_requested_by_input_or_parameter(name: str, wanted: bool) -> None:
     request = raw_request("x")
     assert not wants_stream(parsed(request))
     request.parameters[name].bool_param = wanted
@@ -174,7 +174,7 @@ BAD: list[tuple[Change, str]] = [
     (tensor("messages", np.array(["[]"])), "input 'messages' has an empty conversation"),
     (tensor("messages", np.array(["[" * 100_000])), "input 'messages' is not a JSON array of messages"),
     (lambda r: setattr(r.inputs[0], "datatype", "INT8"), "input 'text_input' has the datatype INT8; it must be BYTES"),
-    (lambda r: setattr(r.inputs[0], "datatype", "TEXT"), "input 'text_input' has the datatype 'TEXT'; known are"),
+    (lambda r: setattr(r.inputs[0], "datatype", "TEXT"), "input 'text_input' has the unknown datatype 'TEXT'; expected one of"),
     (lambda r: r.inputs[0].shape.__setitem__(0, 2), "input 'text_input' has 1 BYTES elements where its shape needs 2"),
     (lambda r: r.inputs[0].shape.__setitem__(0, -1), "the negative dimension -1"),
     (lambda r: r.inputs[0].shape.__setitem__(slice(None), [2, 3]), r"the shape \[2, 3\]; it must be \[n\] or \[n, 1\]"),
@@ -189,8 +189,8 @@ BAD: list[tuple[Change, str]] = [
     (lambda r: [add_input(r, n, np.array([True])) for n in ("stream", "streaming")], "mean the same; send one of them"),
     (tensor("max_tokens", np.array(["x"])), "input 'max_tokens' has the datatype BYTES; it must be a number"),
     (tensor("max_tokens", np.array([0])), "'max_tokens' is 0; it must be at least 1"),
-    (parameter("max_tokens", "double_param", 1.5), "'max_tokens' is 1.5; it must be a whole number"),
-    (parameter("max_tokens", "double_param", float("inf")), "'max_tokens' is inf; it must be a whole number"),
+    (parameter("max_tokens", "double_param", 1.5), "'max_tokens' must be an integer, got 1.5"),
+    (parameter("max_tokens", "double_param", float("inf")), "'max_tokens' must be an integer, got inf"),
     (parameter("max_tokens", "string_param", "5"), "'max_tokens' must be a number"),
     (parameter("max_tokens", "bool_param", True), "'max_tokens' must be a number"),
     (parameter("max_tokens", "uint64_param", 2**63), "'max_tokens' is 9223372036854775808; it must be"),
@@ -259,7 +259,7 @@ def test_a_changed_request_never_crashes(position: int, change: bytes) -> None:
     with contextlib.suppress(DynamoError):
         tensors = TensorRequest.parse(bytes(data))
         wants_stream(tensors)
-        TextAnswer(tensors, CARD, to_text_requests(tensors, CARD)).answer([TextDelta(0, "x")])
+        TextResponses(tensors, CARD, to_text_requests(tensors, CARD)).delta([TextDelta(0, "x")])
 
 
 def elements(response: ModelInferResponse) -> dict[str, list[bytes]]:
@@ -285,26 +285,26 @@ def test_deltas_become_one_message(
     make: Callable[..., ModelInferRequest], texts: list[str], reason: FinishReason | None, final: bool | None
 ) -> None:
     deltas = [TextDelta(0, text) for text in texts[:-1]] + [TextDelta(0, texts[-1], finish_reason=reason)]
-    answer = answer_for(make("x"))
-    response = ModelStreamInferResponse.FromString(answer.stream_answer(deltas, final=final)).infer_response
+    responses = responses_for(make("x"))
+    response = ModelStreamInferResponse.FromString(responses.stream_delta(deltas, final=final)).infer_response
     assert (response.model_name, response.model_version, response.id) == ("m", "1", "7")
     assert elements(response) == {"text_output": ["".join(texts).encode()], "finish_reason": [(reason or "").encode()]}
     assert bool(response.raw_output_contents) is (make is raw_request)
     parameters = {key: value.bool_param for key, value in response.parameters.items()}
     assert parameters == ({} if final is None else {"triton_final_response": final})
-    assert ModelInferResponse.FromString(answer.answer(deltas, final=final)) == response
-    assert ModelInferResponse.FromString(answer.folded([deltas], final=final)) == response
+    assert ModelInferResponse.FromString(responses.delta(deltas, final=final)) == response
+    assert ModelInferResponse.FromString(responses.complete([deltas], final=final)) == response
 
 
 @pytest.mark.parametrize("make", [raw_request, typed_request])
 def test_choices_of_a_batch_have_one_element_each(make: Callable[..., ModelInferRequest]) -> None:
     request = make("a", "b")
     request.parameters["n"].int64_param = 2
-    answer = answer_for(request)
+    responses = responses_for(request)
     deltas = [TextDelta(1, "x", finish_reason=FinishReason.STOP), TextDelta(0, "y"), TextDelta(0, "z")]
-    streamed = ModelInferResponse.FromString(answer.answer(deltas, prompt=1))
+    streamed = ModelInferResponse.FromString(responses.delta(deltas, prompt=1))
     assert elements(streamed) == {"text_output": [b"", b"", b"yz", b"x"], "finish_reason": [b"", b"", b"", b"stop"]}
-    stream = ModelStreamInferResponse.FromString(answer.stream_folded([deltas, []]))
+    stream = ModelStreamInferResponse.FromString(responses.stream_complete([deltas, []]))
     assert elements(stream.infer_response)["text_output"] == [b"yz", b"x", b"", b""]
 
 
@@ -314,15 +314,15 @@ def test_only_requested_outputs_are_returned() -> None:
     for name in ("logprobs", "text_output"):
         request.outputs.add(name=name)
     deltas = [TextDelta(0, "a", (5,), logprobs=[[(5, -0.5), (6, -1.5)]]), TextDelta(0, "b", (7,), logprobs=[[(7, -2.0)]])]
-    response = ModelInferResponse.FromString(answer_for(request).answer(deltas))
+    response = ModelInferResponse.FromString(responses_for(request).delta(deltas))
     assert [output.name for output in response.outputs] == ["logprobs", "text_output"]
     assert json.loads(elements(response)["logprobs"][0]) == [[[5, -0.5], [6, -1.5]], [[7, -2.0]]]
 
 
-def test_logprobs_are_a_third_output_when_asked_for() -> None:
+def test_logprobs_are_a_third_output_if_requested() -> None:
     request = typed_request("x")
     request.parameters["logprobs"].int64_param = 0
-    response = ModelInferResponse.FromString(answer_for(request).answer([TextDelta(0, "a")]))
+    response = ModelInferResponse.FromString(responses_for(request).delta([TextDelta(0, "a")]))
     assert elements(response) == {"text_output": [b"a"], "finish_reason": [b""], "logprobs": [b"[]"]}
 
 

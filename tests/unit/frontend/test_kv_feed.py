@@ -409,7 +409,7 @@ async def test_without_a_record_instances_are_asked_and_a_warning_says_so(caplog
             await w.start_frontend()
             await asyncio.sleep(0.5)
             w.assert_exact()
-    assert "cannot be used, so instances are asked: no JetStream" in caplog.text
+    assert "cannot be used; requesting snapshots from the instances: no JetStream" in caplog.text
 
 
 @in_virtual_time

@@ -156,7 +156,7 @@ async def test_a_model_is_loaded_by_every_worker_that_has_it(answers: tuple[Dyna
         ((None, Unavailable("left")), Unavailable, "first: left"),
     ],
 )
-async def test_what_keeps_a_worker_from_it_is_the_answer(
+async def test_the_error_of_a_worker_is_returned(
     answers: tuple[DynamoError | None, ...], kind: type[DynamoError], text: str
 ) -> None:
     with pytest.raises(kind) as error:
@@ -165,7 +165,7 @@ async def test_what_keeps_a_worker_from_it_is_the_answer(
 
 
 @pytest.mark.parametrize("fleet", [Fleet(), Fleet(None, mode=ControlMode.NONE), Fleet(None, mode=ControlMode.POLL)])
-async def test_without_a_worker_in_explicit_mode_nobody_is_asked(fleet: Fleet) -> None:
+async def test_without_a_worker_in_explicit_mode_no_request_is_sent(fleet: Fleet) -> None:
     with pytest.raises(Unsupported, match="--model-control-mode explicit"):
         await (await fleet.repository()).load(ANONYMOUS, LoadRequest(model="m"))
     assert not fleet.asked

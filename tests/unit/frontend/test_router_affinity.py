@@ -122,7 +122,7 @@ def test_memory_is_bounded_and_the_least_recently_used_session_goes_first() -> N
     assert len(sessions.router) == 3
 
 
-def test_a_session_whose_instance_is_gone_is_placed_anew_and_stays_there() -> None:
+def test_a_session_whose_instance_is_gone_moves_to_another_and_stays_there() -> None:
     sessions = Sessions()
     first = sessions.ask("a")
     left = tuple(i for i in THREE if i.id != first)
@@ -171,14 +171,14 @@ def test_a_busy_instance_keeps_a_hard_session_and_loses_a_soft_one(mode: Affinit
         assert sessions.ask("a") == second
 
 
-def test_every_router_heeds_a_wish() -> None:
+def test_every_router_honours_a_preferred_instance() -> None:
     for inner in (RoundRobin(), RandomChoice()):
         sessions = Sessions(inner, AffinityMode.SOFT)
         first = sessions.ask("a")
         assert {sessions.ask("a") for _ in range(30)} == {first}
 
 
-def test_others_are_told_where_sessions_are_but_not_for_every_request() -> None:
+def test_placements_of_sessions_are_published_but_not_for_every_request() -> None:
     one, other = Sessions(ttl_s=60.0), Sessions(ttl_s=60.0)
     first = one.ask("a")
     for _ in range(10):

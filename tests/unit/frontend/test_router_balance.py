@@ -73,7 +73,7 @@ def test_busy_instances_get_nothing(strategy: Strategy) -> None:
 
 
 @BOTH
-def test_a_pinned_request_goes_where_it_says(strategy: Strategy) -> None:
+def test_a_pinned_request_goes_to_its_instance(strategy: Strategy) -> None:
     balanced = router(strategy)
     assert {ask(balanced, number, InstanceId(3)) for number in range(9)} == {3}
     with pytest.raises(NoInstances):

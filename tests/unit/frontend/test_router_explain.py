@@ -44,7 +44,7 @@ class Watched:
         return decision
 
 
-def test_a_request_that_asks_is_told_the_cheapest_candidates_and_its_own() -> None:
+def test_an_explanation_has_the_cheapest_candidates_and_the_chosen_one() -> None:
     watched, explanation = Watched(), Explanation()
     for number, each in enumerate(FLEET):
         watched.kv.loads.report(each.id, LoadReport(running=number), 0.0)
@@ -72,13 +72,13 @@ def test_what_was_not_routed_has_no_explanation() -> None:
     assert Explanation().to_json() == b""
 
 
-def test_nothing_is_explained_unless_somebody_wants_to_know() -> None:
+def test_decisions_are_explained_only_on_demand() -> None:
     watched = Watched()
     assert watched.ask().candidates == ()
     assert watched.log.read(5) == []
 
 
-def test_who_reads_sees_the_decisions_of_the_next_seconds() -> None:
+def test_reading_the_log_logs_the_decisions_of_the_next_seconds() -> None:
     watched = Watched()
     watched.log.read(1)
     for _ in range(3):

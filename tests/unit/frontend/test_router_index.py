@@ -67,7 +67,7 @@ def test_a_block_that_is_removed_ends_the_overlap() -> None:
     assert len(index) == 0
 
 
-def test_a_snapshot_replaces_what_was_known() -> None:
+def test_a_snapshot_replaces_the_previous_blocks() -> None:
     index = PrefixIndex()
     index.store(A, [h(1), h(2)])
     index.store(B, [h(1)])
@@ -121,7 +121,7 @@ class Counting(list[int]):
 
 
 @pytest.mark.parametrize(("guess", "most"), [(5000, 4), (0, 16), (100, 17), (7000, 17)])
-def test_an_overlap_that_was_guessed_is_found_at_once(guess: int, most: int) -> None:
+def test_a_correctly_guessed_overlap_is_found_at_once(guess: int, most: int) -> None:
     index = PrefixIndex()
     prompt = Counting(h(n) for n in range(8192))
     index.store(A, prompt[:5000])

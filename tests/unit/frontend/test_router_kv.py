@@ -257,7 +257,7 @@ def test_busy_instances_get_nothing_and_all_busy_is_overload() -> None:
     assert ask(kv, "t").instance.id == A
 
 
-def test_a_pinned_request_goes_where_it_says() -> None:
+def test_a_pinned_request_goes_to_its_instance() -> None:
     kv = router(thresholds=Thresholds(active_prefill_tokens=0))
     store(kv, A, HASHES)
     kv.loads.report(C, LoadReport(queued_prefill_tokens=1000), 100.0)
@@ -277,7 +277,7 @@ def test_an_instance_that_left_is_forgotten() -> None:
     assert kv.index("m").instances() == []
 
 
-def test_a_snapshot_replaces_what_was_known() -> None:
+def test_a_snapshot_replaces_the_previous_blocks() -> None:
     kv = router()
     store(kv, A, HASHES)
     kv.replace("m", A, KvSnapshot(3, pack_hashes(HASHES[:2])))
@@ -406,7 +406,7 @@ def test_a_burst_over_two_frontends_piles_up_at_one_instance_unless_they_share_b
     assert at_the_idle_one(strangers(KvRouterOptions(), 2)) >= 18
 
 
-def test_a_watched_router_tells_what_it_did() -> None:
+def test_a_measured_router_reports_its_decisions() -> None:
     class Watcher:
         def __init__(self) -> None:
             self.picks: list[tuple[int, float]] = []

@@ -168,7 +168,7 @@ def test_rows_are_looked_up_again_when_the_fleet_changed() -> None:
     assert cache.rows(candidates) == table.rows([FLEET[1]])
 
 
-def test_instances_that_fell_silent_are_read_beside_those_that_report() -> None:
+def test_instances_without_recent_reports_are_read_with_those_that_report() -> None:
     table = LoadTable()
     table.book("r", A, 0.0, prefill_tokens=1)
     table.book("s", B, 0.0, prefill_tokens=2)
@@ -180,7 +180,7 @@ def test_instances_that_fell_silent_are_read_beside_those_that_report() -> None:
     assert read(table, 13.5) == [(1, 1, 0), (7, 70, 0)]
 
 
-def test_siblings_bookings_count_like_ones_own() -> None:
+def test_bookings_of_siblings_count_like_own_ones() -> None:
     told: list[BookingEvent] = []
     here, there = LoadTable("here"), LoadTable("there", told.append)
     there.book("r", A, 0.0, prefill_tokens=10, blocks=[1, 2], extra_blocks=1)
@@ -221,7 +221,7 @@ def test_bookings_of_a_sibling_that_fell_silent_are_released() -> None:
         (Thresholds(active_decode_blocks=0.5, active_prefill_tokens=10), [True, True]),
     ],
 )
-def test_thresholds_say_who_is_busy(thresholds: Thresholds, busy: list[bool] | None) -> None:
+def test_thresholds_decide_which_instances_are_busy(thresholds: Thresholds, busy: list[bool] | None) -> None:
     table = LoadTable()
     table.book("r", A, 0.0, prefill_tokens=10, extra_blocks=60)
     table.book("s", B, 0.0, prefill_tokens=11, extra_blocks=50)

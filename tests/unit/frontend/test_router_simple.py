@@ -38,7 +38,7 @@ def test_round_robin_counts_each_model_apart() -> None:
     assert set(turns["a"]) == set(turns["b"]) == {1, 2}
 
 
-def test_an_instance_that_joins_comes_next_and_costs_nobody_a_turn() -> None:
+def test_an_instance_that_joins_comes_next_without_skipping_another() -> None:
     router, two = RoundRobin(), fleet(1, 2)
     first, second = (router.pick(REQUEST, two).instance.id for _ in range(2))
     three = fleet(1, 2, 3)
@@ -68,7 +68,7 @@ def test_frontends_that_start_together_do_not_all_begin_with_the_same_instance()
 
 
 @given(st.lists(st.sets(st.integers(1, 6), min_size=1), min_size=1, max_size=60), st.booleans())
-def test_nobody_is_picked_twice_while_another_candidate_waits(memberships: list[set[int]], as_tuples: bool) -> None:
+def test_no_instance_is_picked_twice_while_another_candidate_waits(memberships: list[set[int]], as_tuples: bool) -> None:
     """Under any joins and leaves: between two turns of one instance, all that were there throughout had theirs."""
     router = RoundRobin()
     fleets: dict[frozenset[int], tuple[Instance, ...]] = {}
@@ -100,7 +100,7 @@ def test_random_takes_everyone_about_as_often() -> None:
     assert all(900 < count < 1100 for count in turns.values())
 
 
-def test_direct_mode_asks_for_a_name() -> None:
+def test_direct_mode_requires_a_pinned_instance() -> None:
     with pytest.raises(InvalidRequest, match="must name their instance"):
         Direct().pick(REQUEST, fleet(1))
 

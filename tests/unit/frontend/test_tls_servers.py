@@ -125,9 +125,7 @@ async def shows(port: int, certificate: bytes) -> None:
 
 
 @PROTOCOLS
-async def test_clients_that_trust_the_certificate_are_answered_and_plain_ones_are_not(
-    protocol: str, authority: Authority
-) -> None:
+async def test_clients_that_trust_the_certificate_are_served_and_plain_ones_are_not(protocol: str, authority: Authority) -> None:
     async with serving(protocol, authority.server) as port:
         assert await ask(protocol, port, authority)
         with pytest.raises(httpx2.TransportError):
@@ -237,7 +235,7 @@ async def test_files_that_cannot_be_used_stop_the_start_with_a_sentence(
 
 def test_the_native_server_refuses_tls_and_auto_takes_the_other() -> None:
     tls = {"tls_cert_file": "c", "tls_key_file": "k"}
-    with pytest.raises(ConfigError, match="--grpc-server native cannot be used: TLS is configured, which only grpcio can do"):
+    with pytest.raises(ConfigError, match="--grpc-server native cannot be used: TLS is configured, which only grpcio supports"):
         check_grpc(GrpcOptions(port=0, server=GrpcServerChoice.NATIVE, **tls))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the certificate file c cannot be read"):
         check_grpc(GrpcOptions(port=0, **tls))  # type: ignore[arg-type]

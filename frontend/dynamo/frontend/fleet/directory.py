@@ -1,4 +1,4 @@
-"""A live view of all registrations, which outlives etcd: without it the view is stale, and serves on."""
+"""A live view of all registrations. Without etcd the view is stale and keeps serving the last known state."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 RECONCILE_S = 30.0
 RETURN_S = 10.0
-"""The time of a lease: within it a living worker has noticed that its lease is gone, and has registered again."""
+"""The TTL of a lease: within it, a live worker has noticed that its lease is gone and has registered again."""
 DOWN_S = 10.0
-"""After the time of a lease the registration of a worker that died is gone, too."""
+"""How long an instance stays marked down: after the TTL of a lease, the registration of a dead worker is gone as well."""
 _LONGEST_PAUSE_S = 10.0
 
 OnChange = Callable[[], None]
@@ -30,69 +30,73 @@ OnRegistrations = Callable[[Sequence[Instance], Sequence[Instance]], None]
 
 
 class Directory:
-    """Who serves what, as far as is known. All questions are answered from memory, at once."""
+    """The registered instances and models. All lookups are served from memory."""
 
     def __init__(self, etcd: Etcd, namespace: str | None, return_s: float) -> None:
         self.ready = asyncio.Event()
-        """Set when the first listing is in, and ever after."""
+        """Set once the first listing has been applied."""
         self.stale = True
-        """etcd is away, or has not been reached yet: what is told is the last known."""
+        """Whether etcd is unreachable, so that the view is the last known state."""
         self._etcd = etcd
         self._prefix = namespace_prefix(namespace)
         self._return_s = return_s
         self._view = View()
         self._revision = 0
-        """Of the store; everything up to it is in the view."""
+        """The revision of the store up to which the view is complete."""
         self._returning: set[str] = set()
-        """Keys that etcd has lost together with its history, and whose owners may still put them back."""
+        """Keys that etcd lost together with its history, and that their owners may still register again."""
         self._return_timer: asyncio.TimerHandle | None = None
         self._down_timers: dict[InstanceId, asyncio.TimerHandle] = {}
         self._on_change: list[OnChange] = []
         self._on_registrations: list[OnRegistrations] = []
 
-    # Questions
+    def __repr__(self) -> str:
+        state = "stale" if self.stale else "live"
+        return f"<Directory {self._prefix} {state} revision={self._revision} registrations={len(self._view.registered())}>"
+
+    # Lookups
 
     def instances(self, name: str) -> Sequence[Instance]:
-        """Those that serve a model, alias or adapter now, without those marked down; the same tuple until a change.
+        """Return the instances that serve a model, alias or adapter, without those marked down. The same tuple until a change.
 
-        For an alias or adapter, the instances that have it. Empty for a name that nobody has registered.
+        Empty for a name that is not registered.
         """
         return self._view.instances(name)
 
     def registered(self) -> Collection[Instance]:
-        """Every registration, those of instances marked down included; one per model that an instance serves."""
+        """Return every registration, one per model that an instance serves, including instances marked down."""
         return self._view.registered()
 
     def models(self) -> Sequence[str]:
-        """Names of the registered models, sorted, without aliases and adapters."""
+        """Return the names of the registered models, sorted, without aliases and adapters."""
         return self._view.models()
 
     def card(self, name: str) -> ModelCard | None:
-        """The card of a model by its name, alias or adapter; None if nobody has registered it."""
+        """Return the card of a model by its name, alias or adapter; None if it is not registered."""
         return self._view.card(name)
 
     def cards(self) -> Mapping[str, ModelCard]:
-        """The card of each registered model."""
+        """Return the card of each registered model by its name."""
         cards = ((model, self._view.card(model)) for model in self._view.models())
         return {model: card for model, card in cards if card is not None}
 
-    # News
+    # Subscribers
 
     def on_change(self, callback: OnChange) -> None:
-        """`callback` is called, synchronously, whenever `registered` or `instances` answer differently than before."""
+        """Call `callback`, synchronously, whenever the result of `registered` or `instances` changes."""
         self._on_change.append(callback)
 
     def on_registrations(self, callback: OnRegistrations) -> None:
-        """`callback(added, removed)` is called, synchronously, with the registrations that came and went.
+        """Call `callback(added, removed)`, synchronously, with the registrations that were added and removed.
 
-        One whose card changed is in both. An instance is gone for good only when its last model is. Marks do not count.
+        A registration whose card changed is in both. An instance is gone only when its last model is. Marks do not count.
         """
         self._on_registrations.append(callback)
 
     # Marks
 
     def mark_down(self, instance: InstanceId, for_s: float = DOWN_S) -> None:
-        """Nothing answers there: leaves it out until it registers again, `mark_up`, or the time is over."""
+        """Leave out an unhealthy instance until it registers again, `mark_up`, or `for_s` seconds have passed."""
         changed = self._view.mark_down(instance)
         if self._view.is_down(instance):
             self._stop_timer(instance)
@@ -100,18 +104,18 @@ class Directory:
             self._down_timers[instance] = timer
         if changed:
             log.info("instance %x is marked down for %g s", instance, for_s)
-            self._tell()
+            self._notify()
 
     def mark_up(self, instance: InstanceId) -> None:
-        """The instance was heard of: ends `mark_down`."""
+        """End `mark_down`: the instance responded."""
         self._stop_timer(instance)
         if self._view.mark_up(instance):
-            self._tell()
+            self._notify()
 
     # Following etcd
 
     async def follow(self) -> None:
-        """Takes over what changes in etcd, until cancelled. Nothing that etcd says or does ends it."""
+        """Apply changes in etcd until cancelled. Errors of etcd are logged and do not end it."""
         pauses = backoff(_LONGEST_PAUSE_S)
         while True:
             try:
@@ -122,13 +126,13 @@ class Directory:
                             self._reset(change)
                         else:
                             self._update(change)
-            except DynamoError as error:  # not allowed, or not understood: it may be put right in etcd
+            except DynamoError as error:  # not permitted, or not understood: it may be corrected in etcd
                 log.error("the registrations cannot be followed; trying on: %s", error)
                 self.stale = True
             await asyncio.sleep(next(pauses))
 
     async def reconcile(self, every_s: float) -> None:
-        """Lists everything now and then, which catches what a watch has lost, until cancelled."""
+        """List all registrations periodically, to find what the watch has lost, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             try:
@@ -136,14 +140,14 @@ class Directory:
             except DynamoError as error:
                 log.debug("the registrations could not be listed: %s", error)
                 continue
-            # An older listing would bring back what the watch has seen go. It is older only when changes come just now.
+            # An older listing would restore registrations that the watch has removed. It is older only while changes arrive.
             if self.ready.is_set() and listing.revision >= self._revision:
-                change = self._take_over(listing.kvs, listing.revision)
+                change = self._apply_listing(listing.kvs, listing.revision)
                 if change:
                     log.info("a listing found %d changes before the watch", len(change.added) + len(change.removed))
 
     def close(self) -> None:
-        """Stops the clocks; the view stays."""
+        """Stop the timers; the view stays."""
         for instance in list(self._down_timers):
             self._stop_timer(instance)
         if self._return_timer is not None:
@@ -157,13 +161,13 @@ class Directory:
     def _reset(self, reset: Reset) -> None:
         if reset.history_lost:
             self._await_return(self._view.keys - {kv.key for kv in reset.kvs})
-        self._take_over(reset.kvs, reset.revision)
+        self._apply_listing(reset.kvs, reset.revision)
         self.ready.set()
 
     def _update(self, events: Events) -> None:
         changes: dict[str, bytes | None] = {}
         for event in events.events:
-            # What a listing has told already may come again.
+            # The watch may repeat changes that a listing contained.
             if isinstance(event, Put) and event.kv.mod_revision > self._revision:
                 changes[event.kv.key] = event.kv.value
             elif not isinstance(event, Put) and event.revision > self._revision:
@@ -171,7 +175,7 @@ class Directory:
         self._revision = max(self._revision, events.revision)
         self._apply(changes)
 
-    def _take_over(self, kvs: Iterable[KeyValue], revision: int) -> Change:
+    def _apply_listing(self, kvs: Iterable[KeyValue], revision: int) -> Change:
         listed: dict[str, bytes | None] = {kv.key: kv.value for kv in kvs}
         absent = self._view.keys - listed.keys() - self._returning
         self._revision = revision
@@ -183,11 +187,11 @@ class Directory:
         for instance in change.revived:
             self._stop_timer(instance)
         if change:
-            self._tell(change.added, change.removed)
+            self._notify(change.added, change.removed)
         return change
 
     def _await_return(self, keys: Collection[str]) -> None:
-        """Keeps what a store that began anew does not know, until its owners had the time to put it back."""
+        """Keep registrations that a store without history does not have, until their owners had the time to register again."""
         self._returning.update(keys)
         if self._return_timer is not None:
             self._return_timer.cancel()
@@ -198,8 +202,8 @@ class Directory:
             log.warning("%d registrations were lost by etcd and did not come back", len(self._returning))
         self._apply(dict.fromkeys(list(self._returning)))
 
-    def _tell(self, added: Sequence[Instance] = (), removed: Sequence[Instance] = ()) -> None:
-        """Without arguments: only marks have changed."""
+    def _notify(self, added: Sequence[Instance] = (), removed: Sequence[Instance] = ()) -> None:
+        """Call the subscribers. Without arguments: only marks have changed."""
         callbacks: list[OnChange] = list(self._on_change)
         if added or removed:
             callbacks += [partial(callback, added, removed) for callback in self._on_registrations]
@@ -207,7 +211,7 @@ class Directory:
             try:
                 callback()
             except Exception:
-                log.exception("a listener of the directory failed; the others are told nevertheless")
+                log.exception("a subscriber of the directory failed; the others are called nevertheless")
 
     def _stop_timer(self, instance: InstanceId) -> None:
         timer = self._down_timers.pop(instance, None)
@@ -219,10 +223,9 @@ class Directory:
 async def open_directory(
     etcd: Etcd, namespace: str | None, *, reconcile_s: float = RECONCILE_S, return_s: float = RETURN_S
 ) -> AsyncIterator[Directory]:
-    """The registrations of a namespace, or of all, followed while the body runs. Does not wait for etcd: see `ready`.
+    """Follow the registrations of a namespace, or of all, while the body runs. Does not wait for etcd: see `ready`.
 
-    `return_s`: when etcd comes back with its data lost, how long the instances known before are kept for them to register
-    again.
+    `return_s`: how long the known instances are kept for them to register again when etcd comes back without its data.
     """
     directory = Directory(etcd, namespace, return_s)
     try:

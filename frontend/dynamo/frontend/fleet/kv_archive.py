@@ -1,4 +1,4 @@
-"""What the instances of a component held at one place of their recorded events: the snapshot that a history begins with."""
+"""The snapshot that a KV history begins with: the blocks of a component's instances up to one number of the record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo.frontend.fleet.kv_follow import Follower
 
 
 class Archived(msgspec.Struct, frozen=True, array_like=True):
-    """One model of one instance."""
+    """The blocks of one model of one instance."""
 
     instance: int
     model: str
@@ -20,7 +20,7 @@ class Archived(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Archive(msgspec.Struct, frozen=True, array_like=True):
-    """All of a component. Recorded events up to number `sequence` of the record are part of it."""
+    """The blocks of all instances of a component, with recorded events up to number `sequence` applied."""
 
     sequence: int = 0
     parts: Sequence[Archived] = ()
@@ -31,9 +31,9 @@ archive_decoder = msgspec.msgpack.Decoder(Archive)
 
 
 def fold(snapshot: KvSnapshot | None, updates: Sequence[KvUpdate]) -> KvSnapshot | None:
-    """What an instance holds after `updates`, in whatever order they came; None if something is missing among them.
+    """Return the blocks of an instance after `updates`, which may be in any order; None if an update is missing.
 
-    `snapshot` is what it held before, None if that is not known. About 0.2 µs per block.
+    `snapshot` is the state before, None if unknown. About 0.2 µs per block.
     """
     follower = Follower(max_kept=len(updates) + 1)
     blocks: dict[int, None] = {}  # an ordered set: parents stay before their children
@@ -47,6 +47,6 @@ def fold(snapshot: KvSnapshot | None, updates: Sequence[KvUpdate]) -> KvSnapshot
             for block in ready.removed_hashes:
                 blocks.pop(block, None)
             blocks.update(dict.fromkeys(ready.stored_hashes))
-    if follower.number is None or follower.behind:
+    if follower.number is None or follower.is_behind:
         return None
     return KvSnapshot(follower.number, pack_hashes(blocks))

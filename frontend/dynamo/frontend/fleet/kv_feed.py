@@ -181,10 +181,10 @@ class KvFeed:
         if self._history is not None and self._caches is not None:
             await self._history.read(endpoint, self)
         component.in_the_past = False
-        for key in self.known(endpoint):
+        for key in self.followed(endpoint):
             self._catch_up(self._sources[key])
         if self._history is not None and self._caches is not None:
-            await self._history.keep_short(endpoint, self)
+            await self._history.keep_compact(endpoint, self)
 
     async def _subscribe(self, subject: str, callback: OnMessage) -> Subscription:
         while True:
@@ -197,25 +197,25 @@ class KvFeed:
 
     # The past, told by the history
 
-    def known(self, endpoint: Endpoint) -> set[Key]:
+    def followed(self, endpoint: Endpoint) -> set[Key]:
         """The instances of a component that are followed, with their models."""
         name = _component_of(endpoint)
         return {key for key, source in self._sources.items() if _component_of(source.instance.endpoint) == name}
 
-    def remembered(self, instance: InstanceId, model: str, snapshot: KvSnapshot) -> None:
+    def restore(self, instance: InstanceId, model: str, snapshot: KvSnapshot) -> None:
         """What an instance held once."""
         source = self._sources.get((instance, model))
         if source is not None:
             self._replace(source, snapshot)
 
-    def told(self, instance: InstanceId, model: str, update: KvUpdate) -> None:
+    def apply_update(self, instance: InstanceId, model: str, update: KvUpdate) -> None:
         """An update of now or before. Those of instances that are not registered yet are dropped: they will be asked."""
         source = self._sources.get((instance, model))
         if source is not None and self._caches is not None:
             self._apply(source, source.follower.update(update))
             self._catch_up(source)
 
-    async def whole(self, instance: InstanceId, model: str) -> KvSnapshot | None:
+    async def fetch_snapshot(self, instance: InstanceId, model: str) -> KvSnapshot | None:
         """What an instance says that it holds; None if it cannot be asked."""
         source = self._sources.get((instance, model))
         if source is None:
@@ -236,9 +236,9 @@ class KvFeed:
         except ValueError as error:
             log.warning("a KV update on %s cannot be read: %s", subject, error)
             return
-        self.told(instance, message.model, message.update)
+        self.apply_update(instance, message.model, message.update)
         if self._history is not None:
-            self._history.heard(subject)
+            self._history.count_events(subject)
 
     def on_load(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
         """A load report."""
@@ -272,7 +272,7 @@ class KvFeed:
     # Asking
 
     def _catch_up(self, source: _Source) -> None:
-        if self._caches is None or source.asking is not None or not source.follower.behind:
+        if self._caches is None or source.asking is not None or not source.follower.is_behind:
             return
         if not self._components[_component_of(source.instance.endpoint)].in_the_past:
             source.asking = self._tasks.start(self._ask_until_exact(source), "KV resync")
@@ -284,7 +284,7 @@ class KvFeed:
                 try:
                     async with self._turns:
                         await self._ask_once(source)
-                    if not source.follower.behind:
+                    if not source.follower.is_behind:
                         return
                 except (DynamoError, ValueError) as error:
                     log.debug("instance %x did not tell its KV cache: %s", source.instance.id, error)
@@ -296,7 +296,7 @@ class KvFeed:
     async def _ask_once(self, source: _Source) -> None:
         self.resyncs += 1
         instance, model = source.instance, source.instance.card.name
-        since = source.follower.ask_from()
+        since = source.follower.request_from()
         if since is not None:
             question = message_encoder.encode(KvQuestion(model, since))
             answer = await self._ask(instance, "events_since", question, self._loop.time() + _ANSWER_S)

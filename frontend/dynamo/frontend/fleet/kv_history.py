@@ -1,10 +1,10 @@
-"""The past of a component's KV caches, as recorded: a snapshot, and the events since.
+"""The recorded history of a component's KV caches: a snapshot, and the events since.
 
-A frontend that starts reads both, and need not ask the instances. Once enough events have come, one frontend of all makes a new
-snapshot: the old one with the recorded events applied, so that it holds just what the record says up to one place. Then the
-record is cut there. Instances that are gone are left out. Where the record has a hole, the instance is asked.
+A frontend that starts reads both instead of requesting snapshots from the instances. After enough events, one of the frontends
+makes a new snapshot: the old one with the recorded events applied. Then it truncates the record up to there. Instances that are
+gone are left out. If the record of an instance has a gap, its snapshot is requested from the instance.
 
-Nothing depends on any of it: what cannot be read is asked for, as without a history.
+The history is an optimization: what cannot be read is requested from the instances.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Key = tuple[InstanceId, str]
 """An instance and a model."""
 
 _READ_S = 1.0
-"""Longer, and asking the instances is quicker. They are asked only for what was not read by then."""
+"""Time limit for reading: beyond it, requesting snapshots from the instances is faster. Only what is missing is requested."""
 _SNAPSHOT_S = 40.0
-"""Below the life of the lock under which a snapshot is made."""
+"""Time limit for making a snapshot, below the lifetime of its lock."""
 
 
 class Record(Protocol):
-    """Where events and snapshots are kept; `messaging.kv_stream.KvStream` is one. Methods raise Unavailable."""
+    """The store of events and snapshots; `messaging.kv_stream.KvStream` is one. Methods raise Unavailable."""
 
     async def count(self, subject: str) -> int: ...
 
@@ -49,16 +49,16 @@ class Record(Protocol):
     def lock(self, name: str) -> AbstractAsyncContextManager[bool]: ...
 
 
-class Reader(Protocol):
-    """Who wants to know the past; the `KvFeed`."""
+class CacheReader(Protocol):
+    """The subscriber of the history: the `KvFeed`."""
 
-    def known(self, endpoint: Endpoint) -> set[Key]: ...
+    def followed(self, endpoint: Endpoint) -> set[Key]: ...
 
-    def remembered(self, instance: InstanceId, model: str, snapshot: KvSnapshot) -> None: ...
+    def restore(self, instance: InstanceId, model: str, snapshot: KvSnapshot) -> None: ...
 
-    def told(self, instance: InstanceId, model: str, update: KvUpdate) -> None: ...
+    def apply_update(self, instance: InstanceId, model: str, update: KvUpdate) -> None: ...
 
-    async def whole(self, instance: InstanceId, model: str) -> KvSnapshot | None: ...
+    async def fetch_snapshot(self, instance: InstanceId, model: str) -> KvSnapshot | None: ...
 
 
 class KvHistory:
@@ -68,30 +68,33 @@ class KvHistory:
         self._record = record
         self._threshold = snapshot_threshold
         self._reset = reset
-        self._heard: dict[str, int] = {}
-        """Events since the last snapshot, as far as this frontend knows, by the subject without the instance."""
+        self._events: dict[str, int] = {}
+        """Events since the last snapshot that this frontend received, by the subject without the instance."""
         self._due: dict[str, asyncio.Event] = {}
         self.snapshots = 0
-        """How many this frontend made."""
+        """How many snapshots this frontend made."""
 
-    def heard(self, subject: str, events: int = 1) -> None:
-        """Events came in on a subject."""
+    def count_events(self, subject: str, events: int = 1) -> None:
+        """Count events that arrived on a subject."""
         name = _name_of(subject)
-        self._heard[name] = heard = self._heard.get(name, 0) + events
-        if heard >= self._threshold and (due := self._due.get(name)) is not None:
+        self._events[name] = count = self._events.get(name, 0) + events
+        if count >= self._threshold and (due := self._due.get(name)) is not None:
             due.set()
 
-    async def read(self, endpoint: Endpoint, reader: Reader) -> None:
-        """Tells `reader` what is recorded of a component. Gives up, silently for it, when that cannot be had or takes long."""
+    async def read(self, endpoint: Endpoint, reader: CacheReader) -> None:
+        """Feed the recorded snapshot and events of a component to `reader`. Gives up with a warning on errors or after a
+        second."""
         try:
             async with asyncio.timeout(_READ_S):
                 await self._read(endpoint, reader)
         except TimeoutError:
-            log.warning("the recorded KV events of %s take too long to read: instances are asked for the rest", endpoint)
+            log.warning("the recorded KV events of %s take too long to read: the rest is requested from the instances", endpoint)
         except (DynamoError, ValueError) as error:
-            log.warning("the recorded KV events of %s cannot be used, so instances are asked: %s", endpoint, error)
+            log.warning(
+                "the recorded KV events of %s cannot be used; requesting snapshots from the instances: %s", endpoint, error
+            )
 
-    async def _read(self, endpoint: Endpoint, reader: Reader) -> None:
+    async def _read(self, endpoint: Endpoint, reader: CacheReader) -> None:
         subject = endpoint.kv_subject()
         name = _name_of(subject)
         if self._reset:
@@ -100,35 +103,35 @@ class KvHistory:
             return
         archive = await self._archive(name)
         for part in archive.parts:
-            reader.remembered(InstanceId(part.instance), part.model, part.snapshot)
+            reader.restore(InstanceId(part.instance), part.model, part.snapshot)
             await asyncio.sleep(0)  # a large one takes a millisecond
         async with aclosing(self._since(subject, archive.sequence)) as batches:
             async for _, events in batches:
                 for (instance, model), update in events:
-                    reader.told(instance, model, update)
-                self.heard(subject, len(events))
+                    reader.apply_update(instance, model, update)
+                self.count_events(subject, len(events))
 
-    async def keep_short(self, endpoint: Endpoint, reader: Reader) -> None:
-        """Makes a snapshot whenever one is due, forever."""
+    async def keep_compact(self, endpoint: Endpoint, reader: CacheReader) -> None:
+        """Make a snapshot whenever one is due, until cancelled."""
         subject = endpoint.kv_subject()
         name = _name_of(subject)
         self._due[name] = due = asyncio.Event()
-        self.heard(subject, 0)
+        self.count_events(subject, 0)
         while True:
             await due.wait()
             due.clear()
-            self._heard[name] = 0
+            self._events[name] = 0
             try:
                 async with asyncio.timeout(_SNAPSHOT_S):
-                    await self._shorten(subject, endpoint, reader)
+                    await self._compact(subject, endpoint, reader)
             except (DynamoError, ValueError, TimeoutError) as error:
                 log.warning("no snapshot of the KV caches of %s: %s", endpoint, str(error) or "it takes too long")
 
-    async def _shorten(self, subject: str, endpoint: Endpoint, reader: Reader) -> None:
+    async def _compact(self, subject: str, endpoint: Endpoint, reader: CacheReader) -> None:
         name = _name_of(subject)
         async with self._record.lock(name) as ours:
             if not ours or await self._record.count(subject) < self._threshold:
-                return  # a sibling makes one, or just did
+                return  # a sibling is making one, or just did
             old = await self._archive(name)
             last = old.sequence
             recorded: dict[Key, list[KvUpdate]] = {}
@@ -139,8 +142,8 @@ class KvHistory:
                         recorded.setdefault(key, []).append(update)
             before = {(InstanceId(part.instance), part.model): part.snapshot for part in old.parts}
             parts: list[Archived] = []
-            for key in sorted(reader.known(endpoint)):
-                snapshot = await self._now(key, before.get(key), recorded.get(key, []), reader)
+            for key in sorted(reader.followed(endpoint)):
+                snapshot = await self._current_snapshot(key, before.get(key), recorded.get(key, []), reader)
                 if snapshot is not None:
                     parts.append(Archived(*key, snapshot))
             data = await asyncio.to_thread(archive_encoder.encode, Archive(last, parts))
@@ -149,13 +152,15 @@ class KvHistory:
             self.snapshots += 1
             log.info("a snapshot of %d KV caches of %s was made", len(parts), endpoint)
 
-    async def _now(self, key: Key, before: KvSnapshot | None, updates: list[KvUpdate], reader: Reader) -> KvSnapshot | None:
+    async def _current_snapshot(
+        self, key: Key, before: KvSnapshot | None, updates: list[KvUpdate], reader: CacheReader
+    ) -> KvSnapshot | None:
         if before is not None and not updates:
             return before
-        return await asyncio.to_thread(fold, before, updates) or await reader.whole(*key)
+        return await asyncio.to_thread(fold, before, updates) or await reader.fetch_snapshot(*key)
 
     async def _since(self, subject: str, after: int) -> AsyncGenerator[tuple[int, list[tuple[Key, KvUpdate]]], None]:
-        """Recorded events past a number, in batches, each with its last number. One that cannot be read is as if it were lost."""
+        """Yield the recorded events after a number in batches, each with its last number. Unreadable events count as lost."""
         async with aclosing(self._record.since(subject, after)) as batches:
             async for batch in batches:
                 events: list[tuple[Key, KvUpdate]] = []
@@ -173,5 +178,5 @@ class KvHistory:
 
 
 def _name_of(subject: str) -> str:
-    """The subject without the instance names a component's record, its snapshot and its lock."""
+    """Return the subject without the instance: the name of a component's record, its snapshot and its lock."""
     return subject.rpartition(".")[0]

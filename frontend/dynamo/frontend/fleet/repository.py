@@ -1,7 +1,7 @@
-"""The model repositories of the fleet: which there are, and loading and unloading at all of them.
+"""The model repositories of the fleet: their index, and loading and unloading models in all of them.
 
-A worker with a repository registers it in etcd (`common.repository`). Loading and unloading go to every worker in the mode
-`explicit`; one that does not have the model is passed over as long as another one has it.
+A worker with a repository registers it in etcd (`common.repository`). Load and unload requests go to every worker in the mode
+`explicit`; a worker without the model is ignored as long as another one has it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 10.0
 _SEEN_S = 5.0
-"""How long the answer waits for the model to be seen here, or to be gone, when the workers are done."""
+"""How long the response waits for the directory to show the change after the workers are done."""
 _PASSED_OVER = frozenset({Code.NOT_FOUND, Code.UNSUPPORTED})
-"""What a worker says that has nothing to do with the model."""
+"""Errors of workers that do not have the model, or no repository that loads models."""
 
-Ask = Callable[[InstanceId, str, str, Body, float], Awaitable[Buffer]]
-"""Of the instance with this id and subject: a verb, its body, until a moment. Raises DynamoError."""
+SendRequest = Callable[[InstanceId, str, str, Body, float], Awaitable[Buffer]]
+"""Sends a request to an instance and returns the response: (id, subject, verb, body, deadline). Raises DynamoError."""
 
 
-class Models(Protocol):
-    """Who serves what, as the directory tells it."""
+class ModelInstances(Protocol):
+    """The part of `Directory` that the repository needs."""
 
     def instances(self, name: str) -> Sequence[Instance]: ...
 
@@ -56,19 +56,19 @@ class Models(Protocol):
 
 
 class RepositoryView:
-    """Every repository that is registered, as far as is known."""
+    """The registered repositories."""
 
     def __init__(self, etcd: Etcd, namespace: str | None) -> None:
         self._etcd = etcd
         self._prefix = repository_prefix(namespace)
-        self._known: dict[str, tuple[RepositoryInstance, int]] = {}
-        """By key, with the revision of the store at which it was put."""
+        self._registered: dict[str, tuple[RepositoryInstance, int]] = {}
+        """Repositories by key, each with the revision of the store at which it was put."""
 
     def instances(self) -> list[RepositoryInstance]:
-        return [instance for instance, _ in self._known.values()]
+        return [instance for instance, _ in self._registered.values()]
 
     async def follow(self) -> None:
-        """Takes over what changes in etcd, until cancelled."""
+        """Apply changes in etcd until cancelled."""
         pauses = backoff(_LONGEST_PAUSE_S)
         while True:
             try:
@@ -81,46 +81,48 @@ class RepositoryView:
             await asyncio.sleep(next(pauses))
 
     async def refresh(self, timeout_s: float) -> None:
-        """Looks now, for who cannot wait for the watch to tell. Without etcd, what is known stays."""
+        """List the repositories now instead of waiting for the watch. Without etcd, the view stays as it is."""
         try:
             async with asyncio.timeout(timeout_s):
                 listing = await self._etcd.range(self._prefix, prefix=True)
         except (DynamoError, TimeoutError) as error:
-            log.warning("the model repositories could not be listed: %s", str(error) or "no answer in time")
+            log.warning("the model repositories could not be listed: %s", str(error) or "no response in time")
             return
         self._take_over(listing.kvs, listing.revision)
 
     def _apply(self, change: Reset | Events) -> None:
         if isinstance(change, Reset):
             if change.history_lost:
-                self._known.clear()
+                self._registered.clear()
             return self._take_over(change.kvs, change.revision)
         for event in change.events:
             if isinstance(event, Put):
                 self._put(event.kv)
-            elif event.key in self._known and self._known[event.key][1] < event.revision:
-                del self._known[event.key]
+            elif event.key in self._registered and self._registered[event.key][1] < event.revision:
+                del self._registered[event.key]
 
     def _take_over(self, kvs: Sequence[KeyValue], revision: int) -> None:
-        """All there is at `revision`; what was put later stays."""
+        """Replace the view by a listing at `revision`, except for what was put later."""
         listed = {kv.key for kv in kvs}
-        self._known = {key: known for key, known in self._known.items() if key in listed or known[1] > revision}
+        self._registered = {
+            key: registered for key, registered in self._registered.items() if key in listed or registered[1] > revision
+        }
         for kv in kvs:
             self._put(kv)
 
     def _put(self, kv: KeyValue) -> None:
-        if kv.key in self._known and self._known[kv.key][1] >= kv.mod_revision:
+        if kv.key in self._registered and self._registered[kv.key][1] >= kv.mod_revision:
             return
         try:
-            self._known[kv.key] = decode_repository(kv.key, kv.value), kv.mod_revision
+            self._registered[kv.key] = decode_repository(kv.key, kv.value), kv.mod_revision
         except DynamoError as error:
             log.warning("the repository registered at %s is left out: %s", kv.key, error)
-            self._known.pop(kv.key, None)
+            self._registered.pop(kv.key, None)
 
 
 @asynccontextmanager
 async def open_repositories(etcd: Etcd, namespace: str | None) -> AsyncIterator[RepositoryView]:
-    """The repositories of a namespace, or of all, followed while the body runs."""
+    """Follow the repositories of a namespace, or of all, while the body runs."""
     view = RepositoryView(etcd, namespace)
     async with running(view.follow(), "repositories"):
         yield view
@@ -128,7 +130,7 @@ async def open_repositories(etcd: Etcd, namespace: str | None) -> AsyncIterator[
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What one worker answered."""
+    """The response of one worker."""
 
     worker: RepositoryInstance
     error: DynamoError | None
@@ -137,72 +139,72 @@ class _Outcome:
 class Repository:
     """All repositories as one."""
 
-    def __init__(self, view: RepositoryView, ask: Ask, models: Models, timeout_s: float) -> None:
+    def __init__(self, view: RepositoryView, send: SendRequest, models: ModelInstances, timeout_s: float) -> None:
         """`timeout_s`: the longest that loading or unloading may take."""
         self._view = view
-        self._ask = ask
+        self._send = send
         self._models = models
         self._timeout_s = timeout_s
         self._changed = asyncio.Event()
         models.on_change(self._changed.set)
 
     def index(self, account: Account) -> list[IndexEntry]:
-        """Of all models that the caller may use, loaded or not, in order of name and version."""
+        """Return the models that the caller may use, loaded or not, in order of name and version."""
         return [entry for entry in merge_indexes(self._view.instances()) if account.permits(entry.name)]
 
     async def load(self, account: Account, request: LoadRequest) -> None:
-        """Returns when every worker that has the model serves it. Raises DynamoError saying why one does not."""
+        """Load a model. Returns when every worker that has the model serves it; raises the DynamoError of one that fails."""
         account.permit(request.model)
-        done = await self._order(request.model, LOAD, msgspec.msgpack.encode(request))
-        await self._see(lambda: done <= {instance.id for instance in self._models.instances(request.model)})
+        done = await self._send_to_all(request.model, LOAD, msgspec.msgpack.encode(request))
+        await self._wait_until_visible(lambda: done <= {instance.id for instance in self._models.instances(request.model)})
 
     async def unload(self, account: Account, request: UnloadRequest) -> None:
-        """Returns when no worker serves the model and its accepted requests are over. Raises DynamoError."""
+        """Unload a model. Returns when no worker serves it and its accepted requests are done. Raises DynamoError."""
         account.permit(request.model)
-        done = await self._order(request.model, UNLOAD, msgspec.msgpack.encode(request))
-        await self._see(lambda: done.isdisjoint(instance.id for instance in self._models.instances(request.model)))
+        done = await self._send_to_all(request.model, UNLOAD, msgspec.msgpack.encode(request))
+        await self._wait_until_visible(lambda: done.isdisjoint(instance.id for instance in self._models.instances(request.model)))
 
-    async def _order(self, model: str, verb: str, body: bytes) -> set[InstanceId]:
-        """Who has done it."""
+    async def _send_to_all(self, model: str, verb: str, body: bytes) -> set[InstanceId]:
+        """Send a request to all workers, and return the ids of those that succeeded."""
         workers = [worker for worker in self._view.instances() if worker.mode is ControlMode.EXPLICIT]
         if not workers:
             raise Unsupported(
                 "no worker loads and unloads models on request: that needs a --model-repository and --model-control-mode explicit"
             )
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        outcomes = await asyncio.gather(*(self._ask_one(worker, verb, body, deadline) for worker in workers))
-        await self._view.refresh(_SEEN_S)  # the workers have registered what they answer
+        outcomes = await asyncio.gather(*(self._send_to(worker, verb, body, deadline) for worker in workers))
+        await self._view.refresh(_SEEN_S)  # the workers registered the change before they responded
         done = {outcome.worker.id for outcome in outcomes if outcome.error is None}
         failed = [outcome.error for outcome in outcomes if outcome.error is not None]
         serious = [error for error in failed if error.code not in _PASSED_OVER]
         if serious:
-            raise _summed_up(model, serious, len(workers))
+            raise _summarize(model, serious, len(workers))
         if not done:
             unsupported = [error for error in failed if error.code is Code.UNSUPPORTED]
             raise unsupported[0] if unsupported else ModelNotFound(model)
         return done
 
-    async def _ask_one(self, worker: RepositoryInstance, verb: str, body: bytes, deadline: float) -> _Outcome:
+    async def _send_to(self, worker: RepositoryInstance, verb: str, body: bytes, deadline: float) -> _Outcome:
         try:
-            await self._ask(worker.id, worker.subject, verb, body, deadline)
+            await self._send(worker.id, worker.subject, verb, body, deadline)
         except DynamoError as error:
             return _Outcome(worker, error)
         return _Outcome(worker, None)
 
-    async def _see(self, is_so: Callable[[], bool]) -> None:
-        """Waits for the directory to hear of it, so that the caller's next request finds what it was told."""
+    async def _wait_until_visible(self, is_visible: Callable[[], bool]) -> None:
+        """Wait until the directory shows the change, so that the caller's next request sees it."""
         try:
             async with asyncio.timeout(_SEEN_S):
-                while not is_so():
+                while not is_visible():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            log.warning("the workers have changed their models, but etcd did not tell so within %g s", _SEEN_S)
+            log.warning("the workers have changed their models, but etcd did not show it within %g s", _SEEN_S)
 
 
-def _summed_up(model: str, errors: Sequence[DynamoError], asked: int) -> DynamoError:
+def _summarize(model: str, errors: Sequence[DynamoError], count: int) -> DynamoError:
     first = errors[0]
-    if asked == 1:
+    if count == 1:
         return first
-    text = f"model '{model}': {len(errors)} of {asked} workers failed; first: {first}"
+    text = f"model '{model}': {len(errors)} of {count} workers failed; first: {first}"
     return from_wire(first.code, text, first.retryable)

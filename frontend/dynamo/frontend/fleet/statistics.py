@@ -1,4 +1,4 @@
-"""Statistics of several instances, added up."""
+"""Aggregates the statistics of several instances."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dynamo.protos.inference_pb2 import InferBatchStatistics, ModelStatistics, M
 
 
 def add_up(parts: Iterable[ModelStatisticsResponse]) -> ModelStatisticsResponse:
-    """One entry per model and version, in order of name and version."""
+    """Return the sums of statistics, one entry per model and version, in order of name and version."""
     sums: dict[tuple[str, str], ModelStatistics] = {}
     for part in parts:
         for statistics in part.model_stats:
@@ -30,11 +30,11 @@ def _add(total: ModelStatistics, more: ModelStatistics) -> None:
     _add_durations(total.inference_stats, more.inference_stats)
     by_size = {batch.batch_size: batch for batch in total.batch_stats}
     for batch in more.batch_stats:
-        known = by_size.get(batch.batch_size)
-        if known is None:
-            known = total.batch_stats.add()
-            known.batch_size = batch.batch_size
-        _add_durations(known, batch)
+        existing = by_size.get(batch.batch_size)
+        if existing is None:
+            existing = total.batch_stats.add()
+            existing.batch_size = batch.batch_size
+        _add_durations(existing, batch)
     ordered = sorted(total.batch_stats, key=_batch_size)
     del total.batch_stats[:]
     total.batch_stats.extend(ordered)
@@ -48,9 +48,9 @@ def _batch_size(batch: InferBatchStatistics) -> int:
 
 
 def _add_durations(total: Message, more: Message) -> None:
-    """Adds every `StatisticDuration` field of `more` to the same field of `total`, a message of the same type."""
+    """Add every `StatisticDuration` field of `more` to the same field of `total`, a message of the same type."""
     for field, value in more.ListFields():
         if isinstance(value, StatisticDuration):
-            known: StatisticDuration = getattr(total, field.name)
-            known.count += value.count
-            known.ns += value.ns
+            existing: StatisticDuration = getattr(total, field.name)
+            existing.count += value.count
+            existing.ns += value.ns

@@ -1,8 +1,8 @@
-"""Requests of one session go to one instance, as long as it is there and the session is in use.
+"""Session affinity: the requests of one session go to one instance while it is registered and the session is in use.
 
-*hard*: also when the instance is busy. *soft*: a busy instance is passed over, and the session moves to the one chosen instead.
-An instance that left, or that a retry leaves out, is replaced by the wrapped router's decision. A pin goes before the session,
-which follows it. Prefill and decode instances of a model are remembered apart.
+In *hard* mode this holds even when the instance is busy. In *soft* mode a busy instance is skipped, and the session moves to the
+instance chosen instead. An instance that left, or that a retry excludes, is replaced by the wrapped router's decision. A pinned
+instance takes precedence, and the session moves to it. Prefill and decode instances of a model have separate sessions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import AffinityMode
-from dynamo.frontend.router.base import Router, RouterAround, RouteRequest, RoutingDecision
-from dynamo.frontend.router.simple import position
+from dynamo.frontend.router.base import Router, RouteRequest, RouterWrapper, RoutingDecision
+from dynamo.frontend.router.simple import position_of
 
 _EXPIRED_PER_TURN = 4
-"""How many idle sessions one request drops at most, so that none waits for all of them after a pause."""
+"""Upper bound on the idle sessions that one request evicts, so that no request has to evict them all after a pause."""
 
 
 class SessionKey(msgspec.Struct, frozen=True, array_like=True):
@@ -36,16 +36,17 @@ class SessionKey(msgspec.Struct, frozen=True, array_like=True):
 class _Session:
     instance: InstanceId
     used_at: float = -math.inf
-    told_at: float = -math.inf
-    """When other frontends heard last where it is."""
+    announced_at: float = -math.inf
+    """When the session's instance was last published to other frontends."""
     open: int = 0
-    """Requests that run now."""
+    """Requests of the session that run now."""
 
 
-class SessionRouter(RouterAround):
-    """Another router, for sessions. Keeps at most `max_sessions`; the one that was used least recently is forgotten first.
+class SessionRouter(RouterWrapper):
+    """Wraps a router and adds session affinity. Keeps at most `max_sessions`, and evicts the least recently used one first.
 
-    `on_placed` is told where sessions are, once per half `ttl_s` while they are used; `placed` takes what other frontends tell.
+    `on_placed` is called with a session and its instance, at most once per half `ttl_s` while the session is used; `placed`
+    applies what other frontends published.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class SessionRouter(RouterAround):
         self._bookings: dict[str, SessionKey] = {}
 
     def __len__(self) -> int:
-        """How many sessions are remembered."""
+        """Return how many sessions are kept."""
         return len(self._sessions)
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
@@ -78,22 +79,22 @@ class SessionRouter(RouterAround):
         now = self._clock()
         self._expire(now)
         key = SessionKey(request.model, candidates[0].card.role.value, request.session)
-        known = self._sessions.get(key)
-        if known is not None and known.open == 0 and known.used_at + self._ttl_s <= now:
-            known = None
-        decision = self._pick(request, candidates, known, explain)
+        current = self._sessions.get(key)
+        if current is not None and current.open == 0 and current.used_at + self._ttl_s <= now:
+            current = None
+        decision = self._pick(request, candidates, current, explain)
         session = self._remember(key, decision.instance.id, now)
         session.open += 1
-        if self._on_placed is not None and session.told_at + self._ttl_s / 2 <= now:
-            session.told_at = now
+        if self._on_placed is not None and session.announced_at + self._ttl_s / 2 <= now:
+            session.announced_at = now
             self._on_placed(key, session.instance)
         self._bookings[request.booking_id] = key
         return decision
 
     def placed(self, key: SessionKey, instance: InstanceId) -> None:
-        """Another frontend sent a session there."""
+        """Record that another frontend sent a session to `instance`."""
         now = self._clock()
-        self._remember(key, instance, now).told_at = now
+        self._remember(key, instance, now).announced_at = now
 
     def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
         super().finished(booking_id, error)
@@ -107,16 +108,16 @@ class SessionRouter(RouterAround):
     # Inside
 
     def _pick(
-        self, request: RouteRequest, candidates: Sequence[Instance], known: _Session | None, explain: bool
+        self, request: RouteRequest, candidates: Sequence[Instance], current: _Session | None, explain: bool
     ) -> RoutingDecision:
-        if known is None or request.pinned is not None or position(known.instance, candidates) is None:
+        if current is None or request.pinned is not None or position_of(current.instance, candidates) is None:
             return self.inner.pick(request, candidates, explain=explain)
         if self._mode is AffinityMode.HARD:
-            wish = msgspec.structs.replace(request, pinned=known.instance)
+            wish = msgspec.structs.replace(request, pinned=current.instance)
         else:
-            wish = msgspec.structs.replace(request, preferred=known.instance)
+            wish = msgspec.structs.replace(request, preferred=current.instance)
         decision = self.inner.pick(wish, candidates, explain=explain)
-        return msgspec.structs.replace(decision, reason="session") if decision.instance.id == known.instance else decision
+        return msgspec.structs.replace(decision, reason="session") if decision.instance.id == current.instance else decision
 
     def _remember(self, key: SessionKey, instance: InstanceId, now: float) -> _Session:
         session = self._sessions.get(key)
@@ -126,7 +127,7 @@ class SessionRouter(RouterAround):
             session = self._sessions[key] = _Session(instance)
         if session.instance != instance:
             session.instance = instance
-            session.told_at = -math.inf
+            session.announced_at = -math.inf
         session.used_at = now
         self._sessions.move_to_end(key)
         return session
@@ -138,7 +139,7 @@ class SessionRouter(RouterAround):
             key, session = next(iter(self._sessions.items()))
             if session.used_at + self._ttl_s > now:
                 return
-            if session.open:  # in use for all that time
+            if session.open:  # still in use
                 session.used_at = now
                 self._sessions.move_to_end(key)
             else:

@@ -15,7 +15,7 @@ from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.load import Load, LoadTable, all_busy, busy
 from dynamo.frontend.router.rows import RowCache
-from dynamo.frontend.router.simple import pinned, position, position_of_least
+from dynamo.frontend.router.simple import pinned, position_of, position_of_least
 from dynamo.frontend.router.thresholds import ThresholdTable
 
 Strategy = Callable[[Sequence[int], random.Random], int]
@@ -23,12 +23,12 @@ Strategy = Callable[[Sequence[int], random.Random], int]
 
 
 def least_loaded(requests: Sequence[int], rng: random.Random) -> int:
-    """The one with the fewest requests, ties at random."""
+    """Return the position with the fewest requests; ties are broken at random."""
     return position_of_least(requests, rng)
 
 
 def power_of_two(requests: Sequence[int], rng: random.Random) -> int:
-    """The better one of two drawn at random: nearly as even as least-loaded, and never a stampede on one instance."""
+    """Return the less loaded of two positions drawn at random: nearly as even as least-loaded, without a stampede on one."""
     if len(requests) == 1:
         return 0
     one, other = rng.sample(range(len(requests)), 2)
@@ -36,7 +36,7 @@ def power_of_two(requests: Sequence[int], rng: random.Random) -> int:
 
 
 class LoadRouter:
-    """Chooses among the instances that are not busy by a strategy. `name` is the reason given for its choices."""
+    """Chooses among the instances that are not busy by a strategy. `name` is the `reason` of its decisions."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class LoadRouter:
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         now = self._clock()
         loads = self.loads.read(self._rows.rows(candidates), now)
-        at = pinned(request, candidates)
+        position = pinned(request, candidates)
         reason = "pinned"
-        if at is None:
-            at, reason = self._choose(request, candidates, loads)
+        if position is None:
+            position, reason = self._choose(request, candidates, loads)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
-            explanation = _explain(candidates, loads, at, busy(loads, self.thresholds.of(request.model)))
-        decision = RoutingDecision(candidates[at], reason, cost=float(loads[at].requests), candidates=explanation)
+            explanation = _explain(candidates, loads, position, busy(loads, self.thresholds.of(request.model)))
+        decision = RoutingDecision(candidates[position], reason, cost=float(loads[position].requests), candidates=explanation)
         tokens = 0 if request.is_prefilled else len(request.prompt) // TOKEN_BYTES
         self.loads.book(request.booking_id, decision.instance.id, now, prefill_tokens=tokens)
         return decision
@@ -87,16 +87,18 @@ class LoadRouter:
         self.loads.remove_instance(instance)
 
     def _choose(self, request: RouteRequest, candidates: Sequence[Instance], loads: Sequence[Load]) -> tuple[int, str]:
-        """Position of the candidate that wins, and why. Raises Overloaded if all are busy."""
+        """Return the position of the chosen candidate, and the reason. Raises Overloaded if all are busy."""
         busy_ones = busy(loads, self.thresholds.of(request.model))
-        free = list(range(len(loads)) if busy_ones is None else (at for at, is_busy in enumerate(busy_ones) if not is_busy))
+        free = list(
+            range(len(loads)) if busy_ones is None else (position for position, is_busy in enumerate(busy_ones) if not is_busy)
+        )
         if not free:
             raise all_busy(request.model)
         if request.preferred is not None:
-            at = position(request.preferred, candidates)
-            if at is not None and at in free:
-                return at, "preferred"
-        return free[self._strategy([loads[at].requests for at in free], self._rng)], self._name
+            position = position_of(request.preferred, candidates)
+            if position is not None and position in free:
+                return position, "preferred"
+        return free[self._strategy([loads[position].requests for position in free], self._rng)], self._name
 
 
 def _explain(
@@ -104,12 +106,12 @@ def _explain(
 ) -> list[Mapping[str, float | int | str]]:
     return [
         {
-            "instance": f"{candidates[at].id:x}",
-            "cost": float(loads[at].requests),
-            "requests": loads[at].requests,
-            "prefill_tokens": loads[at].prefill_tokens,
-            "kv_usage": round(loads[at].usage, 4),
-            **({"busy": True} if busy_ones is not None and busy_ones[at] else {}),
+            "instance": f"{candidates[position].id:x}",
+            "cost": float(loads[position].requests),
+            "requests": loads[position].requests,
+            "prefill_tokens": loads[position].prefill_tokens,
+            "kv_usage": round(loads[position].usage, 4),
+            **({"busy": True} if busy_ones is not None and busy_ones[position] else {}),
         }
-        for at in shown([load.requests for load in loads], chosen)
+        for position in shown([load.requests for load in loads], chosen)
     ]

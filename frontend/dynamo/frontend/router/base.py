@@ -1,4 +1,4 @@
-"""What a router decides, and from what. Routers are plain computation: no asyncio, no I/O."""
+"""The interface of routers: their input, their decision, and the protocol. Routers are plain computation: no asyncio, no I/O."""
 
 from __future__ import annotations
 
@@ -25,72 +25,76 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     cache_salt: str = ""
     expected_output_tokens: int = 0
     is_prefilled: bool = False
-    """Another instance has computed the prompt: neither what is cached nor the prompt's length matters."""
+    """A prefill instance has computed the prompt: neither cached blocks nor the prompt's length matter."""
     priority: int = 0
     """Higher is more important."""
     pinned: InstanceId | None = None
-    """The client named the instance itself."""
+    """The instance that the client demands."""
     preferred: InstanceId | None = None
-    """Taken if it is a candidate and not busy."""
+    """Chosen if it is a candidate and not busy."""
     session: str = ""
-    """Requests of one session like to land on one instance."""
+    """Requests of one session should go to one instance."""
     overrides: Mapping[str, float] = {}
     """Per-request router settings, see `overrides.py`."""
     hashes: PromptHashes | None = None
-    """Those of `prompt`, if they were computed before; they must stay as they are."""
+    """The hashes of `prompt`, if they were computed before. Must not be modified."""
     request_id: str = ""
     """The id under which the client knows the request; `booking_id` names its booking."""
     explanation: Explanation | None = None
-    """Where the client wants to be told why."""
+    """Collects the decision, if the client requested an explanation."""
 
 
 class RoutingDecision(msgspec.Struct, frozen=True, gc=False):
-    """Where a request goes, and why."""
+    """The instance that a request goes to, and why."""
 
     instance: Instance
     reason: str
     overlap_blocks: int = 0
     cost: float = 0.0
     candidates: Sequence[Mapping[str, float | int | str]] = ()
-    """Filled when an explanation was asked for: instance, overlap, load and cost of the cheapest ones and of the chosen one."""
+    """Only with `explain`: instance, overlap, load and cost of the cheapest candidates and of the chosen one."""
 
 
 class Router(Protocol):
     """Chooses an instance and books the request on it in one synchronous step.
 
-    Whoever got a Choice must call `finished` exactly once, on every path; `first_token` in between where the request streams.
+    A caller that received a RoutingDecision must call `finished` exactly once, on every path, and `first_token` before it if the
+    request streams.
     """
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
-        """One of `candidates`, which is not empty. Raises Overloaded if none may take more, NoInstances if a pin is absent."""
+        """Choose one of `candidates`, which is not empty. Raises Overloaded if all are busy, NoInstances if a pin is absent."""
         ...
 
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
-        """What `pick` would hash first, not hashed yet: a long prompt is hashed in steps. None: it looks at no hashes."""
+        """Return the hashes that `pick` needs, not computed yet, so that a long prompt can be hashed in steps.
+
+        None if the router uses no hashes.
+        """
         ...
 
     def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
-        """The fewest tokens of the prompt that a candidate has not cached. None: the router looks at no caches.
+        """Return the fewest tokens of the prompt that a candidate has not cached. None if the router knows no caches.
 
-        0 if all whole blocks of it are cached: what is left over never is.
+        0 if all full blocks of the prompt are cached: a partial last block never is.
         """
         ...
 
     def first_token(self, booking_id: str) -> None:
-        """The prefill of a booked request is done."""
+        """Record that the prefill of a booked request is done."""
         ...
 
     def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
-        """The booking of a request is released, however it ended."""
+        """Release the booking of a request, however the request ended."""
         ...
 
     def removed(self, instance: InstanceId) -> None:
-        """An instance is gone for good."""
+        """Drop everything kept about an instance that will not come back."""
         ...
 
 
-class RouterAround:
-    """The part of a router around another one that leaves everything to that one. The rest is a `pick` of its own."""
+class RouterWrapper:
+    """Base of routers that wrap another one: delegates everything but `pick`, which each wrapper defines."""
 
     def __init__(self, inner: Router) -> None:
         self.inner = inner

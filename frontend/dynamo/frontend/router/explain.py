@@ -1,8 +1,8 @@
-"""Why requests went where they went.
+"""A log of explained routing decisions.
 
     router = ExplainingRouter(router, DecisionLog())
 
-Nothing is explained unless somebody asks: a request for itself, or a reader of the log for all requests of the next seconds.
+A decision is explained only on demand: if its request wants an explanation, or if the log was read within the last seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dynamo.common.discovery import Instance
-from dynamo.frontend.router.base import Router, RouterAround, RouteRequest, RoutingDecision
+from dynamo.frontend.router.base import Router, RouteRequest, RouterWrapper, RoutingDecision
 from dynamo.frontend.router.explanation import DecisionRecord
 
 log = logging.getLogger(__name__)
@@ -27,8 +27,8 @@ _PAUSE_S = 0.01
 class DecisionLog:
     """The last decisions that were explained.
 
-    Requests that ask for it are always in here. While somebody reads, so are all others, up to a hundred per second; with
-    `everything`, each of them at all times.
+    Decisions of requests that want an explanation are always logged. For some seconds after each `read`, up to a hundred others
+    per second are logged as well; with `everything`, all of them at all times.
     """
 
     def __init__(self, size: int = 256, *, everything: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,16 +38,16 @@ class DecisionLog:
         self._until = 0.0
         self._next = 0.0
         self.is_watched = everything
-        """Whether decisions that nobody asked about may be wanted, too."""
+        """Whether decisions without a requested explanation may be logged now. Cheap to test; `wants_next` decides."""
 
     def read(self, limit: int) -> list[DecisionRecord]:
-        """The last ones, newest first. For some seconds from now all decisions are logged."""
+        """Return the last decisions, newest first, and log all decisions for some seconds from now."""
         self._until = self._clock() + _WATCHED_S
         self.is_watched = True
         return [decision for decision, _ in zip(reversed(self._decisions), range(limit), strict=False)]
 
     def wants_next(self) -> bool:
-        """Whether a decision that nobody asked about should be logged now."""
+        """Return whether the next decision should be logged although its request wants no explanation."""
         if self._everything:
             return True
         now = self._clock()
@@ -65,8 +65,8 @@ class DecisionLog:
             log.debug("routed: %s", msgspec.json.encode(decision).decode())
 
 
-class ExplainingRouter(RouterAround):
-    """Another router, whose decisions are logged and told to those who ask."""
+class ExplainingRouter(RouterWrapper):
+    """Wraps a router: logs its decisions, and adds them to the explanations that requests want."""
 
     def __init__(self, router: Router, decisions: DecisionLog, unix_time: Callable[[], float] = time.time) -> None:
         super().__init__(router)

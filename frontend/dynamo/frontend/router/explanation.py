@@ -1,4 +1,4 @@
-"""What is said about a decision to those who ask."""
+"""The explanation of a routing decision, as clients and the decision log see it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 MAX_SHOWN = 16
 """Candidates in an explanation."""
 _MAX_DECISIONS = 4
-"""Decisions that one call is told about: retries, migrations and further prompts make several."""
+"""Decisions in the explanation of one call: retries, migrations and further prompts make several."""
 
 
 def shown(costs: Sequence[float], chosen: int) -> list[int]:
-    """Positions of the candidates that an explanation shows: the cheapest, and the chosen one; cheapest first."""
+    """Return the positions of the candidates that an explanation shows: the cheapest and the chosen one, cheapest first."""
     order = heapq.nsmallest(MAX_SHOWN, range(len(costs)), key=costs.__getitem__)
     if chosen not in order:
         order[-1] = chosen
@@ -23,19 +23,19 @@ def shown(costs: Sequence[float], chosen: int) -> list[int]:
 
 
 class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One decision, as callers and readers of the log see it."""
+    """One routing decision. A wire format: clients and the console parse it."""
 
     request_id: str
     model: str
     at: float
     """Unix time, seconds."""
     instance: str
-    """In hex, like those of the candidates."""
+    """The instance id in hex."""
     reason: str
     overlap_blocks: int = 0
     cost: float = 0.0
     instances: int
-    """How many there were to choose from; the candidates are some of them."""
+    """The number of candidates; `candidates` lists some of them."""
     candidates: Sequence[Mapping[str, float | int | str]] = ()
 
 
@@ -51,7 +51,10 @@ class Explanation:
         self._decisions.append(decision)
 
     def to_json(self) -> bytes:
-        """An array in the order of the decisions, fit for a header; only the last one has candidates. Empty: there was none."""
+        """Return the decisions as a JSON array, oldest first, fit for a header; empty bytes if there was none.
+
+        Only the last decision keeps its candidates.
+        """
         if not self._decisions:
             return b""
         *earlier, last = self._decisions

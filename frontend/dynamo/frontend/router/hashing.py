@@ -1,7 +1,7 @@
 """The sequence hashes of one prompt, at once or in steps.
 
 Hashing 128k tokens in blocks of 16 takes 3 ms, during which no stream would get a token. A thread does not help: it holds the
-interpreter lock for up to 5 ms at a time. Steps with a turn of the event loop between them keep each pause near 0.1 ms.
+interpreter lock for up to 5 ms at a time. Steps with an iteration of the event loop between them keep each pause near 0.1 ms.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dynamo.common.kv.hashes import TOKEN_BYTES, Buffer, sequence_hashes
 
 LONG_PROMPT_BYTES = 16_384 * TOKEN_BYTES
-"""From here on a prompt is hashed in steps."""
+"""Prompts of this size and above are hashed in steps."""
 _STEP_BLOCKS = 512
 _WORTH_KEEPING_BLOCKS = 8
 
 
 class PromptHashes:
-    """`block_size` 0: the instances have no blocks that could be told apart, and there is nothing to hash."""
+    """The sequence hashes of a prompt. With a `block_size` of 0 (the instances have no KV blocks) there are none."""
 
     __slots__ = ("_parent", "_prompt", "block_size", "values")
 
@@ -31,23 +31,23 @@ class PromptHashes:
 
     @classmethod
     def of(cls, prompt: Buffer, block_size: int, parent: int | None = None) -> PromptHashes:
-        """All of them, computed now."""
-        return cls.known(sequence_hashes(prompt, block_size, parent) if block_size else [], block_size)
+        """Compute all hashes now."""
+        return cls.from_values(sequence_hashes(prompt, block_size, parent) if block_size else [], block_size)
 
     @classmethod
-    def known(cls, values: list[int], block_size: int) -> PromptHashes:
-        """Those computed before."""
+    def from_values(cls, values: list[int], block_size: int) -> PromptHashes:
+        """Wrap hashes that were computed before."""
         hashes = cls(b"", block_size)
         hashes.values = values
         return hashes
 
     def steps(self) -> Iterator[None]:
-        """Hashes some blocks, yields, hashes some more, until all are."""
+        """Compute the hashes in steps of some blocks, yielding between two steps."""
         step_bytes = _STEP_BLOCKS * self.block_size * TOKEN_BYTES
-        for at in range(0, len(self._prompt), step_bytes) if step_bytes else ():
-            if at:
+        for start in range(0, len(self._prompt), step_bytes) if step_bytes else ():
+            if start:
                 yield
-            self.values += sequence_hashes(self._prompt[at : at + step_bytes], self.block_size, self._parent)
+            self.values += sequence_hashes(self._prompt[start : start + step_bytes], self.block_size, self._parent)
             self._parent = self.values[-1] if self.values else None
 
 
@@ -63,9 +63,9 @@ class RecentPrompts:
         """By first block: the prompt, its hashes, and how many blocks it shared with the one before."""
 
     def hashes(self, prompt: bytes, block_size: int, parent: int | None = None) -> tuple[list[int], int]:
-        """As `sequence_hashes`, and how many leading blocks the prompt shares with the last one that begins like it.
+        """Return `sequence_hashes` of the prompt, and how many leading blocks it shares with the last one that begins like it.
 
-        The list is not to be changed.
+        The list must not be modified.
         """
         step = block_size * TOKEN_BYTES
         if not _WORTH_KEEPING_BLOCKS * step <= len(prompt) < LONG_PROMPT_BYTES:
@@ -78,15 +78,17 @@ class RecentPrompts:
             if len(self._recent) >= self._most:
                 self._recent.popitem(last=False)
         else:
-            other, known, guess = before
-            shared = _shared_blocks(prompt, other, min(len(known), len(prompt) // step), guess, step)
-            values = known[:shared] + sequence_hashes(memoryview(prompt)[shared * step :], block_size, known[shared - 1])
+            other, other_hashes, guess = before
+            shared = _shared_blocks(prompt, other, min(len(other_hashes), len(prompt) // step), guess, step)
+            values = other_hashes[:shared] + sequence_hashes(
+                memoryview(prompt)[shared * step :], block_size, other_hashes[shared - 1]
+            )
         self._recent[key] = (prompt, values, shared)
         return values, shared
 
 
 def _shared_blocks(prompt: bytes, other: bytes, most: int, guess: int, step: int) -> int:
-    """How many leading blocks two prompts share, of which the first is equal. `guess` is tried first, and found fastest."""
+    """Return how many leading blocks two prompts share; the first block is equal. `guess` is tried first."""
     low, high = 1, most
     if low < guess < high:
         if not prompt.startswith(other[: guess * step]):

@@ -34,18 +34,18 @@ class Match(msgspec.Struct, frozen=True):
     """How much of one prompt each instance holds, as groups of instances of equal overlap."""
 
     groups: Sequence[tuple[int, int]]
-    """(overlap in blocks, bit mask of slots) per group, longest overlap first. Who holds nothing is in none."""
+    """(overlap in blocks, bit mask of slots) per group, longest overlap first. Instances without overlap are in no group."""
 
     def by_position(self, positions: Mapping[int, int]) -> dict[int, int]:
-        """Overlap in blocks by position of the instance, given the positions of slots; of instances that hold anything."""
+        """Return the overlap in blocks by position of the instance, given the positions of slots. Without zero overlaps."""
         overlaps: dict[int, int] = {}
         for blocks, mask in self.groups:
             bits = f"{mask:b}"[::-1]
             slot = bits.find("1")
             while slot >= 0:
-                at = positions.get(slot)
-                if at is not None:
-                    overlaps[at] = blocks
+                position = positions.get(slot)
+                if position is not None:
+                    overlaps[position] = blocks
                 slot = bits.find("1", slot + 1)
         return overlaps
 
@@ -75,16 +75,20 @@ class PrefixIndex:
         """Changes whenever an instance gets another slot."""
 
     def __len__(self) -> int:
-        """How many different blocks are in the map, retired ones not yet swept included."""
+        """Return the number of different blocks in the map, retired ones that are not yet swept included."""
         return sum(map(len, self._shards))
+
+    def __repr__(self) -> str:
+        retired = len(self._retired) + len(self._sweeping)
+        return f"<PrefixIndex blocks={len(self)} instances={len(self._slots)} retired_slots={retired}>"
 
     def slot(self, instance: InstanceId) -> int | None:
         return self._slots.get(instance)
 
     def rows(self, instances: Sequence[Instance]) -> dict[int, int]:
-        """The positions of the instances' slots; of instances that hold anything."""
+        """Return the position in `instances` of each slot; instances that hold nothing have no slot."""
         slots = self._slots
-        return {slots[instance.id]: at for at, instance in enumerate(instances) if instance.id in slots}
+        return {slots[instance.id]: position for position, instance in enumerate(instances) if instance.id in slots}
 
     def instances(self) -> list[InstanceId]:
         return list(self._slots)
@@ -92,7 +96,7 @@ class PrefixIndex:
     # Changes
 
     def apply(self, instance: InstanceId, update: KvUpdate) -> None:
-        """Takes over an update. Its place in the instance's stream is the caller's business."""
+        """Apply an update. The caller keeps the updates of an instance in order."""
         if update.cleared:
             self._retire(instance)
         if update.removed:
@@ -103,12 +107,12 @@ class PrefixIndex:
             self.sweep(_SHARDS_SWEPT_PER_UPDATE)
 
     def replace(self, instance: InstanceId, snapshot: KvSnapshot) -> None:
-        """The instance holds exactly this."""
+        """Replace all blocks of an instance by those of a snapshot."""
         self._retire(instance)
         self.store(instance, snapshot.hashes)
 
     def remove_instance(self, instance: InstanceId) -> None:
-        """The instance is gone. Takes the same short time however much it held."""
+        """Remove an instance and its blocks, in the same short time however many they are."""
         self._retire(instance)
 
     def store(self, instance: InstanceId, blocks: Iterable[int]) -> None:
@@ -125,7 +129,7 @@ class PrefixIndex:
                 shard[block] = with_slot(held, slot)
 
     def remove(self, instance: InstanceId, blocks: Iterable[int]) -> None:
-        """Blocks that the instance does not hold are left alone."""
+        """Remove blocks of an instance. Blocks that it does not hold are ignored."""
         slot = self._slots.get(instance)
         if slot is None:
             return
@@ -142,7 +146,7 @@ class PrefixIndex:
                 del shard[block]
 
     def sweep(self, shards: int = _SHARDS) -> bool:
-        """Takes retired slots out of the next few shards; True while there is more to do.
+        """Remove retired slots from the next few shards, and return whether more is left to do.
 
         A shard of 2,500 blocks (10 million in all) takes about 0.2 ms.
         """
@@ -188,11 +192,11 @@ class PrefixIndex:
     # Matching
 
     def match(self, blocks: Sequence[int], guess: int = 0) -> Match:
-        """The overlap of each instance with a prompt, given by its sequence hashes. `guess` is an overlap to be tried first.
+        """Return the overlap of each instance with a prompt, given by its sequence hashes. `guess` is an overlap to try first.
 
-        Looks up far fewer blocks than the prompt has: an instance that holds a block holds those before it (engines free the end
-        of a prefix first), so where two blocks have the same holders those between have them too, and the ends of the others are
-        found by halving.
+        This looks up far fewer blocks than the prompt has. An instance that holds a block also holds the blocks before it
+        (engines free the end of a prefix first). So if two blocks have the same holders, all blocks between have them as well,
+        and the ends of the other overlaps are found by binary search.
         """
         if not blocks:
             return NO_MATCH
@@ -205,7 +209,7 @@ class PrefixIndex:
         block = blocks[last]
         complete = mask(shards[block >> _SHARD_SHIFT].get(block, holders.EMPTY)) & first
         groups = [(last + 1, complete)] if complete else []
-        # Stretches whose two ends differ: the one looked at, and those left of it.
+        # Intervals whose two ends have different holders: the current one, and those left to search.
         guess, beyond = guess - 1, guess  # the last block that is held, and the first that is not
         left, left_mask, right, right_mask = 0, first, last, complete
         waiting: list[tuple[int, int, int, int]] = []
@@ -214,8 +218,8 @@ class PrefixIndex:
                 middle = guess if left < guess < right else (left + right) >> 1
                 block = blocks[middle]
                 held = shards[block >> _SHARD_SHIFT].get(block)
-                # Who holds the right end counts as holding the middle: one hole must not hide what lies behind it from one of two
-                # equal walks.
+                # An instance that holds the right end counts as holding the middle, so that a hole gives the same result
+                # whichever blocks the search looks up.
                 middle_mask = right_mask if held is None else mask(held) & left_mask | right_mask
                 if middle_mask == right_mask:
                     right = middle
@@ -233,7 +237,7 @@ class PrefixIndex:
         return Match(groups)
 
     def overlaps(self, blocks: Sequence[int]) -> dict[InstanceId, int]:
-        """The overlap in blocks of every instance that holds at least the first block."""
+        """Return the overlap in blocks of every instance that holds at least the first block."""
         result: dict[InstanceId, int] = {}
         for overlap, mask in self.match(blocks).groups:
             while mask:
@@ -245,7 +249,7 @@ class PrefixIndex:
         return result
 
     def held(self, instance: InstanceId) -> set[int]:
-        """Everything that an instance holds. Reads the whole map: for tests and for looking into a live index."""
+        """Return all blocks of an instance. Reads the whole map: for tests and debugging only."""
         slot = self._slots.get(instance)
         if slot is None:
             return set()
@@ -253,7 +257,7 @@ class PrefixIndex:
 
 
 def _sweep_shard(shard: dict[int, int], bits: int, singles: set[int]) -> None:
-    """Takes the slots of `bits` out of a shard; `singles` are the sets of just one of them."""
+    """Remove the slots of `bits` from a shard; `singles` are the sets of exactly one of these slots."""
     for block in [block for block, held in shard.items() if held in singles]:
         del shard[block]
     mask, last_single = holders.mask, holders.LAST_SINGLE

@@ -1,6 +1,6 @@
-"""Routing by what instances have cached and by how busy they are.
+"""Routing by KV cache overlap and load.
 
-Lower cost wins, ties at random. All terms are in KV blocks:
+The candidate with the lowest cost is chosen; ties are broken at random. All terms are in KV blocks:
 
     prefill = (prompt tokens still to be computed on the instance + tokens of this prompt) / block size
     cost    = prefill_load_scale · (prefill − overlap_score_weight · overlap)
@@ -40,19 +40,19 @@ from dynamo.frontend.router.index import PrefixIndex
 from dynamo.frontend.router.load import Load, LoadTable, all_busy, busy
 from dynamo.frontend.router.predicted import PredictedIndex
 from dynamo.frontend.router.rows import RowCache
-from dynamo.frontend.router.simple import pinned, position, position_of_least
+from dynamo.frontend.router.simple import pinned, position_of, position_of_least
 from dynamo.frontend.router.thresholds import ThresholdTable
 
 _WORTH_GUESSING = 8
-"""A decision is guessed to be cached from here on if its instance has not told of at least one in so many of the prompt's blocks:
-those who share the rest of it find that instance by what it told."""
+"""A decision is added to the predicted index if at least one in this many of the prompt's blocks is not confirmed by events of
+its instance. Below that, requests that share the prefix find the instance by the confirmed blocks anyway."""
 _KV_FULL_FROM = 0.5
 _KV_FULL_LIMIT = 0.99
-"""k is cut off here: past it, instances differ by their other terms."""
+"""Upper bound of k: above it, instances differ by their other terms."""
 
 
 class _Model:
-    """What the instances of one model told about their caches, and where its candidates stand in each table."""
+    """The index of one model, and the rows of its candidates in each table."""
 
     def __init__(self, loads: LoadTable, predicted: PredictedIndex | None) -> None:
         self.index = PrefixIndex()
@@ -64,17 +64,17 @@ class _Model:
 class _Prompt(msgspec.Struct, frozen=True, gc=False):
     tokens: int
     block_size: int
-    """0: the instances have no KV blocks that could be told apart."""
+    """0: the instances have no KV blocks."""
     hashes: Sequence[int]
-    """Of the full blocks."""
+    """Sequence hashes of the full blocks."""
     blocks: float
-    """Blocks that the prompt fills, the last one in part."""
+    """Blocks that the prompt fills, the last one counted as a fraction."""
     shared: int
-    """How many of `hashes` are probably those of earlier prompts."""
+    """How many leading `hashes` an earlier prompt probably had as well."""
 
 
 class KvRouter:
-    """Prefers the instance that has most of the prompt cached, unless its load says otherwise."""
+    """Chooses the instance with the lowest cost, which weighs the cached part of the prompt against the load."""
 
     def __init__(
         self,
@@ -93,15 +93,18 @@ class KvRouter:
         ttl_s = self.config.speculative_ttl_s if self.config.use_kv_events else self.config.ttl_s
         if ttl_s > 0.0:
             self._predicted = PredictedIndex(ttl_s, self.config.max_tree_size, self.config.prune_target_ratio)
-            self.loads.on_sibling_booking = self._predicted.add
+            self.loads.on_sibling_booking(self._predicted.add)
         self._recent = RecentPrompts()
         self._rng = rng or random.Random()
         self._clock = clock
 
-    # What instances tell
+    def __repr__(self) -> str:
+        return f"<KvRouter models={sorted(self._models)} {self.loads!r} predicted={self._predicted!r}>"
+
+    # KV events
 
     def index(self, model: str) -> PrefixIndex:
-        """What the instances of a model told about their caches."""
+        """Return the index of the blocks that the instances of a model hold, by their events."""
         return self._model(model).index
 
     def apply(self, model: str, instance: InstanceId, update: KvUpdate) -> None:
@@ -110,7 +113,7 @@ class KvRouter:
     def replace(self, model: str, instance: InstanceId, snapshot: KvSnapshot) -> None:
         self.index(model).replace(instance, snapshot)
 
-    # Deciding
+    # Routing
 
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
         return PromptHashes(request.prompt, self._block_size(candidates), space_hash(request.adapter, request.cache_salt))
@@ -134,21 +137,23 @@ class KvRouter:
         hashes = prompt.hashes
         model = self._model(request.model)
         loads = self.loads.read(model.load_rows.rows(candidates), now)
-        overlaps, told = self._overlaps(model, prompt, candidates, now)
+        overlaps, confirmed = self._overlaps(model, prompt, candidates, now)
         costs = _costs(config, prompt, loads, overlaps)
-        at = pinned(request, candidates)
-        if at is not None:
+        position = pinned(request, candidates)
+        if position is not None:
             reason = "pinned"
         else:
-            at, reason = self._choose(request, candidates, config, loads, costs)
-        instance, overlap = candidates[at], overlaps.get(at, 0)
+            position, reason = self._choose(request, candidates, config, loads, costs)
+        instance, overlap = candidates[position], overlaps.get(position, 0)
         self._book(request, config, prompt, instance.id, overlap, now)
-        if self._predicted is not None and (len(hashes) - told.get(at, 0)) * _WORTH_GUESSING >= len(hashes):
+        if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
             self._predicted.add(instance.id, hashes, now)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
-            explanation = _explain(candidates, overlaps, loads, costs, at, busy(loads, self.thresholds.of(request.model)))
-        return RoutingDecision(instance, reason or ("kv" if overlap else "kv: nothing cached"), overlap, costs[at], explanation)
+            explanation = _explain(candidates, overlaps, loads, costs, position, busy(loads, self.thresholds.of(request.model)))
+        return RoutingDecision(
+            instance, reason or ("kv" if overlap else "kv: nothing cached"), overlap, costs[position], explanation
+        )
 
     def first_token(self, booking_id: str) -> None:
         self.loads.first_token(booking_id)
@@ -163,8 +168,6 @@ class KvRouter:
         if self._predicted is not None:
             self._predicted.remove_instance(instance)
 
-    # Inside
-
     def _model(self, name: str) -> _Model:
         model = self._models.get(name)
         if model is None:
@@ -174,21 +177,24 @@ class KvRouter:
     def _overlaps(
         self, model: _Model, prompt: _Prompt, candidates: Sequence[Instance], now: float
     ) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Overlap in blocks by position of the candidate: what it told, or what is guessed if that is more; and what it told."""
-        told: dict[int, int] = {}
+        """Return two maps of overlaps in blocks by position of the candidate: confirmed or predicted, whichever is longer, and
+        confirmed by events only."""
+        confirmed: dict[int, int] = {}
         if self.config.use_kv_events:
             match = model.index.match(prompt.hashes, prompt.shared)
             if match.groups:
-                told = match.by_position(model.rows.rows(candidates))
+                confirmed = match.by_position(model.rows.rows(candidates))
         if self._predicted is not None and model.predicted_rows is not None:
             match = self._predicted.match(prompt.hashes, now)
             if match.groups:
                 guessed = match.by_position(model.predicted_rows.rows(candidates))
-                return told | {at: blocks for at, blocks in guessed.items() if blocks > told.get(at, 0)}, told
-        return told, told
+                return confirmed | {
+                    position: blocks for position, blocks in guessed.items() if blocks > confirmed.get(position, 0)
+                }, confirmed
+        return confirmed, confirmed
 
     def _block_size(self, candidates: Sequence[Instance]) -> int:
-        """Tokens per block. Instances of one model that differ in it share no hashes: the first one's counts."""
+        """Return the tokens per block of the first candidate. Instances with other block sizes share no hashes with it."""
         if self.config.block_size:
             return self.config.block_size
         llm = candidates[0].card.llm
@@ -198,9 +204,9 @@ class KvRouter:
         tokens, block_size = len(request.prompt) // TOKEN_BYTES, self._block_size(candidates)
         if not block_size:
             return _Prompt(tokens, 0, (), 0.0, 0)
-        known = request.hashes
-        if known is not None and known.block_size == block_size:
-            hashes, shared = known.values, 0
+        computed = request.hashes
+        if computed is not None and computed.block_size == block_size:
+            hashes, shared = computed.values, 0
         else:
             hashes, shared = self._recent.hashes(request.prompt, block_size, space_hash(request.adapter, request.cache_salt))
         return _Prompt(tokens, block_size, hashes, tokens / block_size, shared)
@@ -213,16 +219,19 @@ class KvRouter:
         loads: Sequence[Load],
         costs: list[float],
     ) -> tuple[int, str]:
-        """Position of the candidate that wins, and why unless it is for its cost. Raises Overloaded if all are busy."""
+        """Return the position of the chosen candidate, and the reason, which is empty if the cost decided.
+
+        Raises Overloaded if all are busy.
+        """
         busy_ones = busy(loads, self.thresholds.of(request.model))
         if busy_ones is not None and any(busy_ones):
             if all(busy_ones):
                 raise all_busy(request.model)
             costs = [math.inf if is_busy else cost for cost, is_busy in zip(costs, busy_ones, strict=True)]
         if request.preferred is not None:
-            at = position(request.preferred, candidates)
-            if at is not None and math.isfinite(costs[at]):
-                return at, "preferred"
+            position = position_of(request.preferred, candidates)
+            if position is not None and math.isfinite(costs[position]):
+                return position, "preferred"
         if config.temperature > 0.0:
             return self._draw(costs, config.temperature), ""
         return position_of_least(costs, self._rng), ""
@@ -286,8 +295,8 @@ def _costs(config: KvRouterOptions, prompt: _Prompt, loads: Sequence[Load], over
     else:
         costs = [prefill + load.prefill_tokens * scale for load in loads]
     saved = config.prefill_load_scale * config.overlap_score_weight
-    for at, overlap in overlaps.items():
-        costs[at] -= overlap * saved
+    for position, overlap in overlaps.items():
+        costs[position] -= overlap * saved
     return costs
 
 
@@ -306,14 +315,14 @@ def _explain(
 ) -> list[Mapping[str, float | int | str]]:
     return [
         {
-            "instance": f"{candidates[at].id:x}",
-            "cost": round(costs[at], 3),
-            "overlap_blocks": overlaps.get(at, 0),
-            "prefill_tokens": loads[at].prefill_tokens,
-            "decode_blocks": loads[at].decode_blocks,
-            "kv_usage": round(loads[at].usage, 4),
-            "requests": loads[at].requests,
-            **({"busy": True} if busy_ones is not None and busy_ones[at] else {}),
+            "instance": f"{candidates[position].id:x}",
+            "cost": round(costs[position], 3),
+            "overlap_blocks": overlaps.get(position, 0),
+            "prefill_tokens": loads[position].prefill_tokens,
+            "decode_blocks": loads[position].decode_blocks,
+            "kv_usage": round(loads[position].usage, 4),
+            "requests": loads[position].requests,
+            **({"busy": True} if busy_ones is not None and busy_ones[position] else {}),
         }
-        for at in shown(costs, chosen)
+        for position in shown(costs, chosen)
     ]

@@ -1,13 +1,13 @@
-"""How busy each instance is, as one frontend knows it.
+"""The load of each instance, as one frontend sees it.
 
-The truth comes from the instances: each reports its load, for the requests of all frontends. Between a decision and the report
-that reflects it lie some milliseconds, in which many more decisions are made. So a frontend *books* what it sends:
+Each instance reports its load, which includes the requests of all frontends. A report reflects a decision only some milliseconds
+later, and many more decisions are made in between. So a frontend *books* the requests that it sends:
 
     load = last report + bookings that it does not reflect yet        while an instance reports
-    load = all bookings that are not finished                         before its first report, or when it fell silent
+    load = all bookings that are not finished                         before its first report, or when reports stop
 
-A report names the requests accepted since the one before the last; their bookings are reflected by it. With replica sync a
-frontend also books what its siblings tell it they book.
+A report names the requests accepted since the one before the last; it reflects their bookings. With replica sync a frontend also
+books the bookings that its siblings publish.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from dynamo.frontend.router.prefixes import PrefixCounts
 from dynamo.frontend.router.thinning import covered, kept
 from dynamo.frontend.router.thresholds import Thresholds
 
+OnSiblingBooking = Callable[[InstanceId, Sequence[int], float], None]
+
 
 class Step(IntEnum):
-    """What happened to a booking."""
+    """The event of a booking."""
 
     BOOKED = 0
     FIRST_TOKEN = 1
     FINISHED = 2
     ALIVE = 3
-    """Nothing: the frontend only says that it is still there."""
+    """No change: the frontend is alive."""
 
 
 class BookingEvent(msgspec.Struct, frozen=True, array_like=True):
-    """What a frontend tells its siblings about one of its bookings."""
+    """A change of one booking, published to the other frontends."""
 
     origin: str
     step: Step
@@ -61,37 +63,37 @@ class _Booking:
     blocks: int
     """Full blocks of the prompt."""
     nodes: Sequence[int]
-    """Those of them that are kept, see `thinning.py`."""
+    """The kept blocks of the prompt, see `thinning.py`."""
     new_blocks: int
-    """How many of the full blocks no earlier booking on the instance held."""
+    """Full blocks that no earlier booking on the instance held."""
     extra_blocks: int
     booked_at: float
     prefilling: bool = True
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """The load of one instance, at one moment."""
+    """The load of one instance at one time."""
 
     requests: int
     prefill_tokens: int
     decode_blocks: int
     usage: float
-    """Share of the KV blocks in use, 0 to 1; 0 where the number of blocks is not known."""
+    """Share of the KV blocks in use, 0 to 1; 0 if the number of blocks is unknown."""
 
 
 class InstanceLoad:
-    """What a LoadTable knows about one instance. Lists of them are given to `LoadTable.read`."""
+    """The row of one instance in a LoadTable. `LoadTable.read` takes lists of rows."""
 
     __slots__ = (
         *("active", "active_blocks", "booked", "booked_extra_blocks", "booked_prefill_tokens", "booked_requests", "report"),
-        *("reported_at", "seen", "total_blocks", "unreflected", "unreflected_blocks", "unreflected_prefill_tokens"),
+        *("estimated", "reported_at", "total_blocks", "unreflected", "unreflected_blocks", "unreflected_prefill_tokens"),
     )
 
     def __init__(self) -> None:
         self.active = PrefixCounts()
         """The prompts of the bookings."""
         self.active_blocks = 0
-        """The distinct blocks of these: shared prefixes count once, long ones to within 15 blocks."""
+        """The distinct blocks of `active`: shared prefixes count once, long ones to within 15 blocks."""
         self.booked_requests = 0
         self.booked_prefill_tokens = 0
         self.booked_extra_blocks = 0
@@ -101,23 +103,23 @@ class InstanceLoad:
         self.unreflected_prefill_tokens = 0
         self.unreflected_blocks = 0
         self.total_blocks = 0
-        """0: not known."""
-        self.seen: Load | None = None
-        """Last report plus the bookings that it does not reflect; None: to be added up by `see`."""
+        """0: unknown."""
+        self.estimated: Load | None = None
+        """The last report plus the bookings that it does not reflect; None: `estimate` has to compute it."""
         self.booked: Load | None = None
-        """All bookings; None: to be added up by `count`."""
+        """The load of all bookings; None: `add_up_bookings` has to compute it."""
 
-    def see(self) -> Load:
+    def estimate(self) -> Load:
         report = self.report
         if report is None:
-            return self.booked or self.count()
+            return self.booked or self.add_up_bookings()
         blocks = report.active_blocks + self.unreflected_blocks
         requests = report.waiting + report.running + len(self.unreflected)
         tokens = report.queued_prefill_tokens + self.unreflected_prefill_tokens
-        self.seen = load = Load(requests, tokens, blocks, self._usage(blocks))
+        self.estimated = load = Load(requests, tokens, blocks, self._usage(blocks))
         return load
 
-    def count(self) -> Load:
+    def add_up_bookings(self) -> Load:
         blocks = self.active_blocks + self.booked_extra_blocks
         self.booked = load = Load(self.booked_requests, self.booked_prefill_tokens, blocks, self._usage(blocks))
         return load
@@ -127,7 +129,7 @@ class InstanceLoad:
 
 
 def busy(loads: Sequence[Load], thresholds: Thresholds) -> list[bool] | None:
-    """Which of `loads` are those of busy instances; None: there is no threshold."""
+    """Return for each load whether its instance is busy; None if there is no threshold."""
     usage, tokens = thresholds.active_decode_blocks, thresholds.active_prefill_tokens
     if usage is None and tokens is None:
         return None
@@ -140,10 +142,10 @@ def all_busy(model: str, retry_after_s: float = 1.0) -> Overloaded:
 
 
 class LoadTable:
-    """The load of every instance. Each change takes about two microseconds, reading all loads some 40 nanoseconds per instance.
+    """The load of every instance. A change takes about two microseconds, reading all loads some 40 nanoseconds per instance.
 
-    `origin` names this frontend to its siblings; `on_booking` gets every change of its own bookings. `now` is in seconds on one
-    clock that never goes back.
+    `origin` names this frontend to its siblings; `on_booking` is called with every change of its own bookings. `now` is in
+    seconds of a monotonic clock.
     """
 
     def __init__(
@@ -156,10 +158,9 @@ class LoadTable:
         sibling_ttl_s: float = 5.0,
     ) -> None:
         self.origin = origin
-        self.on_sibling_booking: Callable[[InstanceId, Sequence[int], float], None] | None = None
-        """Gets the instance to which a sibling sent a request, the blocks of its prompt if they are shared, and `now`."""
         self.epoch = 0
-        """Changes whenever an instance comes, goes, or gets another row."""
+        """Changes whenever an instance is added, removed, or gets another row."""
+        self._on_sibling_booking: list[OnSiblingBooking] = []
         self._on_booking = on_booking
         self._report_ttl_s = report_ttl_s
         self._settle_s = settle_s
@@ -170,14 +171,21 @@ class LoadTable:
         self._others: dict[tuple[str, int], _Booking] = {}
         """Siblings' bookings by origin and request key."""
         self._siblings: dict[str, float] = {}
-        """When each sibling was last heard of."""
+        """When the last event of each sibling arrived."""
         self._fresh_until = -math.inf
-        """Until then, at least, no instance of `_fresh_rows` counts as silent."""
+        """Until then, the reports of all `_fresh_rows` are younger than the report TTL."""
         self._fresh_rows: Sequence[InstanceLoad] = ()
 
     def __len__(self) -> int:
-        """How many bookings are not finished, siblings' included."""
+        """Return how many bookings are not finished, siblings' included."""
         return len(self._own) + len(self._others)
+
+    def __repr__(self) -> str:
+        return f"<LoadTable instances={len(self._loads)} bookings={len(self._own)} siblings={len(self._siblings)}>"
+
+    def on_sibling_booking(self, callback: OnSiblingBooking) -> None:
+        """Call `callback(instance, blocks, now)` for every booking of a sibling; `blocks` is empty unless prompts are shared."""
+        self._on_sibling_booking.append(callback)
 
     # Own bookings
 
@@ -191,10 +199,10 @@ class LoadTable:
         blocks: Sequence[int] = (),
         extra_blocks: int = 0,
     ) -> None:
-        """A request goes to `instance`. Its id names this booking: an earlier one of that name is released.
+        """Book a request on `instance`. An earlier booking of the same id is released.
 
-        `prefill_tokens`: those of its prompt that have to be computed. `blocks`: its full blocks, which it may share with other
-        requests. `extra_blocks`: those it shares with nobody.
+        `prefill_tokens`: tokens of the prompt that have to be computed. `blocks`: its full blocks, which other requests may
+        share. `extra_blocks`: blocks that no other request shares.
         """
         key = request_key(booking_id)
         if booking_id in self._own:
@@ -206,7 +214,7 @@ class LoadTable:
             self._on_booking(event)
 
     def first_token(self, booking_id: str) -> None:
-        """The prompt is computed. Does nothing if there is no such booking."""
+        """Record that the prompt is computed. Does nothing if there is no such booking."""
         booking = self._own.get(booking_id)
         if booking is not None and booking.prefilling:
             self._end_prefill(booking)
@@ -214,17 +222,17 @@ class LoadTable:
                 self._on_booking(BookingEvent(self.origin, Step.FIRST_TOKEN, booking.key))
 
     def finished(self, booking_id: str) -> None:
-        """The booking is released. Does nothing if there is none, as after the instance was removed."""
+        """Release a booking. Does nothing if there is none, as after the instance was removed."""
         booking = self._own.pop(booking_id, None)
         if booking is not None:
             self._release(booking)
             if self._on_booking is not None:
                 self._on_booking(BookingEvent(self.origin, Step.FINISHED, booking.key))
 
-    # What others tell
+    # Reports, and bookings of siblings
 
     def report(self, instance: InstanceId, report: LoadReport, now: float) -> None:
-        """An instance reports its load."""
+        """Apply the load report of an instance."""
         load = self._load(instance)
         load.report = report
         load.reported_at = now
@@ -234,13 +242,13 @@ class LoadTable:
             accepted = frozenset(unpack_hashes(report.accepted))
             settled = now - self._settle_s
             for booking in list(load.unreflected):
-                # Whoever is not named after a while was lost on the way, or the engine does not name requests at all.
+                # A request that no report names was lost on the way, or the engine does not name requests.
                 if booking.key in accepted or booking.booked_at <= settled:
                     self._reflect(booking)
-        load.seen = load.booked = None
+        load.estimated = load.booked = None
 
     def apply(self, event: BookingEvent, now: float) -> None:
-        """A sibling tells about one of its bookings. One's own events, which come back, are ignored."""
+        """Apply a sibling's event. The frontend's own events, which the bus sends back, are ignored."""
         if event.origin == self.origin:
             return
         self._siblings[event.origin] = now
@@ -252,32 +260,32 @@ class LoadTable:
                     self._release(self._others[event.origin, event.key])
                 booking = self._add(event.key, instance, now, event.prefill_tokens, blocks, event.extra_blocks)
                 self._others[event.origin, event.key] = booking
-                if self.on_sibling_booking is not None:
-                    self.on_sibling_booking(instance, blocks, now)
+                for callback in self._on_sibling_booking:
+                    callback(instance, blocks, now)
             case Step.FIRST_TOKEN:
-                known = self._others.get((event.origin, event.key))
-                if known is not None and known.prefilling:
-                    self._end_prefill(known)
+                existing = self._others.get((event.origin, event.key))
+                if existing is not None and existing.prefilling:
+                    self._end_prefill(existing)
             case Step.FINISHED:
-                known = self._others.pop((event.origin, event.key), None)
-                if known is not None:
-                    self._release(known)
+                existing = self._others.pop((event.origin, event.key), None)
+                if existing is not None:
+                    self._release(existing)
             case Step.ALIVE:
                 pass
 
     def expire_siblings(self, now: float) -> None:
-        """Releases the bookings of siblings that fell silent: they will not release them themselves."""
-        for origin in [origin for origin, heard in self._siblings.items() if heard < now - self._sibling_ttl_s]:
+        """Release the bookings of siblings from which no event came for `sibling_ttl_s`."""
+        for origin in [origin for origin, seen_at in self._siblings.items() if seen_at < now - self._sibling_ttl_s]:
             del self._siblings[origin]
             for key in [key for key in self._others if key[0] == origin]:
                 self._release(self._others.pop(key))
 
     def set_total_blocks(self, instance: InstanceId, blocks: int) -> None:
-        """How many KV blocks an instance has, by its card. Its reports have the last word."""
+        """Set how many KV blocks an instance has, by its card. Its load reports override it."""
         load = self._load(instance)
         if not load.total_blocks:
             load.total_blocks = blocks
-            load.seen = load.booked = None
+            load.estimated = load.booked = None
 
     def remove_instance(self, instance: InstanceId) -> None:
         load = self._loads.pop(instance, None)
@@ -290,7 +298,7 @@ class LoadTable:
     # Reading
 
     def rows(self, instances: Sequence[Instance]) -> list[InstanceLoad]:
-        """What is known about instances, for `read`. Valid as long as `epoch` stays what it is after this call."""
+        """Return the rows of instances for `read`. They are valid until `epoch` changes."""
         rows: list[InstanceLoad] = []
         for instance in instances:
             rows.append(self._load(instance.id))
@@ -299,17 +307,18 @@ class LoadTable:
         return rows
 
     def read(self, rows: Sequence[InstanceLoad], now: float) -> list[Load]:
-        """The loads of the instances of `rows`, in that order."""
+        """Return the loads of the instances of `rows`, in that order."""
         if rows is not self._fresh_rows or now > self._fresh_until:
-            heard = now - self._report_ttl_s
+            cutoff = now - self._report_ttl_s
             oldest = min((load.reported_at for load in rows), default=now)
-            if oldest < heard:
-                return [load.booked or load.count() if load.reported_at < heard else load.seen or load.see() for load in rows]
-            # Reports only get younger: this need not be looked at again for a while.
+            if oldest < cutoff:
+                return [
+                    load.booked or load.add_up_bookings() if load.reported_at < cutoff else load.estimated or load.estimate()
+                    for load in rows
+                ]
+            # Reports are only replaced by younger ones: no need to look again before the oldest one expires.
             self._fresh_rows, self._fresh_until = rows, oldest + self._report_ttl_s
-        return [load.seen or load.see() for load in rows]
-
-    # Inside
+        return [load.estimated or load.estimate() for load in rows]
 
     def _load(self, instance: InstanceId) -> InstanceLoad:
         load = self._loads.get(instance)
@@ -332,7 +341,7 @@ class LoadTable:
         load.unreflected[booking] = None
         load.unreflected_prefill_tokens += prefill_tokens
         load.unreflected_blocks += new_blocks + extra_blocks
-        load.seen = load.booked = None
+        load.estimated = load.booked = None
         return booking
 
     @staticmethod
@@ -342,23 +351,23 @@ class LoadTable:
         load.booked_prefill_tokens -= booking.prefill_tokens
         if booking in load.unreflected:
             load.unreflected_prefill_tokens -= booking.prefill_tokens
-        load.seen = load.booked = None
+        load.estimated = load.booked = None
 
     def _release(self, booking: _Booking) -> None:
         load = booking.load
         if booking.prefilling:
             self._end_prefill(booking)
-        # Blocks at the end that are not kept are counted for each booking.
+        # Blocks at the end of a prompt that are not kept count once per booking.
         load.active_blocks -= booking.blocks - covered(load.active.give_back(booking.nodes))
         load.booked_requests -= 1
         load.booked_extra_blocks -= booking.extra_blocks
         if booking in load.unreflected:
             self._reflect(booking)
-        load.seen = load.booked = None
+        load.estimated = load.booked = None
 
     @staticmethod
     def _reflect(booking: _Booking) -> None:
-        """The booking needs no longer be added to the last report."""
+        """Stop adding the booking to the last report, which reflects it."""
         load = booking.load
         del load.unreflected[booking]
         if booking.prefilling:

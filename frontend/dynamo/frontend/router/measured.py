@@ -1,4 +1,4 @@
-"""A router that is watched: what its decisions cost and what they found."""
+"""A router that reports the time and the outcome of its decisions."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Protocol
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Overloaded
-from dynamo.frontend.router.base import Router, RouterAround, RouteRequest, RoutingDecision
+from dynamo.frontend.router.base import Router, RouteRequest, RouterWrapper, RoutingDecision
 
 
 class Observer(Protocol):
-    """Where measurements go: a registry of metrics, or a benchmark's lists."""
+    """Receives measurements: a registry of metrics, or a benchmark's lists."""
 
     def picked(self, request: RouteRequest, decision: RoutingDecision, seconds: float) -> None:
-        """A decision was made in so much time, hashing included unless it was done before."""
+        """Record a decision and how long it took, hashing included unless it was done before."""
         ...
 
     def refused(self, request: RouteRequest) -> None:
-        """All instances were busy."""
+        """Record that all instances were busy."""
         ...
 
 
-class MeasuredRouter(RouterAround):
-    """Another router, with every decision told to an observer."""
+class MeasuredRouter(RouterWrapper):
+    """Wraps a router and reports every decision to an observer."""
 
     def __init__(self, router: Router, observer: Observer, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(router)

@@ -1,9 +1,9 @@
-"""What instances are about to hold, guessed from the router's own decisions.
+"""Prefixes that instances will hold soon, predicted from the router's own decisions.
 
-Two uses: short-lived guesses bridge the moment between a decision and the events it causes, so that a burst of siblings lands
-together; long-lived ones stand in for events where the engines publish none.
+Short-lived predictions cover the time between a decision and the events it causes, so that a burst of requests with one prefix
+goes to one instance. Long-lived ones replace events of engines that publish none.
 
-A guess need not be exact to the block: see `thinning.py`.
+A prediction need not be exact to the block: see `thinning.py`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dynamo.frontend.router.prefixes import PrefixCounts
 from dynamo.frontend.router.thinning import covered, kept
 
 _MAX_LISTED = 8
-"""How many times a guess may be listed by decisions, on average, before the oldest decisions are dropped early."""
+"""How many decisions may list a prediction, on average, before the oldest decisions are evicted early."""
 _BLOCKS_PER_TURN = 256
-"""About how many outdated guesses one call drops, so that no request waits for all of them after a pause."""
+"""About how many expired predictions one call drops, so that no request waits for all of them after a pause."""
 
 
 class PredictedIndex:
-    """Prefixes guessed to be held, each until `ttl_s` after the last decision that used it.
+    """Predicted prefixes, each kept until `ttl_s` after the last decision that used it.
 
-    Keeps at most `max_blocks` (block, instance) pairs; above that the oldest decisions are dropped until `prune_ratio` of it is
-    left.
+    Keeps at most `max_blocks` (block, instance) pairs; above that, the oldest decisions are evicted until `prune_ratio` of the
+    maximum is left.
     """
 
     def __init__(self, ttl_s: float, max_blocks: int = 1 << 20, prune_ratio: float = 0.8) -> None:
@@ -43,21 +43,24 @@ class PredictedIndex:
         """Blocks in all decisions together."""
 
     def __len__(self) -> int:
-        """How many (block, instance) pairs are kept."""
+        """Return how many (block, instance) pairs are kept."""
         return self._size
 
+    def __repr__(self) -> str:
+        return f"<PredictedIndex pairs={self._size} decisions={len(self._decisions)} ttl_s={self.ttl_s:g}>"
+
     def add(self, instance: InstanceId, blocks: Sequence[int], now: float) -> None:
-        """`instance` was chosen for a prompt of these blocks. `now` is in seconds and never goes back."""
+        """Record that `instance` was chosen for a prompt of these blocks. `now` is in seconds of a monotonic clock."""
         if not blocks:
             return
         blocks = kept(blocks)
         counts = self._counts.get(instance)
         if counts is None:
             counts = self._counts[instance] = PrefixCounts()
-        known = counts.take(blocks)
-        if known < len(blocks):
-            self._size += len(blocks) - known
-            self.index.store(instance, blocks[known:])
+        held = counts.take(blocks)
+        if held < len(blocks):
+            self._size += len(blocks) - held
+            self.index.store(instance, blocks[held:])
         self._decisions.append((now + self.ttl_s, instance, counts, blocks))
         self._listed += len(blocks)
         self._prune()
@@ -68,7 +71,7 @@ class PredictedIndex:
         return Match([(covered(count), mask) for count, mask in match.groups]) if match.groups else match
 
     def expire(self, now: float) -> None:
-        """Drops guesses that are past their time, a part of them if there are many."""
+        """Drop expired predictions, only some of them if there are many."""
         stop = self._listed - _BLOCKS_PER_TURN
         while self._decisions and self._decisions[0][0] <= now and self._listed > stop:
             self._drop_oldest()
@@ -92,7 +95,7 @@ class PredictedIndex:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Drops what the oldest decision left, except for what a later one used again."""
+        """Drop the blocks of the oldest decision, except those that a later decision used as well."""
         _, instance, counts, blocks = self._decisions.popleft()
         self._listed -= len(blocks)
         if self._counts.get(instance) is not counts:  # the instance left since

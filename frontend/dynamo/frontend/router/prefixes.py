@@ -18,14 +18,14 @@ class PrefixCounts:
         self._counts: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """How many different blocks there are."""
+        """Return the number of different blocks."""
         return len(self._counts)
 
     def take(self, blocks: Sequence[int]) -> int:
-        """Adds a prompt; returns how many of its leading blocks were there before."""
+        """Add a prompt, and return how many of its leading blocks were in use before."""
         counts = self._counts
         low, high = 0, len(blocks)  # blocks before `low` are there, those from `high` on are not
-        if not blocks or blocks[0] not in counts:  # the two ends are the most frequent answers
+        if not blocks or blocks[0] not in counts:  # none or all of them in use are the most frequent cases
             high = low
         elif blocks[-1] in counts:
             low = high
@@ -42,7 +42,7 @@ class PrefixCounts:
         return low
 
     def give_back(self, blocks: Sequence[int]) -> int:
-        """Takes out a prompt that was added; returns how many of its leading blocks are still there."""
+        """Remove a prompt that was added, and return how many of its leading blocks are still in use."""
         counts = self._counts
         left = len(blocks)
         for block in reversed(blocks):

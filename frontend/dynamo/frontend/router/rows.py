@@ -1,4 +1,4 @@
-"""From the candidates of a decision to what a table has about them."""
+"""A cache of the table rows of routing candidates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Table(Protocol[R_co]):
-    """Something that keeps a row per instance."""
+    """A table with a row per instance."""
 
     @property
     def epoch(self) -> int:
@@ -23,7 +23,7 @@ class Table(Protocol[R_co]):
 
 
 class RowCache(Generic[R]):
-    """Looks the same candidates up once: the fleet changes far less often than requests come."""
+    """Looks up the rows of the same candidates only once: the fleet changes far less often than requests arrive."""
 
     __slots__ = ("_epoch", "_rows", "_source", "_table")
 
@@ -34,7 +34,7 @@ class RowCache(Generic[R]):
         self._rows: R
 
     def rows(self, candidates: Sequence[Instance]) -> R:
-        # Only a tuple may be known by identity: a list can have changed since.
+        # Only tuples are compared by identity: a list may have changed since.
         if candidates is not self._source or self._epoch != self._table.epoch:
             self._rows = self._table.rows(candidates)
             self._source = candidates if isinstance(candidates, tuple) else None

@@ -1,4 +1,4 @@
-"""From options to the router."""
+"""Makes the router that the options describe."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import assert_never
 from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.frontend.router.balance import LoadRouter, least_loaded, power_of_two
 from dynamo.frontend.router.base import Router
+from dynamo.frontend.router.busy_filter import BusyFilterRouter
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.simple import Direct, RandomChoice, RoundRobin
-from dynamo.frontend.router.sparing import SparingRouter
 from dynamo.frontend.router.thresholds import NEVER_BUSY, ThresholdTable
 
 _BY_LOAD = (RouterMode.KV, RouterMode.LEAST_LOADED, RouterMode.POWER_OF_TWO)
 
 
 def effective_mode(options: RouterOptions) -> RouterMode:
-    """The mode, with `load_aware` taken into account."""
+    """Return the mode, with `load_aware` taken into account."""
     if options.load_aware and options.mode is RouterMode.ROUND_ROBIN:
         return RouterMode.LEAST_LOADED
     if options.load_aware and options.mode is RouterMode.RANDOM:
@@ -28,7 +28,7 @@ def effective_mode(options: RouterOptions) -> RouterMode:
 
 
 def follows_loads(options: RouterOptions) -> bool:
-    """Whether the router looks at the loads of instances: all modes do that have to, the others if a threshold is configured."""
+    """Return whether the router uses the loads of instances: by its mode, or because a busy threshold is configured."""
     return effective_mode(options) in _BY_LOAD or options.thresholds != NEVER_BUSY
 
 
@@ -40,9 +40,9 @@ def make_router(
     *,
     rng: random.Random | None = None,
 ) -> Router:
-    """A new router. Those that look at loads share `loads`; `clock` is the one by which reports reach it.
+    """Make a router. `loads` is used by routers that look at load; `clock` must be the clock that stamps its reports.
 
-    `thresholds` are the configured ones unless given.
+    `thresholds` defaults to the configured ones.
     """
     mode = effective_mode(options)
     if thresholds is None:
@@ -63,4 +63,4 @@ def make_router(
             blind = Direct()
         case _:
             assert_never(mode)
-    return SparingRouter(blind, thresholds, loads, clock=clock) if follows_loads(options) else blind
+    return BusyFilterRouter(blind, thresholds, loads, clock=clock) if follows_loads(options) else blind

@@ -1,4 +1,4 @@
-"""Routers that look at neither caches nor load."""
+"""Routers that use neither KV caches nor load."""
 
 from __future__ import annotations
 
@@ -12,46 +12,49 @@ from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.hashing import PromptHashes
 
 
-def position(instance: InstanceId, candidates: Sequence[Instance]) -> int | None:
-    """Where an instance stands among the candidates; None if it does not."""
-    for at, candidate in enumerate(candidates):
+def position_of(instance: InstanceId, candidates: Sequence[Instance]) -> int | None:
+    """Return the position of an instance among the candidates; None if it is none of them."""
+    for index, candidate in enumerate(candidates):
         if candidate.id == instance:
-            return at
+            return index
     return None
 
 
 def position_of_least(values: Sequence[float], rng: random.Random) -> int:
-    """Where the smallest value stands; of equal ones, any."""
+    """Return the position of the smallest value; ties are broken at random."""
     least = min(values)
     if values.count(least) == 1:
         return values.index(least)
-    return rng.choice([at for at, value in enumerate(values) if value == least])
+    return rng.choice([index for index, value in enumerate(values) if value == least])
 
 
 def pinned(request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
-    """Position of the instance that the client named itself; None if it named none. Raises NoInstances if that one is absent."""
+    """Return the position of the pinned instance; None if the request pins none. Raises NoInstances if it is no candidate."""
     if request.pinned is None:
         return None
-    at = position(request.pinned, candidates)
-    if at is None:
+    index = position_of(request.pinned, candidates)
+    if index is None:
         raise NoInstances(request.model)
-    return at
+    return index
 
 
-def wished(request: RouteRequest, candidates: Sequence[Instance]) -> RoutingDecision | None:
-    """The instance that the request names, for routers that do not know who is busy. Raises NoInstances if a pin is absent."""
-    at = pinned(request, candidates)
-    if at is not None:
-        return RoutingDecision(candidates[at], "pinned")
+def requested_decision(request: RouteRequest, candidates: Sequence[Instance]) -> RoutingDecision | None:
+    """Return a decision for the pinned or preferred instance, for routers that ignore load; None if there is none.
+
+    Raises NoInstances if the pinned instance is no candidate.
+    """
+    index = pinned(request, candidates)
+    if index is not None:
+        return RoutingDecision(candidates[index], "pinned")
     if request.preferred is not None:
-        at = position(request.preferred, candidates)
-        if at is not None:
-            return RoutingDecision(candidates[at], "preferred")
+        index = position_of(request.preferred, candidates)
+        if index is not None:
+            return RoutingDecision(candidates[index], "preferred")
     return None
 
 
 class Unbooked:
-    """The part of a router that keeps no bookings and looks at no prompts."""
+    """Base of routers that keep no bookings and ignore prompts."""
 
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
         return None
@@ -67,30 +70,32 @@ class Unbooked:
 
 
 class RandomChoice(Unbooked):
-    """Any candidate, each as likely as the others."""
+    """Chooses a candidate at random, all with the same probability."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
-        return wished(request, candidates) or RoutingDecision(candidates[int(self._rng.random() * len(candidates))], "random")
+        return requested_decision(request, candidates) or RoutingDecision(
+            candidates[int(self._rng.random() * len(candidates))], "random"
+        )
 
 
 class Direct(Unbooked):
-    """Only the instance that the request names."""
+    """Chooses the instance that the request pins, and refuses requests that pin none."""
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
-        at = pinned(request, candidates)
-        if at is None:
+        index = pinned(request, candidates)
+        if index is None:
             raise InvalidRequest("requests must name their instance here: the router mode is 'direct'")
-        return RoutingDecision(candidates[at], "pinned")
+        return RoutingDecision(candidates[index], "pinned")
 
 
 class RoundRobin(Unbooked):
-    """Each model's instances in turn: always the one whose last turn is longest ago.
+    """Chooses the instances of each model in turn: always the one whose last turn is longest ago.
 
-    Who joins comes next, who leaves is left out, who was left out for a moment keeps its place: nobody else's turn is skipped
-    or doubled.
+    A new instance comes next. An instance that leaves, or is excluded for one request, does not skip or double the turns of the
+    others.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
@@ -101,7 +106,7 @@ class RoundRobin(Unbooked):
         turns = self._turns.get(request.model)
         if turns is None:
             turns = self._turns[request.model] = _Turns(self._rng)
-        decision = wished(request, candidates)  # a pin is the client's decision; it costs that instance no turn
+        decision = requested_decision(request, candidates)  # a pin is the client's decision; it costs that instance no turn
         return decision or RoutingDecision(turns.next(candidates), "round-robin")
 
     def removed(self, instance: InstanceId) -> None:
@@ -112,13 +117,13 @@ class RoundRobin(Unbooked):
 
 
 class _Turns:
-    """Whose turn it is in one model.
+    """The turns of one model's instances.
 
-    While the candidates stay the same tuple, as they do between changes of the fleet, a turn is one step along `queue`, however
-    many instances there are. Any other candidates (a changed fleet, a retry that leaves one out) are put in order anew.
+    While the candidates are the same tuple, as they are between changes of the fleet, a turn is one step along the queue, however
+    many instances there are. Other candidates (a changed fleet, a retry that excludes one) are sorted again.
     """
 
-    __slots__ = ("_at", "_clock", "_queue", "_rng", "_source", "last")
+    __slots__ = ("_clock", "_next", "_queue", "_rng", "_source", "last")
 
     def __init__(self, rng: random.Random) -> None:
         self.last: dict[InstanceId, int] = {}
@@ -127,17 +132,17 @@ class _Turns:
         self._rng = rng
         self._source: Sequence[Instance] = ()
         self._queue: list[Instance] = []
-        self._at = 0
+        self._next = 0
 
     def next(self, candidates: Sequence[Instance]) -> Instance:
         if candidates is not self._source:
-            # Frontends that start together must not all begin with the same instance: equal ones are shuffled.
-            order = [(self.last.get(instance.id, -1), self._rng.random(), at) for at, instance in enumerate(candidates)]
-            self._queue = [candidates[at] for _, _, at in sorted(order)]
-            self._at = 0
+            # Ties are shuffled: frontends that start together must not all begin with the same instance.
+            order = [(self.last.get(instance.id, -1), self._rng.random(), index) for index, instance in enumerate(candidates)]
+            self._queue = [candidates[index] for _, _, index in sorted(order)]
+            self._next = 0
             self._source = candidates if isinstance(candidates, tuple) else ()
-        instance = self._queue[self._at]
-        self._at = (self._at + 1) % len(self._queue)
+        instance = self._queue[self._next]
+        self._next = (self._next + 1) % len(self._queue)
         self._clock += 1
         self.last[instance.id] = self._clock
         return instance

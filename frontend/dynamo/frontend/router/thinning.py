@@ -1,7 +1,7 @@
-"""Of a long prompt, the blocks that are kept where exactness to the block is not needed.
+"""Thins out the blocks of long prompts, where exactness to the block is not needed.
 
-The first 16 are kept, then every sixteenth: always those at the same positions, so that prompts stay comparable. What two prompts
-share is then known to within 15 blocks, for a tenth of the time and memory.
+The first 16 blocks are kept, then every sixteenth, always at the same positions so that prompts stay comparable. The shared
+prefix of two prompts is then exact to within 15 blocks, for a tenth of the time and memory.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ STRIDE = 16
 
 
 def kept(blocks: Sequence[int]) -> Sequence[int]:
-    """The kept ones of a prompt's sequence hashes."""
+    """Return the sequence hashes of a prompt that are kept."""
     if len(blocks) <= DENSE:
         return blocks
     return [*blocks[:DENSE], *blocks[DENSE + STRIDE - 1 :: STRIDE]]
 
 
 def covered(count: int) -> int:
-    """How many leading blocks the first `count` kept ones stand for."""
+    """Return how many leading blocks the first `count` kept ones represent."""
     return count if count <= DENSE else DENSE + (count - DENSE) * STRIDE

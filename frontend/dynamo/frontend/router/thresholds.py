@@ -34,8 +34,8 @@ class ThresholdTable:
 
     def changed_at_ms(self, model: str) -> int:
         """When the model's thresholds were set last; 0: never."""
-        known = self._changed.get(model)
-        return 0 if known is None else known[0]
+        changed = self._changed.get(model)
+        return 0 if changed is None else changed[0]
 
     def changes(self) -> Mapping[str, tuple[int, Thresholds]]:
         """What was set, by model: when, and to what."""

@@ -59,7 +59,7 @@ async def open_router(
         siblings = links.siblings = await stack.enter_async_context(open_siblings(nats, config.namespace, control.thresholds))
         router = await stack.enter_async_context(_picking_router(config, control.thresholds, directory, nats, client))
         if options.session_affinity_ttl_s is not None:
-            router = siblings.sessions = SessionRouter(
+            router = sessions = SessionRouter(
                 router,
                 options.session_affinity_ttl_s,
                 options.session_affinity_mode,
@@ -67,6 +67,7 @@ async def open_router(
                 on_placed=siblings.place if options.replica_sync else None,
                 clock=asyncio.get_running_loop().time,
             )
+            siblings.on_placed(sessions.placed)
         yield MeasuredRouter(ExplainingRouter(router, control.decisions), metrics)
 
 

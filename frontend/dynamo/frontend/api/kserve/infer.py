@@ -1,4 +1,4 @@
-"""Inference of KServe v2 with one answer, from parsed request to serialized answer, for any transport."""
+"""Inference of KServe v2 with a single response, from parsed request to serialized response, for any transport."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dynamo.common.errors import InvalidRequest, PayloadTooLarge, Unsupported
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
-from dynamo.frontend.api.kserve.text import TextAnswer, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.serving.call import Call
@@ -21,7 +21,7 @@ TEXT_ENDPOINT = "completions"
 
 
 def call_for(request: TensorRequest, card: ModelCard, caller: Caller, request_type: RequestType) -> Call:
-    """The conditions under which one request is served."""
+    """Return the call for a request: its id, priority, deadline and metrics."""
     return caller.call(
         request.head.id,
         triton_priority=request.priority,
@@ -32,38 +32,38 @@ def call_for(request: TensorRequest, card: ModelCard, caller: Caller, request_ty
 
 
 async def infer(plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call) -> bytes:
-    """The one answer to a request for any kind of model, a serialized ModelInferResponse. Raises DynamoError."""
+    """Return the response to a request for any kind of model, a serialized ModelInferResponse. Raises DynamoError."""
     match card.kind:
         case ModelKind.TENSOR:
-            answer = await plane.infer(request, call)
-            return answer if isinstance(answer, bytes) else bytes(answer)
+            response = await plane.infer(request, call)
+            return response if isinstance(response, bytes) else bytes(response)
         case ModelKind.LLM:
             if wants_stream(request):
-                raise InvalidRequest("ModelInfer has one answer; ModelStreamInfer streams, so leave out 'streaming' here")
+                raise InvalidRequest("ModelInfer returns one response; omit 'streaming', or use ModelStreamInfer")
             texts = to_text_requests(request, card)
-            return TextAnswer(request, card, texts).folded(await all_text(plane, texts, call))
+            return TextResponses(request, card, texts).complete(await all_text(plane, texts, call))
         case _:
-            raise Unsupported(f"model '{card.name}' is of kind {card.kind.value}, which KServe requests cannot ask")
+            raise Unsupported(f"model '{card.name}' is of kind {card.kind.value}, which KServe requests cannot use")
 
 
 async def all_text(plane: DataPlane, texts: Sequence[TextRequest], call: Call) -> list[list[TextDelta]]:
-    """Everything that the model says to each prompt, in the order of the prompts, which run side by side."""
+    """Return all deltas of each prompt, in the order of the prompts, which run concurrently."""
     if len(texts) == 1:
         return [await _text(plane, texts[0], call)]
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(_text(plane, text, call)) for text in texts]
-    except* Exception as failures:  # the others were cancelled: half an answer helps nobody
+    except* Exception as failures:  # the others were cancelled: a partial response is useless
         raise first_of(failures) from None
     return [task.result() for task in running]
 
 
 async def _text(plane: DataPlane, text: TextRequest, call: Call) -> list[TextDelta]:
-    found: list[TextDelta] = []
+    collected: list[TextDelta] = []
     async with plane.generate(text, call) as generation:
         while deltas := await generation.read():
-            found += deltas
-    return found
+            collected += deltas
+    return collected
 
 
 def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -73,7 +73,7 @@ def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def check_size(message: bytes, limit_bytes: int) -> bytes:
-    """`message` if it may be sent. Raises PayloadTooLarge, where a gRPC server would only break the call."""
+    """Return `message` if it is small enough to be sent. Raises PayloadTooLarge, where a gRPC server would break the call."""
     if len(message) > limit_bytes:
-        raise PayloadTooLarge(f"the answer has {len(message)} bytes; messages are limited to {limit_bytes}")
+        raise PayloadTooLarge(f"the response has {len(message)} bytes; messages are limited to {limit_bytes}")
     return message

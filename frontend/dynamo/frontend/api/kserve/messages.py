@@ -1,4 +1,4 @@
-"""What KServe clients are told about the server and its models, made from model cards."""
+"""KServe messages about the server and its models, made from model cards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXTENSIONS = (
     "parameters",
     "statistics",
 )
-"""Protocol extensions that work here, by their published names."""
+"""Supported protocol extensions, by their published names."""
 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -43,9 +43,9 @@ REFUSED: Mapping[str, str] = {
     "TraceSetting": "trace settings cannot be read or changed through this server",
     "LogSettings": "log settings cannot be read or changed through this server",
 }
-"""Calls that are refused, and why."""
+"""Unsupported calls, with the reason."""
 
-_NOBODY = "no instance is attached"
+_NO_INSTANCE = "no instance is attached"
 
 TEXT_INPUTS = (
     TensorSpec(name="text_input", datatype="BYTES", shape=(1,)),
@@ -55,11 +55,11 @@ TEXT_OUTPUTS = (
     TensorSpec(name="text_output", datatype="BYTES", shape=(-1,)),
     TensorSpec(name="finish_reason", datatype="BYTES", shape=(-1,)),
 )
-"""What a language model looks like to KServe clients. Further inputs, all optional, are in docs/clients.md."""
+"""The tensors of a language model as KServe clients see them. Further inputs, all optional, are in docs/clients.md."""
 
 
 def server_version() -> str:
-    """Of the installed distribution; `unknown` when the project runs from its sources without being installed."""
+    """Return the version of the installed distribution; `unknown` if the project runs from its sources."""
     try:
         return version("dynamo-serving")
     except PackageNotFoundError:
@@ -71,7 +71,7 @@ def server_metadata(extensions: Iterable[str] = EXTENSIONS) -> ServerMetadataRes
 
 
 def model_metadata(card: ModelCard) -> ModelMetadataResponse:
-    """Tensors with the batch dimension in front when the model batches. A ModelConfig in the card supersedes the rest."""
+    """Return a model's metadata; a ModelConfig in the card takes precedence. Shapes of models that batch start with -1."""
     config = _own_config(card)
     if config is None:
         platform, inputs, outputs = card.platform, *_tensors(card)
@@ -91,37 +91,37 @@ def model_metadata(card: ModelCard) -> ModelMetadataResponse:
 
 
 def model_config(card: ModelCard) -> ModelConfigResponse:
-    """The ModelConfig that the worker registered, as it is; or one made from the card."""
+    """Return the ModelConfig that the worker registered, or one made from the card."""
     return ModelConfigResponse(config=_own_config(card) or _made_config(card))
 
 
 def repository_index(
     cards: Iterable[ModelCard], is_ready: Callable[[str, str], bool], entries: Iterable[IndexEntry] = ()
 ) -> RepositoryIndexResponse:
-    """One entry per model and version. `is_ready` takes these two; `entries` are those of the workers' repositories.
+    """Return one entry per model and version. `is_ready` takes these two; `entries` are those of the workers' repositories.
 
-    A model counts as ready if this server can serve it; the repositories say why one is not, or is not everywhere.
+    A model is ready if this server can serve it; the reasons why one is not, or not on all workers, are the repositories'.
     """
-    found: dict[tuple[str, str], IndexEntry] = {}
+    by_version: dict[tuple[str, str], IndexEntry] = {}
     for entry in entries:
         if entry.state is ModelState.READY:
-            entry = IndexEntry(name=entry.name, version=entry.version, reason=entry.reason or _NOBODY)
-        found[entry.name, entry.version] = entry
+            entry = IndexEntry(name=entry.name, version=entry.version, reason=entry.reason or _NO_INSTANCE)
+        by_version[entry.name, entry.version] = entry
     for card in cards:
         for number in card.versions:
-            known = found.get((card.name, number)) or IndexEntry(name=card.name, version=number, reason=_NOBODY)
+            current = by_version.get((card.name, number)) or IndexEntry(name=card.name, version=number, reason=_NO_INSTANCE)
             if is_ready(card.name, number):
-                reason = "" if known.reason == _NOBODY else known.reason
-                known = IndexEntry(name=card.name, version=number, state=ModelState.READY, reason=reason)
-            found[card.name, number] = known
+                reason = "" if current.reason == _NO_INSTANCE else current.reason
+                current = IndexEntry(name=card.name, version=number, state=ModelState.READY, reason=reason)
+            by_version[card.name, number] = current
     index = RepositoryIndexResponse()
-    for entry in found.values():
+    for entry in by_version.values():
         index.models.add(name=entry.name, version=entry.version, state=entry.state.value, reason=entry.reason)
     return index
 
 
 def _own_config(card: ModelCard) -> ModelConfig | None:
-    """The ModelConfig inside the card, if there is one. Raises EngineError if it is broken."""
+    """Return the ModelConfig inside the card, if there is one. Raises EngineError if it is invalid."""
     if not card.model_config:
         return None
     try:

@@ -1,4 +1,4 @@
-"""RepositoryModelLoad and RepositoryModelUnload: what their parameters say, by gRPC and by REST."""
+"""The parameters of RepositoryModelLoad and RepositoryModelUnload, over gRPC and REST."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from dynamo.common.repository import LoadRequest, UnloadRequest
 from dynamo.protos.inference_pb2 import ModelRepositoryParameter
 
 FILE = "file:"
-_NO_NAME = "there is one repository, without a name: leave 'repository_name' empty"
+_NO_NAME = "'repository_name' must be empty: the server has one unnamed repository"
 
 
 def check_repository(name: str) -> None:
-    """Raises InvalidRequest if a repository is named."""
+    """Raise InvalidRequest if a repository is named."""
     if name:
         raise InvalidRequest(_NO_NAME)
 
 
 def load_request(model: str, parameters: Mapping[str, ModelRepositoryParameter]) -> LoadRequest:
-    """Raises InvalidRequest."""
+    """Return the load request. Raises InvalidRequest for unknown or malformed parameters."""
     return _load(model, {name: _value(parameter) for name, parameter in parameters.items()})
 
 
 def unload_request(model: str, parameters: Mapping[str, ModelRepositoryParameter]) -> UnloadRequest:
-    """Raises InvalidRequest."""
+    """Return the unload request. Raises InvalidRequest for unknown or malformed parameters."""
     return _unload(model, {name: _value(parameter) for name, parameter in parameters.items()})
 
 
 def load_request_from_json(model: str, body: Mapping[str, object]) -> LoadRequest:
-    """As `load_request`; files are in base64."""
-    found: dict[str, object] = {}
+    """Return the load request of a JSON body, with files in base64. Raises InvalidRequest."""
+    parameters: dict[str, object] = {}
     for name, value in _parameters(body).items():
         if name.startswith(FILE) and isinstance(value, str):
             try:
                 value = base64.b64decode(value, validate=True)
             except (binascii.Error, ValueError):
                 raise InvalidRequest(f"the parameter {name[:200]!r} is not base64") from None
-        found[name] = value
-    return _load(model, found)
+        parameters[name] = value
+    return _load(model, parameters)
 
 
 def unload_request_from_json(model: str, body: Mapping[str, object]) -> UnloadRequest:
-    """As `unload_request`."""
+    """Return the unload request of a JSON body. Raises InvalidRequest."""
     return _unload(model, _parameters(body))
 
 
@@ -63,9 +63,9 @@ def _load(model: str, parameters: Mapping[str, object]) -> LoadRequest:
         elif name in ("config", "model_path") or name.startswith(FILE):
             raise InvalidRequest(f"the parameter {name[:200]!r} must be {'bytes' if name.startswith(FILE) else 'a string'}")
         else:
-            raise InvalidRequest(f"loading has no parameter {name[:200]!r}; it has config, model_path and file:<path>")
+            raise InvalidRequest(f"unknown parameter {name[:200]!r}; expected config, model_path or file:<path>")
     if files and not config:
-        raise InvalidRequest("files of the model need the parameter 'config', too")
+        raise InvalidRequest("the parameter 'config' is required with file:<path>")
     return LoadRequest(model=model, config=config, files=files, path=path)
 
 
@@ -73,17 +73,17 @@ def _unload(model: str, parameters: Mapping[str, object]) -> UnloadRequest:
     check_name(model)
     for name, value in parameters.items():
         if name != "unload_dependents":
-            raise InvalidRequest(f"unloading has no parameter {name[:200]!r}; it has unload_dependents")
+            raise InvalidRequest(f"unknown parameter {name[:200]!r}; expected unload_dependents")
         if not isinstance(value, bool):
             raise InvalidRequest("the parameter 'unload_dependents' must be true or false")
     return UnloadRequest(model=model, dependents=bool(parameters.get("unload_dependents", False)))
 
 
 def _parameters(body: Mapping[str, object]) -> Mapping[str, object]:
-    found = body.get("parameters", {})
-    if not isinstance(found, dict):
+    parameters = body.get("parameters", {})
+    if not isinstance(parameters, dict):
         raise InvalidRequest("'parameters' must be an object")
-    return found
+    return parameters
 
 
 def _value(parameter: ModelRepositoryParameter) -> object:

@@ -1,7 +1,6 @@
 """KServe v2 over gRPC: every call of `inference.GRPCInferenceService`, from bytes to bytes.
 
-Two calls are long-lived or heavy and have files of their own, `kserve_infer.py` and `kserve_stream.py`; the others are answered
-here from what the data plane knows.
+Inference is in `infer.py` and `stream.py`; the other calls are handled here by the data plane.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class KserveService:
-    """The handlers of the service. `handlers()` goes to `serve_grpc`; `drain` ends the waiting of streams at shutdown."""
+    """The handlers of the service. `serve_grpc` takes `handlers()`; `drain` stops the reading of streams at shutdown."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class KserveService:
         self._metadata = kserve_messages.server_metadata().SerializeToString()
 
     def handlers(self) -> Handlers:
-        answered: dict[str, Callable[[bytes], Awaitable[bytes]]] = {
+        methods: dict[str, Callable[[bytes], Awaitable[bytes]]] = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
             "ServerMetadata": self._server_metadata,
@@ -78,13 +77,13 @@ class KserveService:
         return {
             "ModelInfer": grpc.unary_unary_rpc_method_handler(self._model_infer),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._model_stream_infer),
-            **{name: self._unary(name, method) for name, method in answered.items()},
+            **{name: self._unary(name, method) for name, method in methods.items()},
             **{name: self._unary(name, _refusing(f"{name}: {why}")) for name, why in kserve_messages.REFUSED.items()},
         }
 
     def _unary(self, name: str, method: Callable[[bytes], Awaitable[bytes]]) -> grpc.RpcMethodHandler[bytes, bytes]:
         async def handle(data: bytes, context: Context) -> bytes:
-            request_id = _asked_id(context)
+            request_id = _client_request_id(context)
             try:
                 if request_id:
                     context.set_trailing_metadata((("x-request-id", request_id),))
@@ -108,10 +107,10 @@ class KserveService:
             call = call_for(request, card, caller, RequestType.UNARY)
             request_id = call.request_id
             logged_id.set(request_id)
-            answer = check_size(await infer(self._plane, request, card, call), self._limits.max_message_bytes)
+            response = check_size(await infer(self._plane, request, card, call), self._limits.max_message_bytes)
             if caller.request_id or call.explanation is not None:
-                context.set_trailing_metadata(_said_besides(caller))
-            return answer
+                context.set_trailing_metadata(_trailing_metadata(caller))
+            return response
         except Exception as error:
             if not progress.started:
                 self._plane.refused(TENSOR_ENDPOINT, error)
@@ -125,7 +124,7 @@ class KserveService:
             request_id, explanation = caller.request_id, caller.explanation
             await KserveStream(self._plane, self._drain, self._limits, context, caller).run()
             if request_id or explanation is not None:
-                context.set_trailing_metadata(_said_besides(caller))
+                context.set_trailing_metadata(_trailing_metadata(caller))
         except Exception as error:
             log = not isinstance(error, ShuttingDown)
             await self._abort(context, error, request_id, "ModelStreamInfer", explanation, log=log)
@@ -143,7 +142,7 @@ class KserveService:
         ready = self._readiness.is_model_ready(request.name, request.version)
         return pb.ModelReadyResponse(ready=ready).SerializeToString()
 
-    # What there is
+    # Metadata
 
     async def _server_metadata(self, data: bytes) -> bytes:
         return self._metadata
@@ -197,7 +196,7 @@ class KserveService:
         *,
         log: bool = True,
     ) -> NoReturn:
-        """Ends the call with the failure's status, which the caller may read; logs what is ours."""
+        """End the call with the failure's status and a public message; log failures of the server."""
         if isinstance(error, grpc.aio.AbortError):
             raise error
         request_id = request_id or logged_id.get() or secrets.token_hex(12)
@@ -207,7 +206,7 @@ class KserveService:
         if (pause_s := retry_after_s(error)) is not None:
             metadata.append(("retry-after", f"{pause_s:g}"))
         if explanation is not None:
-            metadata += _explained(explanation)
+            metadata += _explanation_metadata(explanation)
         await context.abort(grpc_status(error, self._overload), public_message(error), tuple(metadata))
 
 
@@ -215,19 +214,19 @@ def _caller(account: Account, context: Context, progress: Progress | None = None
     return Caller.read(account, context.invocation_metadata() or (), context.time_remaining(), progress)
 
 
-def _asked_id(context: Context) -> str:
-    found = next((value for name, value in context.invocation_metadata() or () if name == "x-request-id"), "")
-    return usable_id(found) if isinstance(found, str) else ""
+def _client_request_id(context: Context) -> str:
+    value = next((value for name, value in context.invocation_metadata() or () if name == "x-request-id"), "")
+    return usable_id(value) if isinstance(value, str) else ""
 
 
-def _said_besides(caller: Caller) -> tuple[tuple[str, str], ...]:
-    """What goes out with an answer as trailing metadata: the caller's own id, and why the instances were chosen."""
+def _trailing_metadata(caller: Caller) -> tuple[tuple[str, str], ...]:
+    """Return the trailing metadata of a response: the caller's request id, and the explanation of routing decisions."""
     named = (("x-request-id", caller.request_id),) if caller.request_id else ()
-    return named if caller.explanation is None else (*named, *_explained(caller.explanation))
+    return named if caller.explanation is None else (*named, *_explanation_metadata(caller.explanation))
 
 
-def _explained(explanation: Explanation) -> tuple[tuple[str, str], ...]:
-    """Why the instances were chosen, as metadata."""
+def _explanation_metadata(explanation: Explanation) -> tuple[tuple[str, str], ...]:
+    """Return the explanation of routing decisions as metadata."""
     text = explanation.to_json()
     return ((EXPLAIN, text.decode()),) if text else ()
 

@@ -1,13 +1,13 @@
-"""ModelStreamInfer: many requests on one call, worked on side by side.
+"""ModelStreamInfer: many requests in one call, served concurrently.
 
-1. A request that fails is answered in-band, by `error_message` and its id, and the stream lives on. A client that sent the
+1. A request that fails gets an in-band response with `error_message` and its id, and the stream goes on. A client that sent the
    metadata `triton_grpc_error: true` gets the status of the first failure instead, which ends the stream.
-2. Answers of tensor models that have one per request come in the order of the requests; those of decoupled models and of
+2. Responses of tensor models with one response per request come in the order of the requests; those of decoupled models and of
    language models as they are made.
-3. Every answer says by `triton_final_response` whether it is the last of its request. A decoupled model's last answer is not
-   known as such when it goes out; clients that set `triton_enable_empty_final_response` get an empty one after it.
-4. Each request has at most one message on its way into the call. What its model makes meanwhile goes into the next message
-   together: a token leaves at once if the client keeps up, and tokens share messages if not.
+3. Every response says by `triton_final_response` whether it is the last of its request. The last response of a decoupled model
+   is sent before it is known to be the last; clients that set `triton_enable_empty_final_response` get an empty one after it.
+4. Each request has at most one message waiting to be written. Deltas made meanwhile share the next message: a token is sent at
+   once if the client keeps up, and several tokens share a message if not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import ResponseForm
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of
-from dynamo.frontend.api.kserve.text import TextAnswer, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
 from dynamo.frontend.api.rpc.server import Context
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import log_failure, public_message
@@ -45,18 +45,18 @@ _FINAL = {
     final: ModelInferResponse(parameters={"triton_final_response": InferParameter(bool_param=final)}).SerializeToString()
     for final in (False, True)
 }
-"""Serialized messages that are appended to each other are one message, merged: this adds a parameter to a finished answer."""
+"""Concatenated protobuf messages parse as one merged message: appending this adds a parameter to a serialized response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
     max_requests: int = 256
-    """Worked on at once within one call. Past it nothing is read, so that the client has to wait."""
+    """Requests served concurrently within one call. At the limit nothing is read, so that the client has to wait."""
     max_message_bytes: int = 64 * 2**20
 
 
 class _ClientGone(Cancelled):
-    """A message could not be written any more."""
+    """A message could not be written because the client left."""
 
 
 class KserveStream:
@@ -71,13 +71,13 @@ class KserveStream:
         self._running = 0
         self._room: asyncio.Future[None] | None = None
         self._turn: asyncio.Future[None] | None = None
-        """Done when the last request with ordered answers has been answered."""
+        """Done when the last request with ordered responses is done."""
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
-        """Returns when the client has half-closed and everything is answered, or is gone.
+        """Serve the call until the client has half-closed and all responses are sent, or the client is gone.
 
-        Raises the first failure if the caller wants it so, and ShuttingDown, after all answers, if this process drains.
+        Raises the first failure if the caller wants statuses, and ShuttingDown, after all responses, if this process drains.
         """
         stopped: ShuttingDown | None = None
         failure: BaseException | None = None
@@ -130,7 +130,7 @@ class KserveStream:
         after: asyncio.Future[None] | None,
         turn: asyncio.Future[None] | None,
     ) -> None:
-        """One request, whose answers begin after `after`; sets `turn` at its end, however it ended."""
+        """Serve one request. Its responses wait for `after`, and `turn` is set at its end, however it ended."""
         request_id = self._caller.request_id
         call: Call | None = None
         try:
@@ -140,7 +140,7 @@ class KserveStream:
             call = call_for(request, card, self._caller, RequestType.STREAM)
             request_id = call.request_id
             logged_id.set(request_id)
-            await self._answer(request, card, call, after)
+            await self._respond(request, card, call, after)
         except _ClientGone:
             raise
         except Exception as error:
@@ -159,38 +159,38 @@ class KserveStream:
             if self._room is not None and not self._room.done():
                 self._room.set_result(None)
 
-    async def _answer(self, request: TensorRequest, card: ModelCard, call: Call, after: asyncio.Future[None] | None) -> None:
+    async def _respond(self, request: TensorRequest, card: ModelCard, call: Call, after: asyncio.Future[None] | None) -> None:
         if card.kind is ModelKind.LLM:
-            await self._answer_text(request, card, call)
+            await self._respond_text(request, card, call)
         elif card.decoupled:
-            await self._answer_decoupled(request, card, call)
+            await self._respond_decoupled(request, card, call)
         else:
-            async with self._plane.infer_stream(request, call) as answers:
-                found = await answers.read()
+            async with self._plane.infer_stream(request, call) as responses:
+                batch = await responses.read()
             if after is not None:
                 await after
-            for answer in found:
-                await self._write(_message(bytes(answer), final=True))
+            for response in batch:
+                await self._write(_message(bytes(response), final=True))
 
-    async def _answer_decoupled(self, request: TensorRequest, card: ModelCard, call: Call) -> None:
-        async with self._plane.infer_stream(request, call) as answers:
-            while found := await answers.read():
-                for answer in found:
-                    await self._write(_message(bytes(answer), final=False))
+    async def _respond_decoupled(self, request: TensorRequest, card: ModelCard, call: Call) -> None:
+        async with self._plane.infer_stream(request, call) as responses:
+            while batch := await responses.read():
+                for response in batch:
+                    await self._write(_message(bytes(response), final=False))
         if request.wants_empty_final_response:
             final = b"".join(ResponseForm.of(request, card).encode_final())
             await self._write(_INFER_RESPONSE + varint(len(final)) + final)
 
-    async def _answer_text(self, request: TensorRequest, card: ModelCard, call: Call) -> None:
+    async def _respond_text(self, request: TensorRequest, card: ModelCard, call: Call) -> None:
         streams = wants_stream(request)
         texts = to_text_requests(request, card)
-        answer = TextAnswer(request, card, texts)
+        response = TextResponses(request, card, texts)
         if streams:
-            await self._stream_texts(answer, texts, call)
+            await self._stream_texts(response, texts, call)
         else:
-            await self._write(answer.stream_folded(await all_text(self._plane, texts, call), final=True))
+            await self._write(response.stream_complete(await all_text(self._plane, texts, call), final=True))
 
-    async def _stream_texts(self, answer: TextAnswer, texts: list[TextRequest], call: Call) -> None:
+    async def _stream_texts(self, response: TextResponses, texts: list[TextRequest], call: Call) -> None:
         unfinished = sum(text.n for text in texts)
 
         async def stream(prompt: int, text: TextRequest) -> None:
@@ -200,7 +200,7 @@ class KserveStream:
                     for delta in deltas:
                         if delta.finish_reason is not None:
                             unfinished -= 1
-                    await self._write(answer.stream_answer(deltas, prompt=prompt, final=unfinished == 0))
+                    await self._write(response.stream_delta(deltas, prompt=prompt, final=unfinished == 0))
 
         if len(texts) == 1:
             return await stream(0, texts[0])
@@ -222,10 +222,10 @@ class KserveStream:
                 raise _ClientGone from error
 
 
-def _message(answer: bytes, *, final: bool) -> bytes:
-    """A serialized ModelStreamInferResponse around a serialized ModelInferResponse."""
+def _message(response: bytes, *, final: bool) -> bytes:
+    """Return a serialized ModelStreamInferResponse around a serialized ModelInferResponse."""
     mark = _FINAL[final]
-    return b"".join((_INFER_RESPONSE, varint(len(answer) + len(mark)), answer, mark))
+    return b"".join((_INFER_RESPONSE, varint(len(response) + len(mark)), response, mark))
 
 
 def _failure(head: ModelInferRequest, error: BaseException) -> bytes:

@@ -1,17 +1,17 @@
-"""Language models over KServe tensors: requests into text requests, text deltas into answers.
+"""Language models over KServe tensors: tensor requests to text requests, text deltas to tensor responses.
 
 | input | datatype, elements | meaning |
 |---|---|---|
 | `text_input` | BYTES, any number | one prompt per element |
 | `messages` | BYTES, any number | instead: one conversation per element, as JSON, for the model's chat template |
-| `streaming` or `stream` | BOOL, 1 | one answer per batch of tokens, over ModelStreamInfer |
-| those of `SETTINGS` | any number type, 1 | sampling; request parameters of the same names mean the same |
+| `streaming` or `stream` | BOOL, 1 | one response per batch of tokens, over ModelStreamInfer |
+| the names in `SETTINGS` | any number type, 1 | sampling; request parameters of the same names mean the same |
 | `stop` | BYTES, any number | stop strings; as a parameter: one string, or a JSON array of strings |
 | `chat` | BOOL, 1 | each prompt is a user's message, for the model's chat template |
 
-Outputs are `text_output`, `finish_reason` (empty while a choice goes on) and, where asked for, `logprobs`: BYTES, one element per
-choice, those of the first prompt first. A `logprobs` element is JSON: for each token an array of [token id, log probability], the
-chosen token first. A request that came raw is answered raw, a typed one typed.
+Outputs are `text_output`, `finish_reason` (empty until a completion choice ends) and, if requested, `logprobs`: BYTES, one
+element per choice, in the order of the prompts. A `logprobs` element is JSON: for each token an array of [token id, log
+probability], the chosen token first. Responses have raw or typed contents as their request has.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from dynamo.protos.inference_pb2 import (
 )
 
 MAX_CHOICES = 128
-"""Of all prompts of a request together."""
+"""Completion choices of all prompts of a request together."""
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_TOKENS = 2**31 - 1
@@ -61,7 +61,7 @@ Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A sampling setting, and which values it may have."""
+    """A sampling setting and its range."""
 
     integer: bool
     low: float
@@ -73,7 +73,7 @@ class Setting:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidRequest(f"'{name}' must be a number", param=name)
         if self.integer and (not math.isfinite(value) or value != int(value)):
-            raise InvalidRequest(f"'{name}' is {value}; it must be a whole number", param=name)
+            raise InvalidRequest(f"'{name}' must be an integer, got {value}", param=name)
         if not self.low <= value <= self.high or (self.above and value == self.low):
             low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
             raise InvalidRequest(f"'{name}' is {value}; it must be {low} and at most {self.high:g}", param=name)
@@ -97,7 +97,7 @@ SETTINGS: Mapping[str, Setting] = {
 FLAGS = frozenset(("ignore_eos", "chat"))
 _STREAM = ("streaming", "stream")
 _PASSED = frozenset(("triton_enable_empty_final_response", "priority", "timeout"))
-"""Parameters that the protocol edge reads, see TensorRequest."""
+"""Parameters that are read elsewhere, see TensorRequest."""
 _ONE_INPUTS = frozenset((*SETTINGS, *FLAGS, *_STREAM))
 _INPUTS = frozenset((*_ONE_INPUTS, "text_input", "messages", "stop"))
 _OUTPUTS = ("text_output", "finish_reason", "logprobs")
@@ -107,9 +107,9 @@ _OUTPUTS = ("text_output", "finish_reason", "logprobs")
 
 
 def to_text_requests(request: TensorRequest, card: ModelCard) -> list[TextRequest]:
-    """One request per prompt, in the order of the prompts.
+    """Return one text request per prompt, in the order of the prompts.
 
-    Raises InvalidRequest, in one sentence naming what is wrong, and ModelNotFound for a version that is not served.
+    Raises InvalidRequest, in one sentence naming the problem, and ModelNotFound for a version that is not served.
     """
     head = request.head
     if head.model_version and head.model_version not in card.versions:
@@ -146,7 +146,7 @@ def to_text_requests(request: TensorRequest, card: ModelCard) -> list[TextReques
 
 
 def _settings(values: Mapping[str, Value]) -> TextRequest:
-    """A request with everything but its model and its prompt."""
+    """Return a text request with everything but its model and its prompt."""
     numbers = {name: setting.check(name, values[name]) for name, setting in SETTINGS.items() if name in values}
     whole = {name: int(number) for name, number in numbers.items() if SETTINGS[name].integer}
     max_tokens, min_tokens = whole.get("max_tokens"), whole.get("min_tokens", 0)
@@ -172,7 +172,7 @@ def _settings(values: Mapping[str, Value]) -> TextRequest:
 
 
 def wants_stream(request: TensorRequest) -> bool:
-    """The input or parameter `streaming`, or `stream`, says so. Raises InvalidRequest if it is there and unreadable."""
+    """Return whether the input or parameter `streaming` (or `stream`) is set. Raises InvalidRequest if it is malformed."""
     head = request.head
     for position, tensor in enumerate(head.inputs):
         if tensor.name in _STREAM:
@@ -182,11 +182,11 @@ def wants_stream(request: TensorRequest) -> bool:
 
 
 def _inputs(request: TensorRequest) -> dict[str, list[Any]]:
-    """The elements of each input by its name: bytes of text inputs, numbers and bools of the others."""
+    """Return the elements of each input by its name: bytes of text inputs, numbers and bools of the others."""
     tensors, raws = request.head.inputs, request.raw_inputs
     if raws and len(raws) != len(tensors):
         raise InvalidRequest(f"raw_input_contents has {len(raws)} entries for {len(tensors)} inputs")
-    found: dict[str, list[Any]] = {}
+    elements_by_name: dict[str, list[Any]] = {}
     for position, tensor in enumerate(tensors):
         name = tensor.name
         if name not in _INPUTS:
@@ -195,14 +195,14 @@ def _inputs(request: TensorRequest) -> dict[str, list[Any]]:
                 " and sampling settings",
                 param=name[:80],
             )
-        if name in found:
+        if name in elements_by_name:
             raise InvalidRequest(f"input '{name}' is given twice", param=name)
-        found[name] = _elements(tensor, raws[position] if raws else None, name)
-    if "streaming" in found and "stream" in found:
+        elements_by_name[name] = _elements(tensor, raws[position] if raws else None, name)
+    if "streaming" in elements_by_name and "stream" in elements_by_name:
         raise InvalidRequest("'streaming' and 'stream' mean the same; send one of them", param="stream")
     for name in _STREAM:
-        found.pop(name, None)
-    return found
+        elements_by_name.pop(name, None)
+    return elements_by_name
 
 
 _TEXT = frozenset(("text_input", "messages", "stop"))
@@ -210,7 +210,7 @@ _BOOL = frozenset((*FLAGS, *_STREAM))
 
 
 def _elements(tensor: ModelInferRequest.InferInputTensor, raw: bytes | bytearray | memoryview | None, name: str) -> list[Any]:
-    """The elements of one known input. Raises InvalidRequest for a wrong datatype, shape or contents."""
+    """Return the elements of one input. Raises InvalidRequest for a wrong datatype, shape or contents."""
     what = f"input '{name}'"
     if tensor.parameters:
         check_tensor_parameters(tensor.parameters, what)
@@ -247,17 +247,17 @@ def _elements(tensor: ModelInferRequest.InferInputTensor, raw: bytes | bytearray
 
 
 def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Value]:
-    """Settings by name. Raises InvalidRequest for a name that means nothing here."""
+    """Return the settings among the parameters, by name. Raises InvalidRequest for an unknown parameter."""
     if not parameters:
         return {}
     check_request_parameters(parameters)
-    found: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     for name, parameter in parameters.items():
         if name in SETTINGS or name in FLAGS or name == "stop":
-            found[name] = _value(parameter)
+            values[name] = _value(parameter)
         elif name not in _PASSED and name not in _STREAM:
             raise InvalidRequest(f"a language model has no parameter '{name[:80]}'", param=name[:80])
-    return found
+    return values
 
 
 def _value(parameter: InferParameter) -> Value:
@@ -298,7 +298,7 @@ def _stop_strings(value: Value | None) -> tuple[str, ...]:
 
 
 def _json_strings(text: str) -> list[str]:
-    """A JSON array of strings; any other text stands for itself."""
+    """Return a JSON array of strings; any other text as a single string."""
     try:
         return msgspec.json.decode(text, type=list[str])
     except msgspec.MsgspecError:
@@ -306,7 +306,7 @@ def _json_strings(text: str) -> list[str]:
 
 
 class _Message(msgspec.Struct):
-    """The part of a chat message that must be right for a template to read it."""
+    """The fields of a chat message that templates require."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -344,7 +344,7 @@ def _is_set(head: ModelInferRequest, name: str) -> bool:
     return name in head.parameters or any(tensor.name == name for tensor in head.inputs)
 
 
-# Answers
+# Responses
 
 OutputTensor = ModelInferResponse.InferOutputTensor
 
@@ -373,17 +373,17 @@ def _final_parameter(final: bool) -> bytes:
 _FINAL = {True: _final_parameter(True), False: _final_parameter(False), None: b""}
 
 
-class TextAnswer:
-    """Writes the answers to one request. What is the same in all of them is encoded once.
+class TextResponses:
+    """Serializes the responses to one request. What is the same in all of them is encoded once.
 
-    A message takes any number of deltas: their text together, one element per choice. `final` adds the parameter
-    `triton_final_response` with that value; None leaves it out.
+    A response takes any number of deltas: their text is joined, one element per completion choice. `final` adds the parameter
+    `triton_final_response` with that value; None omits it.
     """
 
     __slots__ = ("_choices", "_described", "_is_plain", "_n", "_names", "_prefix", "_raw_head", "_typed", "_typed_reasons")
 
     def __init__(self, request: TensorRequest, card: ModelCard, texts: Sequence[TextRequest]) -> None:
-        """`texts` are the requests that `request` was turned into."""
+        """`texts` are the text requests made from `request`."""
         head = request.head
         self._n = texts[0].n
         self._choices = self._n * len(texts)
@@ -398,17 +398,17 @@ class TextAnswer:
         outputs = [OutputTensor(name=name, datatype="BYTES", shape=(self._choices,)) for name in self._names]
         self._described = [output.SerializeToString() for output in outputs]
         self._is_plain = self._choices == 1 and self._names == _OUTPUTS[:2]
-        """One choice and the usual outputs: all but the text and its size is known beforehand."""
+        """One choice and the default outputs: everything but the text and its size is encoded in advance."""
         self._raw_head = self._prefix + b"".join(delimited(_OUTPUT, described) for described in self._described)
         self._typed_reasons: dict[FinishReason | None, bytes] = {}
 
-    def stream_answer(self, deltas: Sequence[TextDelta], *, prompt: int = 0, final: bool | None = None) -> bytes:
-        """A serialized ModelStreamInferResponse with what was added to the choices of one prompt, given by its position."""
-        answer = self.answer(deltas, prompt=prompt, final=final)
-        return _INFER_RESPONSE + varint(len(answer)) + answer
+    def stream_delta(self, deltas: Sequence[TextDelta], *, prompt: int = 0, final: bool | None = None) -> bytes:
+        """Return a serialized ModelStreamInferResponse with deltas of the prompt at the position `prompt`."""
+        delta = self.delta(deltas, prompt=prompt, final=final)
+        return _INFER_RESPONSE + varint(len(delta)) + delta
 
-    def answer(self, deltas: Sequence[TextDelta], *, prompt: int = 0, final: bool | None = None) -> bytes:
-        """The same as a ModelInferResponse."""
+    def delta(self, deltas: Sequence[TextDelta], *, prompt: int = 0, final: bool | None = None) -> bytes:
+        """Return `stream_delta` as a ModelInferResponse."""
         if not self._is_plain:
             return self._write({prompt: deltas}, final)
         reason: FinishReason | None = None
@@ -422,23 +422,23 @@ class TextAnswer:
         return b"".join((self._raw_head, _FINAL[final], _RAW, varint(size + 4), _u32(size), text, _RAW_REASON[reason]))
 
     def _typed_reason(self, reason: FinishReason | None) -> bytes:
-        """The output `finish_reason` in typed form."""
-        known = self._typed_reasons.get(reason)
-        if known is None:
+        """Return the output `finish_reason` in typed form."""
+        encoded = self._typed_reasons.get(reason)
+        if encoded is None:
             contents = delimited(_CONTENTS, delimited(_ELEMENT, _REASON[reason]))
-            known = self._typed_reasons[reason] = delimited(_OUTPUT, self._described[1] + contents)
-        return known
+            encoded = self._typed_reasons[reason] = delimited(_OUTPUT, self._described[1] + contents)
+        return encoded
 
-    def stream_folded(self, deltas: Sequence[Sequence[TextDelta]], *, final: bool | None = None) -> bytes:
-        """`folded` as a ModelStreamInferResponse."""
-        return delimited(_INFER_RESPONSE, self.folded(deltas, final=final))
+    def stream_complete(self, deltas: Sequence[Sequence[TextDelta]], *, final: bool | None = None) -> bytes:
+        """Return `complete` as a ModelStreamInferResponse."""
+        return delimited(_INFER_RESPONSE, self.complete(deltas, final=final))
 
-    def folded(self, deltas: Sequence[Sequence[TextDelta]], *, final: bool | None = None) -> bytes:
-        """One ModelInferResponse with everything: all deltas of each prompt, in the order of the prompts."""
+    def complete(self, deltas: Sequence[Sequence[TextDelta]], *, final: bool | None = None) -> bytes:
+        """Return one ModelInferResponse with all deltas of each prompt, in the order of the prompts."""
         return self._write(dict(enumerate(deltas)), final)
 
     def _write(self, by_prompt: Mapping[int, Sequence[TextDelta]], final: bool | None) -> bytes:
-        choices = [_Choice() for _ in range(self._choices)]
+        choices = [_ChoiceParts() for _ in range(self._choices)]
         for prompt, deltas in by_prompt.items():
             for delta in deltas:
                 choices[prompt * self._n + delta.index].add(delta)
@@ -455,8 +455,8 @@ class TextAnswer:
         return b"".join((*pieces, *raws))
 
 
-class _Choice:
-    """What a batch of deltas adds to one choice."""
+class _ChoiceParts:
+    """Collects what a batch of deltas adds to one completion choice."""
 
     __slots__ = ("_logprobs", "_reason", "_texts")
 

@@ -1,4 +1,4 @@
-"""The guard around all gRPC handlers. Handlers that have nothing to be asked for or recorded are left as they are."""
+"""Authentication, authorization and audit of gRPC calls. Handlers of unguarded surfaces without audit are left unwrapped."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _ACTIONS = frozenset(
         "CudaSharedMemoryUnregister",
     }
 )
-"""What somebody wants to change, even if this server refuses it to all."""
+"""Calls that change state, even those that this server never allows."""
 _WITH_MODEL: dict[str, type[pb.RepositoryModelLoadRequest] | type[pb.RepositoryModelUnloadRequest]] = {
     "RepositoryModelLoad": pb.RepositoryModelLoadRequest,
     "RepositoryModelUnload": pb.RepositoryModelUnloadRequest,
@@ -75,7 +75,7 @@ def account_source(guard: Guard) -> Callable[[], Account]:
 def guarded(
     services: Mapping[str, Handlers], guard: Guard, refused: Callable[[BaseException], None] = lambda error: None
 ) -> dict[str, Handlers]:
-    """The same services, behind `guard`. `refused` is told why a request of a model did not come in."""
+    """Wrap the handlers of services by `guard`. `refused` is called with the error of each refused inference request."""
     return {
         service: {name: _guarded(service, name, handler, guard, refused) for name, handler in handlers.items()}
         for service, handlers in services.items()
@@ -113,15 +113,15 @@ def _guarded(
         _account.set(account)
         if not is_action:
             return await inner(request, context)
-        if not request_id:  # the record and the answer shall name the same one
+        if not request_id:  # the audit record and the response must have the same one
             request_id = secrets.token_hex(12)
             logged_id.set(request_id)
             context.set_trailing_metadata((("x-request-id", request_id),))
         outcome = "failed"
         try:
-            answer = await inner(request, context)
+            response = await inner(request, context)
             outcome = "done"
-            return answer
+            return response
         finally:
             record(action, account, context.peer(), request_id, outcome)
 
@@ -130,7 +130,7 @@ def _guarded(
 
 
 def _action(name: str, request: object) -> str:
-    """What is to be done, and to which model."""
+    """Return the action for the audit record: the method, and the model if there is one."""
     kind = _WITH_MODEL.get(name)
     if kind is None or not isinstance(request, bytes):
         return name
@@ -142,9 +142,9 @@ def _action(name: str, request: object) -> str:
 
 
 def _kind(handler: grpc.RpcMethodHandler[bytes, bytes]) -> str:
-    asked = "stream" if handler.request_streaming else "unary"
-    answered = "stream" if handler.response_streaming else "unary"
-    return f"{asked}_{answered}"
+    request = "stream" if handler.request_streaming else "unary"
+    response = "stream" if handler.response_streaming else "unary"
+    return f"{request}_{response}"
 
 
 async def _refuse(context: Context, error: DynamoError, request_id: str) -> None:

@@ -1,12 +1,12 @@
-"""A grpc.aio server that takes calls as they come and survives those whose path is not UTF-8.
+"""A grpc.aio server that accepts many calls at once and survives calls whose path is not UTF-8.
 
-grpcio's own accepts every call in one loop, which after each waits anew for the next of every method. A process with much to do
-so takes one call per turn of its event loop, and the others wait in gRPC core, unseen: with 64 streams of a fast language model,
-70 of the 76 ms until the first token were spent there. Here each method has acceptors of its own that only accept.
+grpcio's own server accepts every call in one loop that, after each call, waits for the next call of every method. A busy process
+so accepts one call per iteration of its event loop, and the others wait in gRPC core: with 64 streams of a fast language model,
+70 of the 76 ms until the first token were spent there. Here each method has its own tasks that only accept calls.
 
-In its newer versions that loop also decodes the path of calls to unregistered methods: one such call from anybody, with one
-byte that is no UTF-8, and the server shuts down with everything it was doing (seen with 1.85.1). All our methods are registered,
-so what is left are calls to methods that do not exist. They are refused without a look at their path.
+In newer versions that loop also decodes the path of calls to unregistered methods: a single call by any client whose path is not
+UTF-8 shuts the whole server down (seen with 1.85.1). All methods here are registered, so the remaining calls go to methods that
+do not exist. They are refused without decoding their path.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from dynamo.common.background import Tasks, awaited
 
 _ACCEPTED_AT_ONCE = 64
-"""Calls of one method that can be taken in one turn of the event loop."""
+"""Calls of one method that can be accepted in one iteration of the event loop."""
 
 
 def make_grpcio_server(arguments: Sequence[tuple[str, int]]) -> grpc.aio.Server:
-    """A grpc.aio server. Methods must be registered on it; generic handlers are not asked."""
+    """Make a grpc.aio server. Methods must be registered on it; generic handlers are ignored."""
     server = grpc.aio.server(options=arguments)
     if hasattr(cygrpc.AioServer, "_make_request_call_future"):  # older ones accept in another way
         loop = cygrpc.get_working_loop()
@@ -46,9 +46,9 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
         self._handlers.update(method_handlers)
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Task[None]:
-        """A future of the next call of a method, for None of any other: never done, since calls are taken in here.
+        """Accept the calls of a method, or for None those of unregistered methods, until the server stops.
 
-        When the server stops, it fails as the caller expects.
+        The caller expects a future of the next call. This one is never done, and fails as expected when the server stops.
         """
         return awaited(self._accept(method))
 
@@ -56,7 +56,7 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
         acceptors = [awaited(self._accept_calls(method)) for _ in range(_ACCEPTED_AT_ONCE if method else 1)]
         try:
             await asyncio.gather(*acceptors)
-        finally:  # each has failed or is about to: gRPC core fails all that waits for calls when it stops
+        finally:  # each has failed or is about to: gRPC core fails all pending accepts when it stops
             await asyncio.gather(*acceptors, return_exceptions=True)
 
     async def _accept_calls(self, method: bytes | None) -> None:
@@ -80,4 +80,4 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
 async def _refuse(call: Any) -> None:
     context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
     with contextlib.suppress(grpc.aio.BaseError):  # the AbortError, or the client is gone
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "method not found")

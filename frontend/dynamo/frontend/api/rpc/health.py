@@ -1,4 +1,4 @@
-"""What gRPC tools expect beside any service: grpc.health.v1 and server reflection."""
+"""The standard services that gRPC tools expect: grpc.health.v1 and server reflection."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ServingStatus(IntEnum):
 
 
 class HealthService:
-    """Check and Watch. A service is the whole server (empty, or a service's name) or one model by its name."""
+    """Check and Watch. The `service` is the server (empty, or the name of a gRPC service) or a model's name."""
 
     def __init__(self, plane: DataPlane, readiness: Readiness) -> None:
         self._plane = plane
@@ -62,7 +62,7 @@ class HealthService:
     async def _check(self, data: bytes, context: Context) -> bytes:
         status = self._status(await _service(data, context))
         if status is ServingStatus.SERVICE_UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "neither a service nor a model of this name is known")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "service or model not found")
         return _response(status)
 
     async def _watch(self, data: bytes, context: Context) -> None:
@@ -70,7 +70,7 @@ class HealthService:
         sent: ServingStatus | None = None
         async with aclosing(self._readiness.changes()) as changes:
             async for _ in changes:
-                last = self._readiness.draining  # a watch must not hold up the shutdown, but it tells of it
+                last = self._readiness.draining  # a watch reports the shutdown, and must not delay it
                 status = self._status(service)
                 if status is not sent:
                     await context.write(_response(status))
@@ -80,7 +80,7 @@ class HealthService:
 
 
 class ReflectionService:
-    """Lists the services and hands out their descriptions."""
+    """Server reflection: lists the services and returns their descriptors."""
 
     def __init__(self, services: Sequence[str], drain: StreamDrain) -> None:
         self._servicer = ReflectionServicer(services)

@@ -1,4 +1,4 @@
-"""`grpc_server_*` around all gRPC handlers, outermost, so that refusals count as well. The same for both servers."""
+"""The metrics `grpc_server_*` of all gRPC handlers. This is the outermost wrapper, so that refusals count; for both servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OK = "OK"
 
 
 def metered(services: Mapping[str, Handlers], metrics: GrpcServerMetrics) -> dict[str, Handlers]:
-    """The same services, measured. Streams must be read and written by their context's `read` and `write`, as ours are."""
+    """Wrap the handlers of services by metrics. Handlers must read and write streams by their context's `read` and `write`."""
     return {
         service: {name: _metered(handler, metrics, service, name) for name, handler in handlers.items()}
         for service, handlers in services.items()
@@ -41,17 +41,17 @@ def _unary(
     started, received, sent, handled = method.started, method.received, method.sent, method.handled
 
     async def handle(request: bytes, context: Context) -> bytes:
-        begun = perf_counter()
+        started_at = perf_counter()
         started.value += 1
         received.value += 1
         try:
-            answer = await inner(request, context)
+            response = await inner(request, context)
         except BaseException as error:
-            handled(_code(error, context), perf_counter() - begun)
+            handled(_code(error, context), perf_counter() - started_at)
             raise
         sent.value += 1
-        handled(_OK, perf_counter() - begun)
-        return answer
+        handled(_OK, perf_counter() - started_at)
+        return response
 
     return handle
 
@@ -60,7 +60,7 @@ def _streaming(
     inner: Callable[[object, Context], Awaitable[object]], method: GrpcMethodMetrics, *, reads: bool
 ) -> Callable[[object, Context], Awaitable[object]]:
     async def handle(request: object, context: Context) -> object:
-        begun = perf_counter()
+        started_at = perf_counter()
         method.started.value += 1
         if not reads:
             method.received.value += 1
@@ -71,7 +71,7 @@ def _streaming(
             code = _code(error, context)
             raise
         finally:
-            method.handled(code, perf_counter() - begun)
+            method.handled(code, perf_counter() - started_at)
 
     return handle
 
@@ -101,7 +101,7 @@ class _Counting:
 
 
 def _code(error: BaseException, context: Context) -> str:
-    """As other languages write statuses: `InvalidArgument`."""
+    """Return the status in the form that gRPC metrics use: `InvalidArgument`."""
     if isinstance(error, grpc.aio.AbortError):
         status: object = context.code()
         if isinstance(status, int):  # what grpcio's own server has

@@ -1,8 +1,9 @@
-"""pygrpc-native's server with a shorter way for unary calls, and an end that loses no answer.
+"""pygrpc-native's server with a shorter path for unary calls, and a shutdown that loses no response.
 
-The original asks of each call anew whether its handler is a coroutine function, how to serialize its answer, and more, in three
-nested coroutines. Here every unary handler is a coroutine function from bytes to bytes that checks the size of its answer and
-fails by `abort` only. Overrides private methods: the version is pinned, and every gRPC test runs against this server too.
+For each call, the original determines whether its handler is a coroutine function, how to serialize its response, and more, in
+three nested coroutines. Here every unary handler is a coroutine function from bytes to bytes that checks the size of its response
+and fails only by `abort`. This overrides private methods: the version is pinned, and every gRPC test also runs against this
+server.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dynamo.common.background import awaited
 from dynamo.frontend.api.rpc.hardening import make_grpcio_server
 
 _LAST_WRITES_S = 0.2
-"""For what was handed to the I/O threads last to reach the sockets."""
+"""How long the last responses, which the I/O threads have, are given to reach the sockets."""
 
 
 class NativeServer(pygrpc_native.aio.Server):
@@ -42,7 +43,7 @@ class NativeServer(pygrpc_native.aio.Server):
         except Exception as error:
             self._failed(call, context, error)
         except asyncio.CancelledError:
-            # Of one that was cancelled by its client or by our end, nobody hears any more.
+            # A call that was cancelled by its client or by the shutdown needs no status.
             if not call.cancelled and not self._stopping:
                 front.fail(call.call_id, grpc.StatusCode.CANCELLED.value[0], "Cancelled")
         finally:
@@ -52,7 +53,7 @@ class NativeServer(pygrpc_native.aio.Server):
     async def _start_fallback(
         self, streamed: dict[str, dict[str, grpc.RpcMethodHandler[bytes, bytes]]], generic: list[grpc.GenericRpcHandler]
     ) -> None:
-        """Calls that stream requests are passed on to a grpcio server, here to one that takes many at once."""
+        """Start the grpcio server that handles calls with streamed requests, here one that accepts many at once."""
         front = self._front
         assert front is not None
         self._fallback_dir, path = _fallback_socket()
@@ -65,13 +66,13 @@ class NativeServer(pygrpc_native.aio.Server):
         front.set_fallback(path)
 
     async def stop(self, grace: float | None) -> None:
-        """As in grpc.aio. The original closes the sockets at once after the last handler's end, with its answer in the I/O
-        threads' hands, which have no way to tell that it is written: seen to lose one under load."""
+        """Stop as grpc.aio does. The original closes the sockets right after the last handler's end, while the I/O threads may
+        still have its response to write, without a way to tell: under load, responses were lost."""
         front = self._front
         if self._stopping or front is None:
             await super().stop(grace)
             return
-        self._stopping = True  # calls that come now are refused, which clients may retry elsewhere
+        self._stopping = True  # new calls are refused, and clients may retry them elsewhere
         fallback = None if self._fallback is None else awaited(self._fallback.stop(grace))
         tasks = [call.task for call in self._calls.values() if call.task is not None]
         if grace and tasks:

@@ -1,12 +1,12 @@
 """A gRPC port, served by one of two exchangeable servers.
 
-*native* (pygrpc-native, the extra `fast`) does HTTP/2 in Rust outside the GIL and hands bidirectional calls to a grpcio server
-behind it; *grpcio* does everything itself and has TLS, compressed answers, connection ages and adjustable windows. Handlers
-are the same for both: coroutines that take and give bytes.
+*native* (pygrpc-native, the extra `fast`) does HTTP/2 in Rust outside the GIL and passes bidirectional calls to a grpcio server
+behind it; *grpcio* does everything itself and has TLS, compressed responses, connection ages and adjustable windows. Handlers
+are the same for both: coroutines from bytes to bytes.
 
-Native is several times faster but, as of 0.5.0, compares a message with the size limit only when all of it has arrived and is
-unpacked: anybody who can connect can fill the memory, with gzip by very little. So `auto` takes it where only this machine can
-connect; `--grpc-server native` takes it anywhere, for networks where every client is trusted.
+Native is several times faster but, as of 0.5.0, checks the size limit only when a whole message has been received and
+decompressed: any client that can connect can fill the memory, with gzip by few bytes. So `auto` uses it only if just this machine
+can connect; `--grpc-server native` uses it anywhere, for networks where every client is trusted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 _COMPRESSION_LEVEL = {GrpcCompression.NONE: 0, GrpcCompression.GZIP: 1, GrpcCompression.DEFLATE: 3}
 """gRPC core's low level is gzip and its high one deflate, if the client accepts that, else the other one, else neither. Naming
-an algorithm instead would compress the answers to clients that cannot unpack them, too."""
+an algorithm instead would compress the responses to clients that cannot decompress them as well."""
 _log = logging.getLogger(__name__)
 
 
@@ -54,16 +54,16 @@ class GrpcServer:
     _server: grpc.aio.Server
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new calls; those running may finish for `grace_s` seconds and are cancelled then. Idempotent."""
+        """Stop accepting calls, let running ones finish for `grace_s` seconds, then cancel them. Idempotent."""
         await self._server.stop(grace_s)
 
 
 def needs_grpcio(options: GrpcOptions) -> str:
-    """Names the first thing asked for that only grpcio does; empty if there is none."""
+    """Return the first option set that only grpcio supports, as a reason; empty if there is none."""
     if options.tls_cert_file is not None:
         return "TLS is configured"
     if options.compression is not GrpcCompression.NONE:
-        return "answers shall be compressed"
+        return "compression of responses is configured"
     if options.max_connection_age_s is not None:
         return "a connection age is configured"
     if options.initial_connection_window_size is not None or options.initial_stream_window_size is not None:
@@ -72,16 +72,16 @@ def needs_grpcio(options: GrpcOptions) -> str:
 
 
 def choose_server(options: GrpcOptions, native_installed: bool) -> ServerChoice:
-    """Which server runs. Raises ConfigError if the native one was demanded and cannot do it."""
+    """Choose the server. Raises ConfigError if the native one is configured and cannot be used."""
     obstacle = needs_grpcio(options)
     if options.server is GrpcServerChoice.GRPCIO:
-        return ServerChoice(GrpcServerChoice.GRPCIO, "it was asked for")
+        return ServerChoice(GrpcServerChoice.GRPCIO, "it is configured")
     if options.server is GrpcServerChoice.NATIVE:
         if not native_installed:
             raise ConfigError("--grpc-server native needs the package pygrpc-native (extra `fast`)")
         if obstacle:
-            raise ConfigError(f"--grpc-server native cannot be used: {obstacle}, which only grpcio can do")
-        return ServerChoice(GrpcServerChoice.NATIVE, "it was asked for")
+            raise ConfigError(f"--grpc-server native cannot be used: {obstacle}, which only grpcio supports")
+        return ServerChoice(GrpcServerChoice.NATIVE, "it is configured")
     if obstacle:
         return ServerChoice(GrpcServerChoice.GRPCIO, obstacle)
     if not native_installed:
@@ -93,7 +93,7 @@ def choose_server(options: GrpcOptions, native_installed: bool) -> ServerChoice:
 
 
 def check_grpc(options: GrpcOptions, *, share_port: bool = False) -> None:
-    """Raises ConfigError for what `serve_grpc` would stumble over, so that a process can say so before it waits for others."""
+    """Raise ConfigError for options with which `serve_grpc` would fail, so that a process fails before it waits for others."""
     choose_server(options, importlib.util.find_spec("pygrpc_native") is not None)
     if options.tls is not None:
         read_contents(options.tls)
@@ -102,7 +102,7 @@ def check_grpc(options: GrpcOptions, *, share_port: bool = False) -> None:
 
 
 def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[str, int]]:
-    """The settings in the words of gRPC core, which the native server understands too."""
+    """Return the options as gRPC core's channel arguments, which the native server takes as well."""
     arguments = [
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", options.max_message_bytes),
@@ -131,7 +131,7 @@ def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[s
 async def serve_grpc(
     options: GrpcOptions, services: Mapping[str, Handlers], *, share_port: bool = False
 ) -> AsyncIterator[GrpcServer]:
-    """Serves `services` (full service name → handlers) until the context is left, which cuts what still runs.
+    """Serve `services` (full service name → handlers) until the context is left, which cancels running calls.
 
     Raises ConfigError if the port, the certificate or the chosen server cannot be used.
     """
@@ -173,7 +173,7 @@ def _bind(server: grpc.aio.Server, options: GrpcOptions) -> int:
 
 
 def _credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
-    """Credentials that follow their files. Raises ConfigError."""
+    """Return credentials that are reloaded when their files change. Raises ConfigError."""
     files = options.tls
     if files is None:
         return None
@@ -181,7 +181,7 @@ def _credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
     used = watched.current()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC for every handshake, on a thread of its own; None: go on with the last."""
+        """Return changed credentials, or None. gRPC calls this for every handshake, on its own thread."""
         nonlocal used
         newest = watched.current()
         if newest is used:

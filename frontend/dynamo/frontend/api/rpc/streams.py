@@ -1,4 +1,4 @@
-"""Reading the requests of a bidirectional call in a way that a shutdown can end."""
+"""Reading the requests of bidirectional calls, interruptible by a shutdown."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dynamo.frontend.api.rpc.server import Context
 
 
 class StreamDrain:
-    """Ends the waiting for further requests in all calls of a process; what was read before is not touched."""
+    """Stops reading further requests in all bidirectional calls of a process. Requests that were read are still served."""
 
     def __init__(self) -> None:
         self._waits: set[asyncio.Timeout] = set()
         self._started = False
 
     async def read(self, context: Context) -> bytes | None:
-        """The next message, None after the client's last. Raises ShuttingDown once `start` was called."""
+        """Return the next message, None after the client's last one. Raises ShuttingDown once `start` was called."""
         if self._started:
             raise ShuttingDown()
-        wait = asyncio.timeout(None)  # a scope that `start` can end, without a task per read
+        wait = asyncio.timeout(None)  # `start` can end it, and it needs no task per read
         self._waits.add(wait)
         try:
             async with wait:

@@ -1,4 +1,4 @@
-"""Bodies on the wire: their compression, and where JSON ends and binary tensors begin."""
+"""Bodies on the wire: their compression, and the boundary between JSON and binary tensors."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from dynamo.frontend.api.http.exchange import Exchange
 
 JSON_LENGTH = "inference-header-content-length"
 _WINDOW_BITS: Mapping[str, int] = {"gzip": 31, "deflate": 15}
-"""How zlib calls them: gzip has a header of its own, deflate that of zlib."""
+"""zlib's names of them: gzip has its own header, deflate has that of zlib."""
 _BRIEF_BYTES = 16 * 1024
 """More than this is (de)compressed in a thread."""
 _WORTHWHILE_BYTES = 1024
 _MAX_DIGITS = 19
 _LEVEL = 1
-"""Answers are mostly numbers, which higher levels do not make smaller."""
+"""Responses are mostly numbers, which higher levels do not make smaller."""
 
 
 class UnknownEncoding(InvalidRequest):
-    """The request is compressed in a way that is not understood here."""
+    """The request has an unsupported content encoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A request's body, taken apart."""
+    """The parts of a request's body."""
 
     json: bytes
     binary: memoryview
     """What follows the JSON."""
     is_raw: bool
-    """There is no JSON: `binary` is the model's one input."""
+    """Whether there is no JSON, so that `binary` is the model's only input."""
 
 
 async def read_body(exchange: Exchange) -> bytes:
-    """The request's body as it was before it was compressed.
+    """Read and decompress the request's body.
 
-    Raises PayloadTooLarge for more than the configured limit, compressed or not, InvalidRequest for broken compression,
+    Raises PayloadTooLarge for more than the configured limit, compressed or not, InvalidRequest for invalid compressed data,
     UnknownEncoding, and Cancelled if the client left.
     """
     encoding = exchange.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", *_WINDOW_BITS):
-        raise UnknownEncoding(f"the content encoding {encoding[:40]!r} is not known; gzip and deflate are")
+        raise UnknownEncoding(f"unsupported content encoding {encoding[:40]!r}; expected gzip or deflate")
     body = await exchange.any_body()
     if encoding not in _WINDOW_BITS:
         return body
@@ -56,25 +56,25 @@ async def read_body(exchange: Exchange) -> bytes:
 
 
 def decompress(data: bytes, encoding: str, limit_bytes: int) -> bytes:
-    """Never makes more than `limit_bytes` of it, however small `data` is. Raises PayloadTooLarge, InvalidRequest."""
+    """Decompress a body to at most `limit_bytes`. Raises PayloadTooLarge, and InvalidRequest for invalid data."""
     stream = zlib.decompressobj(_WINDOW_BITS[encoding])
     try:
-        found = stream.decompress(data, limit_bytes + 1)
+        decompressed = stream.decompress(data, limit_bytes + 1)
     except zlib.error as error:
         raise InvalidRequest(f"the body is not {encoding}: {error}") from None
-    if len(found) > limit_bytes:
+    if len(decompressed) > limit_bytes:
         raise PayloadTooLarge(f"the body is larger than {limit_bytes} bytes when decompressed")
     if not stream.eof:
         raise InvalidRequest(f"the body ends before its {encoding} data does")
     if stream.unused_data:
         raise InvalidRequest(f"the body has {len(stream.unused_data)} bytes after its {encoding} data")
-    return found
+    return decompressed
 
 
 def split(body: bytes, json_length: str | None) -> Parts:
-    """Cuts a body where its header `Inference-Header-Content-Length` says; without the header, all is JSON.
+    """Split a body at its header `Inference-Header-Content-Length`; without the header, all of it is JSON.
 
-    Raises InvalidRequest for a length that is no whole number, or beyond the body.
+    Raises InvalidRequest for a length that is no integer, or beyond the body.
     """
     whole = memoryview(body)
     if json_length is None:
@@ -90,7 +90,7 @@ def split(body: bytes, json_length: str | None) -> Parts:
 
 
 def accepted_encoding(header: str) -> str:
-    """`gzip` or `deflate` if the header Accept-Encoding prefers one of them to no compression, else nothing."""
+    """Return `gzip` or `deflate` if the header Accept-Encoding prefers one of them to no compression, else an empty string."""
     weights: dict[str, float] = {}
     for entry in header.lower().split(","):
         name, _, weight = entry.partition(";")
@@ -108,7 +108,7 @@ def _weight(text: str) -> float:
 
 
 async def compress(pieces: Sequence[Buffer], encoding: str) -> list[Buffer] | None:
-    """`pieces` in one compressed stream; None if they are too few bytes to bother."""
+    """Return `pieces` as one compressed stream; None if they are too small to be worth it."""
     size = sum(map(len, pieces))
     if size < _WORTHWHILE_BYTES:
         return None
@@ -119,4 +119,4 @@ async def compress(pieces: Sequence[Buffer], encoding: str) -> list[Buffer] | No
 
 def _compress(pieces: Sequence[Buffer], encoding: str) -> list[Buffer]:
     stream = zlib.compressobj(_LEVEL, wbits=_WINDOW_BITS[encoding])
-    return [*[made for piece in pieces if (made := stream.compress(piece))], stream.flush()]
+    return [*[compressed for piece in pieces if (compressed := stream.compress(piece))], stream.flush()]

@@ -1,9 +1,9 @@
 """Elements of tensors as JSON writes them, and their raw form.
 
-`data` is flat, or nested as the shape says; a scalar may stand alone. Integers are whole numbers, a BOOL is true, false, 1 or 0,
-BYTES are text, sent as UTF-8. FP16 and BF16 are numbers as well, rounded to the nearest; Triton refuses them in JSON. A number
-beyond its datatype's range is refused, not made infinite. NaN, Infinity and -Infinity are written as these words, as Triton and
-Python do, although JSON does not know them, and are read so too.
+`data` is flat, or nested according to the shape; a scalar needs no array. A BOOL is true, false, 1 or 0, BYTES are text, sent as
+UTF-8. FP16 and BF16 are numbers, rounded to the nearest value; Triton refuses them in JSON. A number out of its datatype's range
+is refused, not made infinite. NaN, Infinity and -Infinity are read and written as these words, as Triton and Python do, although
+they are not valid JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FLAG = bool | Annotated[int, msgspec.Meta(ge=0, le=1)]
 
 @cache
 def _form(datatype: str, depth: int) -> tuple[Any, msgspec.json.Decoder[Any]]:
-    """The type of `data` nested `depth` deep, and a decoder for it. There are 14 datatypes and 18 depths."""
+    """Return the type of `data` nested `depth` deep, and a decoder for it. There are 14 datatypes and 18 depths."""
     form: Any = {"BOOL": _FLAG, "BYTES": str}.get(datatype, float if datatype in _FLOATS else int)
     for _ in range(depth):
         form = list[form]
@@ -55,7 +55,7 @@ _FLOATS = frozenset(("FP16", "BF16", "FP32", "FP64"))
 
 
 def to_raw(data: object, kind: DataType, shape: Sequence[int], what: str) -> Buffer:
-    """The raw form of a tensor's `data`, which is JSON that is not decoded yet (`msgspec.Raw`) or what it decodes to.
+    """Return the raw form of a tensor's `data`, given as JSON (`msgspec.Raw`) or decoded.
 
     Raises InvalidRequest, naming the tensor, unless these are as many elements of the datatype as the shape needs.
     """
@@ -70,7 +70,7 @@ def to_raw(data: object, kind: DataType, shape: Sequence[int], what: str) -> Buf
 
 
 def _values(data: object, kind: DataType, shape: Sequence[int], count: int, what: str) -> list[Any]:
-    """The elements, flat."""
+    """Return the elements as a flat list."""
     depth = _depth(data)
     if depth > max(1, MAX_DIMS):
         raise InvalidRequest(f"{what} has data nested {depth} deep; at most {MAX_DIMS} is allowed")
@@ -100,8 +100,8 @@ def _values(data: object, kind: DataType, shape: Sequence[int], count: int, what
 def _depth(data: object) -> int:
     if isinstance(data, msgspec.Raw):
         text = memoryview(data)
-        found = _BRACKETS.match(text)
-        return bytes(text[: found.end()]).count(b"[") if found else 0
+        match = _BRACKETS.match(text)
+        return bytes(text[: match.end()]).count(b"[") if match else 0
     depth = 0
     while isinstance(data, list):
         depth += 1
@@ -114,13 +114,13 @@ def _integers(values: list[int], kind: DataType, what: str) -> Array:
     try:
         array = np.array(values, np.uint64 if kind.name == "UINT64" else np.int64)
     except OverflowError:
-        at = next(at for at, value in enumerate(values) if not limits.min <= value <= limits.max)
-        raise _outside(what, str(values[at]), at, kind) from None
+        position = next(position for position, value in enumerate(values) if not limits.min <= value <= limits.max)
+        raise _outside(what, str(values[position]), position, kind) from None
     if kind.size < 8:
         outside = (array < limits.min) | (array > limits.max)
         if outside.any():
-            at = int(outside.argmax())
-            raise _outside(what, str(array[at]), at, kind)
+            position = int(outside.argmax())
+            raise _outside(what, str(array[position]), position, kind)
     return array.astype(kind.dtype, copy=False)
 
 
@@ -130,29 +130,29 @@ def _floats(values: list[float], kind: DataType, what: str) -> Array:
         return array
     with np.errstate(over="ignore"):
         narrow: Array = array.astype(np.float16 if kind.name == "FP16" else np.float32)
-    made: Array = narrow
+    rounded: Array = narrow
     if kind.name == "BF16":
-        made = float32_to_bf16(narrow)
-        narrow = bf16_to_float32(made)
+        rounded = float32_to_bf16(narrow)
+        narrow = bf16_to_float32(rounded)
     outside = np.isinf(narrow) & np.isfinite(array)
     if outside.any():
-        at = int(outside.argmax())
-        raise _outside(what, str(array[at]), at, kind)
-    return made
+        position = int(outside.argmax())
+        raise _outside(what, str(array[position]), position, kind)
+    return rounded
 
 
-def _outside(what: str, value: str, at: int, kind: DataType) -> InvalidRequest:
+def _outside(what: str, value: str, position: int, kind: DataType) -> InvalidRequest:
     shown = value if len(value) <= 40 else value[:39] + "…"
-    return InvalidRequest(f"{what} has the value {shown} at {at}, outside the range of {kind.name}")
+    return InvalidRequest(f"{what} has the value {shown} at {position}, outside the range of {kind.name}")
 
 
 # To JSON
 
 
 def to_json(raw: Buffer, datatype: str, shape: Sequence[int], what: str) -> bytes:
-    """A raw tensor as a flat JSON array.
+    """Return a raw tensor as a flat JSON array.
 
-    Raises EngineError if it is not what its datatype and shape say, InvalidRequest for BYTES that are no text.
+    Raises EngineError if it does not match its datatype and shape, InvalidRequest for BYTES that are not UTF-8.
     """
     try:
         count = element_count(shape, what)
@@ -161,7 +161,7 @@ def to_json(raw: Buffer, datatype: str, shape: Sequence[int], what: str) -> byte
         else:
             array = to_numpy(raw, datatype, (count,), what)
     except InvalidRequest as error:
-        raise EngineError(f"the model answered a malformed tensor: {error}") from error
+        raise EngineError(f"the model responded with a malformed tensor: {error}") from error
     if datatype == "BYTES":
         return orjson.dumps(_texts(elements, what))
     if datatype == "BF16":
@@ -174,8 +174,8 @@ def _texts(elements: Sequence[bytes], what: str) -> list[str]:
     try:
         return [element.decode() for element in elements]
     except UnicodeDecodeError:
-        at = next(at for at, element in enumerate(elements) if not _is_text(element))
-        raise InvalidRequest(f"{what} is not UTF-8 at element {at}; ask for it with 'binary_data'") from None
+        position = next(position for position, element in enumerate(elements) if not _is_text(element))
+        raise InvalidRequest(f"{what} is not UTF-8 at element {position}; request it with 'binary_data'") from None
 
 
 def _is_text(element: bytes) -> bool:
@@ -187,7 +187,7 @@ def _is_text(element: bytes) -> bool:
 
 
 def _with_words(text: bytes, array: Array) -> bytes:
-    """`text`, in which every number that is not finite is `null`, with the words for these."""
+    """Return `text` with the `null` of each number that is not finite replaced by its word."""
     odd = array[~np.isfinite(array)]
     if not odd.size:
         return text
@@ -196,5 +196,5 @@ def _with_words(text: bytes, array: Array) -> bytes:
 
 
 def number_word(value: float) -> bytes:
-    """What stands for a number that is not finite."""
+    """Return the word for a number that is not finite."""
     return b"NaN" if value != value else b"Infinity" if value > 0 else b"-Infinity"

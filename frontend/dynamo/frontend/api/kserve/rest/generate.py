@@ -16,11 +16,11 @@ from dynamo.frontend.api.http.exchange import EventStream, Exchange
 from dynamo.frontend.api.kserve.infer import all_text, infer
 from dynamo.frontend.api.kserve.rest.bodies import read_body
 from dynamo.frontend.api.kserve.rest.elements import to_json
-from dynamo.frontend.api.kserve.rest.generate_requests import Asked, read_generate
+from dynamo.frontend.api.kserve.rest.generate_requests import GenerateRequest, read_generate
 from dynamo.frontend.api.kserve.rest.infer import begin
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import decode_object
-from dynamo.frontend.api.kserve.rest.responses import Answer, parameters_to_json, send_answer
+from dynamo.frontend.api.kserve.rest.responses import ModelResponse, parameters_to_json, send_response
 from dynamo.frontend.api.kserve.text import to_text_requests
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.metrics import RequestType
@@ -30,70 +30,72 @@ from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane
 
 
-async def answer_generate(plane: DataPlane, exchange: Exchange, target: Target) -> None:
-    asked, card, call = await _read(plane, exchange, target, RequestType.UNARY)
-    if asked.stream:
-        raise InvalidRequest("generate has one answer; generate_stream streams, so leave out 'stream' here", param="stream")
+async def handle_generate(plane: DataPlane, exchange: Exchange, target: Target) -> None:
+    parsed, card, call = await _read(plane, exchange, target, RequestType.UNARY)
+    if parsed.stream:
+        raise InvalidRequest("generate returns one response; omit 'stream', or use generate_stream", param="stream")
     async with exchange.attended():
-        found = await _one_answer(plane, asked, card, call)
-    await send_answer(exchange, orjson.dumps(found), [])
+        result = await _single_response(plane, parsed, card, call)
+    await send_response(exchange, orjson.dumps(result), [])
 
 
-async def answer_generate_stream(plane: DataPlane, exchange: Exchange, target: Target) -> None:
-    asked, card, call = await _read(plane, exchange, target, RequestType.STREAM)
+async def handle_generate_stream(plane: DataPlane, exchange: Exchange, target: Target) -> None:
+    parsed, card, call = await _read(plane, exchange, target, RequestType.STREAM)
     async with exchange.attended(), exchange.events() as stream:
-        if card.kind is ModelKind.LLM and asked.stream is not False:
-            await _stream_text(plane, asked, card, call, stream)
+        if card.kind is ModelKind.LLM and parsed.stream is not False:
+            await _stream_text(plane, parsed, card, call, stream)
         elif card.decoupled:
-            async with plane.infer_stream(asked.request, call) as answers:
-                while found := await answers.read():
-                    shown = [_shown(answer) for answer in map(Answer.parse, found) if answer.head.outputs]
-                    if shown:
-                        await stream.write(b"".join(map(_event, shown)))
+            async with plane.infer_stream(parsed.request, call) as responses:
+                while batch := await responses.read():
+                    events = [_to_fields(response) for response in map(ModelResponse.parse, batch) if response.head.outputs]
+                    if events:
+                        await stream.write(b"".join(map(_event, events)))
         else:
-            await stream.write(_event(await _one_answer(plane, asked, card, call)))
+            await stream.write(_event(await _single_response(plane, parsed, card, call)))
         await stream.end(b"")
 
 
-async def _read(plane: DataPlane, exchange: Exchange, target: Target, request_type: RequestType) -> tuple[Asked, ModelCard, Call]:
+async def _read(
+    plane: DataPlane, exchange: Exchange, target: Target, request_type: RequestType
+) -> tuple[GenerateRequest, ModelCard, Call]:
     caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
     body = await read_body(exchange)
     card = plane.card(exchange.account, target.model, target.version)
     fields = decode_object(body, exchange.settings.max_json_depth)
-    asked = read_generate(fields, card, target.model, target.version)
-    return asked, card, begin(exchange, caller, asked.request, card, request_type)
+    parsed = read_generate(fields, card, target.model, target.version)
+    return parsed, card, begin(exchange, caller, parsed.request, card, request_type)
 
 
 def _event(fields: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(fields) + b"\n\n"
 
 
-async def _one_answer(plane: DataPlane, asked: Asked, card: ModelCard, call: Call) -> dict[str, Any]:
+async def _single_response(plane: DataPlane, parsed: GenerateRequest, card: ModelCard, call: Call) -> dict[str, Any]:
     if card.kind is ModelKind.LLM:
-        return await _all_text(plane, asked, card, call)
+        return await _all_text(plane, parsed, card, call)
     if not card.decoupled:
-        return _shown(Answer.parse(await infer(plane, asked.request, card, call)))
-    found: list[Answer] = []
-    async with plane.infer_stream(asked.request, call) as answers:
-        while len(found) < 2 and (more := await answers.read()):
-            found += [answer for answer in map(Answer.parse, more) if answer.head.outputs]
-    if len(found) != 1:
-        times = "more than once" if found else "not at all"
+        return _to_fields(ModelResponse.parse(await infer(plane, parsed.request, card, call)))
+    results: list[ModelResponse] = []
+    async with plane.infer_stream(parsed.request, call) as responses:
+        while len(results) < 2 and (batch := await responses.read()):
+            results += [response for response in map(ModelResponse.parse, batch) if response.head.outputs]
+    if len(results) != 1:
+        times = "more" if results else "none"
         raise InvalidRequest(
-            f"generate expects model '{card.name}' to produce exactly 1 response, but it answered {times}; use generate_stream"
+            f"generate expects model '{card.name}' to produce exactly 1 response, but it produced {times}; use generate_stream"
         )
-    return _shown(found[0])
+    return _to_fields(results[0])
 
 
-def _shown(answer: Answer) -> dict[str, Any]:
-    """Every output under its own name: one element as itself, others as a flat array."""
-    fields: dict[str, Any] = answer.fields()
-    for key, value in parameters_to_json(answer.head.parameters).items():
+def _to_fields(response: ModelResponse) -> dict[str, Any]:
+    """Return every output under its own name: a single element as a scalar, others as a flat array."""
+    fields: dict[str, Any] = response.fields()
+    for key, value in parameters_to_json(response.head.parameters).items():
         if key != "triton_final_response":
             fields.setdefault(key, value)
-    for output, raw in zip(answer.head.outputs, answer.raws, strict=True):
+    for output, raw in zip(response.head.outputs, response.raws, strict=True):
         text = to_json(raw, output.datatype, output.shape, f"output '{output.name}'")
         fields[output.name] = orjson.Fragment(text[1:-1] if element_count(output.shape) == 1 else text)
     return fields
@@ -102,47 +104,49 @@ def _shown(answer: Answer) -> dict[str, Any]:
 # Language models
 
 
-async def _all_text(plane: DataPlane, asked: Asked, card: ModelCard, call: Call) -> dict[str, Any]:
-    texts = to_text_requests(asked.request, card)
-    writer = await _writer(plane, call.account, asked, card, texts)
+async def _all_text(plane: DataPlane, parsed: GenerateRequest, card: ModelCard, call: Call) -> dict[str, Any]:
+    texts = to_text_requests(parsed.request, card)
+    writer = await _writer(plane, call.account, parsed, card, texts)
     choices: list[list[TextDelta]] = []
     for deltas in await all_text(plane, texts, call):
         choices += [[delta for delta in deltas if delta.index == index] for index in range(texts[0].n)]
     return writer.whole(choices)
 
 
-async def _stream_text(plane: DataPlane, asked: Asked, card: ModelCard, call: Call, stream: EventStream) -> None:
-    texts = to_text_requests(asked.request, card)
+async def _stream_text(plane: DataPlane, parsed: GenerateRequest, card: ModelCard, call: Call, stream: EventStream) -> None:
+    texts = to_text_requests(parsed.request, card)
     if len(texts) * texts[0].n != 1:
-        raise InvalidRequest("generate_stream streams one choice of one prompt; ask for more of them one by one, or by generate")
-    writer = await _writer(plane, call.account, asked, card, texts)
+        raise InvalidRequest("generate_stream streams one choice of one prompt; send several requests, or use generate")
+    writer = await _writer(plane, call.account, parsed, card, texts)
     async with plane.generate(texts[0], call) as generation:
         while deltas := await generation.read():
             if events := b"".join(map(writer.event, deltas)):
                 await stream.write(events)
 
 
-async def _writer(plane: DataPlane, account: Account, asked: Asked, card: ModelCard, texts: Sequence[TextRequest]) -> _TextWriter:
+async def _writer(
+    plane: DataPlane, account: Account, parsed: GenerateRequest, card: ModelCard, texts: Sequence[TextRequest]
+) -> _TextWriter:
     tokens = None
     if texts[0].logprobs is not None:
         tokens = TokenTexts((await plane.text_model(account, card.name)).tokenizer)
-    return _TextWriter(asked, card, tokens)
+    return _TextWriter(parsed, card, tokens)
 
 
 class _TextWriter:
-    """Writes generated text; what is the same in all events is encoded once."""
+    """Serializes generated text. What is the same in all events is encoded once."""
 
-    def __init__(self, asked: Asked, card: ModelCard, tokens: TokenTexts | None) -> None:
-        head = asked.request.head
+    def __init__(self, parsed: GenerateRequest, card: ModelCard, tokens: TokenTexts | None) -> None:
+        head = parsed.request.head
         self._fields: dict[str, Any] = {"id": head.id} if head.id else {}
         self._fields["model_name"] = head.model_name
         self._fields["model_version"] = head.model_version or card.versions[-1]
-        self._details = asked.details
+        self._details = parsed.details
         self._tokens = tokens
         self._plain = b"data: " + orjson.dumps(self._fields)[:-1] + b',"text_output":'
 
     def whole(self, choices: Sequence[Sequence[TextDelta]]) -> dict[str, Any]:
-        """Everything; `text_output` and `details` are arrays if there are several choices."""
+        """Return the whole response; `text_output` and `details` are arrays if there are several choices."""
         texts = ["".join([delta.text for delta in deltas]) for deltas in choices]
         fields = self._fields | {"text_output": texts[0] if len(texts) == 1 else texts}
         if self._details:
@@ -151,7 +155,7 @@ class _TextWriter:
         return fields
 
     def event(self, delta: TextDelta) -> bytes:
-        """One event; nothing if the delta adds nothing that is shown."""
+        """Return the event of a delta; empty if the delta adds nothing to it."""
         if not delta.text and delta.finish_reason is None and not (self._tokens is not None and delta.logprobs):
             return b""
         if not self._details:
@@ -174,7 +178,7 @@ class _TextWriter:
 
 
 def _reason(last: TextDelta) -> str:
-    """Why a choice ended, in the words of the Open Inference Protocol where it has one."""
+    """Return the finish reason of a choice, by its name in the Open Inference Protocol if it has one."""
     if last.finish_reason is FinishReason.STOP:
         return "eos_token" if last.stop_reason is None else "stop_sequence"
     return str(last.finish_reason)

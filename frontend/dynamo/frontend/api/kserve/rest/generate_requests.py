@@ -2,8 +2,8 @@
 
     {"text_input": "…", "max_tokens": 5, "parameters": {"temperature": 0, "stop": ["."], "details": true}, "id": "…"}
 
-What names an input of the model is that input, all else is a parameter; the object `parameters` is read as if it were not there.
-A tensor takes the model's shape, of which the last variable dimension holds as many elements as were sent.
+Fields named like an input of the model are inputs, all others are parameters; members of the object `parameters` count as fields.
+A tensor has the model's shape, whose last variable dimension is set to fit the elements that were sent.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _TEXTS = frozenset(("text_input", "messages", "stop"))
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GenerateRequest:
     request: TensorRequest
     stream: bool | None = None
-    """What a language model's request says about it."""
+    """The flag `stream` of a language model's request; None if it is not set."""
     details: bool = False
-    """The answer says why it ended and, where asked for, the log probabilities of its tokens."""
+    """Whether the response has the finish reason and, if requested, the log probabilities of its tokens."""
 
 
-def read_generate(body: dict[str, Any], card: ModelCard, model: str, version: str) -> Asked:
-    """Raises InvalidRequest."""
+def read_generate(body: dict[str, Any], card: ModelCard, model: str, version: str) -> GenerateRequest:
+    """Return the request in a JSON body. Raises InvalidRequest."""
     try:
         id_, fields = _flattened(body)
         head = ModelInferRequest(model_name=model, model_version=version, id=id_)
@@ -49,13 +49,13 @@ def read_generate(body: dict[str, Any], card: ModelCard, model: str, version: st
                 raws.append(_tensor(head, specs[name], value))
             else:
                 set_parameter(head.parameters[name], name, value)
-        return Asked(TensorRequest.build(head, raws))
+        return GenerateRequest(TensorRequest.build(head, raws))
     except UnicodeEncodeError:
         raise InvalidRequest("the body has text with half a surrogate pair, which is no character") from None
 
 
 def _flattened(body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The id, and inputs and parameters together."""
+    """Return the id, and inputs and parameters as one object."""
     fields = dict(body)
     id_ = fields.pop("id", None)
     if not isinstance(id_, str | None):
@@ -80,9 +80,9 @@ def _tensor(head: ModelInferRequest, spec: TensorSpec, value: object) -> Buffer:
 
 
 def _fitted(declared: Sequence[int], count: int) -> list[int]:
-    """The shape of `count` elements: the last variable dimension takes what the fixed ones leave, others are 1."""
+    """Return the shape of `count` elements: the last variable dimension is set to fit them, other variable ones are 1."""
     shape = [1 if dim < 0 else dim for dim in declared]
-    variable = [at for at, dim in enumerate(declared) if dim < 0]
+    variable = [position for position, dim in enumerate(declared) if dim < 0]
     each = 1
     for dim in shape:
         each *= dim
@@ -94,7 +94,7 @@ def _fitted(declared: Sequence[int], count: int) -> list[int]:
 # Language models
 
 
-def _text_request(head: ModelInferRequest, fields: dict[str, Any]) -> Asked:
+def _text_request(head: ModelInferRequest, fields: dict[str, Any]) -> GenerateRequest:
     if "stream" in fields and "streaming" in fields:
         raise InvalidRequest("'streaming' and 'stream' mean the same; send one of them", param="stream")
     stream = _flag(fields, "stream") if "stream" in fields else _flag(fields, "streaming")
@@ -109,11 +109,11 @@ def _text_request(head: ModelInferRequest, fields: dict[str, Any]) -> Asked:
                 raws.append(to_raw(texts, datatype_named("BYTES"), [len(texts)], f"input '{name}'"))
         else:
             set_parameter(head.parameters[name], name, value)
-    return Asked(TensorRequest.build(head, raws), stream, details or "logprobs" in fields)
+    return GenerateRequest(TensorRequest.build(head, raws), stream, details or "logprobs" in fields)
 
 
 def _flag(fields: dict[str, Any], name: str) -> bool | None:
-    """Takes a flag out of `fields`; None if it is not there."""
+    """Remove a flag from `fields` and return it; None if it is not there."""
     value = fields.pop(name, None)
     if value is not None and not isinstance(value, bool):
         raise InvalidRequest(f"'{name}' must be true or false", param=name)

@@ -13,10 +13,10 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Handler
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.rest.bodies import UnknownEncoding
-from dynamo.frontend.api.kserve.rest.generate import answer_generate, answer_generate_stream
-from dynamo.frontend.api.kserve.rest.infer import answer_infer
+from dynamo.frontend.api.kserve.rest.generate import handle_generate, handle_generate_stream
+from dynamo.frontend.api.kserve.rest.infer import handle_infer
 from dynamo.frontend.api.kserve.rest.paths import Target
-from dynamo.frontend.api.kserve.rest.repository import answer_index, answer_load, answer_unload
+from dynamo.frontend.api.kserve.rest.repository import handle_index, handle_load, handle_unload
 
 
 class Handlers:
@@ -65,13 +65,13 @@ class Handlers:
 
     async def index(self, exchange: Exchange) -> None:
         target = Target.of(exchange.parameters)
-        await _checking_encoding(exchange, answer_index(self._readiness, exchange, target, exchange.method))
+        await _checking_encoding(exchange, handle_index(self._readiness, exchange, target, exchange.method))
 
     async def load(self, exchange: Exchange) -> None:
-        await _checking_encoding(exchange, answer_load(self._readiness, exchange, Target.of(exchange.parameters)))
+        await _checking_encoding(exchange, handle_load(self._readiness, exchange, Target.of(exchange.parameters)))
 
     async def unload(self, exchange: Exchange) -> None:
-        await _checking_encoding(exchange, answer_unload(self._readiness, exchange, Target.of(exchange.parameters)))
+        await _checking_encoding(exchange, handle_unload(self._readiness, exchange, Target.of(exchange.parameters)))
 
     def refuse(self, call: str) -> Handler:
         """Return a handler that says why this server does not do Triton's `call`."""
@@ -85,14 +85,14 @@ class Handlers:
     # Inference
 
     async def infer(self, exchange: Exchange) -> None:
-        await _checking_encoding(exchange, answer_infer(self._readiness.plane, exchange, Target.of(exchange.parameters)))
+        await _checking_encoding(exchange, handle_infer(self._readiness.plane, exchange, Target.of(exchange.parameters)))
 
     async def generate(self, exchange: Exchange) -> None:
-        await _checking_encoding(exchange, answer_generate(self._readiness.plane, exchange, Target.of(exchange.parameters)))
+        await _checking_encoding(exchange, handle_generate(self._readiness.plane, exchange, Target.of(exchange.parameters)))
 
     async def generate_stream(self, exchange: Exchange) -> None:
         await _checking_encoding(
-            exchange, answer_generate_stream(self._readiness.plane, exchange, Target.of(exchange.parameters))
+            exchange, handle_generate_stream(self._readiness.plane, exchange, Target.of(exchange.parameters))
         )
 
 

@@ -15,9 +15,9 @@ from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import decode_object
 
 
-async def answer_index(readiness: Readiness, exchange: Exchange, target: Target, method: str) -> None:
-    asked = await _object(exchange) if method == "POST" else {}
-    only_ready = asked.get("ready", False)
+async def handle_index(readiness: Readiness, exchange: Exchange, target: Target, method: str) -> None:
+    parsed = await _object(exchange) if method == "POST" else {}
+    only_ready = parsed.get("ready", False)
     if not isinstance(only_ready, bool):
         raise InvalidRequest("'ready' must be true or false")
     check_repository(target.repository)
@@ -28,8 +28,8 @@ async def answer_index(readiness: Readiness, exchange: Exchange, target: Target,
     await exchange.answer(orjson.dumps(entries))
 
 
-async def answer_load(readiness: Readiness, exchange: Exchange, target: Target) -> None:
-    """Empty when the model is loaded."""
+async def handle_load(readiness: Readiness, exchange: Exchange, target: Target) -> None:
+    """Load a model, and send an empty response once it is loaded."""
     check_repository(target.repository)
     request = load_request_from_json(target.model, await _object(exchange))
     async with exchange.attended():
@@ -37,8 +37,8 @@ async def answer_load(readiness: Readiness, exchange: Exchange, target: Target) 
     await exchange.answer(b"")
 
 
-async def answer_unload(readiness: Readiness, exchange: Exchange, target: Target) -> None:
-    """Empty when the model is unloaded."""
+async def handle_unload(readiness: Readiness, exchange: Exchange, target: Target) -> None:
+    """Unload a model, and send an empty response once it is unloaded."""
     check_repository(target.repository)
     request = unload_request_from_json(target.model, await _object(exchange))
     async with exchange.attended():

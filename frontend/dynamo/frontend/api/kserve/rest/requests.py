@@ -1,6 +1,6 @@
 """A KServe request in JSON, with or without binary tensors, as the ModelInferRequest that gRPC would carry.
 
-What gRPC has words for is left to the checks behind both; only what JSON adds is refused here.
+Only the checks that JSON needs are here; all others are shared with gRPC.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from dynamo.frontend.api.kserve.rest.elements import to_raw
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest
 
 D = TypeVar("D")
-"""How `data` is kept."""
+"""The type of `data`."""
 T = TypeVar("T")
 
 Parameters = Mapping[str, Any]
-"""By name; JSON of any kind until `set_parameter` has looked at it."""
+"""Parameters by name; values of any JSON type until `set_parameter` has checked them."""
 
 
 class InputTensor(msgspec.Struct, Generic[D]):
-    """Has either `data` or, for a tensor that follows the JSON in binary, the parameter `binary_data_size`."""
+    """An input with either `data` or, if it follows the JSON in binary, the parameter `binary_data_size`."""
 
     name: str
     shape: list[int]
@@ -41,14 +41,14 @@ class InputTensor(msgspec.Struct, Generic[D]):
 
 
 class RequestedOutput(msgspec.Struct):
-    """The parameter `binary_data` asks for it in binary."""
+    """A requested output; the parameter `binary_data` requests it in binary."""
 
     name: str
     parameters: dict[str, Any] | None = None
 
 
 class InferRequest(msgspec.Struct, Generic[D]):
-    """The JSON of a request. Names that are not known mean nothing, as in protobuf."""
+    """The JSON of a request. Unknown fields are ignored, as in protobuf."""
 
     inputs: list[InputTensor[D]]
     id: str | None = None
@@ -62,10 +62,10 @@ _anything = msgspec.json.Decoder()
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """Which outputs the client wants as binary tensors."""
+    """The outputs that the client wants as binary tensors."""
 
     usual: bool = False
-    """Those that say nothing themselves."""
+    """The default of outputs that do not say."""
     own: Mapping[str, bool] = field(default_factory=dict)
 
     def is_binary(self, output: str) -> bool:
@@ -73,7 +73,7 @@ class OutputForm:
 
 
 def read_request(parts: Parts, card: ModelCard, model: str, version: str, max_depth: int) -> tuple[TensorRequest, OutputForm]:
-    """The request in a body, and how to answer it. Raises InvalidRequest."""
+    """Return the request in a body, and the form of its response. Raises InvalidRequest."""
     if parts.is_raw:
         return _raw_request(parts.binary, card, model, version), OutputForm(usual=True)
     try:
@@ -94,14 +94,14 @@ def _json_request(parts: Parts, model: str, version: str, max_depth: int) -> tup
     if len(message.inputs) > MAX_TENSORS:
         raise InvalidRequest(f"the request has {len(message.inputs)} inputs; at most {MAX_TENSORS} are allowed")
     raws: list[Buffer] = []
-    at = 0
+    position = 0
     for tensor in message.inputs:
-        raw = _input(head, tensor, parts.binary[at:])
-        at += len(raw) if _size(tensor) is not None else 0
+        raw = _input(head, tensor, parts.binary[position:])
+        position += len(raw) if _size(tensor) is not None else 0
         raws.append(raw)
-    if at < len(parts.binary):
+    if position < len(parts.binary):
         raise InvalidRequest(
-            f"unexpected additional input data for model '{model}': {len(parts.binary) - at} bytes follow the last tensor"
+            f"unexpected additional input data for model '{model}': {len(parts.binary) - position} bytes follow the last tensor"
         )
     own: dict[str, bool] = {}
     for output in message.outputs or ():
@@ -111,7 +111,7 @@ def _json_request(parts: Parts, model: str, version: str, max_depth: int) -> tup
 
 def _decode(body: bytes, max_depth: int) -> InferRequest[msgspec.Raw] | InferRequest[Any]:
     try:
-        found: InferRequest[msgspec.Raw] | InferRequest[Any] = _decoder.decode(body)
+        decoded: InferRequest[msgspec.Raw] | InferRequest[Any] = _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -123,36 +123,36 @@ def _decode(body: bytes, max_depth: int) -> InferRequest[msgspec.Raw] | InferReq
     except RecursionError:
         raise _too_deep(max_depth) from None
     check_depth(body, max_depth)
-    return found
+    return decoded
 
 
 def decode_object(body: bytes, max_depth: int) -> dict[str, Any]:
-    """A JSON object of any content. Raises InvalidRequest."""
+    """Decode a JSON object with any members. Raises InvalidRequest."""
     try:
-        found = _anything.decode(body)
+        decoded = _anything.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        found = _decode_loosely(body, error, max_depth)
+        decoded = _decode_loosely(body, error, max_depth)
     except RecursionError:
         raise _too_deep(max_depth) from None
     else:
         check_depth(body, max_depth)
-    if not isinstance(found, dict):
+    if not isinstance(decoded, dict):
         raise InvalidRequest("the body must be a JSON object")
-    return found
+    return decoded
 
 
 def _decode_loosely(body: bytes, problem: Exception, max_depth: int) -> object:
-    """JSON with the words NaN, Infinity and -Infinity for numbers. Raises InvalidRequest, for other JSON with `problem`."""
+    """Decode JSON with the words NaN, Infinity and -Infinity as numbers. Raises InvalidRequest, with `problem` for other JSON."""
     if b"NaN" in body or b"Infinity" in body:
         try:
-            found = json.loads(body.decode())
+            decoded = json.loads(body.decode())
         except ValueError:
             pass
         except RecursionError:
             raise _too_deep(max_depth) from None
         else:
             check_depth(body, max_depth)
-            return found
+            return decoded
     raise InvalidRequest(f"the body is not JSON: {problem}") from None
 
 
@@ -165,7 +165,7 @@ def _size(tensor: InputTensor[Any]) -> object:
 
 
 def _input(head: ModelInferRequest, tensor: InputTensor[Any], left: memoryview) -> Buffer:
-    """Describes an input in `head`; its data in raw form, where binary the beginning of `left`."""
+    """Add an input to `head`, and return its data in raw form; that of a binary tensor is the beginning of `left`."""
     what = f"input '{tensor.name[:80]}'"
     kind = datatype_named(tensor.datatype, what)
     count = element_count(tensor.shape, what)
@@ -177,13 +177,13 @@ def _input(head: ModelInferRequest, tensor: InputTensor[Any], left: memoryview) 
     if size is None:
         if tensor.data is not msgspec.UNSET:
             return to_raw(tensor.data, kind, tensor.shape, what)
-        if count and "shared_memory_region" not in into.parameters:  # the check behind refuses that, by its own words
+        if count and "shared_memory_region" not in into.parameters:  # refused by a later check
             raise InvalidRequest(f"{what} has no data, neither in contents nor in raw_input_contents")
         return b""
     if tensor.data is not msgspec.UNSET:
         raise InvalidRequest(f"{what} has both 'data' and 'binary_data_size'; send one of them")
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise InvalidRequest(f"parameter 'binary_data_size' of {what} must be a whole number of bytes, 0 or more")
+        raise InvalidRequest(f"parameter 'binary_data_size' of {what} must be a non-negative integer")
     if size > len(left):
         missing = str(size - len(left)) if size < 2**63 else "more"
         raise InvalidRequest(f"unexpected size for {what}, expecting {missing} additional bytes for model '{head.model_name}'")
@@ -207,7 +207,7 @@ def _flag(key: str, value: object, of: str) -> bool:
 
 
 def set_parameter(into: InferParameter, key: str, value: object, what: str = "") -> None:
-    """A parameter of the request, or of the tensor `what`. Raises InvalidRequest for what protobuf has no kind for."""
+    """Set a parameter of the request, or of the tensor `what`. Raises InvalidRequest for values that protobuf cannot hold."""
     match value:
         case bool():
             into.bool_param = value
@@ -225,17 +225,17 @@ def set_parameter(into: InferParameter, key: str, value: object, what: str = "")
             raise InvalidRequest(f"parameter '{key[:80]}'{of} must be {why}")
 
 
-# A body that is the tensor
+# Raw requests
 
 
 def _raw_request(data: memoryview, card: ModelCard, model: str, version: str) -> TensorRequest:
-    """The request whose whole body is the model's one input. What the body does not say, the card must."""
+    """Return the request whose whole body is the model's only input, described by the card."""
     spec = _only_input(card)
     what = f"input '{spec.name}'"
     kind = datatype_named(spec.datatype, what)
     batch = (1,) if card.max_batch_size > 0 and spec.shape else ()
     own = list(spec.shape[len(batch) :])
-    variable = [at for at, dim in enumerate(own) if dim < 0]
+    variable = [position for position, dim in enumerate(own) if dim < 0]
     raw: Buffer = data
     if not kind.size:
         if own not in ([1], [-1]):
@@ -243,12 +243,12 @@ def _raw_request(data: memoryview, card: ModelCard, model: str, version: str) ->
         own = [1]
         raw = encode_bytes([bytes(data)])
     elif len(variable) > 1:
-        raise InvalidRequest(f"{what} has the shape {own}; a raw request can tell the size of one dimension, not of more")
+        raise InvalidRequest(f"{what} has the shape {own}; a raw request can have one variable dimension")
     elif variable:
         own[variable[0]] = 1
         each = expected_bytes(kind, element_count(own, what), what)
         if not each or len(data) % each:
-            raise InvalidRequest(f"{what} has {len(data)} bytes of raw data, which is no multiple of the {each} that it needs")
+            raise InvalidRequest(f"{what} has {len(data)} bytes of raw data, which is not a multiple of {each}")
         own[variable[0]] = len(data) // each
     head = ModelInferRequest(model_name=model, model_version=version)
     head.inputs.add(name=spec.name, datatype=spec.datatype, shape=(*batch, *own))

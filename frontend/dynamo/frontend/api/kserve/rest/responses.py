@@ -1,4 +1,4 @@
-"""A ModelInferResponse as JSON, followed by the tensors that were asked for in binary."""
+"""A ModelInferResponse as JSON, followed by the tensors that were requested in binary."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _VARIES = (b"vary", b"Accept-Encoding")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A model's answer, taken apart; its large tensors are views into what came."""
+class ModelResponse:
+    """A parsed response of a model; large tensors are views into the received bytes."""
 
     head: ModelInferResponse
     raws: list[Buffer]
-    """One per output."""
+    """The raw form of each output."""
 
     @classmethod
-    def parse(cls, data: Buffer) -> Answer:
-        """Raises EngineError if the model's answer contradicts itself."""
+    def parse(cls, data: Buffer) -> ModelResponse:
+        """Parse a serialized ModelInferResponse. Raises EngineError if it contradicts itself."""
         head, raws = parse_response(data)
         if len(raws) == len(head.outputs):
             return cls(head, list(raws))
         if raws:
-            raise EngineError(f"the model answered {len(head.outputs)} outputs with {len(raws)} buffers")
+            raise EngineError(f"the model responded with {len(raws)} buffers for {len(head.outputs)} outputs")
         return cls(head, [_typed(output) for output in head.outputs])
 
     def fields(self) -> dict[str, object]:
-        """What answers of all forms have at their top."""
+        """Return the fields that responses of all forms begin with."""
         head = self.head
         named = {"id": head.id} if head.id else {}
         return {**named, "model_name": head.model_name, "model_version": head.model_version}
@@ -52,14 +52,14 @@ def _typed(output: OutputTensor) -> bytes:
     try:
         return typed_to_raw(output.contents, output.datatype, element_count(output.shape))
     except InvalidRequest as error:
-        raise EngineError(f"the model answered a malformed output '{output.name}': {error}") from error
+        raise EngineError(f"the model responded with a malformed output '{output.name}': {error}") from error
 
 
-def write_answer(answer: Answer, form: OutputForm) -> tuple[bytes, list[Buffer]]:
-    """The JSON, and the binary tensors that follow it. Raises InvalidRequest for BYTES that JSON cannot hold."""
+def write_response(response: ModelResponse, form: OutputForm) -> tuple[bytes, list[Buffer]]:
+    """Return the JSON, and the binary tensors that follow it. Raises InvalidRequest for BYTES that JSON cannot hold."""
     binary: list[Buffer] = []
     outputs: list[dict[str, object]] = []
-    for output, raw in zip(answer.head.outputs, answer.raws, strict=True):
+    for output, raw in zip(response.head.outputs, response.raws, strict=True):
         described: dict[str, object] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
         parameters = parameters_to_json(output.parameters)
         if form.is_binary(output.name):
@@ -70,14 +70,14 @@ def write_answer(answer: Answer, form: OutputForm) -> tuple[bytes, list[Buffer]]
         if parameters:
             described["parameters"] = parameters
         outputs.append(described)
-    fields = answer.fields()
-    if answer.head.parameters:
-        fields["parameters"] = parameters_to_json(answer.head.parameters)
+    fields = response.fields()
+    if response.head.parameters:
+        fields["parameters"] = parameters_to_json(response.head.parameters)
     return orjson.dumps({**fields, "outputs": outputs}), binary
 
 
-async def send_answer(exchange: Exchange, text: bytes, binary: list[Buffer]) -> None:
-    """Answers with `text` and what follows it, compressed if the client takes that."""
+async def send_response(exchange: Exchange, text: bytes, binary: list[Buffer]) -> None:
+    """Send `text` and the binary tensors after it, compressed if the client accepts that."""
     pieces: list[Buffer] = [text, *binary]
     headers: tuple[Header, ...] = (JSON,)
     if binary:
@@ -94,11 +94,11 @@ async def send_answer(exchange: Exchange, text: bytes, binary: list[Buffer]) -> 
 
 
 def parameters_to_json(parameters: Mapping[str, InferParameter]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    fields: dict[str, object] = {}
     for key, parameter in parameters.items():
         kind = parameter.WhichOneof("parameter_choice")
         if kind is not None:
             value = getattr(parameter, kind)
             is_odd = kind == "double_param" and not math.isfinite(value)
-            found[key] = orjson.Fragment(number_word(value)) if is_odd else value
-    return found
+            fields[key] = orjson.Fragment(number_word(value)) if is_odd else value
+    return fields

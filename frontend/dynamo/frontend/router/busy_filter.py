@@ -1,4 +1,4 @@
-"""Keeps a router that does not look at loads away from busy instances."""
+"""A filter that hides busy instances from routers that ignore load."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.names import InstanceId
-from dynamo.frontend.router.base import Router, RouterAround, RouteRequest, RoutingDecision
+from dynamo.frontend.router.base import Router, RouteRequest, RouterWrapper, RoutingDecision
 from dynamo.frontend.router.load import LoadTable, all_busy, busy
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.thresholds import ThresholdTable
 
 
-class SparingRouter(RouterAround):
-    """Another router, which sees only the instances that are not busy. A pinned request is let through."""
+class BusyFilterRouter(RouterWrapper):
+    """Wraps a router and shows it only the candidates that are not busy. Pinned requests are not filtered."""
 
     def __init__(
         self, router: Router, thresholds: ThresholdTable, loads: LoadTable, *, clock: Callable[[], float] = time.monotonic
@@ -49,7 +49,7 @@ class SparingRouter(RouterAround):
         self.loads.remove_instance(instance)
 
     def _free(self, model: str, candidates: Sequence[Instance], now: float) -> Sequence[Instance]:
-        """Those that are not busy; the same sequence if all are free. Raises Overloaded if none is."""
+        """Return the candidates that are not busy; the same sequence if none is. Raises Overloaded if all are busy."""
         busy_ones = busy(self.loads.read(self._rows.rows(candidates), now), self.thresholds.of(model))
         if busy_ones is None or not any(busy_ones):
             return candidates
