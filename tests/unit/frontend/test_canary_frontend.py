@@ -20,6 +20,7 @@ from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.dispatch import Dispatcher
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, instance
 from tests.support.http_edge import chat_card
+from tests.support.virtual_time import in_virtual_time
 
 
 class Asked:
@@ -45,7 +46,7 @@ class Asked:
         from dynamo.frontend.serving.call import Call, Work  # what a request would be sent to
 
         work = Work(model="talker", verb="generate", body=b"", metrics=FrontendMetrics(CollectorRegistry()).for_model("talker"))
-        return {found.id for found in self.dispatcher._candidates(work, Call(account=ANONYMOUS, request_id="r"), ())}
+        return {found.id for found in self.dispatcher.candidates.select(work, Call(account=ANONYMOUS, request_id="r"))}
 
 
 class Fleet:
@@ -103,12 +104,14 @@ async def test_an_instance_that_came_back_under_its_name_begins_anew() -> None:
     assert fleet.value("instances_left_out") == 0
 
 
+@in_virtual_time
 async def test_a_refusal_does_not_shorten_how_long_an_instance_is_left_out() -> None:
     fleet = Fleet()
     fleet.asked.failures[2] = DeadlineExceeded()
     await fleet.canaries.round()
-    fleet.asked.dispatcher._note(InstanceId(2), ShuttingDown("the worker"))
-    assert fleet.asked.dispatcher._refusing[InstanceId(2)] == float("inf")
+    fleet.asked.dispatcher.candidates.failed(InstanceId(2), ShuttingDown("the worker"))
+    await asyncio.sleep(60)
+    assert fleet.asked.candidates() == {1}
 
 
 async def test_instances_are_asked_again_and_again_about_the_time_in_between() -> None:

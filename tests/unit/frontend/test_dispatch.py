@@ -26,7 +26,8 @@ from dynamo.frontend.config import RetryOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call, Work
-from dynamo.frontend.serving.dispatch import Dispatcher, RetryBudget, able_to_serve
+from dynamo.frontend.serving.candidates import able_to_serve
+from dynamo.frontend.serving.dispatch import Dispatcher
 from tests.support.fakes import (
     FakeClient,
     FakeDirectory,
@@ -203,13 +204,6 @@ async def test_retries_stay_a_fraction_of_the_requests() -> None:
         except Overloaded:
             outcomes.append(False)
     assert sum(outcomes) == 1 + 20
-
-
-def test_an_idle_frontend_may_still_retry_a_few_times_a_second() -> None:
-    budget = RetryBudget(RetryOptions(floor_per_s=10.0, burst=5), now=0.0)
-    assert [budget.take(0.0) for _ in range(6)] == [True] * 5 + [False]
-    assert [budget.take(0.25) for _ in range(3)] == [True, True, False]
-    assert [budget.take(1000.0) for _ in range(6)] == [True] * 5 + [False]
 
 
 # Deadlines
@@ -425,7 +419,16 @@ def test_a_decode_instance_serves_only_beside_a_prefill_instance() -> None:
 
 async def test_candidates_are_computed_once_per_change_of_the_fleet() -> None:
     b = bench()
-    first = b.dispatcher.able_to_serve("adder")
-    assert b.dispatcher.able_to_serve("adder") is first
+    first = b.dispatcher.candidates.able_to_serve("adder")
+    assert b.dispatcher.candidates.able_to_serve("adder") is first
     b.directory.add(instance(4))
-    assert len(b.dispatcher.able_to_serve("adder")) == 4
+    assert len(b.dispatcher.candidates.able_to_serve("adder")) == 4
+
+
+async def test_a_stream_shows_where_it_is_and_what_it_has_tried() -> None:
+    b = bench(failing_on({1: gone(1), 2: EngineError("broken")}))
+    async with b.dispatcher.stream(b.work(), Call(account=ANONYMOUS, request_id="r")) as stream:
+        assert repr(stream) == "<DispatchedStream r of model 'adder', failed at []: None>"
+        with pytest.raises(EngineError):
+            await stream.read()
+        assert repr(stream) == "<DispatchedStream r of model 'adder', failed at ['1']: EngineError('broken')>"

@@ -132,7 +132,7 @@ class DataPlane:
         except ModelNotFound:
             return False
         tokenizer = card.llm.tokenizer if card.llm is not None else ""
-        if not self._dispatcher.able_to_serve(model, version, tokenizer):
+        if not self._dispatcher.candidates.able_to_serve(model, version, tokenizer):
             return False
         if card.llm is not None and not self._disaggregation.is_complete(model, tokenizer):
             return False

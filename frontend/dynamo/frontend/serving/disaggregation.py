@@ -69,7 +69,7 @@ class Disaggregation:
 
     def is_complete(self, name: str, tokenizer: str) -> bool:
         """Whether the instances of a model, some of which can answer, may do so: with `enforce`, both roles must be there."""
-        able = self._dispatcher.able_to_serve
+        able = self._dispatcher.candidates.able_to_serve
         return not self._settings.enforce or all(able(name, "", tokenizer, role) for role in (Role.PREFILL, Role.DECODE))
 
     async def place(self, work: Work, prompt: GenerateRequest, call: Call) -> Placed:
@@ -103,8 +103,8 @@ class Disaggregation:
     def _decode_instances(self, work: Work, prompt: GenerateRequest, call: Call) -> Sequence[Instance]:
         """Those that may answer what was computed elsewhere; none: one instance does all. Raises Unavailable and Unsupported."""
         name = work.name or work.model
-        prefill = self._dispatcher.able_to_serve(name, work.version, work.tokenizer, Role.PREFILL)
-        decode: Sequence[Instance] = self._dispatcher.able_to_serve(name, work.version, work.tokenizer, Role.DECODE)
+        prefill = self._dispatcher.candidates.able_to_serve(name, work.version, work.tokenizer, Role.PREFILL)
+        decode: Sequence[Instance] = self._dispatcher.candidates.able_to_serve(name, work.version, work.tokenizer, Role.DECODE)
         if call.instance is not None:
             decode = [instance for instance in decode if instance.id == call.instance]
         enforce = self._settings.enforce

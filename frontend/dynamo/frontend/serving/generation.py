@@ -124,6 +124,10 @@ class Generation:
         self.summary = Summary()
         """What it took, after `read` returned []."""
 
+    def __repr__(self) -> str:
+        parts = [part.stream for part in self._parts]
+        return f"<Generation of {self._scope!r}, {len(self._unfinished)} unfinished choices at {parts}>"
+
     @property
     def prompt_tokens(self) -> int:
         """Length of the prompt, in tokens; known once entered."""

@@ -1,0 +1,119 @@
+"""What follows a failed attempt: a decision without I/O, and a budget over all requests.
+
+A failed attempt is repeated
+
+1. only if the error says that it may be (`retryable`), and only before the first frame was delivered;
+2. only on another instance, and never if the caller named the instance;
+3. only inside the deadline, `max_attempts` and the retry budget.
+
+After our own NATS connection was away this is different for `reconnect_grace_s`: the instances have lost theirs too, so one that
+seems gone probably comes back. Then requests wait, and may be sent to the same instance again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Self
+
+from dynamo.common.errors import DynamoError, InstanceGone
+from dynamo.common.names import InstanceId
+from dynamo.frontend.config import RetryOptions
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 0.5
+
+
+class Verdict(Enum):
+    RETRY = "retry"
+    """Send the request to another instance, if the budget allows it."""
+    WAIT = "wait"
+    """Let time pass while the connection comes back, then send it to any instance."""
+    RAISE = "raise"
+    """Tell the caller of the error."""
+    EXPIRE = "expire"
+    """Tell the caller that its deadline has passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One failed attempt, and the state of affairs at its end."""
+
+    number: int = 1
+    """Instances that have failed the request, this one included."""
+    was_sent: bool = True
+    """False: it failed for want of an instance, or of a connection."""
+    is_delivered: bool = False
+    """A part of the response has reached the caller."""
+    is_pinned: bool = False
+    """The caller named the instance."""
+    has_alternative: bool = True
+    """There is an instance that has not failed the request."""
+    is_disturbed: bool = False
+    """Our own connection is away, or came back so recently that those of the instances may not have."""
+    deadline: float | None = None
+    gives_up_at: float | None = None
+    """When the request stops waiting for the connection; None: it has not waited yet."""
+
+
+class RetryPolicy:
+    def __init__(self, options: RetryOptions) -> None:
+        self._max_attempts = options.max_attempts
+        self.longest_wait_s = options.disconnected_wait_s
+        """How long a request waits for the connection, over all its attempts."""
+
+    def decide(self, error: DynamoError, attempt: Attempt, now: float) -> Verdict:
+        """Return what follows after `attempt` failed with `error`."""
+        if attempt.is_delivered or not error.retryable:
+            return Verdict.RAISE
+        if attempt.deadline is not None and now >= attempt.deadline:
+            return Verdict.EXPIRE
+        if attempt.is_disturbed and (isinstance(error, InstanceGone) or not attempt.was_sent):
+            return Verdict.WAIT if attempt.gives_up_at is None or now < attempt.gives_up_at else Verdict.RAISE
+        if attempt.is_pinned or attempt.number >= self._max_attempts or not attempt.has_alternative:
+            return Verdict.RAISE
+        return Verdict.RETRY
+
+    @staticmethod
+    def pause_s(waits: int, jitter: float) -> float:
+        """Return how long to pause after so many earlier pauses; `jitter`, 0 to 1, spreads requests that wait for the same."""
+        return min(_FIRST_PAUSE_S * 2.0 ** min(waits, 10), _LONGEST_PAUSE_S) * (0.5 + jitter / 2)
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The failed attempts of one request."""
+
+    number: int = 0
+    """Instances that have failed it; counted anew after a move."""
+    failed: list[InstanceId] = field(default_factory=list)
+    """Instances that are not sent it again."""
+    waits: int = 0
+    gives_up_at: float | None = None
+
+    def copy(self) -> Self:
+        return replace(self, failed=list(self.failed))
+
+
+class RetryBudget:
+    """A token bucket that grows with requests and with time, so that retries stay a fraction of the traffic."""
+
+    def __init__(self, options: RetryOptions, now: float) -> None:
+        self._ratio = options.ratio
+        self._per_s = options.floor_per_s
+        self._burst = float(options.burst)
+        self._left = self._burst
+        self._filled_at = now
+
+    def request(self) -> None:
+        """A request came in."""
+        self._left = min(self._burst, self._left + self._ratio)
+
+    def take(self, now: float) -> bool:
+        """Return whether one retry may be made now, and count it."""
+        self._left = min(self._burst, self._left + (now - self._filled_at) * self._per_s)
+        self._filled_at = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
