@@ -1,8 +1,12 @@
-"""An OpenTelemetry collector for tests: OTLP over gRPC, kept in memory."""
+"""An OpenTelemetry collector for tests: OTLP over gRPC, kept in memory.
+
+`python -m tests.support.collector 4317` prints the spans that reach it, for debugging without a collector.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -47,9 +51,13 @@ class Collector:
         """The spans of a trace, once all of these are there."""
         async with asyncio.timeout(within_s):
             while not set(names) <= self.of(trace_id).keys():
-                self._news.clear()
-                await self._news.wait()
+                await self.changed()
         return self.of(trace_id)
+
+    async def changed(self) -> None:
+        """Wait for the next export."""
+        self._news.clear()
+        await self._news.wait()
 
     async def export(self, data: bytes, context: object) -> bytes:
         request = ExportTraceServiceRequest.FromString(data)
@@ -77,14 +85,30 @@ class Collector:
 
 
 @asynccontextmanager
-async def collecting() -> AsyncIterator[Collector]:
+async def collecting(port: int = 0) -> AsyncIterator[Collector]:
     collector = Collector()
     server = grpc.aio.server()
     export: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(collector.export)
     server.add_registered_method_handlers(EXPORT, {"Export": export})
-    collector.port = server.add_insecure_port("127.0.0.1:0")
+    collector.port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
         yield collector
     finally:
         await server.stop(None)
+
+
+async def main(port: int) -> None:
+    """Print each span as it arrives, until interrupted."""
+    async with collecting(port) as collector:
+        shown = 0
+        while True:
+            for span in collector.spans[shown:]:
+                took_ms = (span.ended_ns - span.started_ns) / 1e6
+                print(f"{span.trace_id} {span.service}/{span.name} {took_ms:.2f} ms {span.attributes}", flush=True)
+            shown = len(collector.spans)
+            await collector.changed()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))

@@ -28,6 +28,7 @@ FLAGS_OF_OTHERS = {
     " --router-predicted-ttl-secs --serve-indexer --use-remote-indexer",
     "Triton": "--backend-config --disable-auto-complete-config --exit-timeout-secs",
     "kubectl, helm, docker": "--all --build-arg --for --from-file --from-literal --set --target --timeout",
+    "pytest, py-spy": "--pdb --pid",
     "curl, etcdctl, pip, mypy": "--cacert --cert --key --prefix --no-deps --strict",
 }
 VARIABLES_OF_OTHERS = {

@@ -7,6 +7,7 @@ comes too late, gives the engine one `Context`, turns the engine's answers into 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -32,6 +33,8 @@ from dynamo.worker.engine.base import Context, Engine, RequestTimings, TensorEng
 from dynamo.worker.metrics import WorkerMetrics, WorkerModelMetrics
 from dynamo.worker.spans import end_generation, end_inference
 from dynamo.worker.statistics import VersionStatistics
+
+log = logging.getLogger(__name__)
 
 
 class IncomingRequest(Protocol):
@@ -223,6 +226,7 @@ class Service:
             raise
         taken_ns = perf_counter_ns() - start
         statistics.succeeded(taken_ns, context.timings)
+        log.debug("request ends after %.1f ms: success", taken_ns / 1e6)
         measured.finished(taken_ns / 1e9, responses.sent_bytes + size_of(body))
         if span is not None:
             end_inference(span, context.timings)
@@ -280,6 +284,7 @@ class Service:
             raise
         taken_ns = perf_counter_ns() - start
         statistics.succeeded(taken_ns, context.timings)
+        log.debug("request ends after %.1f ms: success", taken_ns / 1e6)
         measured.finished(taken_ns / 1e9, sent_bytes)
         measured.generated(summary)
         if span is not None:
@@ -329,6 +334,7 @@ class Service:
         request_id = incoming.request_id
         logs.request_id.set(request_id)
         context_of(incoming.headers)
+        log.debug("request begins")
         return Context(request_id, incoming.deadline, incoming.headers, incoming.cancelled, version, RequestTimings())
 
     def _span(self, tracing: Tracing, incoming: IncomingRequest, model: str) -> Span | None:
@@ -391,6 +397,7 @@ async def close(iterator: AsyncIterator[object]) -> None:
 
 
 def _failed(measured: WorkerModelMetrics, span: Span | None, taken_ns: int, sent_bytes: int, error: Code) -> None:
+    log.debug("request ends after %.1f ms: %s", taken_ns / 1e6, error)
     measured.finished(taken_ns / 1e9, sent_bytes, error)
     if span is not None:
         span.end(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +13,8 @@ from dynamo.common.tracing import Tracing
 from dynamo.frontend.metrics import ModelMetrics, RequestTimer
 from dynamo.frontend.security.accounts import Ticket
 from dynamo.frontend.serving.call import Call
+
+log = logging.getLogger(__name__)
 
 
 class RequestScope:
@@ -50,6 +53,7 @@ class RequestScope:
         """Raises Unauthenticated, Forbidden, RateLimited."""
         call, span = self.call, None
         call.progress.started = True
+        log.debug("request begins: %s of model '%s'", call.endpoint, self._name)
         if self._tracing is not None:
             about = {
                 "dynamo.model": self._model,
@@ -103,6 +107,7 @@ class RequestScope:
         if self.is_over:
             return
         self.is_over = True
+        log.debug("request ends: %s", "success" if error is None else repr(error))
         self._timer.finish(error, input_tokens=self.input_tokens, cached_tokens=cached_tokens)
         if self._ticket is not None:
             self._ticket.close()
