@@ -344,6 +344,11 @@ class RequestClient:
     def open_streams(self) -> int:
         return len(self._streams)
 
+    @property
+    def free_budget_bytes(self) -> int:
+        """Credit for answers that no stream holds."""
+        return self._budget
+
     def open(
         self,
         instance: InstanceId,

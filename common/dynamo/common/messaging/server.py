@@ -300,6 +300,10 @@ class UploadCredits:
         self._max_share = budget // 8
         self._waiting: deque[tuple[Incoming, int]] = deque()
 
+    @property
+    def free_bytes(self) -> int:
+        return self._free
+
     def request_credit(self, request: Incoming, size: int) -> None:
         self._waiting.append((request, size))
         self._grant()
@@ -342,6 +346,11 @@ class RequestServer:
     @property
     def open_requests(self) -> int:
         return self._open
+
+    @property
+    def free_upload_bytes(self) -> int:
+        """Credit for request bodies that no request holds."""
+        return self.uploads.free_bytes
 
     def refuse_new(self) -> None:
         """Refuse requests from now on, with an error that lets the caller try another instance."""

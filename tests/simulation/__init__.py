@@ -1,0 +1,18 @@
+"""The whole fleet in one process, in virtual time, under faults drawn from a seed.
+
+One seed is one history: which processes there are, what clients request, and what breaks when. Frontends and workers are the real
+ones, down to the NATS client's socket and the messages to etcd; simulated are the clock, the network, nats-server and etcd. A
+history that breaks an invariant is printed, and happens again when its seed is run again.
+
+| module | holds |
+|---|---|
+| `clock` | the event loop: virtual time, and processes that can be paused and killed |
+| `network` | connections with latency, which can be cut, held and narrowed |
+| `nats_server` | nats-server's client protocol, at most once |
+| `etcd_server` | etcd: keys, leases, watches, compaction |
+| `process` | one frontend, one worker |
+| `clients` | requests, and whether their responses are right |
+| `faults` | what can break, drawn from the seed |
+| `history` | one run: who lives, what happened, which invariants hold |
+| `__main__` | `python -m tests.simulation`: many seeds on all cores, resumable |
+"""

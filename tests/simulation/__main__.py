@@ -1,0 +1,124 @@
+"""`python -m tests.simulation`: run many seeds on all cores, or replay one.
+
+    python -m tests.simulation --seeds 0-499
+    python -m tests.simulation --seeds 0-19999 --results simulate.jsonl     # resumable: seeds in the file are not run again
+    python -m tests.simulation --replay 17                                  # prints the whole history
+
+Exit status 1 if an invariant does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+_PER_TASK = 10
+"""Seeds that a process runs before it is asked again."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _arguments(argv)
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings is part of a history
+        os.execve(
+            sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"}
+        )
+    if arguments.replay is not None:
+        return _replay(arguments.replay)
+    seeds = [seed for seed in _seeds(arguments.seeds) if seed not in _done(arguments.results)]
+    return _run(seeds, arguments.jobs, arguments.results, arguments.within_s)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="Run the fleet in simulated time.")
+    parser.add_argument("--seeds", default="0-499", help="FIRST-LAST or a list of seeds, separated by commas")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--results", type=Path, help="a file of results, one JSON object per line, to which more are appended")
+    parser.add_argument("--within-s", type=float, default=float("inf"), help="start no more seeds after this many seconds")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print its history")
+    return parser.parse_args(argv)
+
+
+def _seeds(text: str) -> list[int]:
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        seeds += range(int(first), int(last) + 1) if dash else [int(first)]
+    return seeds
+
+
+def _done(results: Path | None) -> set[int]:
+    if results is None or not results.exists():
+        return set()
+    return {json.loads(line)["seed"] for line in results.read_text().splitlines()}
+
+
+def _replay(seed: int) -> int:
+    from tests.simulation.history import run_history
+
+    result = run_history(seed)
+    print("\n".join(result.events))
+    print(f"seed {seed}: {result.outcomes} in {result.virtual_s:.0f} s of virtual time")
+    print("\n".join(f"VIOLATION  {violation}" for violation in result.violations))
+    return 0 if result.is_good else 1
+
+
+def _run(seeds: list[int], jobs: int, results: Path | None, within_s: float) -> int:
+    begun = time.monotonic()
+    outcomes: Counter[str] = Counter()
+    virtual_s, count, bad = 0.0, 0, []
+    for line in _results(seeds, jobs, within_s):
+        record = json.loads(line)
+        count += 1
+        virtual_s += record["virtual_s"]
+        outcomes.update(record["outcomes"])
+        if results is not None:
+            with results.open("a") as file:
+                file.write(line + "\n")
+        if record["violations"]:
+            bad.append(record["seed"])
+            print(f"seed {record['seed']}:", *record["violations"][:10], sep="\n    ", flush=True)
+    took = time.monotonic() - begun
+    print(
+        f"{count} seeds, {sum(outcomes.values())} requests {dict(outcomes)}, {virtual_s / 60:.0f} virtual minutes in {took:.0f} s"
+    )
+    if bad:
+        print(f"{len(bad)} broke an invariant; replay one with: python -m tests.simulation --replay {bad[0]}")
+    return 1 if bad else 0
+
+
+def _results(seeds: list[int], jobs: int, within_s: float) -> Iterator[str]:
+    """Results as they come, in order, as JSON lines."""
+    until = time.monotonic() + within_s
+    with ProcessPoolExecutor(jobs) as pool:
+        parts = [seeds[start : start + _PER_TASK] for start in range(0, len(seeds), _PER_TASK)]
+        for lines in pool.map(_run_seeds, parts, [until] * len(parts)):
+            yield from lines
+
+
+def _run_seeds(seeds: list[int], until: float) -> list[str]:
+    from tests.simulation.history import run_history
+
+    lines = []
+    for seed in seeds:
+        if time.monotonic() > until:
+            break
+        result = run_history(seed)
+        record = {
+            "seed": seed,
+            "violations": result.violations,
+            "outcomes": result.outcomes,
+            "virtual_s": round(result.virtual_s, 1),
+        }
+        lines.append(json.dumps(record))
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

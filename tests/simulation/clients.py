@@ -1,0 +1,164 @@
+"""Requests, and whether their responses are right.
+
+Tensor requests go to an echo model, so every response is known. The next token of the simulated model is a fixed function
+of all tokens before it, so every text is known as well, whichever instances generated its parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+from random import Random
+from typing import TYPE_CHECKING
+
+from dynamo.common.errors import DynamoError
+from dynamo.common.generation import Sampling, Stop
+from dynamo.common.tensor_request import TensorRequest
+from dynamo.frontend.metrics import RequestType
+from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.serving.call import Call
+from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from dynamo.worker.engine.sim.tokens import START, advance, next_token
+
+if TYPE_CHECKING:
+    from tests.simulation.process import SimulatedFrontend
+
+VOCABULARY = 256
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    OPEN = "open"
+    RIGHT = "right"
+    WRONG = "wrong"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+    """Its frontend died."""
+
+
+@dataclass
+class Attempt:
+    """One request of one client."""
+
+    number: int
+    kind: str
+    frontend: SimulatedFrontend
+    begun_s: float
+    deadline_s: float
+    size: int
+    outcome: Outcome = Outcome.OPEN
+    ended_s: float = 0.0
+    error: str = ""
+    ends: int = 0
+    """How often it ended."""
+    leave_after_s: float | None = None
+    """When the client loses its patience."""
+    pause_s: float = 0.0
+    """Between two reads of a slow reader."""
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    def end(self, outcome: Outcome, now: float, error: str = "") -> None:
+        self.ends += 1
+        self.outcome, self.ended_s, self.error = outcome, now, error
+
+    def __str__(self) -> str:
+        text = f"request {self.number} ({self.kind}, {self.size}) at {self.frontend.process.name} from {self.begun_s:.2f} s"
+        return f"{text} until {self.ended_s:.2f} s, deadline {self.deadline_s:.2f}: {self.outcome} {self.error}".rstrip()
+
+
+async def run_request(attempt: Attempt, rng: Random) -> None:
+    """Send one request and judge what comes back. Runs inside the frontend's process."""
+    loop = asyncio.get_running_loop()
+    work = {"infer": _infer, "stream": _infer_stream, "generate": _generate}[attempt.kind]
+    call = Call(
+        account=ANONYMOUS,
+        request_id=f"r{attempt.number}",
+        endpoint="simulated",
+        request_type=RequestType.STREAM,
+        deadline=attempt.deadline_s,
+    )
+    leave = None if attempt.leave_after_s is None else attempt.begun_s + attempt.leave_after_s
+    try:
+        async with asyncio.timeout_at(leave):
+            wrong = await work(attempt, call, rng)
+        attempt.end(Outcome.WRONG if wrong else Outcome.RIGHT, loop.time(), wrong)
+    except TimeoutError:
+        attempt.end(Outcome.CANCELLED, loop.time())
+    except DynamoError as error:
+        attempt.end(Outcome.FAILED, loop.time(), f"{type(error).__name__}: {error}"[:200])
+
+
+def _tensor(attempt: Attempt, rng: Random, repeat: int = 0) -> tuple[TensorRequest, bytes]:
+    data = rng.randbytes(max(4, attempt.size // 4 * 4))
+    message = ModelInferRequest(model_name="echo", id=str(attempt.number), raw_input_contents=[data])
+    message.inputs.add(name="INPUT0", datatype="FP32", shape=[len(data) // 4])
+    return TensorRequest.parse(message.SerializeToString()), data
+
+
+async def _infer(attempt: Attempt, call: Call, rng: Random) -> str:
+    plane = attempt.frontend.plane
+    assert plane is not None
+    request, data = _tensor(attempt, rng)
+    return _check(await plane.infer(request, call), data)
+
+
+async def _infer_stream(attempt: Attempt, call: Call, rng: Random) -> str:
+    plane = attempt.frontend.plane
+    assert plane is not None
+    request, data = _tensor(attempt, rng)
+    count = 0
+    async with plane.infer_stream(request, call) as responses:
+        while batch := await responses.read():
+            for response in batch:
+                count += 1
+                if wrong := _check(response, data):
+                    return wrong
+            if attempt.pause_s:
+                await asyncio.sleep(attempt.pause_s)
+    return "" if count == 1 else f"{count} responses instead of 1"
+
+
+def _check(response: bytes | bytearray | memoryview, data: bytes) -> str:
+    message = ModelInferResponse.FromString(bytes(response))
+    if list(message.raw_output_contents) != [data]:
+        return f"{sum(map(len, message.raw_output_contents))} bytes that differ from the {len(data)} sent"
+    return ""
+
+
+async def _generate(attempt: Attempt, call: Call, rng: Random) -> str:
+    plane = attempt.frontend.plane
+    assert plane is not None
+    group = rng.randrange(6)  # prompts of a group begin alike
+    prompt = [group * 1000 + position for position in range(24)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(9))]
+    seed, wanted = rng.randrange(1 << 20), attempt.size
+    request = TextRequest(model="sim", prompt=prompt, stop=Stop(max_tokens=wanted, ignore_eos=True), sampling=Sampling(seed=seed))
+    tokens: list[int] = []
+    async with plane.generate(request, call) as generation:
+        while batch := await generation.read():
+            for delta in batch:
+                tokens += delta.tokens
+            if attempt.pause_s:
+                await asyncio.sleep(attempt.pause_s)
+    expected = expected_tokens(prompt, seed, wanted)
+    if tokens != expected:
+        return f"tokens {tokens[:8]}… ({len(tokens)}) instead of {expected[:8]}… ({len(expected)})"
+    return ""
+
+
+def expected_tokens(prompt: list[int], seed: int, count: int) -> list[int]:
+    """Return what the simulated engine generates after `prompt`."""
+    state = mixed = START
+    for part in (0, seed, 0):  # the engine's seed, the request's, and the number of the choice
+        mixed = advance(mixed, part)
+    for token in prompt:
+        state = advance(state, token)
+    tokens = []
+    for _ in range(count):
+        token = next_token(state, mixed, VOCABULARY)
+        tokens.append(token)
+        state = advance(state, token)
+    return tokens

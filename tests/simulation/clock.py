@@ -1,0 +1,114 @@
+"""An event loop in virtual time that runs several simulated processes, each of which can be paused and killed.
+
+What a process schedules belongs to it: the loop finds the process in the context of each callback. Callbacks of a paused process
+wait until it is resumed, as under SIGSTOP; those of a killed one never run, as under SIGKILL: no `finally` of it is entered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any
+
+from tests.support.virtual_time import VirtualTimeLoop
+
+_current: ContextVar[Process | None] = ContextVar("simulated process", default=None)
+
+
+def current_process() -> Process | None:
+    """Return the process whose code runs; None outside of all."""
+    return _current.get()
+
+
+class Process:
+    """One simulated process."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_alive = True
+        self.is_paused = False
+        self.tasks: set[asyncio.Task[Any]] = set()
+        """Tasks that it started and that have not ended."""
+        self._held: list[tuple[asyncio.Handle, Callable[[], object]]] = []
+        self.context = copy_context()
+        self.context.run(_current.set, self)
+
+    def __repr__(self) -> str:
+        state = "paused" if self.is_paused else "alive" if self.is_alive else "dead"
+        return f"<Process {self.name} {state}, {len(self.tasks)} tasks>"
+
+    def start(self, main: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `main` as the process's main task."""
+        return self.context.copy().run(asyncio.get_running_loop().create_task, main, name=self.name)
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Run what became due in the meantime, in the order in which it did."""
+        self.is_paused = False
+        held, self._held = self._held, []
+        loop = asyncio.get_running_loop()
+        for handle, callback in held:
+            if not handle.cancelled():
+                loop.call_soon(callback, context=self.context)
+
+    def kill(self) -> None:
+        """End the process without a word: none of its code runs from here on."""
+        self.is_alive = False
+        self._held.clear()
+
+    def gate(self, handle: list[asyncio.Handle], callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+        """Run `callback`, unless the process is paused or dead."""
+        if not self.is_alive:
+            return
+        if self.is_paused:
+            self._held.append((handle[0], lambda: callback(*args)))
+        else:
+            callback(*args)
+
+
+class SimulatedLoop(VirtualTimeLoop):
+    """Virtual time; callbacks are gated by their process; tasks are known to it; connections go to `network`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_task_factory(_make_task)
+        self.connect: Callable[[str, int, Callable[[], asyncio.BaseProtocol]], Coroutine[Any, Any, Any]] | None = None
+
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
+        if self.is_closed():  # what is left of a history is being collected
+            return asyncio.Handle(callback, args, self, context)
+        process = _current.get() if context is None else context.get(_current)
+        if process is None:
+            return super().call_soon(callback, *args, context=context)
+        cell: list[asyncio.Handle] = []
+        handle = super().call_soon(process.gate, cell, callback, args, context=context)
+        cell.append(handle)
+        return handle
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:  # type: ignore[override]
+        process = _current.get() if context is None else context.get(_current)
+        if process is None:
+            return super().call_at(when, callback, *args, context=context)
+        cell: list[asyncio.Handle] = []
+        handle = super().call_at(when, process.gate, cell, callback, args, context=context)
+        cell.append(handle)
+        return handle
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:  # type: ignore[override]
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **more: Any) -> Any:
+        assert self.connect is not None and not more
+        return await self.connect(host, port, protocol_factory)
+
+
+def _make_task(loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> asyncio.Task[Any]:
+    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **more)
+    process = _current.get()
+    if process is not None:
+        process.tasks.add(task)
+        task.add_done_callback(process.tasks.discard, context=Context())
+    return task

@@ -1,0 +1,452 @@
+"""One history: a fleet, requests and faults for a while, quiet at the end, and what must hold.
+
+Invariants:
+
+1. A request ends exactly once, and not long after its deadline.
+2. No response is wrong, short or doubled.
+3. A request does not fail if its frontend and some instance were well long enough inside its deadline to answer it.
+4. When all is quiet, nothing is left: no open stream, no credit lent, no booking, no task that was not there at the start.
+5. When all is quiet, requests are answered, and routers know exactly what instances have cached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import random
+import secrets
+import sys
+import time
+import warnings
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any, TypeVar, cast
+from unittest import mock
+
+from dynamo.common.etcd import client as etcd_client
+from dynamo.frontend.config import RouterMode
+from dynamo.worker import serve
+from dynamo.worker.engine.sim import engine as sim_engine
+from tests.simulation.clients import Attempt, Outcome, run_request
+from tests.simulation.clock import Process, SimulatedLoop
+from tests.simulation.etcd_server import SimulatedEtcd, SimulatedTransport
+from tests.simulation.faults import ALL, FAULTS, Trouble
+from tests.simulation.nats_server import SimulatedNats
+from tests.simulation.network import Network
+from tests.simulation.process import SimulatedFrontend, SimulatedWorker
+
+Member = TypeVar("Member", SimulatedFrontend, SimulatedWorker)
+
+RECOVERY_S = 12.0
+"""After its trouble is over a process may need this long until it is of use again."""
+WELL_S = 6.0
+"""A fleet that is well for this long answers any request of a history."""
+LATE_S = 2.0
+"""A request may end this long after its deadline, since clocks of timers are coarse and frontends may be busy."""
+QUIET_S = 60.0
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass
+class Plan:
+    """How large a history is. Drawn from the seed unless given."""
+
+    seconds: float = 40.0
+    workers: int = 3
+    frontends: int = 2
+    faults: int = 5
+    clients: int = 5
+
+
+@dataclass
+class Result:
+    """What became of a history."""
+
+    seed: int
+    violations: list[str]
+    events: list[str]
+    outcomes: dict[str, int]
+    virtual_s: float
+
+    @property
+    def is_good(self) -> bool:
+        return not self.violations
+
+
+@dataclass
+class _Baseline:
+    tasks: int
+    open_streams: int = 0
+
+
+class History:
+    """A running history. Made and run by `run_history`."""
+
+    def __init__(self, seed: int, loop: SimulatedLoop, plan: Plan, faults: Sequence[tuple[float, Callable[[Any], Any]]]) -> None:
+        self.seed = seed
+        self.rng = Random(seed)
+        self.loop = loop
+        self.plan = plan
+        self.events: list[str] = []
+        self.violations: list[str] = []
+        self.network = Network(loop, Random(seed + 1))
+        self.nats = SimulatedNats(self.network, Random(seed + 2), max_payload=64 * 1024, max_pending=512 * 1024, event=self.event)
+        self.etcd = SimulatedEtcd(loop, Random(seed + 3))
+        self.network.servers["127.0.0.1", 4222] = self.nats
+        self.workers: list[SimulatedWorker] = []
+        self.frontends: list[SimulatedFrontend] = []
+        self.leaving: list[SimulatedWorker] = []
+        self.attempts: list[Attempt] = []
+        self.troubles: list[Trouble] = []
+        self.instances: dict[str, tuple[float, float]] = {}
+        """When each worker was registered with room to spare, and when it was gone."""
+        self._buried: list[SimulatedFrontend | SimulatedWorker] = []
+        """Kept to the end: were their coroutines collected earlier, their `finally` would run."""
+        self._faults = faults
+        self._mode = self.rng.choice([RouterMode.ROUND_ROBIN, RouterMode.LEAST_LOADED, RouterMode.KV])
+        self._numbers = {"worker": 0, "frontend": 0}
+
+    @property
+    def members(self) -> list[SimulatedFrontend | SimulatedWorker]:
+        """The frontends and workers that were not told to end."""
+        return [*self.frontends, *self.workers]
+
+    # What faults use
+
+    def event(self, text: str) -> None:
+        self.events.append(f"{self.loop.time():8.3f}  {text}")
+
+    def pick(self, members: Sequence[Member]) -> Member | None:
+        """One that serves and is not paused, as long as it is not the last."""
+        able = [member for member in members if not member.process.is_paused]
+        return self.rng.choice(able) if len(able) > 1 else None
+
+    def pick_process(self) -> Process:
+        return self.rng.choice([member.process for member in self.members])
+
+    def start_worker(self) -> None:
+        self._numbers["worker"] += 1
+        worker = SimulatedWorker(f"worker-{self._numbers['worker']}")
+        self.workers.append(worker)
+        self.instances[worker.process.name] = (self.loop.time(), float("inf"))
+        self.event(f"{worker.process.name} starts")
+        self._starts(worker.process.name)
+
+    def start_frontend(self) -> None:
+        self._numbers["frontend"] += 1
+        frontend = SimulatedFrontend(f"frontend-{self._numbers['frontend']}", self._mode, self.seed + self._numbers["frontend"])
+        self.frontends.append(frontend)
+        self.event(f"{frontend.process.name} starts")
+        self._starts(frontend.process.name)
+
+    def kill(self, member: SimulatedWorker | SimulatedFrontend) -> None:
+        """As SIGKILL."""
+        self.event(f"{member.process.name} is killed")
+        now = self.loop.time()
+        self.troubles.append(Trouble(member.process.name, now, float("inf"), "killed"))
+        member.process.kill()
+        self.network.process_died(member.process)
+        self.etcd.process_died(member.process)
+        self._gone(member)
+        self._buried.append(member)
+        for attempt in self.attempts:
+            if attempt.frontend is member and attempt.outcome is Outcome.OPEN:
+                attempt.end(Outcome.LOST, now)
+
+    def retire(self, worker: SimulatedWorker) -> None:
+        """As SIGTERM."""
+        self._gone(worker)
+        self.leaving.append(worker)
+        worker.terminate()
+
+    async def ended(self, worker: SimulatedWorker, within_s: float) -> None:
+        done, _ = await asyncio.wait([worker.main], timeout=within_s)
+        if not done:
+            self.violations.append(f"{worker.process.name} did not end within {within_s} s of SIGTERM")
+        elif error := worker.main.exception():
+            self.violations.append(f"{worker.process.name} ended with {error!r}")
+        worker.process.kill()
+        self.network.process_died(worker.process)
+        self.leaving.remove(worker)
+        self._buried.append(worker)
+
+    async def pausing(self, member: SimulatedWorker | SimulatedFrontend, seconds: float) -> None:
+        """As SIGSTOP and SIGCONT."""
+        with self.troubling(member.process.name, f"paused for {seconds} s"):
+            member.process.pause()
+            await asyncio.sleep(seconds)
+            member.process.resume()
+
+    @contextmanager
+    def troubling(self, who: str, what: str, *, lossy: bool = False, forever: bool = False) -> Iterator[None]:
+        """`who` may be of no use during the body, nor for a while after it."""
+        trouble = Trouble(who, self.loop.time(), float("inf"), what, lossy)
+        self.troubles.append(trouble)
+        self.event(f"{who}: {what}")
+        try:
+            yield
+        finally:
+            if not forever:
+                trouble.end_s = self.loop.time()
+                self.event(f"{who}: {what} (over)")
+
+    def _gone(self, member: SimulatedWorker | SimulatedFrontend) -> None:
+        if isinstance(member, SimulatedWorker):
+            self.workers.remove(member)
+            begin, _ = self.instances[member.process.name]
+            self.instances[member.process.name] = (begin, self.loop.time())
+        else:
+            self.frontends.remove(member)
+
+    def _starts(self, name: str) -> None:
+        now = self.loop.time()
+        self.troubles.append(Trouble(name, now, now, "starts"))
+
+    # The run
+
+    async def run(self) -> None:
+        for _ in range(self.plan.workers):
+            self.start_worker()
+        for _ in range(self.plan.frontends):
+            self.start_frontend()
+        await self._until_ready()
+        self.troubles.clear()
+        baseline = self._leftovers()
+        end = self.loop.time() + self.plan.seconds
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(self.plan.clients):
+                tasks.create_task(self._client(Random(self.seed * 1000 + number), end))
+            for _ in range(self.plan.faults):
+                tasks.create_task(self._fault(self.loop.time() + self.rng.uniform(0.0, self.plan.seconds)))
+        self.event("faults are over")
+        await self._settle()
+        await self._check_quiet(baseline)
+        for attempt in self.attempts:
+            self._check(attempt)
+
+    async def _until_ready(self) -> None:
+        async with asyncio.timeout(60):
+            while not all(self._is_ready(frontend) for frontend in self.frontends):
+                await asyncio.sleep(0.05)
+
+    def _is_ready(self, frontend: SimulatedFrontend) -> bool:
+        plane = frontend.plane
+        return plane is not None and all(
+            plane.model_ready(model) and len(plane.models.instances(model)) == len(self.workers) for model in ("echo", "sim")
+        )
+
+    async def _fault(self, at: float) -> None:
+        await asyncio.sleep(at - self.loop.time())
+        weights = [weight for weight, _ in self._faults]
+        _, fault = self.rng.choices(self._faults, weights)[0]
+        await cast(Awaitable[None], fault(self))
+
+    async def _client(self, rng: Random, end: float) -> None:
+        while self.loop.time() < end:
+            await asyncio.sleep(rng.expovariate(1 / 0.5))
+            able = [frontend for frontend in self.frontends if frontend.plane is not None and not frontend.process.is_paused]
+            if not able:
+                continue
+            await self._request(rng, rng.choice(able), rng.choice([2.0, 10.0, 30.0, 30.0]))
+
+    async def _request(self, rng: Random, frontend: SimulatedFrontend, timeout_s: float) -> Attempt:
+        now = self.loop.time()
+        kind = rng.choice(["infer", "infer", "stream", "generate", "generate"])
+        size = rng.choice([1, 10, 40]) if kind == "generate" else rng.choice([4, 400, 9_000, 60_000, 300_000])
+        attempt = Attempt(len(self.attempts), kind, frontend, now, now + timeout_s, size)
+        if rng.random() < 0.1:
+            attempt.leave_after_s = rng.choice([0.0, 0.002, 0.05, 1.0])
+        if kind != "infer" and rng.random() < 0.15:
+            attempt.pause_s = rng.choice([0.05, 0.5])
+        self.attempts.append(attempt)
+        context = frontend.process.context.copy()
+        work = run_request(attempt, Random(rng.getrandbits(32)))
+        attempt.task = context.run(self.loop.create_task, work)
+        while attempt.outcome is Outcome.OPEN and not attempt.task.done():
+            await asyncio.sleep(0.02)
+            if self.loop.time() > attempt.deadline_s + 60 and not frontend.process.is_paused:
+                break
+        if attempt.task.done() and not attempt.task.cancelled() and (error := attempt.task.exception()) is not None:
+            self.violations.append(f"{attempt} ended with {error!r}")
+        return attempt
+
+    async def _settle(self) -> None:
+        """Let the fleet come to rest: nothing is wrong, nothing is asked."""
+        await asyncio.sleep(QUIET_S)
+
+    def _leftovers(self) -> dict[str, dict[str, int]]:
+        """What each process holds, as numbers that do not change while it is idle."""
+        return {member.process.name: {"tasks": len(member.process.tasks)} for member in self.members}
+
+    async def _check_quiet(self, baseline: dict[str, dict[str, int]]) -> None:
+        for frontend in self.frontends:
+            if not self._is_ready(frontend):
+                self.violations.append(f"{frontend.process.name} is not ready after {QUIET_S} s of quiet")
+                continue
+            name, client = frontend.process.name, frontend.client
+            if client.open_streams:
+                self.violations.append(f"{name} has {client.open_streams} open streams when idle")
+            if (free := client.free_budget_bytes) != client.limits.budget_bytes:
+                self.violations.append(f"{name} has lent {client.limits.budget_bytes - free} bytes of credit when idle")
+            if len(frontend.loads):
+                self.violations.append(f"{name} has {len(frontend.loads)} bookings when idle")
+        for worker in self.workers:
+            assert worker.worker is not None
+            requests = worker.worker.requests
+            if requests.open_requests:
+                self.violations.append(f"{worker.process.name} has {requests.open_requests} open requests when idle")
+            if (free := requests.free_upload_bytes) != requests.limits.budget_bytes:
+                self.violations.append(f"{worker.process.name} has lent {requests.limits.budget_bytes - free} bytes when idle")
+        for name, numbers in self._leftovers().items():
+            before = baseline.get(name)
+            if before is not None and numbers["tasks"] > before["tasks"] + 1:
+                self.violations.append(f"{name} has {numbers['tasks']} tasks when idle; it began with {before['tasks']}")
+        await self._check_service()
+
+    async def _check_service(self) -> None:
+        """When all is well every request is answered, and the index is exact afterwards."""
+        rng = Random(self.seed + 7)
+        for frontend in self.frontends:
+            if frontend.plane is None:
+                continue
+            for _ in range(6):
+                attempt = await self._request(rng, frontend, 20.0)
+                if attempt.outcome not in (Outcome.RIGHT, Outcome.CANCELLED):
+                    self.violations.append(f"a request fails when all is quiet: {attempt}")
+        await asyncio.sleep(5.0)
+        for frontend in self.frontends:
+            if frontend.kv is None:
+                continue
+            index = frontend.kv.index("sim")
+            for worker in self.workers:
+                assert worker.worker is not None
+                held, cached = index.held(worker.worker.instance), set(worker.engine.kv.held())
+                if held != cached:
+                    self.violations.append(
+                        f"{frontend.process.name} knows {len(held & cached)} of {len(cached)} blocks of {worker.process.name}, "
+                        f"and {len(held - cached)} that it has not"
+                    )
+
+    # Judging requests
+
+    def _check(self, attempt: Attempt) -> None:
+        if attempt.outcome is Outcome.OPEN:
+            self.violations.append(f"never ended: {attempt}")
+        elif attempt.ends != 1:
+            self.violations.append(f"ended {attempt.ends} times: {attempt}")
+        elif attempt.outcome is Outcome.WRONG:
+            self.violations.append(f"wrong: {attempt}")
+        elif attempt.outcome is not Outcome.LOST and attempt.ended_s > attempt.deadline_s + self._lateness(attempt):
+            self.violations.append(f"late: {attempt}")
+        elif attempt.outcome is Outcome.FAILED and self._could_be_answered(attempt):
+            self.violations.append(f"failed though it could be answered: {attempt}")
+
+    def _lateness(self, attempt: Attempt) -> float:
+        name = attempt.frontend.process.name
+        paused = [t for t in self.troubles if t.who == name and t.what.startswith("paused") and t.end_s > attempt.deadline_s]
+        return LATE_S + max((t.end_s - attempt.deadline_s for t in paused), default=0.0)
+
+    def _could_be_answered(self, attempt: Attempt) -> bool:
+        """Whether frontend and some instance were well for long enough, and what may fail a request did not happen to it."""
+        begin, end = attempt.begun_s, attempt.deadline_s
+        during = [t for t in self.troubles if t.begin_s <= attempt.ended_s and t.end_s + RECOVERY_S >= begin]
+        deaths = sum(t.what in ("killed", "SIGTERM") or t.what.startswith("paused") for t in during)
+        if deaths > 1 or any(t.is_lossy for t in during):
+            return False
+        if attempt.pause_s or (attempt.kind == "generate" and attempt.size > 10):  # its own slowness may take all the time
+            begin = max(begin, end - WELL_S / 2)
+        frontend = [t for t in self.troubles if t.who in (ALL, attempt.frontend.process.name)]
+        return any(
+            _free_s(begin, end, [*frontend, *(t for t in self.troubles if t.who == name)], born, died) >= WELL_S
+            for name, (born, died) in self.instances.items()
+        )
+
+
+def _free_s(begin: float, end: float, troubles: Sequence[Trouble], born: float, died: float) -> float:
+    """Return the longest time in [begin, end] without any of `troubles` and inside a life."""
+    begin, end = max(begin, born), min(end, died)
+    longest, position = 0.0, begin
+    for trouble in sorted(troubles, key=lambda trouble: trouble.begin_s):
+        if trouble.begin_s < end:
+            longest = max(longest, trouble.begin_s - position)
+            position = max(position, trouble.end_s + RECOVERY_S)
+    return max(longest, end - position)
+
+
+def run_history(seed: int, plan: Plan | None = None, faults: Sequence[tuple[float, Callable[[Any], Any]]] = FAULTS) -> Result:
+    """Run one history to its end."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    if not os.environ.get("SIMULATION_LOGS"):
+        logging.disable(logging.CRITICAL)
+    gc.disable()  # when it runs depends on more than the seed
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            result = _run(seed, plan, faults)
+            gc.collect()  # coroutines of dead processes; what they say when they are collected means nothing
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
+        sys.unraisablehook = hook
+    return result
+
+
+def _run(seed: int, plan: Plan | None, faults: Sequence[tuple[float, Callable[[Any], Any]]]) -> Result:
+    rng = Random(seed)
+    plan = plan or Plan(
+        workers=rng.randint(2, 4), frontends=rng.randint(1, 3), faults=rng.randint(1, 6), seconds=rng.choice([12.0, 25.0])
+    )
+    loop = SimulatedLoop()
+    history = History(seed, loop, plan, faults)
+    with _deterministic(seed, loop, history):
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(asyncio.wait_for(history.run(), 3600))
+        except Exception as error:
+            history.violations.append(f"the history broke off: {error!r}")
+        outcomes: dict[str, int] = {}
+        for attempt in history.attempts:
+            outcomes[attempt.outcome.value] = outcomes.get(attempt.outcome.value, 0) + 1
+        result = Result(seed, history.violations, history.events, outcomes, loop.time())
+        _bury(loop, history)
+    return result
+
+
+def _bury(loop: SimulatedLoop, history: History) -> None:
+    """Drop what is left: processes that were never asked to end may not clean up any more."""
+    for member in [*history.members, *history.leaving]:
+        member.process.kill()
+    for task in asyncio.all_tasks(loop):
+        cast(Any, task)._log_destroy_pending = False
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
+@contextmanager
+def _deterministic(seed: int, loop: SimulatedLoop, history: History) -> Iterator[None]:
+    """Clocks and random numbers of the whole process come from the history."""
+    rng = Random(seed + 4)
+    random.seed(seed + 5)
+    epoch = 1_800_000_000.0
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (time, "monotonic", loop.time),
+            (time, "time", lambda: epoch + loop.time()),
+            (time, "perf_counter", loop.time),
+            (secrets, "token_hex", lambda size=16: rng.randbytes(size).hex()),
+            (secrets, "token_bytes", rng.randbytes),
+            (secrets, "randbits", rng.getrandbits),
+            (sim_engine, "perf_counter", loop.time),
+            (serve, "perf_counter_ns", lambda: int(loop.time() * 1e9)),
+            (etcd_client, "Transport", lambda config: SimulatedTransport(config, history.etcd)),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield

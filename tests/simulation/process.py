@@ -1,0 +1,151 @@
+"""A simulated frontend and a simulated worker: the real parts, on the simulated loop, network and etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from random import Random
+
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.discovery import Instance
+from dynamo.common.etcd import connect_etcd
+from dynamo.common.messaging.client import RequestClient, open_client
+from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.messaging.limits import KIB, PlaneLimits
+from dynamo.common.model_card import ModelCard
+from dynamo.common.names import Endpoint
+from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+from dynamo.frontend.config import KvRouterOptions, RouterMode, RouterOptions
+from dynamo.frontend.fleet.directory import Directory, open_directory
+from dynamo.frontend.fleet.kv_feed import Bookings, open_kv_feed
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.router.kv import KvRouter
+from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.select import make_router
+from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
+from dynamo.frontend.serving.text_models import TextModel
+from dynamo.worker.app import Worker, open_worker
+from dynamo.worker.config import WorkerConfig
+from dynamo.worker.engine.echo import EchoTensors
+from dynamo.worker.engine.sim.engine import SimEngine
+from dynamo.worker.engines import sim_config
+from tests.simulation.clock import Process
+from tests.support.fakes import FakeText
+
+NAMESPACE = "simulated"
+LIMITS = PlaneLimits(
+    chunk_bytes=8 * KIB,
+    first_flight_bytes=16 * KIB,
+    unacknowledged_bytes=64 * KIB,
+    budget_bytes=256 * KIB,
+    window_bytes=32 * KIB,
+    window_floor_bytes=16 * KIB,
+)
+"""Small, so that small bodies meet every bound."""
+SIM = "blocks=200,block_size=4,speedup=50"
+
+
+class _WorkerConfig(WorkerConfig):
+    @property
+    def limits(self) -> PlaneLimits:
+        return LIMITS
+
+
+class SimulatedWorker:
+    """A worker with a tensor model, `echo`, and a language model, `sim`."""
+
+    def __init__(self, name: str, drain_timeout_s: float = 5.0) -> None:
+        self.process = Process(name)
+        self.engine = SimEngine(replace(sim_config(SIM, "sim", None, None), tokenizer=b"", chat_template=b""))
+        self.worker: Worker | None = None
+        """None until it serves."""
+        self._stop = asyncio.Event()
+        self._config = _WorkerConfig(
+            endpoint=Endpoint(namespace=NAMESPACE),
+            drain_timeout_s=drain_timeout_s,
+            log=LogOptions(),
+            etcd=EtcdOptions(endpoints=("http://127.0.0.1:2379",)),
+            nats=NatsOptions(servers=("nats://127.0.0.1:4222",)),
+        )
+        self.main = self.process.start(self._serve())
+
+    def __repr__(self) -> str:
+        return f"<SimulatedWorker {self.process!r}>"
+
+    def terminate(self) -> None:
+        """As SIGTERM: drain and end."""
+        self._stop.set()
+
+    async def _serve(self) -> None:
+        async with open_worker([EchoTensors(), self.engine], self._config) as worker:
+            self.worker = worker
+            await self._stop.wait()
+
+
+class SimulatedFrontend:
+    """A frontend without its HTTP and gRPC ports: what they call is called directly."""
+
+    def __init__(self, name: str, mode: RouterMode, seed: int) -> None:
+        self.process = Process(name)
+        self._seed = seed
+        self.mode = mode
+        self.plane: DataPlane | None = None
+        """None until it serves."""
+        self.client: RequestClient
+        self.directory: Directory
+        self.loads: LoadTable
+        self.kv: KvRouter | None = None
+        self._stop = asyncio.Event()
+        self.main = self.process.start(self._serve())
+
+    def __repr__(self) -> str:
+        return f"<SimulatedFrontend {self.process!r}>"
+
+    def terminate(self) -> None:
+        self._stop.set()
+
+    async def _serve(self) -> None:
+        async with self._open() as plane:
+            self.plane = plane
+            await self._stop.wait()
+            self.plane = None
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[DataPlane]:
+        loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as stack:
+            etcd = await stack.enter_async_context(connect_etcd(EtcdOptions(endpoints=("http://127.0.0.1:2379",)).to_config()))
+            self.directory = directory = await stack.enter_async_context(open_directory(etcd, NAMESPACE))
+            nats = await stack.enter_async_context(
+                connect_nats(NatsOptions(servers=("nats://127.0.0.1:4222",)).to_config(), self.process.name)
+            )
+            self.client = client = await stack.enter_async_context(open_client(nats, NAMESPACE, LIMITS))
+            options = RouterOptions(
+                mode=self.mode, replica_sync=self.mode is RouterMode.KV, kv=KvRouterOptions(speculative_ttl_s=0)
+            )
+            bookings = Bookings(nats, Endpoint(namespace=NAMESPACE)) if options.replica_sync else None
+            self.loads = loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.say)
+            router = make_router(options, loads, loop.time, rng=Random(self._seed))
+            self.kv = router if isinstance(router, KvRouter) else None
+
+            async def ask(instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
+                return await client.open(instance.id, instance.subject, verb, body, deadline=deadline).result()
+
+            if self.mode is not RouterMode.ROUND_ROBIN:
+                await stack.enter_async_context(open_kv_feed(nats, directory, ask, self.kv, loads, None))
+            if bookings is not None:
+                await stack.enter_async_context(bookings.exchanged(loads))
+            plane = await stack.enter_async_context(
+                open_data_plane(directory, client, nats, router, _load_text, FrontendMetrics(CollectorRegistry()))
+            )
+            await directory.ready.wait()
+            yield plane
+
+
+async def _load_text(card: ModelCard) -> TextModel:
+    return FakeText()
