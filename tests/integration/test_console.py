@@ -213,7 +213,7 @@ async def test_with_keys_the_page_says_what_is_missing_and_asks_models_with_a_ke
             problem = await until(lambda: _text(driver, "#problem"))
             assert problem.startswith("Traffic figures need a key with the scope “metrics” (403: "), problem
             await asyncio.to_thread(_ask, driver, "classifier")
-            assert (await until(lambda: _answered(driver))).startswith("401: an API key is needed")
+            assert (await until(lambda: _answered(driver))).startswith("401: an API key is required")
 
             field = driver.find_element("id", "key")
             await asyncio.to_thread(field.send_keys, f"{asks}x\n")  # a wrong one opens no window of the browser's own

@@ -137,7 +137,7 @@ async def test_odd_names_ids_and_metadata_get_an_answer_or_a_clear_error(
             for instance in ("", "zz", "-1", "f" * 17, "*"):
                 await refused(grpc.StatusCode.INVALID_ARGUMENT, "is not an instance id", x_dynamo_instance=instance)
             await refused(grpc.StatusCode.UNAVAILABLE, "instance abc does not serve", x_dynamo_instance="abc")
-            await refused(grpc.StatusCode.INVALID_ARGUMENT, "no whole number", x_dynamo_request_priority="high")
+            await refused(grpc.StatusCode.INVALID_ARGUMENT, "must be an integer", x_dynamo_request_priority="high")
             for value in ("", "a b", ">", "*", "a.b/c", "x" * 10_000):
                 answer = await client.infer(
                     echo_request(model="a.b/c"),

@@ -235,11 +235,11 @@ async def test_settings_out_of_range_are_refused_in_every_mode_and_protocol(
         door = await d.add_door(RouterOptions(mode=mode))
         for headers, nvext, sentence in (
             ({"x-dynamo-router-temperature": "-1"}, None, "'router_temperature' is -1; it must be at least 0 and at most 100"),
-            ({"x-dynamo-overlap-score-weight": "lots"}, None, "x-dynamo-overlap-score-weight is no number"),
-            ({"x-dynamo-explain": "why"}, None, "x-dynamo-explain must be true or false"),
+            ({"x-dynamo-overlap-score-weight": "lots"}, None, "'x-dynamo-overlap-score-weight' must be a number, got 'lots'"),
+            ({"x-dynamo-explain": "why"}, None, "'x-dynamo-explain' must be true or false"),
             ({}, {"router": {"router_temperature": 101}}, "'nvext.router.router_temperature' must be at most 100"),
             ({}, {"router": {"overlap_score_weight": 1, "overlap_score_credit": 2}}, "are one setting; send one of them"),
-            ({}, {"router": {"heat": 1}}, "the field 'nvext.router.heat' is not known"),
+            ({}, {"router": {"heat": 1}}, "unknown field 'nvext.router.heat'"),
             ({}, {"backend_instance_id": "zz"}, "'zz' is not an instance id"),
         ):
             answer = await door.complete(headers=headers, **({} if nvext is None else {"nvext": nvext}))
@@ -248,7 +248,7 @@ async def test_settings_out_of_range_are_refused_in_every_mode_and_protocol(
         rest = await door.http.post(
             "/v2/models/sim/generate", json={"text_input": "x"}, headers={"x-dynamo-router-temperature": "x"}
         )
-        assert (rest.status_code, rest.json()["error"]) == (400, "x-dynamo-router-temperature is no number")
+        assert (rest.status_code, rest.json()["error"]) == (400, "'x-dynamo-router-temperature' must be a number, got 'x'")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await door.infer(("x-dynamo-overlap-score-weight", "-0.5"))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -345,7 +345,7 @@ async def test_busy_thresholds_change_while_it_runs_in_every_frontend(
                 400,
                 "'active_prefill_tokens_threshold' must be at least 0",
             ),
-            ({"model": "sim", "threshold": 1}, 400, "the field 'threshold' is not known"),
+            ({"model": "sim", "threshold": 1}, 400, "unknown field 'threshold'"),
             ({}, 400, "the field 'model' is missing"),
         ):
             refused = await post(one, **body)

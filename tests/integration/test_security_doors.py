@@ -88,7 +88,7 @@ async def test_without_a_key_only_health_is_answered(doors_with: Open, server: G
         for path, body in HTTP_REQUESTS.items():
             answer = await doors.post(path, body)
             assert (path, answer.status_code) == (path, 401)
-            assert "an API key is needed" in answer.text
+            assert "an API key is required" in answer.text
             assert answer.headers["www-authenticate"] == "Bearer"
             assert answer.headers["x-request-id"]
         for path in HTTP_QUESTIONS:
@@ -418,7 +418,7 @@ async def test_a_surface_can_be_left_open(doors_with: Open, key_file: KeyFile) -
         assert (await doors.call("ModelInfer", infer_request())).status == 200
         assert (await doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key)).status_code == 200
         wrong = await doors.post("/v2/models/echo/infer", TENSOR, x_api_key="guessed")
-        assert wrong.status_code == 401, "a wrong key is an error, not a reason to be let in as anybody"
+        assert wrong.status_code == 401, "an invalid key is an error, not an anonymous caller"
         assert (await doors.get("/v1/models")).status_code == 401
 
 
@@ -510,7 +510,7 @@ async def test_what_administrators_do_is_recorded_under_an_id_that_they_get(
         assert lines[2].split("request ")[1].split(":")[0] == http_loaded.headers["x-request-id"]
         assert lines[3] == (
             f"POST /busy_threshold from 127.0.0.1, request {refused.headers['x-request-id']}: refused: "
-            "an API key is needed, as 'authorization: Bearer KEY' or 'x-api-key: KEY'"
+            "an API key is required, as 'authorization: Bearer KEY' or 'x-api-key: KEY'"
         )
         assert lines[4].startswith("RepositoryModelLoad 'forged\\nline' from ")
         assert lines[4].endswith("request try-7: refused: the API key is not valid")

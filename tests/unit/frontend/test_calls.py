@@ -118,12 +118,12 @@ async def test_a_request_may_change_router_settings_and_ask_why() -> None:
 @pytest.mark.parametrize(
     ("headers", "sentence"),
     [
-        ([("x-dynamo-router-temperature", "warm")], "x-dynamo-router-temperature is no number"),
+        ([("x-dynamo-router-temperature", "warm")], "'x-dynamo-router-temperature' must be a number, got 'warm'"),
         ([("x-dynamo-router-temperature", "-1")], "'router_temperature' is -1; it must be at least 0 and at most 100"),
         ([("x-dynamo-overlap-score-weight", "nan")], "'overlap_score_weight' is nan"),
         ([("x-dynamo-overlap-score-weight", "1e9")], "it must be at least 0 and at most 1000"),
         ([("x-dynamo-overlap-score-weight", "1"), ("x-dynamo-overlap-score-credit", "2")], "are one setting"),
-        ([("x-dynamo-explain", "perhaps")], "x-dynamo-explain must be true or false"),
+        ([("x-dynamo-explain", "perhaps")], "'x-dynamo-explain' must be true or false"),
         ([("x-dynamo-session", "s" * 129)], "'x-dynamo-session' has 129 characters; at most 128 are taken"),
         ([("x-worker-instance-id", "worker-3")], "is not an instance id"),
     ],

@@ -54,10 +54,10 @@ async def test_an_answer_has_an_id_even_if_nobody_asked_who_calls(headers: list[
         sent.append(message)
 
     async def handle(exchange: Exchange) -> None:
-        await exchange.answer(b"{}")
+        await exchange.respond(b"{}")
 
     async def handle_in_pieces(exchange: Exchange) -> None:
-        await exchange.answer_in_pieces([b"{", b"}"], ())
+        await exchange.respond_in_pieces([b"{", b"}"], ())
 
     async def handle_by_events(exchange: Exchange) -> None:
         await stream(exchange, 1)

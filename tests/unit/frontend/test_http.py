@@ -165,7 +165,7 @@ async def test_stopping_lets_a_running_request_finish() -> None:
     async def slow(exchange: Exchange) -> None:
         entered.set()
         await leave.wait()
-        await exchange.answer(b'{"done": true}')
+        await exchange.respond(b'{"done": true}')
 
     async with (
         serve_http(HttpOptions(port=0), HttpApp([page("/slow", slow)])) as server,

@@ -241,7 +241,7 @@ async def test_metadata_of_the_call_reaches_the_instance(edge: Edge) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metadata", "word"), [(("x-dynamo-instance", "zz"), "'zz'"), (("x-dynamo-request-priority", "high"), "whole number")]
+    ("metadata", "word"), [(("x-dynamo-instance", "zz"), "'zz'"), (("x-dynamo-request-priority", "high"), "must be an integer")]
 )
 async def test_metadata_that_cannot_be_read_is_refused(edge: Edge, metadata: tuple[str, str], word: str) -> None:
     error = await failure(edge.infer(adder_request(), metadata=(metadata,)))

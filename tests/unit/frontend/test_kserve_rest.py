@@ -218,7 +218,7 @@ async def test_an_internal_failure_reveals_no_details(edge: HttpEdge) -> None:
         (b'{"inputs": [1]}', "'inputs[0]' must be an object"),
         (b'{"inputs": [{}]}', "'inputs[0].name' is missing"),
         (b'{"inputs": [{"name": 1}]}', "must be a string"),
-        (b'{"inputs": [{"name": "INT8", "shape": [1.5], "datatype": "INT8"}]}', "must be a whole number"),
+        (b'{"inputs": [{"name": "INT8", "shape": [1.5], "datatype": "INT8"}]}', "must be an integer"),
         (b'{"inputs": [{"name": "INT8", "shape": [1], "datatype": "INT8", "data": [1}]}', "not JSON"),
         (b'{"inputs": [{"name": "INT8", "shape": [1], "datatype": "INT8", "data": [NaN]}]}', "input 'INT8'"),
         (b'{"inputs": [], "id": 7}', "'id' must be a string"),

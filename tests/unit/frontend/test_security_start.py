@@ -44,22 +44,22 @@ def test_by_default_only_this_machine_can_connect_and_that_is_said(caplog: pytes
 def test_a_wider_address_without_keys_is_warned_of(caplog: pytest.LogCaptureFixture, host: str) -> None:
     [(level, words)] = said(caplog, "--http-host", host)
     assert level == "WARNING"
-    assert words == f"HTTP listens on {host} without API keys: whoever can connect may use everything"
+    assert words == f"HTTP listens on {host} without API keys: every client that can connect may use everything"
 
 
 def test_keys_without_tls_are_warned_of_where_others_can_listen(caplog: pytest.LogCaptureFixture, keys: str) -> None:
-    asked = ("INFO", "API keys are asked for; the file holds 2")
+    asked = ("INFO", "API keys are required; the file contains 2")
     assert said(caplog, "--api-keys-file", keys) == [asked]
     first, (level, words) = said(caplog, "--api-keys-file", keys, "--http-host", "0.0.0.0")
     assert (first, level) == (asked, "WARNING")
-    assert "API keys can be read on the way" in words
+    assert "API keys can be read on the network" in words
     tls = ("--cert-file", "c", "--key-file", "k")
     assert said(caplog, "--api-keys-file", keys, "--http-host", "0.0.0.0", *tls) == [asked]
 
 
 def test_several_processes_say_that_limits_are_for_each(caplog: pytest.LogCaptureFixture, keys: str) -> None:
     lines = said(caplog, "--api-keys-file", keys, "--processes", "3")
-    assert lines[1] == ("INFO", "limits of API keys hold for each of the 3 processes by itself")
+    assert lines[1] == ("INFO", "limits of API keys apply to each of the 3 processes separately")
 
 
 def test_without_keys_and_restrictions_no_handler_is_wrapped() -> None:

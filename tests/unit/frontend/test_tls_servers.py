@@ -33,7 +33,7 @@ async def echo(data: bytes, context: object) -> bytes:
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:
-    await Exchange(scope, receive, send, HttpSettings()).answer(b"hello")
+    await Exchange(scope, receive, send, HttpSettings()).respond(b"hello")
 
 
 @dataclass(frozen=True, slots=True)

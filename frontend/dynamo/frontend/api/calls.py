@@ -21,7 +21,7 @@ MAX_ID_CHARS = 128
 EXPLAIN = "x-dynamo-explain"
 """With the value `true` in a request, why its instance was chosen comes back in a header or trailing metadata of this name."""
 TIMEOUT = "x-request-timeout-ms"
-"""Milliseconds within which a request must be answered; of this and a gRPC deadline the sooner counts."""
+"""The time in milliseconds within which a request must be complete; the sooner of this and a gRPC deadline applies."""
 _PASSED_ON = frozenset({"traceparent", "tracestate", "baggage"})
 _LONGEST_DEADLINE_S = 10 * 365 * 86400.0
 """gRPC says "no deadline" by one that is centuries away."""
@@ -31,7 +31,7 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """What the headers of a call say, for the one or many requests in it."""
+    """What the headers of a call say about the requests in it, of which a stream has many."""
 
     account: Account
     """The caller, as the guard has it."""
@@ -47,7 +47,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     overrides: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Router settings for these requests alone."""
     explanation: Explanation | None = None
-    """Collects why instances are chosen; None: nobody wants to know."""
+    """Collects why instances are chosen; None if the caller does not want to know."""
     grpc_errors: bool = False
     """On a stream: the first failure ends it with a status, instead of going in-band."""
 
@@ -59,7 +59,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         remaining_s: float | None = None,
         progress: Progress | None = None,
     ) -> Caller:
-        """From headers with lower-case names and the seconds until the deadline. Raises InvalidRequest."""
+        """Read headers with lower-case names; `remaining_s` are the seconds until the deadline. Raises InvalidRequest."""
         request_id = session = ""
         instance = None
         priority = 0
@@ -85,10 +85,10 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             elif name == "x-dynamo-request-priority":
                 priority = _whole_number(name, value)
             elif name == TIMEOUT:
-                asked_s = _whole_number(name, value) / 1e3
-                if asked_s <= 0:
+                timeout_s = _whole_number(name, value) / 1e3
+                if timeout_s <= 0:
                     raise InvalidRequest(f"'{name}' must be above 0", param=name)
-                remaining_s = asked_s if remaining_s is None else min(remaining_s, asked_s)
+                remaining_s = timeout_s if remaining_s is None else min(remaining_s, timeout_s)
             elif name in ("x-dynamo-session", "x-dynamo-session-id"):
                 session = read_session(value, name)
             elif name in _OVERRIDES:
@@ -118,9 +118,9 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         endpoint: str,
         request_type: RequestType,
     ) -> Call:
-        """The conditions of one request. `request_id` is the request's own, used if the headers have none.
+        """Return the conditions of one request. `request_id` is the request's own, used if the headers have none.
 
-        `timeout_us`, if above 0, is the request's own time from now; of it and the caller's deadline the sooner counts.
+        `timeout_us`, if above 0, is the request's own time from now; the sooner of it and the caller's deadline applies.
         """
         return Call(
             account=self.account,
@@ -147,19 +147,19 @@ def _sooner(one: float | None, other: float | None) -> float | None:
 
 
 def usable_id(text: str) -> str:
-    """`text` if it can name a request in logs and headers, else nothing."""
+    """Return `text` if it can name a request in logs and headers, else an empty string."""
     return text if len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable() else ""
 
 
 def read_session(text: str, name: str) -> str:
-    """A session's id; `name` is where it stands. Raises InvalidRequest."""
+    """Return a session's id; `name` is the header or field that contains it. Raises InvalidRequest."""
     if len(text) > MAX_ID_CHARS:
         raise InvalidRequest(f"'{name}' has {len(text)} characters; at most {MAX_ID_CHARS} are taken", param=name)
     return text
 
 
 def _from_triton(level: int) -> int:
-    """Triton's 1 is the most urgent and 0 the default; here larger is more urgent and 0 the default as well."""
+    """Convert a priority of Triton, where 1 is the most urgent. Here larger is more urgent; 0 is the default of both."""
     return max(1, _TRITON_LEVELS - level) if level > 0 else 0
 
 
@@ -167,18 +167,18 @@ def _whole_number(name: str, value: str) -> int:
     try:
         return int(value[:20])
     except ValueError:
-        raise InvalidRequest(f"{name} is no whole number") from None
+        raise InvalidRequest(f"'{name}' must be an integer, got {value[:40]!r}", param=name) from None
 
 
 def _number(name: str, value: str) -> float:
     try:
         return float(value[:40])
     except ValueError:
-        raise InvalidRequest(f"{name} is no number") from None
+        raise InvalidRequest(f"'{name}' must be a number, got {value[:40]!r}", param=name) from None
 
 
 def _boolean(name: str, value: str) -> bool:
-    found = _BOOLEANS.get(value.lower())
-    if found is None:
-        raise InvalidRequest(f"{name} must be true or false")
-    return found
+    flag = _BOOLEANS.get(value.lower())
+    if flag is None:
+        raise InvalidRequest(f"'{name}' must be true or false, got {value[:40]!r}", param=name)
+    return flag

@@ -1,8 +1,8 @@
-"""Who may come in: keys, scopes, restrictions, and the record of what administrators do. The same for all protocols.
+"""Authentication and authorization by keys, scopes and restrictions, and the audit log. The same for all protocols.
 
-1. A surface that Triton's header form restricts answers only to requests with that header.
-2. Without a key file that is all. With one, every surface but health needs a key that holds its scope, unless left open.
-3. A key that is shown is checked even where none is needed: a wrong one is an error, not a reason to be let in as anybody.
+1. A surface that is restricted in Triton's form is served only to requests with the header that the restriction names.
+2. Without a key file that is all. With one, every surface but health needs a key with its scope, unless it is left open.
+3. A key that a request shows is checked even where none is needed: an invalid key is an error, not an anonymous caller.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from dynamo.frontend.security.keys import KeyRing, read_keys
 from dynamo.frontend.security.surfaces import SCOPES, Restriction, Surface
 
 BROWSED = frozenset({Surface.DOCS, Surface.CONSOLE, Surface.METRICS})
-"""Pages, which a browser or a scraper may also read with the key as the password of a Basic login."""
+"""Pages, which browsers and scrapers may also read with the key as the password of a Basic login."""
 
 ADMIN = frozenset({Surface.MODEL_REPOSITORY, Surface.LOGGING, Surface.TRACE, Surface.SHARED_MEMORY, Surface.THRESHOLDS})
 """Refused attempts to use these are recorded."""
 
 _COUNTED_BY_MODEL = frozenset({Surface.INFERENCE})
-"""The data plane counts the requests in these calls, of which there may be many."""
+"""Calls that may contain many requests, which the data plane counts."""
 
 _log = logging.getLogger(__name__)
 _audit = logging.getLogger("dynamo.audit")
 
 
 class Guard:
-    """One per process and protocol."""
+    """Decides which calls of one protocol are admitted, and on whose account."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Guard:
         open_surfaces: Collection[Surface] = (),
         restrictions: Iterable[Restriction] = (),
     ) -> None:
-        """`accounts` None: nobody needs a key."""
+        """If `accounts` is None, no key is needed."""
         self._accounts = accounts
         self._open = frozenset({Surface.HEALTH, *open_surfaces})
         self._restrictions = tuple(restrictions)
@@ -57,7 +57,7 @@ class Guard:
         return self._accounts is not None or bool(self._restrictions)
 
     def guards(self, surface: Surface) -> bool:
-        """Whether `enter` may refuse, or count, calls to this surface."""
+        """Return whether `enter` may refuse, or count, calls to this surface."""
         restricted = any(surface in restriction.surfaces for restriction in self._restrictions)
         return restricted or (self._accounts is not None and surface is not Surface.HEALTH)
 
@@ -68,14 +68,14 @@ class Guard:
         """
         for restriction in self._restrictions:
             if surface in restriction.surfaces and not _same(headers.get(restriction.header, ""), restriction.value):
-                raise Forbidden(f"this is restricted: the header '{restriction.header}' is missing or wrong")
+                raise Forbidden(f"access is restricted: the header '{restriction.header}' is missing or wrong")
         if self._accounts is None or surface is Surface.HEALTH:
             return ANONYMOUS
         presented = _credential(headers, browsing=browsing)
         if not presented:
             if surface in self._open:
                 return ANONYMOUS
-            raise Unauthenticated("an API key is needed, as 'authorization: Bearer KEY' or 'x-api-key: KEY'")
+            raise Unauthenticated("an API key is required, as 'authorization: Bearer KEY' or 'x-api-key: KEY'")
         account = self._accounts.of(presented)
         if surface not in self._open and not account.key.may_use(SCOPES[surface]):
             raise Forbidden(f"the API key '{account.key.name}' lacks the scope '{SCOPES[surface]}'")
@@ -85,7 +85,7 @@ class Guard:
 
 
 class Accounts:
-    """What each key has used, whichever protocol it came by."""
+    """The account of each key, shared by all protocols."""
 
     def __init__(self, keys: Watched[KeyRing]) -> None:
         self._keys = keys
@@ -93,7 +93,7 @@ class Accounts:
         self._by_name: dict[str, KeyAccount] = {}
 
     def of(self, presented: str) -> KeyAccount:
-        """The account of a key. Raises Unauthenticated."""
+        """Return the account of a key. Raises Unauthenticated."""
         self._follow()
         key = self._ring.find(presented)
         if key is None:
@@ -119,13 +119,13 @@ class Accounts:
 
 
 def make_guards(config: FrontendConfig) -> tuple[Guard, Guard]:
-    """For HTTP and for gRPC, with the same keys and accounts. Says in the log who may come in. Raises ConfigError."""
+    """Return the guards of HTTP and gRPC, which share keys and accounts, and log what they require. Raises ConfigError."""
     path = config.access.keys_file
     keys = None if path is None else watch_keys(path)
     accounts = None if keys is None else Accounts(keys)
     http = Guard(accounts, open_surfaces=config.access.open_surfaces, restrictions=config.access.http_restrictions())
     grpc = Guard(accounts, open_surfaces=config.access.open_surfaces, restrictions=config.access.grpc_restrictions())
-    _say_who_may_come(config, keys)
+    _log_access(config, keys)
     return http, grpc
 
 
@@ -135,25 +135,25 @@ def watch_keys(path: Path) -> Watched[KeyRing]:
     return Watched(f"the key file {path}", (path,), lambda: read_keys(path))
 
 
-def _say_who_may_come(config: FrontendConfig, keys: Watched[KeyRing] | None) -> None:
+def _log_access(config: FrontendConfig, keys: Watched[KeyRing] | None) -> None:
     ports = [("HTTP", config.http.host, config.http.is_local, config.http.tls is not None)]
     if config.grpc.wanted:
         ports.append(("gRPC", config.grpc.host, config.grpc.is_local, config.grpc.tls is not None))
     if keys is not None:
-        _log.info("API keys are asked for; the file holds %d", len(keys.current().keys))
+        _log.info("API keys are required; the file contains %d", len(keys.current().keys))
         if config.processes > 1:
-            _log.info("limits of API keys hold for each of the %d processes by itself", config.processes)
+            _log.info("limits of API keys apply to each of the %d processes separately", config.processes)
     for name, host, is_local, is_secure in ports:
         if keys is None and is_local:
             _log.info("%s listens on %s without API keys: only this machine can connect", name, host)
         elif keys is None:
-            _log.warning("%s listens on %s without API keys: whoever can connect may use everything", name, host)
+            _log.warning("%s listens on %s without API keys: every client that can connect may use everything", name, host)
         elif not is_local and not is_secure:
-            _log.warning("%s listens on %s without TLS: API keys can be read on the way, unless a proxy ends TLS", name, host)
+            _log.warning("%s listens on %s without TLS: API keys can be read on the network, unless a proxy ends TLS", name, host)
 
 
 def record(action: str, account: Account, peer: str, request_id: str, outcome: str) -> None:
-    """The line about one action of an administrator."""
+    """Log one action of an administrator."""
     name = f"key '{account.name}'" if account.name else "anybody"
     fields = _fields(action, account.name, peer, request_id, outcome)
     _audit.info("%s by %s from %s, request %s: %s", action, name, peer, request_id, outcome, extra=fields)
@@ -165,7 +165,7 @@ def record_refusal(action: str, peer: str, request_id: str, error: DynamoError) 
 
 
 def _fields(action: str, key: str, peer: str, request_id: str, outcome: str) -> dict[str, str]:
-    """Of a record in JSON. The id is one of them because what is refused has not got as far as logging under its own."""
+    """Return the fields of a record in JSON. They include the id, because a refused request does not log under its own yet."""
     return {"action": action, "key": key, "peer": peer, "request_id": request_id, "outcome": outcome}
 
 

@@ -10,7 +10,7 @@ from dynamo.common.errors import Unavailable
 from dynamo.frontend.serving.data_plane import DataPlane
 
 _LONGEST_UNNOTICED_S = 0.5
-"""A tokenizer that finished loading makes a model ready without the directory changing; it is seen this late."""
+"""A tokenizer that finished loading makes a model ready without a change of the directory; it is noticed this late."""
 
 
 class State(StrEnum):
@@ -22,9 +22,9 @@ class State(StrEnum):
 
 
 class Readiness:
-    """Ready means that a request would be served now. A draining process is not, though it still serves.
+    """Whether a request would be served now. A draining process is not ready, though it still serves.
 
-    Made before there is a data plane: a process that still waits for NATS is alive, and says what it waits for.
+    It exists before the data plane: a process that still waits for NATS is alive, and says what it waits for.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Readiness:
         self.draining = False
 
     def attach(self, plane: DataPlane) -> None:
-        """The start is complete."""
+        """Complete the start with the data plane."""
         self._plane = plane
         plane.models.on_change(self._notify)
         self._notify()
@@ -65,15 +65,15 @@ class Readiness:
         self._notify()
 
     async def changes(self) -> AsyncGenerator[None, None]:
-        """Yields at once, and then each time the answers above may have changed since, which is twice a second in any case."""
+        """Yield at once, and again each time that readiness may have changed, at least twice a second."""
         while True:
-            change = self._change  # taken before the caller looks, so that nothing goes by while it is busy
+            change = self._change  # taken before the caller reads the state, so that no change is missed while it is busy
             yield
             try:
                 async with asyncio.timeout(_LONGEST_UNNOTICED_S):
                     await change.wait()
             except TimeoutError:
-                pass  # the caller looks again anyway
+                pass  # the caller reads the state again anyway
 
     def _notify(self) -> None:
         change, self._change = self._change, asyncio.Event()

@@ -1,4 +1,4 @@
-"""The one table from failures to the statuses of gRPC and HTTP, and what a caller may read of a failure."""
+"""The one table from errors to the statuses of gRPC and HTTP, and what a caller may read of an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def grpc_status(error: BaseException, overload: OverloadStatus = OverloadStatus.UNAVAILABLE) -> grpc.StatusCode:
-    """The gRPC status of any failure; INTERNAL for what is no DynamoError."""
+    """Return the gRPC status of an error; INTERNAL unless it is a DynamoError."""
     if not isinstance(error, DynamoError):
         return grpc.StatusCode.INTERNAL
     if error.code is Code.OVERLOADED and overload is OverloadStatus.TOO_MANY_REQUESTS:
@@ -40,14 +40,14 @@ def grpc_status(error: BaseException, overload: OverloadStatus = OverloadStatus.
 
 
 def http_status(error: BaseException, overload: OverloadStatus = OverloadStatus.UNAVAILABLE) -> int:
-    """The HTTP status of any failure; 500 for what is no DynamoError."""
+    """Return the HTTP status of an error; 500 unless it is a DynamoError."""
     if not isinstance(error, DynamoError):
         return 500
     return int(overload) if error.code is Code.OVERLOADED else _STATUSES[error.code][1]
 
 
 def public_message(error: BaseException) -> str:
-    """What the caller reads: the sentence of a DynamoError, but nothing of a failure inside this system."""
+    """Return what the caller may read: the sentence of a DynamoError, but no detail of a failure inside this system."""
     if not isinstance(error, DynamoError):
         return UNFORESEEN
     if error.code is Code.INTERNAL and not isinstance(error, EngineError):
@@ -57,12 +57,12 @@ def public_message(error: BaseException) -> str:
 
 
 def retry_after_s(error: BaseException) -> float | None:
-    """When the caller may try again, if that is known."""
+    """Return after how many seconds the caller may retry; None if the error does not say."""
     return error.retry_after_s if isinstance(error, Overloaded) else None
 
 
 def log_failure(error: BaseException, request_id: str, what: str) -> None:
-    """Logs a failure once, where it is answered: with its traceback if it is ours, briefly if the engine's, else not at all."""
+    """Log an error once, where the caller gets it: unforeseen errors with a traceback, those of engines in a line, others not."""
     if not isinstance(error, DynamoError):
         _log.error("%s failed unforeseen, request %s", what, request_id, exc_info=error)
     elif error.code is Code.INTERNAL:

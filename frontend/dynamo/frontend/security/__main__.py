@@ -1,4 +1,4 @@
-"""`dynamo-keys`: makes API keys and the file of their hashes that `dynamo-frontend --api-keys-file` reads."""
+"""`dynamo-keys`: makes API keys, and the file of their hashes for `dynamo-frontend --api-keys-file`."""
 
 from __future__ import annotations
 
@@ -38,17 +38,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(PROGRAM, description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("add", help="Make a key, write its hash into a file, print the key: it cannot be shown again.")
-    add.add_argument("name", help="Whose key it is; shown in logs.")
-    add.add_argument("--file", type=Path, required=True, help="The key file; made if it is not there.")
-    add.add_argument("--scope", action="append", choices=[scope.value for scope in Scope], help="Repeatable; infer if none.")
-    add.add_argument("--model", action="append", metavar="PATTERN", help="Models it may use; repeatable; all if none.")
+    add = commands.add_parser(
+        "add", help="Make a key, write its hash into a file, and print the key, which cannot be shown again."
+    )
+    add.add_argument("name", help="Names the key's owner in logs.")
+    add.add_argument("--file", type=Path, required=True, help="The key file; created if it does not exist.")
+    add.add_argument("--scope", action="append", choices=[scope.value for scope in Scope], help="Repeatable; default: infer.")
+    add.add_argument("--model", action="append", metavar="PATTERN", help="Models that the key may use; repeatable; default: all.")
     add.add_argument("--requests-per-s", type=float, metavar="N")
     add.add_argument("--concurrent-requests", type=int, metavar="N")
-    add.add_argument("--tokens-per-minute", type=int, metavar="N", help="Read and made, together.")
+    add.add_argument("--tokens-per-minute", type=int, metavar="N", help="Read and generated, together.")
     add.add_argument("--expires", metavar="DATE", help="2027-01-31, or with a time.")
     add.add_argument("--stdin", action="store_true", help="Take a key made elsewhere from the standard input.")
-    listed = commands.add_parser("list", help="Check a key file and say what its keys may do.")
+    listed = commands.add_parser("list", help="Check a key file and print what its keys may use.")
     listed.add_argument("file", type=Path)
     return parser
 
@@ -76,13 +78,13 @@ def _add(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(f"{file}, with the new key: {error}") from None
     _replace(file, before + entry)
-    print(f"{PROGRAM}: {file} lets '{arguments.name}' in", file=sys.stderr)
+    print(f"{PROGRAM}: {file} now contains the key '{arguments.name}'", file=sys.stderr)
     if not arguments.stdin:
         print(key)
 
 
 def _replace(file: Path, text: str) -> None:
-    """At once, so that a server which reads meanwhile sees the old or the new keys and never half of them."""
+    """Replace the file atomically, so that a server which reads it meanwhile gets the old or the new keys."""
     mode = file.stat().st_mode & 0o777 if file.exists() else 0o600
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:

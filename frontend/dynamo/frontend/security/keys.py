@@ -1,4 +1,4 @@
-"""API keys, known here only as salted hashes.
+"""API keys, stored as salted hashes only.
 
     - name: team-a
       id: 5d0c8e1f72ab
@@ -11,8 +11,8 @@
       expires: 2027-01-31
 
 A key reads `dyn-<id>-<secret>`. The id finds the entry, so a lookup costs one hash however many keys there are, and the digests
-are compared in constant time. The secret has 256 random bits: there is nothing to guess, so a fast hash is as good as a slow
-one and costs requests nothing. Keys that were made elsewhere have no id; each of them costs every lookup one more hash.
+are compared in constant time. The secret has 256 random bits and cannot be guessed, so a fast hash is as good as a slow one.
+Keys that were made elsewhere have no id; each of them costs every lookup one more hash.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dynamo.common.config import ConfigError
 from dynamo.frontend.security.surfaces import Scope
 
 MIN_FOREIGN_CHARS = 32
-"""Of a key made elsewhere: a hash this fast protects long random keys only."""
+"""The least length of a key made elsewhere: a hash this fast protects long random keys only."""
 _MAX_CHARS = 512
 _PREFIX = "dyn"
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
@@ -56,13 +56,13 @@ class Limits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
     name: str
-    """Whose key it is; shown in logs."""
+    """Names the key's owner in logs."""
     id: str = ""
     salt: bytes = field(repr=False)
     digest: bytes = field(repr=False)
     scopes: frozenset[Scope] = frozenset({Scope.INFER})
     models: tuple[str, ...] = ("*",)
-    """Patterns of the model names, as requests write them."""
+    """Patterns of model names, as requests write them."""
     limits: Limits = Limits()
     expires_at: float | None = None
     """Unix time, seconds."""
@@ -72,28 +72,28 @@ class ApiKey:
 
 
 class KeyRing:
-    """All keys of a file."""
+    """The keys of a file."""
 
     def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
         self.keys = tuple(keys)
         self._by_id = {key.id: key for key in keys if key.id}
         self._without_id = tuple(key for key in keys if not key.id)
-        self._nobody = ApiKey(name="nobody", salt=secrets.token_bytes(16), digest=secrets.token_bytes(32))
+        self._no_key = ApiKey(name="no key", salt=secrets.token_bytes(16), digest=secrets.token_bytes(32))
 
     def find(self, presented: str) -> ApiKey | None:
-        """Whose key this is; takes as long whether there is one or not."""
+        """Return the key that was presented, or None. Takes as long in both cases."""
         if len(presented) > _MAX_CHARS:
             return None
         data = presented.encode()
-        found: ApiKey | None = None
-        for key in (self._by_id.get(_id_of(presented), self._nobody), *self._without_id):
+        match: ApiKey | None = None
+        for key in (self._by_id.get(_id_of(presented), self._no_key), *self._without_id):
             if hmac.compare_digest(_digest(key.salt, data), key.digest):
-                found = key
-        return found
+                match = key
+        return match
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One key, as the file has it."""
+    """One key in the form of the file."""
 
     name: Name
     hash: str
@@ -129,7 +129,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class _Loader(yaml.BaseLoader):
-    """Leaves dates and numbers as they are written, which msgspec reads; refuses a field that is given twice."""
+    """Leaves dates and numbers as text, which msgspec reads; refuses a field that is given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         fields = [self.construct_object(field) for field, _ in node.value]
@@ -149,13 +149,13 @@ def read_keys(path: Path) -> KeyRing:
 
 
 def parse_keys(text: str) -> KeyRing:
-    """The list of keys in YAML; nothing is a ring without keys. Raises ValueError."""
+    """Parse a list of keys in YAML; an empty text is a ring without keys. Raises ValueError."""
     try:
         entries = msgspec.convert(yaml.load(text, _Loader) or [], list[_Entry], strict=False)  # noqa: S506 - a BaseLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark is not None else ""
-        raise ValueError(f"it is not YAML{where}") from None  # the library's words may quote a hash
+        raise ValueError(f"it is not YAML{where}") from None  # the library's message may quote a hash
     except msgspec.ValidationError as error:
         raise ValueError(f"it is not a list of keys: {error}") from None
     keys = []
@@ -172,7 +172,7 @@ def parse_keys(text: str) -> KeyRing:
 
 
 def parse_expiry(text: str) -> float:
-    """A date (its beginning, UTC) or a date and time as Unix time. Raises ValueError."""
+    """Return the Unix time of a date (its beginning, UTC) or of a date and time. Raises ValueError."""
     try:
         moment = datetime.combine(date.fromisoformat(text), time()) if len(text) == 10 else datetime.fromisoformat(text)
     except ValueError:
@@ -181,7 +181,7 @@ def parse_expiry(text: str) -> float:
 
 
 def make_key() -> str:
-    """A new key, which nobody has yet."""
+    """Return a new random key."""
     return f"{_PREFIX}-{secrets.token_hex(6)}-{secrets.token_urlsafe(32)}"
 
 
@@ -194,7 +194,7 @@ def entry_for(
     limits: Limits | None = None,
     expires: str | None = None,
 ) -> str:
-    """The lines of the key file that let `key` in. Raises ValueError for a name, key or date that cannot be used."""
+    """Return the entry of the key file for `key`. Raises ValueError for a name, key or date that cannot be used."""
     limits = limits or Limits()
     if not _id_of(key) and len(key) < MIN_FOREIGN_CHARS:
         raise ValueError(f"a key made elsewhere needs {MIN_FOREIGN_CHARS} characters or more; this one has {len(key)}")
@@ -216,10 +216,10 @@ def entry_for(
 
 
 def _id_of(key: str) -> str:
-    """Of a key that was made here; empty for others."""
+    """Return the id of a key that `make_key` made; empty for others."""
     prefix, _, rest = key.partition("-")
-    found, dash, secret = rest.partition("-")
-    return found if prefix == _PREFIX and dash and len(secret) >= MIN_FOREIGN_CHARS else ""
+    key_id, dash, secret = rest.partition("-")
+    return key_id if prefix == _PREFIX and dash and len(secret) >= MIN_FOREIGN_CHARS else ""
 
 
 def _digest(salt: bytes, key: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""What can be protected, and what a key may be allowed to do.
+"""What can be protected, and what a key may be allowed to use.
 
-*Surfaces* are groups of calls, the same for all protocols; the first nine are named as Triton names them. A *scope* is what a key
-holds to use a surface.
+A *surface* is a group of calls, the same for all protocols; the first nine have Triton's names. A key that holds the *scope* of a
+surface may use it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import StrEnum
 class Surface(StrEnum):
     HEALTH = "health"
     METADATA = "metadata"
-    """Which models there are, what they take, and how text becomes tokens."""
+    """The models, their inputs, and tokenization."""
     INFERENCE = "inference"
     SHARED_MEMORY = "shared-memory"
     MODEL_CONFIG = "model-config"
@@ -26,7 +26,7 @@ class Surface(StrEnum):
     """The API's description, and gRPC reflection."""
     CONSOLE = "console"
     THRESHOLDS = "thresholds"
-    """When an instance counts as busy."""
+    """The loads from which instances count as busy."""
 
 
 class Scope(StrEnum):
@@ -37,7 +37,7 @@ class Scope(StrEnum):
     CONSOLE = "console"
     THRESHOLDS = "thresholds"
     ADMIN = "admin"
-    """Everything, with what has no scope of its own."""
+    """Everything, including surfaces without a scope of their own."""
 
 
 SCOPES: dict[Surface, Scope] = {
@@ -54,12 +54,12 @@ SCOPES: dict[Surface, Scope] = {
     Surface.CONSOLE: Scope.CONSOLE,
     Surface.THRESHOLDS: Scope.THRESHOLDS,
 }
-"""What a key needs. Health needs none."""
+"""The scope that each surface needs. Health needs none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """These surfaces answer only to requests with this header."""
+    """Surfaces that serve only requests with a header."""
 
     surfaces: frozenset[Surface]
     header: str
@@ -68,9 +68,9 @@ class Restriction:
 
 
 def parse_restrictions(text: str, prefix: str = "") -> tuple[Restriction, ...]:
-    """Triton's `surface,…:header=value`, one a line; `prefix` goes before the header's name.
+    """Parse Triton's `surface,…:header=value`, one a line; `prefix` is put before the header's name.
 
-    Raises ValueError with the end of a sentence that does not show the value.
+    Raises ValueError; its message is the end of a sentence and does not show the value.
     """
     return tuple(_parse_restriction(line.strip(), prefix) for line in text.splitlines() if line.strip())
 

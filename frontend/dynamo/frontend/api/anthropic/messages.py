@@ -103,7 +103,7 @@ class CountTokens:
         text = await self._edge.plane.text_model(exchange.account, request.model)
         prompt = text.render(conversation(request, llm, self._edge.limits))
         tokens = await text.tokenizer.encode(prompt, special_tokens=False)
-        await exchange.answer(encode({"input_tokens": len(tokens)}))
+        await exchange.respond(encode({"input_tokens": len(tokens)}))
 
 
 class Messages:
@@ -130,7 +130,7 @@ class Messages:
 async def _respond(exchange: Exchange, generation: Generation, prepared: PreparedMessages) -> None:
     writer = MessageWriter(prepared.text.model, generation.prompt_tokens, stream=False)
     await _read_all(generation, prepared, writer, None)
-    await exchange.answer(encode(writer.message(generation.summary)))
+    await exchange.respond(encode(writer.message(generation.summary)))
 
 
 async def _stream(exchange: Exchange, generation: Generation, prepared: PreparedMessages) -> None:

@@ -1,6 +1,6 @@
-"""What the fleet is doing now: models, their instances, and how loaded each is.
+"""The state of the fleet: models, their instances, and the load of each.
 
-Loads are followed only while somebody looks, so that a console which nobody watches costs nothing.
+Load reports are received only while a console is open, so that a closed one costs nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dynamo.frontend.serving.data_plane import DataPlane
 log = logging.getLogger(__name__)
 
 WATCHED_S = 15.0
-"""Loads are followed for so long after each look."""
+"""Load reports are received for so long after each read."""
 
 
 class Bus(Protocol):
@@ -34,7 +34,7 @@ class Bus(Protocol):
 
 
 class InstanceState(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One instance; what a load report says is None until one came, and for engines that report none."""
+    """One instance; the fields of load reports are None until the first comes, and for engines that report none."""
 
     id: str
     """Hexadecimal, as the header `x-dynamo-instance` takes it."""
@@ -49,7 +49,7 @@ class InstanceState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     queued_prefill_tokens: int | None = None
     step_ms: float | None = None
     hit_rate: float | None = None
-    """Share of the prompt tokens this process sent there of late that were in its cache, 0 to 1."""
+    """Share of the prompt tokens this process recently sent there that were in its cache, 0 to 1."""
 
 
 class TensorState(Struct, frozen=True):
@@ -64,7 +64,7 @@ class ModelState(Struct, frozen=True, kw_only=True):
     ready: bool
     other_names: tuple[str, ...]
     has_chat: bool
-    """It takes conversations, and not only prompts."""
+    """It takes conversations as well as prompts."""
     decoupled: bool
     inputs: tuple[TensorState, ...]
     instances: tuple[InstanceState, ...]
@@ -76,16 +76,16 @@ class FleetState(Struct, frozen=True, kw_only=True):
     router_mode: str
     state: str
     explains: bool
-    """`/v1/routing/decisions` is there."""
+    """Whether `/v1/routing/decisions` is served."""
     asks_keys: bool
-    """Models are asked with an API key."""
+    """Requests to models need an API key."""
     processes: int
-    """That answer on this port, each with decisions and hit rates of its own."""
+    """Processes on this port, each with its own decisions and hit rates."""
     models: tuple[ModelState, ...]
 
 
 class LoadWatch:
-    """The last load report of each instance, while somebody looks."""
+    """The last load report of each instance, while a console reads them."""
 
     def __init__(self, bus: Bus, namespace: str, clock: Callable[[], float]) -> None:
         self._bus = bus
@@ -96,7 +96,7 @@ class LoadWatch:
         self._following: asyncio.Task[None] | None = None
 
     def read(self) -> Mapping[tuple[InstanceId, str], LoadReport]:
-        """By instance and model. The first look finds nothing, since reports come once a second."""
+        """Return the reports by instance and model. The first read returns none, since reports come once a second."""
         self._until = self._clock() + WATCHED_S
         if self._following is None or self._following.done():
             self._following = start(self._follow(), "console loads")
@@ -112,10 +112,10 @@ class LoadWatch:
         try:
             subscription = await self._bus.subscribe(self._subject, self._on_load)
         except Unavailable as error:
-            log.warning("loads cannot be followed for the console: %s", error)
+            log.warning("load reports cannot be received for the console: %s", error)
             return
         try:
-            while (left := self._until - self._clock()) > 0:  # noqa: ASYNC110  # each look moves the end
+            while (left := self._until - self._clock()) > 0:  # noqa: ASYNC110  # each read moves the end
                 await asyncio.sleep(left)
         finally:
             await subscription.close()
@@ -135,7 +135,7 @@ _decoder = msgspec.msgpack.Decoder(LoadMessage)
 def model_state(
     plane: DataPlane, card: ModelCard, reports: Mapping[tuple[InstanceId, str], LoadReport], unix_time: float
 ) -> ModelState:
-    """One model and its instances as they are now."""
+    """Return the current state of a model and its instances."""
     llm = card.llm
     names = (*card.aliases, *(llm.adapters if llm is not None else ()))
     return ModelState(

@@ -76,10 +76,10 @@ class Console:
 
 def console_operations(console: Console) -> list[Operation]:
     async def fleet(exchange: Exchange) -> None:
-        await exchange.answer(msgspec.json.encode(console.fleet(exchange.account)), 200, (JSON, (b"cache-control", b"no-store")))
+        await exchange.respond(msgspec.json.encode(console.fleet(exchange.account)), 200, (JSON, (b"cache-control", b"no-store")))
 
     async def redirect(exchange: Exchange) -> None:
-        await exchange.answer(b"", 308, ((b"location", b"/console"),))
+        await exchange.respond(b"", 308, ((b"location", b"/console"),))
 
     handlers: dict[str, Handler] = {path: _file(*what) for path, what in _FILES.items()}
     handlers |= {"/console/": redirect, "/console/fleet": fleet}
@@ -93,6 +93,6 @@ def _file(name: str, media_type: bytes) -> Handler:
     content = files(__package__).joinpath(name).read_bytes()
 
     async def page(exchange: Exchange) -> None:
-        await exchange.answer(content, 200, ((b"content-type", media_type), *_HEADERS))
+        await exchange.respond(content, 200, ((b"content-type", media_type), *_HEADERS))
 
     return page

@@ -1,4 +1,4 @@
-"""The ASGI application of the HTTP port: finds a request's operation, asks the guard, runs the operation's handler.
+"""The ASGI application of the HTTP port: finds a request's operation, lets the guard check the caller, runs its handler.
 
 1. A path that contains control characters is refused with 400, before anything else looks at it.
 2. The operation's surface, and nothing else about the path, says what the caller must be allowed to use.

@@ -48,7 +48,7 @@ _KEEPALIVE = b": keepalive\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorForm:
-    """How a protocol writes failures."""
+    """How a protocol writes errors."""
 
     body: Callable[[BaseException, int], bytes]
     """JSON, from the failure and its HTTP status."""
@@ -66,12 +66,12 @@ PLAIN_ERRORS = ErrorForm(body=_plain_body, event=lambda error, status: b"data: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpSettings:
-    """What all JSON endpoints have in common."""
+    """Settings of all HTTP operations."""
 
     max_body_bytes: int = 64 * 2**20
     max_json_depth: int = 100
     keepalive_s: float = 15.0
-    """A comment goes out after so much silence, so that proxies do not cut a stream."""
+    """A comment is sent after so much silence, so that proxies do not cut a stream."""
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE
 
     @classmethod
@@ -85,7 +85,7 @@ class HttpSettings:
 
 
 class Exchange:
-    """The response is either one `answer`, or events by `events()`."""
+    """One request and its response, which is either one `respond` or a stream of `events`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: HttpSettings) -> None:
         self.settings = settings
@@ -150,7 +150,7 @@ class Exchange:
             await self.fail(error)
 
     def caller(self) -> Caller:
-        """Who asks, under an id that the answer repeats. Raises InvalidRequest."""
+        """Return what the headers say about the request, with the id that the response repeats. Raises InvalidRequest."""
         caller = Caller.read(self.account, self.headers.items(), progress=self.progress)
         self.request_id = caller.request_id or self.request_id or secrets.token_hex(12)
         logged_id.set(self.request_id)
@@ -158,14 +158,14 @@ class Exchange:
         return msgspec.structs.replace(caller, request_id=self.request_id)
 
     async def body(self) -> bytes:
-        """The request's JSON body. Raises PayloadTooLarge, InvalidRequest, and Cancelled if the client left."""
+        """Return the request's JSON body. Raises PayloadTooLarge, InvalidRequest, and Cancelled if the client left."""
         kind = self.headers.get("content-type")
         if kind is not None and not _is_json(kind):
             raise InvalidRequest(f"the content type is {kind[:80]!r}; it must be 'application/json'")
         return await self.any_body()
 
     async def any_body(self) -> bytes:
-        """The same for a body of whatever content type."""
+        """Return the request's body, of any content type. Raises as `body` does."""
         limit = self.settings.max_body_bytes
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit:
@@ -196,7 +196,7 @@ class Exchange:
 
     @asynccontextmanager
     async def attended(self) -> AsyncIterator[None]:
-        """Cancels the body when the client leaves, and raises Cancelled then. Call it when the request has been read."""
+        """Cancel the body of the context when the client leaves, and raise Cancelled. Enter it once the request has been read."""
         handler = asyncio.current_task()
         assert handler is not None
 
@@ -216,15 +216,15 @@ class Exchange:
         finally:
             watcher.cancel()
 
-    async def answer(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = (JSON,)) -> None:
-        """The whole answer."""
+    async def respond(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = (JSON,)) -> None:
+        """Send the whole response."""
         self.status = status
         length = (b"content-length", b"%d" % len(body))
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._id()]})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def answer_in_pieces(self, pieces: Sequence[Buffer], headers: tuple[Header, ...]) -> None:
-        """The whole answer, written piece by piece so that large ones need not be joined."""
+    async def respond_in_pieces(self, pieces: Sequence[Buffer], headers: tuple[Header, ...]) -> None:
+        """Send the whole response, piece by piece so that large ones need not be joined."""
         self.status = 200
         length = (b"content-length", b"%d" % sum(map(len, pieces)))
         await self._send({"type": "http.response.start", "status": 200, "headers": [*headers, length, *self._id()]})
@@ -234,7 +234,7 @@ class Exchange:
 
     @asynccontextmanager
     async def events(self) -> AsyncIterator[EventStream]:
-        """A stream of server-sent events. Its head goes out with the first event, so that an early failure has its own status."""
+        """A stream of server-sent events. Its head goes with the first event, so that an earlier failure has its own status."""
         self.stream = stream = EventStream(self._send, self._id, self.settings.keepalive_s)
         try:
             yield stream
@@ -248,7 +248,7 @@ class Exchange:
         pause_s = retry_after_s(error)
         if pause_s is not None:
             headers = (*headers, _retry_after(pause_s))
-        await self.answer(form.body(error, status), status, (JSON, *headers))
+        await self.respond(form.body(error, status), status, (JSON, *headers))
 
     async def fail(self, error: BaseException) -> None:
         """Respond with the failure of the handler, in whichever way is still possible."""
@@ -257,7 +257,7 @@ class Exchange:
             return
         if self.on_refused is not None and not self.progress.started:
             self.on_refused(error)
-        log_failure(error, self.known_id(), f"{self.method} {self.path}")
+        log_failure(error, self.ensure_id(), f"{self.method} {self.path}")
         status = http_status(error, self.settings.overload)
         if self.stream is not None and self.stream.begun:
             return await self.stream.end(self.errors.event(error, status))
@@ -269,23 +269,23 @@ class Exchange:
             pause_s = 1.0
         if pause_s is not None:
             headers = (JSON, _retry_after(pause_s))
-        await self.answer(self.errors.body(error, status), status, headers)
+        await self.respond(self.errors.body(error, status), status, headers)
 
-    def known_id(self) -> str:
-        """The request's id: the caller's, or one made up now."""
+    def ensure_id(self) -> str:
+        """Return the request's id: the caller's, or a new one."""
         if not self.request_id:
             self.request_id = usable_id(self.headers.get("x-request-id", "")) or secrets.token_hex(12)
         return self.request_id
 
     def _id(self) -> tuple[Header, ...]:
-        found: tuple[Header, ...] = ((b"x-request-id", self.known_id().encode()),)
+        headers: tuple[Header, ...] = ((b"x-request-id", self.ensure_id().encode()),)
         if self.explanation is not None and (explained := self.explanation.to_json()):
-            found += ((EXPLAIN.encode(), explained),)
-        return found
+            headers += ((EXPLAIN.encode(), explained),)
+        return headers
 
 
 class EventStream:
-    """Server-sent events, written by one handler; comments fill silence."""
+    """Server-sent events, written by one handler; comments are sent when it writes nothing for a while."""
 
     __slots__ = ("_headers", "_idle", "_interval_s", "_loop", "_send", "_timer", "_writing", "begun")
 
@@ -302,23 +302,23 @@ class EventStream:
         self._timer = self._loop.call_later(keepalive_s, self._tick)
 
     async def write(self, events: bytes) -> None:
-        """Some whole events, in one piece. Waits while the client is slow."""
+        """Send some whole events. Waits while the client is slow."""
         self._idle = False
         if not self.begun:
             await self._begin()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, events: bytes) -> None:
-        """The last events."""
+        """Send the last events."""
         self._stop_keepalive()
         if not self.begun:
             await self._begin()
         await self._send({"type": "http.response.body", "body": events})
 
     def close(self) -> None:
-        """Nothing more is written, unless the stream has begun and ends with `end`."""
+        """Write nothing more, unless the stream has begun and ends with `end`."""
         self._stop_keepalive()
-        self._headers = tuple  # the exchange's method, and so the exchange, which knows this: no work for the garbage collector
+        self._headers = tuple  # the exchange's method holds the exchange, which holds this stream: break the cycle
 
     def _stop_keepalive(self) -> None:
         self._timer.cancel()

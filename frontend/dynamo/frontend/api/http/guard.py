@@ -35,7 +35,7 @@ class HttpGuard:
 
     async def _refuse(self, error: DynamoError, surface: Surface, exchange: Exchange) -> None:
         if surface in ADMIN:
-            record_refusal(_action(exchange), exchange.peer, exchange.known_id(), error)
+            record_refusal(_action(exchange), exchange.peer, exchange.ensure_id(), error)
         headers: tuple[tuple[bytes, bytes], ...] = ()
         if isinstance(error, Unauthenticated):
             headers = ((b"www-authenticate", b'Basic realm="dynamo"' if surface in BROWSED else b"Bearer"),)
@@ -43,12 +43,12 @@ class HttpGuard:
 
     async def run_recorded(self, exchange: Exchange, handle: Handler) -> None:
         """Run an operation that changes something, and record who did so and how it ended."""
-        exchange.known_id()  # the record and the response name the same one
+        exchange.ensure_id()  # the record and the response name the same one
         try:
             await exchange.run(handle)
         finally:
             outcome = "no response" if exchange.status is None else str(exchange.status)
-            record(_action(exchange), exchange.account, exchange.peer, exchange.known_id(), outcome)
+            record(_action(exchange), exchange.account, exchange.peer, exchange.ensure_id(), outcome)
 
 
 def _action(exchange: Exchange) -> str:

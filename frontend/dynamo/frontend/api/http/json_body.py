@@ -1,4 +1,4 @@
-"""Request bodies: bounded, decoded into our own types, and refused with sentences that name the field."""
+"""Decoding of JSON request bodies. Errors are sentences that name the field."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KIND = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
 _VALUE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 _WORDS = {
     "str": "a string",
-    "int": "a whole number",
+    "int": "an integer",
     "float": "a number",
     "bool": "true or false",
     "array": "an array",
@@ -36,9 +36,9 @@ _BOUNDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes, max_depth: int) -> T:
-    """The request in `body`. Raises InvalidRequest, with the field as `param`."""
+    """Return the request in `body`. Raises InvalidRequest, with the field as `param`."""
     try:
-        found = decoder.decode(body)
+        request = decoder.decode(body)
     except msgspec.ValidationError as error:
         raise invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -46,7 +46,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes, max_depth: int) -> T:
     except RecursionError:
         raise _too_deep(max_depth) from None
     check_depth(body, max_depth)
-    return found
+    return request
 
 
 def check_depth(body: bytes, max_depth: int) -> None:
@@ -64,31 +64,31 @@ def _too_deep(max_depth: int) -> InvalidRequest:
 
 
 def invalid(problem: str, params: Mapping[str, str] | None = None) -> InvalidRequest:
-    """The error for what msgspec found wrong, in our words."""
-    at = _AT.search(problem)
-    path = at.group(1).lstrip(".") if at else ""
-    problem = problem[: at.start()] if at else problem
-    if found := _UNKNOWN.fullmatch(problem):
-        field = f"{path}.{found.group(1)}" if path else found.group(1)
-        return InvalidRequest(f"the field '{_short(field)}' is not known", param=_short(field))
-    if found := _MISSING.fullmatch(problem):
-        field = f"{path}.{found.group(1)}" if path else found.group(1)
+    """Return the error for a message of msgspec, in the words of this server."""
+    position = _AT.search(problem)
+    path = position.group(1).lstrip(".") if position else ""
+    problem = problem[: position.start()] if position else problem
+    if match := _UNKNOWN.fullmatch(problem):
+        field = f"{path}.{match.group(1)}" if path else match.group(1)
+        return InvalidRequest(f"unknown field '{_short(field)}'", param=_short(field))
+    if match := _MISSING.fullmatch(problem):
+        field = f"{path}.{match.group(1)}" if path else match.group(1)
         return InvalidRequest(f"the field '{field}' is missing", param=field)
     what = f"'{_short(path)}'" if path else "the body"
     return InvalidRequest(f"{what} {_sentence(problem)}", param=_short(path) or None)
 
 
 def _sentence(problem: str) -> str:
-    if found := _BOUND.fullmatch(problem):
-        length, sign, bound = found.groups()
+    if match := _BOUND.fullmatch(problem):
+        length, sign, bound = match.groups()
         number = f"{float(bound):.15g}" if "." in bound or "e" in bound else bound
         return f"must have a length of {_BOUNDS[sign]} {number}" if length else f"must be {_BOUNDS[sign]} {number}"
-    if found := _KIND.fullmatch(problem):
-        wanted = " or ".join(_WORDS.get(word, word) for word in found.group(1).split(" | "))
-        return f"must be {wanted}, not {_WORDS.get(found.group(2), found.group(2))}"
-    if found := _VALUE.fullmatch(problem):
-        return f"cannot be {_short(found.group(1))}"
-    return f"is wrong: {_short(problem)}"
+    if match := _KIND.fullmatch(problem):
+        wanted = " or ".join(_WORDS.get(word, word) for word in match.group(1).split(" | "))
+        return f"must be {wanted}, got {_WORDS.get(match.group(2), match.group(2))}"
+    if match := _VALUE.fullmatch(problem):
+        return f"must not be {_short(match.group(1))}"
+    return f"is invalid: {_short(problem)}"
 
 
 def _short(text: str) -> str:

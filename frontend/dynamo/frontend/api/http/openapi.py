@@ -1,4 +1,4 @@
-"""GET /openapi.json, made from the types that requests are decoded into, and GET /docs, which shows it and needs no internet."""
+"""GET /openapi.json, made from the types that requests are decoded into, and GET /docs, which shows it and uses no other site."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dynamo.frontend.security.surfaces import Surface
 _REFERENCES = "#/components/schemas/{name}"
 _FAILURES = {
     "400": "The request cannot be served as written.",
-    "404": "No such model.",
+    "404": "The model is not found.",
     "413": "The body is too large.",
     "500": "The engine failed, or this server did.",
-    "501": "The request asks for something that is not done here.",
-    "503": "Nothing can serve this now.",
+    "501": "This server does not support what the request needs.",
+    "503": "No instance can serve the request now.",
     "504": "The deadline has passed.",
 }
 
@@ -76,10 +76,10 @@ def openapi_operations(operations: Sequence[Operation]) -> list[Operation]:
     policy = b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
 
     async def openapi(exchange: Exchange) -> None:
-        await exchange.answer(document, 200, (JSON,))
+        await exchange.respond(document, 200, (JSON,))
 
     async def docs(exchange: Exchange) -> None:
-        await exchange.answer(page, 200, (HTML, (b"content-security-policy", policy)))
+        await exchange.respond(page, 200, (HTML, (b"content-security-policy", policy)))
 
     return [
         Operation(method="GET", path=path, surface=Surface.DOCS, errors=OPENAI_ERRORS, handle=handle)

@@ -84,18 +84,18 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
         models = {card.name for card in readiness.plane.cards(account) if card.llm is not None}
         models |= set(control.thresholds.changes())
         thresholds = [_shown(model, control.thresholds.of(model)) for model in sorted(models)]
-        await exchange.answer(msgspec.json.encode(AllThresholds(thresholds)))
+        await exchange.respond(msgspec.json.encode(AllThresholds(thresholds)))
 
     async def change_thresholds(exchange: Exchange) -> None:
         exchange.caller()
         request = decode(decoder, await exchange.body(), exchange.settings.max_json_depth)
-        await exchange.answer(msgspec.json.encode(_change(readiness.plane, exchange.account, control, request)))
+        await exchange.respond(msgspec.json.encode(_change(readiness.plane, exchange.account, control, request)))
 
     async def list_decisions(exchange: Exchange) -> None:
         query = exchange.query
         limit, model = _limit(query.get("limit", "100")), query.get("model")
         decisions = [d for d in control.decisions.read(_MAX_DECISIONS) if model is None or d.model == model]
-        await exchange.answer(msgspec.json.encode(Decisions(decisions[:limit])))
+        await exchange.respond(msgspec.json.encode(Decisions(decisions[:limit])))
 
     return [
         Operation(

@@ -77,7 +77,7 @@ def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
 def metrics_operations(render: Render) -> list[Operation]:
     async def metrics(exchange: Exchange) -> None:
         text, content_type = render()
-        await exchange.answer(text, 200, ((b"content-type", content_type.encode()),))
+        await exchange.respond(text, 200, ((b"content-type", content_type.encode()),))
 
     return [_page("/metrics", Surface.METRICS, metrics, "Prometheus metrics")]
 
@@ -127,4 +127,4 @@ def _page(path: str, surface: Surface, handle: Handler, summary: str, group: str
 
 
 async def _respond(exchange: Exchange, body: object, status: int = 200) -> None:
-    await exchange.answer(orjson.dumps(body), status)
+    await exchange.respond(orjson.dumps(body), status)

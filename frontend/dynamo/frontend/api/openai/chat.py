@@ -116,7 +116,7 @@ class ChatCompletions:
             ),
             nvext=extras.fields(generation) or UNSET,
         )
-        await exchange.answer(encode(completion))
+        await exchange.respond(encode(completion))
 
     async def _token_texts(self, account: Account, request: ChatRequest) -> TokenTexts | None:
         if not request.logprobs and request.prompt_logprobs is None:

@@ -112,7 +112,7 @@ class Completions:
             usage=Usage.of(source.summary),
             nvext=extras.fields(source) or UNSET,
         )
-        await exchange.answer(encode(completion))
+        await exchange.respond(encode(completion))
 
     async def _token_texts(self, account: Account, request: CompletionRequest) -> TokenTexts | None:
         if request.logprobs is None and request.prompt_logprobs is None:

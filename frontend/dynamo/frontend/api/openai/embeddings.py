@@ -62,7 +62,7 @@ class EmbeddingsEndpoint:
             Embedding(index=index, embedding=_base64(row) if request.encoding_format == "base64" else row.tolist())
             for index, row in enumerate(vectors)
         ]
-        await exchange.answer(
+        await exchange.respond(
             msgspec.json.encode(Embeddings(data=data, model=request.model, usage=EmbeddingUsage(tokens, tokens)))
         )
 

@@ -55,7 +55,7 @@ class Responses:
         reason = None
         while deltas := await generation.read():
             reason = _add(deltas, writer, parser) or reason
-        await exchange.answer(encode(writer.finish(_finished(reason), generation.summary, self._edge.clock())))
+        await exchange.respond(encode(writer.finish(_finished(reason), generation.summary, self._edge.clock())))
 
     async def _stream(
         self, exchange: Exchange, generation: Generation, prepared: PreparedRequest, response: ResponseObject

@@ -57,7 +57,7 @@ class Tokenize:
             texts = TokenTexts(text.tokenizer)
             strings = [texts[token] for token in tokens]
         response = Tokenized(count=len(tokens), max_model_len=llm.context_length, tokens=tokens, token_strs=strings)
-        await exchange.answer(msgspec.json.encode(response))
+        await exchange.respond(msgspec.json.encode(response))
 
 
 class Detokenize:
@@ -79,4 +79,4 @@ class Detokenize:
             return vocabulary.decode(tokens, skip_special_tokens=request.skip_special_tokens is True)
 
         decoded = text() if len(tokens) <= _LONG_TOKENS else await asyncio.to_thread(text)
-        await exchange.answer(msgspec.json.encode(Detokenized(decoded)))
+        await exchange.respond(msgspec.json.encode(Detokenized(decoded)))

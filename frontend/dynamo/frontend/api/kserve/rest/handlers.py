@@ -43,7 +43,7 @@ class Handlers:
     # Metadata
 
     async def server(self, exchange: Exchange) -> None:
-        await exchange.answer(self._server)
+        await exchange.respond(self._server)
 
     async def model(self, exchange: Exchange) -> None:
         target = Target.of(exchange.parameters)
@@ -106,4 +106,4 @@ async def _checking_encoding(exchange: Exchange, handling: Awaitable[None]) -> N
 
 
 async def _send(exchange: Exchange, body: object, status: int = 200) -> None:
-    await exchange.answer(orjson.dumps(body), status)
+    await exchange.respond(orjson.dumps(body), status)

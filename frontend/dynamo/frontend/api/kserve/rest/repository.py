@@ -25,7 +25,7 @@ async def handle_index(readiness: Readiness, exchange: Exchange, target: Target,
         readiness.plane.cards(exchange.account), readiness.is_model_ready, readiness.plane.repository_index(exchange.account)
     )
     entries = [to_json(entry) for entry in index.models if entry.state == "READY" or not only_ready]
-    await exchange.answer(orjson.dumps(entries))
+    await exchange.respond(orjson.dumps(entries))
 
 
 async def handle_load(readiness: Readiness, exchange: Exchange, target: Target) -> None:
@@ -34,7 +34,7 @@ async def handle_load(readiness: Readiness, exchange: Exchange, target: Target) 
     request = load_request_from_json(target.model, await _object(exchange))
     async with exchange.attended():
         await readiness.plane.load_model(exchange.account, request)
-    await exchange.answer(b"")
+    await exchange.respond(b"")
 
 
 async def handle_unload(readiness: Readiness, exchange: Exchange, target: Target) -> None:
@@ -43,7 +43,7 @@ async def handle_unload(readiness: Readiness, exchange: Exchange, target: Target
     request = unload_request_from_json(target.model, await _object(exchange))
     async with exchange.attended():
         await readiness.plane.unload_model(exchange.account, request)
-    await exchange.answer(b"")
+    await exchange.respond(b"")
 
 
 async def _object(exchange: Exchange) -> dict[str, object]:

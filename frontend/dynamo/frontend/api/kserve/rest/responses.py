@@ -88,9 +88,9 @@ async def send_response(exchange: Exchange, text: bytes, binary: list[Buffer]) -
         if compressed is not None:
             pieces, headers = compressed, (*headers, (b"content-encoding", encoding.encode()))
     if len(pieces) == 1:
-        await exchange.answer(bytes(pieces[0]), 200, headers)
+        await exchange.respond(bytes(pieces[0]), 200, headers)
     else:
-        await exchange.answer_in_pieces(pieces, headers)
+        await exchange.respond_in_pieces(pieces, headers)
 
 
 def parameters_to_json(parameters: Mapping[str, InferParameter]) -> dict[str, object]:
