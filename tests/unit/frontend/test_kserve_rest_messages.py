@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import math
@@ -19,9 +20,12 @@ from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Paylo
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import DATATYPES, datatype_named, decode_bytes, encode_bytes
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.paths import PathTable
 from dynamo.frontend.api.kserve.rest.bodies import Parts, accepted_encoding, decompress, split
 from dynamo.frontend.api.kserve.rest.elements import to_json, to_raw
-from dynamo.frontend.api.kserve.rest.paths import Resource, Target, find
+from dynamo.frontend.api.kserve.rest.operations import kserve_operations
+from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import OutputForm, read_request
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, write_response
 from dynamo.protos import inference_pb2 as pb
@@ -429,35 +433,49 @@ def test_the_clients_favourite_compression_is_chosen(header: str, chosen: str) -
 # Paths
 
 
+def resource_of(raw_path: bytes) -> tuple[str, Target] | None:
+    """The template that a path matches, and what its parameters name."""
+    table: PathTable[str] = PathTable()
+    for operation in kserve_operations(Readiness()):
+        table.add(operation.path, operation.path)
+    match = table.find(raw_path)
+    return None if match is None else (match[0], Target.of(match[1]))
+
+
 @pytest.mark.parametrize(
-    ("path", "target"),
+    ("path", "template", "target"),
     [
-        ("/v2", Target(Resource.SERVER)),
-        ("/v2/health/live", Target(Resource.LIVE)),
-        ("/v2/models/a", Target(Resource.MODEL, "a")),
-        ("/v2/models/a/b.c/versions/3/infer", Target(Resource.INFER, "a/b.c", "3")),
-        ("/v2/models/a%2Finfer", Target(Resource.MODEL, "a/infer")),
-        ("/v2/models/gr%C3%B6%C3%9Fe/versions/latest", Target(Resource.MODEL, "größe", "latest")),
-        ("/v2/models/versions/versions/1/ready", Target(Resource.MODEL_READY, "versions", "1")),
-        ("/v2/models/a/versions/1/generate_stream", Target(Resource.GENERATE_STREAM, "a", "1")),
-        ("/v2/models/stats", Target(Resource.ALL_STATISTICS)),
-        ("/v2/models/ready", Target(Resource.MODEL, "ready")),
-        ("/v2/repository/here/index", Target(Resource.INDEX, repository="here")),
-        ("/v2/repository/models/a/load", Target(Resource.LOAD, "a")),
-        ("/v2/models/a/trace/setting", Target(Resource.REFUSED, "TraceSetting")),
-        ("/v2/", None),
-        ("/v2/models", None),
-        ("/v2/models/", None),
-        ("/v2/models//infer", None),
-        ("/v2/models/a/", None),
-        ("/v2/health", None),
-        ("/v2/nothing", None),
+        ("/v2", "/v2", Target()),
+        ("/v2/health/live", "/v2/health/live", Target()),
+        ("/v2/models/a", "/v2/models/{model:path}", Target("a")),
+        ("/v2/models/a/b.c/versions/3/infer", "/v2/models/{model:path}/versions/{version}/infer", Target("a/b.c", "3")),
+        ("/v2/models/a%2Finfer", "/v2/models/{model:path}", Target("a/infer")),
+        ("/v2/models/gr%C3%B6%C3%9Fe/versions/latest", "/v2/models/{model:path}/versions/{version}", Target("größe", "latest")),
+        ("/v2/models/versions/versions/1/ready", "/v2/models/{model:path}/versions/{version}/ready", Target("versions", "1")),
+        (
+            "/v2/models/a/versions/1/generate_stream",
+            "/v2/models/{model:path}/versions/{version}/generate_stream",
+            Target("a", "1"),
+        ),
+        ("/v2/models/stats", "/v2/models/stats", Target()),
+        ("/v2/models/ready", "/v2/models/{model:path}", Target("ready")),
+        ("/v2/repository/here/index", "/v2/repository/{repository}/index", Target(repository="here")),
+        ("/v2/repository/models/a/load", "/v2/repository/models/{model:path}/load", Target("a")),
+        ("/v2/models/a/trace/setting", "/v2/models/{model:path}/trace/setting", Target("a")),
     ],
 )
-def test_a_path_names_a_resource(path: str, target: Target | None) -> None:
-    assert find(path.encode()) == target
+def test_a_path_names_a_resource(path: str, template: str, target: Target) -> None:
+    assert resource_of(path.encode()) == (template, target)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v2/", "/v2/models", "/v2/models/", "/v2/models//infer", "/v2/models/a/", "/v2/health", "/v2/nothing"]
+)
+def test_other_paths_name_no_resource(path: str) -> None:
+    assert resource_of(path.encode()) is None
 
 
 @given(st.binary(max_size=40))
-def test_any_path_is_parsed_without_an_exception(path: bytes) -> None:
-    find(b"/v2/" + path)
+def test_any_path_is_parsed_or_refused(path: bytes) -> None:
+    with contextlib.suppress(InvalidRequest):
+        resource_of(b"/v2/" + path)
