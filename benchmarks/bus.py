@@ -22,7 +22,8 @@ import uvloop
 from nats.aio.msg import Msg
 
 from benchmarks.measuring import table
-from dynamo.common.messaging.connection import NatsConfig, connect_nats
+from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.options import NatsOptions
 from dynamo.local.servers import NatsServer
 
 SIZES = (64, 1024, 65_536, 900_000)
@@ -55,7 +56,7 @@ Send = Callable[[bytes], Awaitable[object] | object]
 
 @asynccontextmanager
 async def through_our_connection(url: str, receiver: Receiver) -> AsyncIterator[Send]:
-    async with connect_nats(NatsConfig(servers=(url,)), "benchmark") as connection:
+    async with connect_nats(NatsOptions(servers=(url,)), "benchmark") as connection:
         await connection.subscribe(SUBJECT, lambda subject, reply, payload, gone: receiver.received())
         yield lambda body: connection.publish_nowait(SUBJECT, [body])
 

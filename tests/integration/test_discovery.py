@@ -13,9 +13,10 @@ import pytest
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.etcd import Etcd, EtcdConfig, Events, Reset, connect_etcd
+from dynamo.common.etcd import Etcd, Events, Reset, connect_etcd
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
+from dynamo.common.options import EtcdOptions
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.worker.registration import Registration, registered
 from tests.support.proxy import start_proxy
@@ -25,8 +26,8 @@ WAIT_S = 15.0
 TTL_S = 1.0
 
 
-def config_for(endpoint: str) -> EtcdConfig:
-    return EtcdConfig(endpoints=(endpoint,), max_backoff_s=0.2, connect_timeout_s=0.5, timeout_s=2.0)
+def config_for(endpoint: str) -> EtcdOptions:
+    return EtcdOptions(endpoints=(endpoint,), max_backoff_s=0.2, connect_timeout_s=0.5, timeout_s=2.0)
 
 
 def instance(namespace: str, model: str = "adder", number: int | None = None) -> Instance:

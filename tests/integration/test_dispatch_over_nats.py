@@ -12,10 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from dynamo.common.discovery import Instance
 from dynamo.common.messaging.client import open_client
-from dynamo.common.messaging.connection import Connection, NatsConfig, connect_nats
+from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.limits import PlaneLimits
 from dynamo.common.messaging.server import Incoming, serve_requests
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
+from dynamo.common.options import NatsOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.accounts import ANONYMOUS
@@ -58,7 +59,7 @@ class Fleet:
 @asynccontextmanager
 async def fleet(url: str, size: int) -> AsyncIterator[Fleet]:
     endpoint = Endpoint(namespace=f"t{new_instance_id():x}")
-    config = NatsConfig(servers=(url,), reconnect_wait_s=0.05)
+    config = NatsOptions(servers=(url,), reconnect_wait_s=0.05)
     workers: list[Worker] = []
     async with AsyncExitStack() as stack:
         ours = await stack.enter_async_context(connect_nats(config, "frontend"))

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from dynamo.common.kv.events import read_message
-from dynamo.common.messaging.connection import NatsConfig, connect_nats
+from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.kv_stream import STREAM, KvStream
 from dynamo.common.names import Endpoint, InstanceId, instance_of
+from dynamo.common.options import NatsOptions
 from tests.support.servers import EtcdServer, NatsServer, start_nats
 from tests.support.sim_fleet import SimFleet, prompt, until
 
@@ -31,7 +32,7 @@ async def recording(etcd: EtcdServer, nats: NatsServer, namespace: str, workers:
 
 @asynccontextmanager
 async def record_of(nats: NatsServer) -> AsyncIterator[KvStream]:
-    async with connect_nats(NatsConfig(servers=(nats.url,)), "test") as connection:
+    async with connect_nats(NatsOptions(servers=(nats.url,)), "test") as connection:
         yield KvStream(connection)
 
 
@@ -169,7 +170,7 @@ async def test_a_record_lost_with_its_server_is_made_up_for_and_begun_anew(
 
 
 async def test_a_stream_of_other_bounds_is_left_alone(tmp_path: Path) -> None:
-    async with start_nats(tmp_path / "nats") as nats, connect_nats(NatsConfig(servers=(nats.url,)), "test") as connection:
+    async with start_nats(tmp_path / "nats") as nats, connect_nats(NatsOptions(servers=(nats.url,)), "test") as connection:
         stream, context = KvStream(connection), connection.client.jetstream()
         made = await stream.ensure()
         info = await context.stream_info(STREAM)
@@ -182,7 +183,7 @@ async def test_a_stream_of_other_bounds_is_left_alone(tmp_path: Path) -> None:
 
 
 async def test_the_oldest_events_go_when_the_record_is_full(tmp_path: Path) -> None:
-    async with start_nats(tmp_path / "nats") as nats, connect_nats(NatsConfig(servers=(nats.url,)), "test") as connection:
+    async with start_nats(tmp_path / "nats") as nats, connect_nats(NatsOptions(servers=(nats.url,)), "test") as connection:
         stream, context = KvStream(connection), connection.client.jetstream()
         await stream.ensure()
         info = await context.stream_info(STREAM)

@@ -16,7 +16,6 @@ from dynamo.common.errors import Forbidden, Unauthenticated
 from dynamo.common.etcd import (
     Compacted,
     Etcd,
-    EtcdConfig,
     EtcdUnavailable,
     Events,
     LeaseLost,
@@ -24,16 +23,17 @@ from dynamo.common.etcd import (
     Reset,
     connect_etcd,
 )
+from dynamo.common.options import EtcdOptions
 from tests.support.proxy import start_proxy
 from tests.support.servers import EtcdServer, ServerTls, etcdctl, free_ports, start_etcd
 
 WAIT_S = 15.0
 
 
-def config_for(*endpoints: str, **settings: object) -> EtcdConfig:
+def config_for(*endpoints: str, **settings: object) -> EtcdOptions:
     """Short pauses, so that recoveries take tenths of seconds."""
     fast: dict[str, object] = {"max_backoff_s": 0.2, "connect_timeout_s": 1.0, **settings}
-    return EtcdConfig(endpoints=endpoints, **fast)  # type: ignore[arg-type]
+    return EtcdOptions(endpoints=endpoints, **fast)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -471,17 +471,17 @@ async def test_mutual_tls(tmp_path: Path) -> None:
         for pem in cert.cert_chain_pems:
             pem.write_to_path(files[chain], append=True)
     tls = ServerTls(files["cert"], files["key"], files["ca"])
-    own = {"cert_file": str(files["client_cert"]), "key_file": str(files["client_key"])}
+    own = {"tls_cert_file": str(files["client_cert"]), "tls_key_file": str(files["client_key"])}
     async with start_etcd(tmp_path / "etcd", tls=tls) as server:
         for host in ("localhost", "127.0.0.1"):
-            config = config_for(f"https://{host}:{server.port}", ca_file=str(files["ca"]), **own)
+            config = config_for(f"https://{host}:{server.port}", tls_ca_file=str(files["ca"]), **own)
             async with connect_etcd(config) as etcd:
                 await etcd.put("/k", b"1")
         wrong = {"timeout_s": 1.0, "connect_timeout_s": 0.5}
         for settings in (
-            {"ca_file": str(files["stranger"]), **own},
-            {"ca_file": str(files["ca"])},
-            {"ca_file": str(files["ca"]), "server_name": "elsewhere.example", **own},
+            {"tls_ca_file": str(files["stranger"]), **own},
+            {"tls_ca_file": str(files["ca"])},
+            {"tls_ca_file": str(files["ca"]), "server_name": "elsewhere.example", **own},
         ):
             async with connect_etcd(config_for(server.endpoint, **settings, **wrong)) as etcd:
                 with pytest.raises(EtcdUnavailable):

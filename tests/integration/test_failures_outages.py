@@ -13,9 +13,10 @@ import grpc.aio
 import pytest
 
 from dynamo.common.messaging.client import open_client
-from dynamo.common.messaging.connection import NatsConfig, connect_nats
+from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.server import Incoming, serve_requests
 from dynamo.common.names import Endpoint, new_instance_id
+from dynamo.common.options import NatsOptions
 from tests.support.fleet import Fleet, Text, echo_request, text_request
 from tests.support.servers import EtcdServer, NatsServer, start_etcd, start_nats
 
@@ -74,7 +75,7 @@ async def test_what_is_sent_after_the_socket_broke_and_before_that_is_noticed_is
         incoming.end(bytes(incoming.body))
 
     endpoint, instance = Endpoint(namespace), new_instance_id()
-    config = NatsConfig(servers=(nats_server.url,))
+    config = NatsOptions(servers=(nats_server.url,))
     async with (
         connect_nats(config, "worker") as theirs,
         connect_nats(config, "frontend") as ours,

@@ -10,11 +10,12 @@ import pytest
 
 from dynamo.common.discovery import Instance
 from dynamo.common.messaging.client import open_client
-from dynamo.common.messaging.connection import NatsConfig, connect_nats
+from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.messaging.server import serve_requests
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.options import NatsOptions
 from dynamo.frontend.fleet.kv_feed import open_kv_feed
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.worker.publisher import publishing
@@ -35,7 +36,7 @@ class Directory(FakeDirectory):
 async def test_after_a_quiet_second_the_index_equals_the_workers_own_copies(
     nats_server: NatsServer, namespace: str, seed: int
 ) -> None:
-    rng, endpoint, config = Random(seed), Endpoint(namespace=namespace), NatsConfig(servers=(nats_server.url,))
+    rng, endpoint, config = Random(seed), Endpoint(namespace=namespace), NatsOptions(servers=(nats_server.url,))
     engines: dict[InstanceId, CachingEngine] = {}
     buses: list[BadBus] = []
     registered: list[Instance] = []

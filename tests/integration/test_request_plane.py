@@ -26,10 +26,11 @@ from dynamo.common.errors import (
 )
 from dynamo.common.messaging import frames
 from dynamo.common.messaging.client import RequestClient, RequestStream, open_client
-from dynamo.common.messaging.connection import Connection, NatsConfig, connect_nats
+from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.limits import KIB, MIB, PlaneLimits
 from dynamo.common.messaging.server import Handler, Incoming, RequestServer, serve_requests
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
+from dynamo.common.options import NatsOptions
 from tests.support.servers import NatsServer, start_nats
 
 QUICK = PlaneLimits(beat_s=0.05, probe_after_s=0.2, gone_after_s=0.5, reconnect_grace_s=2.0)
@@ -55,7 +56,7 @@ async def plane(
     url: str, handlers: Mapping[str, Handler], *, client: PlaneLimits = QUICK, server: PlaneLimits = QUICK
 ) -> AsyncIterator[Plane]:
     endpoint, instance = Endpoint(namespace=f"t{new_instance_id():x}"), new_instance_id()
-    config = NatsConfig(servers=(url,), reconnect_wait_s=0.05)
+    config = NatsOptions(servers=(url,), reconnect_wait_s=0.05)
     async with AsyncExitStack() as stack:
         theirs = await stack.enter_async_context(connect_nats(config, "worker"))
         ours = await stack.enter_async_context(connect_nats(config, "frontend"))
@@ -446,7 +447,7 @@ async def test_many_streams_under_a_restart_all_end(tmp_path: Path) -> None:
 
 
 async def test_a_connection_that_was_closed_refuses_subscriptions(nats_server: NatsServer) -> None:
-    async with connect_nats(NatsConfig(servers=(nats_server.url,)), "test") as connection:
+    async with connect_nats(NatsOptions(servers=(nats_server.url,)), "test") as connection:
         pass
     with pytest.raises(Unavailable, match="cannot be subscribed to"):
         await connection.subscribe("x", lambda subject, reply, payload, no_responders: None)

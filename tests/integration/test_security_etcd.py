@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from dynamo.common.errors import Forbidden
-from dynamo.common.etcd import Etcd, EtcdConfig, connect_etcd
+from dynamo.common.etcd import Etcd, connect_etcd
+from dynamo.common.options import EtcdOptions
 from tests.support.doors import TENSOR, Doors, open_doors
 from tests.support.servers import EtcdServer, NatsServer, etcdctl, start_etcd
 
@@ -39,8 +40,8 @@ def enable_roles(server: EtcdServer) -> None:
             etcdctl(server.endpoint, *command.split())
 
 
-def config_of(server: EtcdServer, role: str) -> EtcdConfig:
-    return EtcdConfig(endpoints=(server.endpoint,), timeout_s=5, **LOGINS[role])
+def config_of(server: EtcdServer, role: str) -> EtcdOptions:
+    return EtcdOptions(endpoints=(server.endpoint,), timeout_s=5, **LOGINS[role])
 
 
 async def may_put(etcd: Etcd, key: str) -> bool:

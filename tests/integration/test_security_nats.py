@@ -16,7 +16,8 @@ import nkeys  # type: ignore[import-untyped]
 import pytest
 import trustme
 
-from dynamo.common.messaging.connection import NatsConfig, connect_nats
+from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.options import NatsOptions
 from tests.support.certificates import issue, write_ca
 from tests.support.servers import ServerTls, start_nats
 
@@ -42,7 +43,7 @@ def _base64(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
-async def round_trip(config: NatsConfig) -> None:
+async def round_trip(config: NatsOptions) -> None:
     """Says something to itself over a connection of its own."""
     async with asyncio.timeout(10), connect_nats(config, "test") as connection:
         heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -52,7 +53,7 @@ async def round_trip(config: NatsConfig) -> None:
 
 
 async def refused(
-    config: NatsConfig, caplog: pytest.LogCaptureFixture, *secrets: str, words: str = "Authorization Violation"
+    config: NatsOptions, caplog: pytest.LogCaptureFixture, *secrets: str, words: str = "Authorization Violation"
 ) -> None:
     """The server lets nobody in with this, which is logged and waited for, without showing a secret."""
     caplog.clear()
@@ -76,15 +77,15 @@ async def refused(
 
 async def test_user_and_password(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with start_nats(tmp_path, jetstream=False, config="authorization { user: me, password: sesame }") as server:
-        await round_trip(NatsConfig(servers=(server.url,), user="me", password="sesame"))
-        await refused(NatsConfig(servers=(server.url,), user="me", password="swordfish"), caplog, "swordfish")
-        await refused(NatsConfig(servers=(server.url,)), caplog)
+        await round_trip(NatsOptions(servers=(server.url,), user="me", password="sesame"))
+        await refused(NatsOptions(servers=(server.url,), user="me", password="swordfish"), caplog, "swordfish")
+        await refused(NatsOptions(servers=(server.url,)), caplog)
 
 
 async def test_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with start_nats(tmp_path, jetstream=False, config="authorization { token: sesame }") as server:
-        await round_trip(NatsConfig(servers=(server.url,), token="sesame"))
-        await refused(NatsConfig(servers=(server.url,), token="swordfish"), caplog, "swordfish")
+        await round_trip(NatsOptions(servers=(server.url,), token="sesame"))
+        await refused(NatsOptions(servers=(server.url,), token="swordfish"), caplog, "swordfish")
 
 
 async def test_nkey(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -95,8 +96,8 @@ async def test_nkey(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         files[name].write_bytes(key.seed + b"\n")
     config = f"authorization {{ users: [{{ nkey: {ours.public} }}] }}"
     async with start_nats(tmp_path / "nats", jetstream=False, config=config) as server:
-        await round_trip(NatsConfig(servers=(server.url,), nkey_seed_file=str(files["ours"])))
-        await refused(NatsConfig(servers=(server.url,), nkey_seed_file=str(files["other"])), caplog, other.seed.decode())
+        await round_trip(NatsOptions(servers=(server.url,), nkey_seed_file=str(files["ours"])))
+        await refused(NatsOptions(servers=(server.url,), nkey_seed_file=str(files["other"])), caplog, other.seed.decode())
 
 
 def credentials(user: Nkey, account: Nkey) -> str:
@@ -118,8 +119,8 @@ async def test_credentials_file(tmp_path: Path, caplog: pytest.LogCaptureFixture
     (tmp_path / "user.creds").write_text(credentials(user, account))
     (tmp_path / "stranger.creds").write_text(credentials(user, stranger))
     async with start_nats(tmp_path / "nats", jetstream=False, config=config) as server:
-        await round_trip(NatsConfig(servers=(server.url,), credentials_file=str(tmp_path / "user.creds")))
-        stranger_config = NatsConfig(servers=(server.url,), credentials_file=str(tmp_path / "stranger.creds"))
+        await round_trip(NatsOptions(servers=(server.url,), credentials_file=str(tmp_path / "user.creds")))
+        stranger_config = NatsOptions(servers=(server.url,), credentials_file=str(tmp_path / "stranger.creds"))
         await refused(stranger_config, caplog, user.seed.decode())
 
 
@@ -132,17 +133,17 @@ async def test_tls_in_both_directions(tmp_path: Path, caplog: pytest.LogCaptureF
     async with start_nats(tmp_path / "nats", jetstream=False, tls=tls) as server:
         for scheme in ("tls", "nats"):
             url = f"{scheme}://127.0.0.1:{server.port}"
-            await round_trip(NatsConfig(servers=(url,), tls_ca_file=str(ca_file), **own))  # type: ignore[arg-type]
-        stranger = NatsConfig(servers=(server.url,), tls_ca_file=str(other_file), **own)  # type: ignore[arg-type]
+            await round_trip(NatsOptions(servers=(url,), tls_ca_file=str(ca_file), **own))  # type: ignore[arg-type]
+        stranger = NatsOptions(servers=(server.url,), tls_ca_file=str(other_file), **own)  # type: ignore[arg-type]
         await refused(stranger, caplog, words="certificate verify failed")
-        await refused(NatsConfig(servers=(server.url,), tls_ca_file=str(ca_file)), caplog, words="CERTIFICATE_REQUIRED")
+        await refused(NatsOptions(servers=(server.url,), tls_ca_file=str(ca_file)), caplog, words="CERTIFICATE_REQUIRED")
 
 
 async def test_a_password_is_not_sent_to_a_server_that_offers_no_tls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ca_file = write_ca(trustme.CA(), tmp_path / "ca.pem")
     config = "authorization { user: me, password: sesame }\ntrace: true"
     async with start_nats(tmp_path / "nats", jetstream=False, config=config) as server:
-        asked = NatsConfig(servers=(server.url,), user="me", password="sesame", tls_ca_file=str(ca_file))
+        asked = NatsOptions(servers=(server.url,), user="me", password="sesame", tls_ca_file=str(ca_file))
         await refused(asked, caplog, "sesame", words="does not offer TLS")
         assert "CONNECT" not in server.log()
 

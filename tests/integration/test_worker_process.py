@@ -18,9 +18,9 @@ import pytest
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unavailable
-from dynamo.common.etcd import EtcdConfig, connect_etcd
+from dynamo.common.etcd import connect_etcd
 from dynamo.common.messaging.client import RequestClient, open_client
-from dynamo.common.messaging.connection import Connection, NatsConfig, connect_nats
+from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.options import EtcdOptions, NatsOptions
 from dynamo.common.tensor_request import TensorRequest
@@ -59,9 +59,9 @@ class Caller:
 @asynccontextmanager
 async def calling(etcd: EtcdServer, nats: NatsServer, namespace: str) -> AsyncIterator[Caller]:
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(connect_etcd(EtcdConfig(endpoints=(etcd.endpoint,))))
+        client = await stack.enter_async_context(connect_etcd(EtcdOptions(endpoints=(etcd.endpoint,))))
         directory = await stack.enter_async_context(open_directory(client, namespace))
-        connection = await stack.enter_async_context(connect_nats(NatsConfig(servers=(nats.url,)), "caller"))
+        connection = await stack.enter_async_context(connect_nats(NatsOptions(servers=(nats.url,)), "caller"))
         yield Caller(directory, connection, await stack.enter_async_context(open_client(connection, namespace)))
 
 

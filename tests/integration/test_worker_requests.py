@@ -14,10 +14,11 @@ import pytest
 from dynamo.common.errors import InvalidRequest, ShuttingDown, Unavailable
 from dynamo.common.generation import GenerateRequest, Stop, Summary, delta_decoder, pack_tokens, request_encoder, summary_decoder
 from dynamo.common.messaging.client import RequestClient, open_client
-from dynamo.common.messaging.connection import NatsConfig, connect_nats
+from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.server import RequestServer, serve_requests
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
+from dynamo.common.options import NatsOptions
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from dynamo.worker.engine.base import Engine, TensorEngine
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens
@@ -53,7 +54,7 @@ async def served(nats: NatsServer, namespace: str, *engines: Engine | TensorEngi
         cards: ModelCard | Sequence[ModelCard] = await engine.start()
         models += [ServedModel.of(card, engine) for card in ([cards] if isinstance(cards, ModelCard) else cards)]
     service = Service(models)
-    endpoint, instance, config = Endpoint(namespace), new_instance_id(), NatsConfig(servers=(nats.url,))
+    endpoint, instance, config = Endpoint(namespace), new_instance_id(), NatsOptions(servers=(nats.url,))
     async with (
         connect_nats(config, "worker") as theirs,
         connect_nats(config, "frontend") as ours,

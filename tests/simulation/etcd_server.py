@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
-from dynamo.common.etcd.config import EtcdConfig
 from dynamo.common.etcd.errors import EtcdUnavailable, from_text
+from dynamo.common.options import EtcdOptions
 from dynamo.protos import etcd_pb2 as pb
 from tests.simulation.clock import Process, SimulatedLoop, current_process
 
@@ -238,7 +238,7 @@ class SimulatedStream:
 class SimulatedTransport:
     """In the place of `dynamo.common.etcd.transport.Transport`: the same calls, to the simulated store."""
 
-    def __init__(self, config: EtcdConfig, etcd: SimulatedEtcd) -> None:
+    def __init__(self, config: EtcdOptions, etcd: SimulatedEtcd) -> None:
         self.config = config
         self._etcd = etcd
 

@@ -119,10 +119,10 @@ class SimulatedFrontend:
     async def _open(self) -> AsyncIterator[DataPlane]:
         loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
-            etcd = await stack.enter_async_context(connect_etcd(EtcdOptions(endpoints=("http://127.0.0.1:2379",)).to_config()))
+            etcd = await stack.enter_async_context(connect_etcd(EtcdOptions(endpoints=("http://127.0.0.1:2379",))))
             self.directory = directory = await stack.enter_async_context(open_directory(etcd, NAMESPACE))
             nats = await stack.enter_async_context(
-                connect_nats(NatsOptions(servers=("nats://127.0.0.1:4222",)).to_config(), self.process.name)
+                connect_nats(NatsOptions(servers=("nats://127.0.0.1:4222",)), self.process.name)
             )
             self.client = client = await stack.enter_async_context(open_client(nats, NAMESPACE, LIMITS))
             options = RouterOptions(

@@ -148,7 +148,7 @@ async def open_doors(
     *,
     access: AccessOptions | None = None,
     server: GrpcServerChoice = GrpcServerChoice.GRPCIO,
-    logins: Mapping[str, Mapping[str, str]] | None = None,
+    logins: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> AsyncIterator[Doors]:
     """A frontend with one worker that serves `echo` (tensors) and `echo-llm` (text).
 

@@ -30,8 +30,9 @@ import httpx2
 import msgspec
 
 from dynamo.common.messaging.client import open_client
-from dynamo.common.messaging.connection import NatsConfig, connect_nats
+from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.options import NatsOptions
 from dynamo.protos import inference_pb2 as pb
 from tests.support.processes import FrontendProcess, Process, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
@@ -331,7 +332,7 @@ class Fleet:
         subject = Endpoint(self.namespace).rpc_subject(instance)
         body = msgspec.msgpack.encode({"model": model})
         async with (
-            connect_nats(NatsConfig(servers=(self.nats.url,)), "test") as connection,
+            connect_nats(NatsOptions(servers=(self.nats.url,)), "test") as connection,
             open_client(connection, self.namespace) as client,
             asyncio.timeout(20),
         ):

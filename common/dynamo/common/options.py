@@ -5,14 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dynamo.common.config import option
-
-if TYPE_CHECKING:  # imported when a connection is made: reading a configuration needs no client library
-    from dynamo.common.etcd.config import EtcdConfig
-    from dynamo.common.messaging.connection import NatsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +38,9 @@ class NatsOptions:
     tls_ca_file: str | None = option(None, metavar="FILE", help="CA certificates to trust; makes the connection use TLS.")
     tls_cert_file: str | None = option(None, metavar="FILE", help="Our certificate, for servers that ask for one.")
     tls_key_file: str | None = option(None, metavar="FILE", help="Key of our certificate.")
+    reconnect_wait_s: float = 0.25
+    """Pause before an attempt to reconnect."""
+    ping_interval_s: float = 5.0
 
     def __post_init__(self) -> None:
         _check_pair("--nats-tls-cert-file", self.tls_cert_file, "--nats-tls-key-file", self.tls_key_file)
@@ -59,21 +57,6 @@ class NatsOptions:
         used = [flag for flag, value in ways if value is not None]
         if len(used) > 1:
             raise ValueError(f"{' and '.join(used)} are different ways to log in to NATS; keep one of them")
-
-    def to_config(self) -> NatsConfig:
-        from dynamo.common.messaging.connection import NatsConfig
-
-        return NatsConfig(
-            servers=self.servers,
-            user=self.user,
-            password=self.password,
-            token=self.token,
-            nkey_seed_file=self.nkey_seed_file,
-            credentials_file=self.credentials_file,
-            tls_ca_file=self.tls_ca_file,
-            tls_cert_file=self.tls_cert_file,
-            tls_key_file=self.tls_key_file,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +86,15 @@ class EtcdOptions:
     tls_key_file: str | None = option(
         None, env=("DYN_ETCD_TLS_KEY_FILE", "ETCD_AUTH_CLIENT_KEY"), metavar="FILE", help="Key of our certificate."
     )
+    server_name: str | None = None
+    """The name that the servers' certificates must have, where it is not the endpoint's host."""
+    timeout_s: float = 5.0
+    """Limit of one call, all its attempts together."""
+    connect_timeout_s: float = 2.0
+    keepalive_s: float = 10.0
+    """A silent connection is pinged after it, and given up after half of it again. etcd refuses pings below 5 s."""
+    max_backoff_s: float = 2.0
+    """Longest pause between two attempts while etcd is away."""
 
     def __post_init__(self) -> None:
         _check_pair("--etcd-tls-cert-file", self.tls_cert_file, "--etcd-tls-key-file", self.tls_key_file)
@@ -110,18 +102,6 @@ class EtcdOptions:
         if not self.endpoints:
             raise ValueError("--etcd-endpoints names no server")
         _check_addresses("--etcd-endpoints", self.endpoints, "--etcd-user with --etcd-password-file")
-
-    def to_config(self) -> EtcdConfig:
-        from dynamo.common.etcd.config import EtcdConfig
-
-        return EtcdConfig(
-            endpoints=self.endpoints,
-            user=self.user,
-            password=self.password,
-            ca_file=self.tls_ca_file,
-            cert_file=self.tls_cert_file,
-            key_file=self.tls_key_file,
-        )
 
 
 class LogFormat(StrEnum):

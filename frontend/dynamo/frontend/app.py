@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from dynamo.common.background import running
 from dynamo.common.config import ConfigError
 from dynamo.common.errors import InvalidRequest, Unavailable
+from dynamo.common.etcd.config import check_etcd
 from dynamo.common.http_server import HttpServer
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal
+from dynamo.common.messaging.login import check_nats
 from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.guard import make_guards
 from dynamo.frontend.api.health import Readiness
@@ -82,8 +84,8 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
     Entering waits until NATS and etcd have been reached, however long that takes; the HTTP side is up before, and not ready.
     Raises ConfigError for a port or certificate that cannot be used, Unavailable or InvalidRequest if NATS or etcd refuse us.
     """
-    config.nats.to_config().check()
-    config.etcd.to_config().check()
+    check_nats(config.nats)
+    check_etcd(config.etcd)
     share_port = metrics_folder is not None
     metrics, readiness, links, drain = Metrics(metrics_folder), Readiness(), Links(), StreamDrain()
     control = make_control(config.router, links)

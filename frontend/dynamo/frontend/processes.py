@@ -23,8 +23,10 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from dynamo.common.config import EXIT_CONFIG, ConfigError
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.etcd.config import check_etcd
 from dynamo.common.lifecycle import EXIT_FAILURE, EXIT_OK, open_listener, run
 from dynamo.common.logs import setup_logging
+from dynamo.common.messaging.login import check_nats
 from dynamo.common.security.tls import read_contents
 from dynamo.frontend import app
 from dynamo.frontend.api.guard import watch_keys
@@ -46,8 +48,8 @@ def supervise(config: FrontendConfig, program: str) -> int:
     A second signal ends all of them at once.
     """
     try:
-        config.nats.to_config().check()
-        config.etcd.to_config().check()
+        check_nats(config.nats)
+        check_etcd(config.etcd)
     except InvalidRequest as error:
         raise ConfigError(str(error)) from error
     if config.access.keys_file is not None:

@@ -58,7 +58,7 @@ async def start_deployment(config: LocalConfig, supervisor: Supervisor, say: Say
     etcd = config.etcd_endpoints or await _start_etcd(supervisor, folder, say)
     nats = config.nats_servers or await _start_nats(supervisor, folder, say)
     shutil.rmtree(logs, ignore_errors=True)
-    async with connect_etcd(EtcdOptions(endpoints=etcd).to_config()) as client:
+    async with connect_etcd(EtcdOptions(endpoints=etcd)) as client:
         others = frozenset(found.id for found in await read_instances(client, config.namespace))
         workers = {f"worker {number + 1}": worker_command(config, etcd, nats) for number in range(config.workers)}
         supervisor.start(workers, logs)

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import trustme
 
 from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, Unauthenticated
-from dynamo.common.etcd import Compacted, EtcdConfig, EtcdUnavailable, LeaseLost
-from dynamo.common.etcd.config import parse_endpoint
+from dynamo.common.etcd import Compacted, EtcdUnavailable, LeaseLost
+from dynamo.common.etcd.config import check_etcd, parse_endpoint, uses_etcd_tls
 from dynamo.common.etcd.errors import TokenExpired, from_text
 from dynamo.common.etcd.kv import from_key, interval, to_key
 from dynamo.common.etcd.transport import backoff
+from dynamo.common.options import EtcdOptions
 
 
 @pytest.mark.parametrize(
@@ -31,35 +33,46 @@ def test_endpoints_may_be_written_in_every_usual_way(endpoint: str, target: str,
 @pytest.mark.parametrize("endpoint", ["", "ftp://host", "host:", "host:0", "host:70000", "a b", "::1", "http://u:p@h:1"])
 def test_other_endpoints_are_refused(endpoint: str) -> None:
     with pytest.raises(InvalidRequest, match="endpoint"):
-        EtcdConfig(endpoints=(endpoint,)).check()
+        parse_endpoint(endpoint, default_tls=False)
 
 
 def test_certificates_turn_tls_on_for_endpoints_without_a_scheme(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     trustme.CA().cert_pem.write_to_path(ca)
-    config = EtcdConfig(endpoints=("host:1",), ca_file=str(ca)).check()
-    assert parse_endpoint(config.endpoints[0], config.uses_tls) == ("host:1", True)
+    options = EtcdOptions(endpoints=("host:1",), tls_ca_file=str(ca))
+    check_etcd(options)
+    assert parse_endpoint(options.endpoints[0], uses_etcd_tls(options)) == ("host:1", True)
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("options", "words"),
     [
-        (EtcdConfig(endpoints=()), "no etcd endpoint"),
-        (EtcdConfig(endpoints=("http://a", "https://b")), "mix"),
-        (EtcdConfig(ca_file="x"), "endpoints say http"),
-        (EtcdConfig(endpoints=("a",), cert_file="x"), "belong together"),
-        (EtcdConfig(endpoints=("a",), ca_file="/nowhere/ca.pem"), "cannot be read"),
-        (EtcdConfig(user="u"), "belong together"),
-        (EtcdConfig(timeout_s=0), "timeout_s"),
+        (EtcdOptions(endpoints=("http://a", "https://b")), "mix"),
+        (EtcdOptions(tls_ca_file="x"), "endpoints say http"),
+        (EtcdOptions(endpoints=("a",), tls_ca_file="/nowhere/ca.pem"), "cannot be read"),
+        (EtcdOptions(timeout_s=0), "timeout_s"),
     ],
 )
-def test_a_contradictory_configuration_is_refused(config: EtcdConfig, words: str) -> None:
+def test_options_that_contradict_each_other_are_refused(options: EtcdOptions, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        config.check()
+        check_etcd(options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"endpoints": ()}, "--etcd-endpoints names no server"),
+        ({"endpoints": ("a",), "tls_cert_file": "x"}, "--etcd-tls-cert-file needs --etcd-tls-key-file as well"),
+        ({"user": "u"}, "--etcd-user needs --etcd-password-file as well"),
+    ],
+)
+def test_options_that_lack_their_counterpart_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EtcdOptions(**fields)
 
 
 def test_the_password_is_not_shown() -> None:
-    assert "sesame" not in repr(EtcdConfig(user="u", password="sesame"))
+    assert "sesame" not in repr(EtcdOptions(user="u", password="sesame"))
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,9 @@ import pytest
 import trustme
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo.common.messaging.connection import NatsConfig, connect_nats
+from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.kv_stream import KvStream
+from dynamo.common.options import NatsOptions
 from dynamo.frontend.security.keys import entry_for, make_key
 from dynamo.local.servers import etcd_binary, nats_binary
 from tests.support.manifests import (
@@ -411,7 +412,7 @@ async def test_durable_kv_events_need_no_more_than_each_role_may(folder: Path) -
             violations.append(str(error))
 
         for role in ("worker", "frontend"):
-            config = NatsConfig(servers=(f"nats://{pod.address}:4222",), user=role, password=PASSWORDS[f"{role}-password"])
+            config = NatsOptions(servers=(f"nats://{pod.address}:4222",), user=role, password=PASSWORDS[f"{role}-password"])
             connection = await stack.enter_async_context(connect_nats(config, role))
             connection.client._error_cb = failed
             streams[role] = KvStream(connection)

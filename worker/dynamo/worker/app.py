@@ -29,9 +29,11 @@ from dynamo.common.config import ConfigError, project_version
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
 from dynamo.common.etcd import Etcd, connect_etcd
+from dynamo.common.etcd.config import check_etcd
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal, within
 from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.kv_stream import KvStream
+from dynamo.common.messaging.login import check_nats
 from dynamo.common.messaging.server import Handler, RequestServer, serve_requests
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
@@ -83,8 +85,8 @@ async def run(config: WorkerConfig) -> None:
             freeze_garbage()
 
     try:
-        config.nats.to_config().check()  # before models are loaded, which may take minutes
-        config.etcd.to_config().check()
+        check_nats(config.nats)  # before models are loaded, which may take minutes
+        check_etcd(config.etcd)
         fleet = [_make_engines(config) for _ in range(config.num_workers)]
         await serve_fleet(fleet, config, on_started=freeze_at_last)
     except (InvalidRequest, Unsupported, Unavailable) as error:
@@ -322,10 +324,10 @@ async def _connect(
     config: WorkerConfig, identity: Identity, observers: Observers, stack: AsyncExitStack
 ) -> tuple[Connection, Etcd]:
     name = f"dynamo-worker {identity.instance:x}"
-    nats = await stack.enter_async_context(connect_nats(config.nats.to_config(), name))
+    nats = await stack.enter_async_context(connect_nats(config.nats, name))
     observers.status.show_connection(nats)
     observers.runtime.nats_connected.set_function(lambda: nats.is_connected)
-    return nats, await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
+    return nats, await stack.enter_async_context(connect_etcd(config.etcd))
 
 
 async def _open_publishers(

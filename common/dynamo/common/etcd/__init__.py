@@ -1,7 +1,6 @@
 """A small asyncio client of etcd: range, put, delete, lease and watch. Only this package knows how etcd is spoken to."""
 
 from dynamo.common.etcd.client import Etcd, connect_etcd
-from dynamo.common.etcd.config import EtcdConfig
 from dynamo.common.etcd.errors import Compacted, EtcdUnavailable, LeaseLost
 from dynamo.common.etcd.kv import KeyValue, Listing
 from dynamo.common.etcd.lease import Session
@@ -11,7 +10,6 @@ __all__ = [
     "Compacted",
     "Deleted",
     "Etcd",
-    "EtcdConfig",
     "EtcdUnavailable",
     "Events",
     "KeyValue",

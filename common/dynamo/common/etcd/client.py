@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from dynamo.common.etcd import kv, lease, watch
-from dynamo.common.etcd.config import EtcdConfig
 from dynamo.common.etcd.transport import Transport
+from dynamo.common.options import EtcdOptions
 
 
 class Etcd:
@@ -17,7 +17,7 @@ class Etcd:
         self._transport = transport
 
     @property
-    def config(self) -> EtcdConfig:
+    def config(self) -> EtcdOptions:
         return self._transport.config
 
     @property
@@ -57,7 +57,7 @@ class Etcd:
 
 
 @asynccontextmanager
-async def connect_etcd(config: EtcdConfig) -> AsyncIterator[Etcd]:
+async def connect_etcd(config: EtcdOptions) -> AsyncIterator[Etcd]:
     """Open a client. Does not wait for etcd: connections are made when the first call needs one. Raises InvalidRequest."""
     transport = Transport(config)
     try:

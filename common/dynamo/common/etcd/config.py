@@ -1,68 +1,40 @@
-"""Addresses of etcd and credentials for it."""
+"""What connecting to etcd takes from its options."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 
 from dynamo.common.config import ConfigError
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.options import EtcdOptions
 from dynamo.common.security.tls import client_context
 
 DEFAULT_PORT = 2379
 _ENDPOINT = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\s/:\[\]]+)(?::(?P<port>\d{1,5}))?/?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EtcdConfig:
-    """Settings of one etcd client. Neither `repr` nor any error or log line shows the password."""
+def check_etcd(options: EtcdOptions) -> None:
+    """Raises InvalidRequest if settings contradict one another or a file cannot be used."""
+    uses_tls = uses_etcd_tls(options)
+    secure = {parse_endpoint(endpoint, uses_tls)[1] for endpoint in options.endpoints}
+    if len(secure) > 1:
+        raise InvalidRequest("etcd endpoints mix http and https")
+    if uses_tls and not all(secure):
+        raise InvalidRequest("certificates are configured, but etcd's endpoints say http")
+    if uses_tls:
+        try:
+            client_context(options.tls_ca_file, options.tls_cert_file, options.tls_key_file)
+        except ConfigError as error:
+            raise InvalidRequest(f"etcd: {error}") from error
+    for name in ("timeout_s", "connect_timeout_s", "keepalive_s", "max_backoff_s"):
+        if getattr(options, name) <= 0:
+            raise InvalidRequest(f"etcd's {name} must be above 0")
 
-    endpoints: tuple[str, ...] = (f"http://127.0.0.1:{DEFAULT_PORT}",)
-    """Members of one cluster: `http://host:port`, `https://host:port` or `host:port`; host names and IPv4 or [IPv6]."""
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    ca_file: str | None = None
-    """PEM file that signs the servers' certificates. TLS without it trusts the system's."""
-    cert_file: str | None = None
-    """PEM client certificate (mTLS); needs `key_file`. Both are read anew for each connection, so they may rotate."""
-    key_file: str | None = None
-    server_name: str | None = None
-    """The name that the servers' certificates must have, where it is not the endpoint's host."""
-    timeout_s: float = 5.0
-    """Limit of one call, all its attempts together."""
-    connect_timeout_s: float = 2.0
-    keepalive_s: float = 10.0
-    """A silent connection is pinged after it, and given up after half of it again. etcd refuses pings below 5 s."""
-    max_backoff_s: float = 2.0
-    """Longest pause between two attempts while etcd is away."""
 
-    def check(self) -> EtcdConfig:
-        """Return itself. Raises InvalidRequest if settings contradict one another or a file cannot be used."""
-        if not self.endpoints:
-            raise InvalidRequest("no etcd endpoint is configured")
-        if (self.cert_file is None) != (self.key_file is None):
-            raise InvalidRequest("etcd's cert_file and key_file belong together; one of them is missing")
-        if (self.user is None) != (self.password is None):
-            raise InvalidRequest("etcd's user and password belong together; one of them is missing")
-        secure = {parse_endpoint(endpoint, self.uses_tls)[1] for endpoint in self.endpoints}
-        if len(secure) > 1:
-            raise InvalidRequest("etcd endpoints mix http and https")
-        if self.uses_tls and not all(secure):
-            raise InvalidRequest("certificates are configured, but etcd's endpoints say http")
-        if self.uses_tls:
-            try:
-                client_context(self.ca_file, self.cert_file, self.key_file)
-            except ConfigError as error:
-                raise InvalidRequest(f"etcd: {error}") from error
-        for name in ("timeout_s", "connect_timeout_s", "keepalive_s", "max_backoff_s"):
-            if getattr(self, name) <= 0:
-                raise InvalidRequest(f"etcd's {name} must be above 0")
-        return self
-
-    @property
-    def uses_tls(self) -> bool:
-        files = (self.ca_file, self.cert_file, self.key_file)
-        return any(files) or any(endpoint.startswith("https://") for endpoint in self.endpoints)
+def uses_etcd_tls(options: EtcdOptions) -> bool:
+    """Return whether endpoints without a scheme speak TLS."""
+    files = (options.tls_ca_file, options.tls_cert_file, options.tls_key_file)
+    return any(files) or any(endpoint.startswith("https://") for endpoint in options.endpoints)
 
 
 def parse_endpoint(endpoint: str, default_tls: bool) -> tuple[str, bool]:

@@ -21,8 +21,9 @@ from google.protobuf.message import Message
 
 from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError
-from dynamo.common.etcd.config import EtcdConfig, parse_endpoint
+from dynamo.common.etcd.config import check_etcd, parse_endpoint, uses_etcd_tls
 from dynamo.common.etcd.errors import EtcdUnavailable, TokenExpired, from_rpc_error
+from dynamo.common.options import EtcdOptions
 from dynamo.protos import etcd_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -92,8 +93,9 @@ class EtcdStream(Generic[Request, Response]):
 class Transport:
     """Calls by method, on the endpoint that responds. Call `close` after all users of its streams."""
 
-    def __init__(self, config: EtcdConfig) -> None:
-        self.config = config.check()
+    def __init__(self, config: EtcdOptions) -> None:
+        check_etcd(config)
+        self.config = config
         self._current: _Link | None = None
         self._electing = asyncio.Lock()
         self._token: str | None = None
@@ -248,8 +250,8 @@ def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def _open_channel(endpoint: str, config: EtcdConfig) -> grpc.aio.Channel:
-    target, tls = parse_endpoint(endpoint, config.uses_tls)
+def _open_channel(endpoint: str, config: EtcdOptions) -> grpc.aio.Channel:
+    target, tls = parse_endpoint(endpoint, uses_etcd_tls(config))
     options: list[tuple[str, Any]] = [
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the old one's waiting times
@@ -270,9 +272,9 @@ def _open_channel(endpoint: str, config: EtcdConfig) -> grpc.aio.Channel:
     if config.server_name is not None:
         options.append(("grpc.ssl_target_name_override", config.server_name))
     credentials = grpc.ssl_channel_credentials(
-        root_certificates=_read(config.ca_file),
-        private_key=_read(config.key_file),
-        certificate_chain=_read(config.cert_file),
+        root_certificates=_read(config.tls_ca_file),
+        private_key=_read(config.tls_key_file),
+        certificate_chain=_read(config.tls_cert_file),
     )
     return grpc.aio.secure_channel(target, credentials, options=options)
 

@@ -11,26 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias, cast
-from urllib.parse import ParseResult, urlsplit
+from urllib.parse import ParseResult
 
 import msgspec
-import nkeys  # type: ignore[import-untyped]
 import numpy as np
 from nats.aio.client import Client
 from nats.aio.transport import Transport
 from nats.errors import Error as NatsError
 
-from dynamo.common.config import ConfigError
-from dynamo.common.errors import InvalidRequest, Unavailable
+from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.frames import Body, Buffer
-from dynamo.common.security.tls import client_context
+from dynamo.common.messaging.login import check_nats, nats_tls_context
+from dynamo.common.options import NatsOptions
 
 log = logging.getLogger(__name__)
 
@@ -39,83 +35,7 @@ OnMessage: TypeAlias = Callable[[str, str, memoryview, bool], None]
 
 _RECEIVE_BYTES = 128 * 1024
 _SOON_S = 0.001
-_CREDENTIALS = re.compile(
-    rb"-+BEGIN NATS USER JWT-+\s+\S+\s+-+END NATS USER JWT-+.*?-+BEGIN USER NKEY SEED-+\s+(?P<seed>\S+)\s+-+END USER NKEY SEED-+",
-    re.DOTALL,
-)
 _NO_RESPONDERS = b"NATS/1.0 503"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NatsConfig:
-    """Addresses of nats-server and credentials for it."""
-
-    servers: tuple[str, ...] = ("nats://127.0.0.1:4222",)
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    token: str | None = field(default=None, repr=False)
-    nkey_seed_file: str | None = None
-    credentials_file: str | None = None
-    tls_ca_file: str | None = None
-    tls_cert_file: str | None = None
-    tls_key_file: str | None = None
-    reconnect_wait_s: float = 0.25
-    ping_interval_s: float = 5.0
-
-    @property
-    def uses_tls(self) -> bool:
-        """Whether a connection without TLS is refused."""
-        has_tls_scheme = any(server.startswith(("tls://", "wss://")) for server in self.servers)
-        return has_tls_scheme or self.tls_ca_file is not None or self.tls_cert_file is not None
-
-    def tls_context(self) -> ssl.SSLContext | None:
-        """The context for a TLS connection; None if nothing asks for one. Raises InvalidRequest."""
-        if not self.uses_tls:
-            return None
-        try:
-            return client_context(self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
-        except ConfigError as error:
-            raise InvalidRequest(f"NATS: {error}") from error
-
-    def check(self) -> NatsConfig:
-        """Returns itself; raises InvalidRequest for an address or a file that proves who we are that cannot be used."""
-        for server in self.servers:
-            _check_address(server)
-        if self.nkey_seed_file is not None:
-            _check_seed(self.nkey_seed_file, _read(self.nkey_seed_file, "nkey seed").strip())
-        if self.credentials_file is not None:
-            match = _CREDENTIALS.search(_read(self.credentials_file, "credentials"))
-            if match is None:
-                raise InvalidRequest(f"NATS: the credentials file {self.credentials_file} does not hold a user's JWT and seed")
-            _check_seed(self.credentials_file, match["seed"])
-        self.tls_context()
-        return self
-
-
-def _check_address(server: str) -> None:
-    url = urlsplit(server if "://" in server else f"nats://{server}")
-    try:
-        usable = (
-            url.scheme in ("nats", "tls") and bool(url.hostname) and (url.port is None or url.port > 0) and url.path in ("", "/")
-        )
-    except ValueError:  # the port
-        usable = False
-    if not usable:
-        raise InvalidRequest(f"NATS: {server!r} is not an address of the form nats://host:port")
-
-
-def _read(path: str, what: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidRequest(f"NATS: the {what} file {path} cannot be read: {error.strerror}") from error
-
-
-def _check_seed(path: str, seed: bytes) -> None:
-    try:
-        nkeys.from_seed(bytearray(seed)).wipe()
-    except Exception:  # of several libraries, and none may be shown: it could quote the seed
-        raise InvalidRequest(f"NATS: the file {path} holds no seed of an nkey") from None
 
 
 def _offers_tls(info: bytes) -> bool:
@@ -506,13 +426,13 @@ class Subscription:
 
 
 @asynccontextmanager
-async def connect_nats(config: NatsConfig, name: str) -> AsyncIterator[Connection]:
+async def connect_nats(options: NatsOptions, name: str) -> AsyncIterator[Connection]:
     """A connection; returns when it stands, however long that takes: a server that refuses us may know us a moment later.
 
     Raises InvalidRequest for a file that cannot be used, and Unavailable for what no waiting mends.
     """
-    config.check()
-    tls = config.tls_context()
+    check_nats(options)
+    tls = nats_tls_context(options)
     client = Client()
     transport = _SocketTransport(demands_tls=tls is not None)
     client._transport = transport
@@ -532,20 +452,20 @@ async def connect_nats(config: NatsConfig, name: str) -> AsyncIterator[Connectio
 
     try:
         await client.connect(
-            servers=list(config.servers),
+            servers=list(options.servers),
             name=name,
             error_cb=failed,
             disconnected_cb=down,
             reconnected_cb=up,
             max_reconnect_attempts=-1,
-            reconnect_time_wait=config.reconnect_wait_s,  # type: ignore[arg-type]  # passed to asyncio.sleep
-            ping_interval=config.ping_interval_s,  # type: ignore[arg-type]
+            reconnect_time_wait=options.reconnect_wait_s,  # type: ignore[arg-type]  # passed to asyncio.sleep
+            ping_interval=options.ping_interval_s,  # type: ignore[arg-type]
             max_outstanding_pings=2,
-            user=config.user,
-            password=config.password,
-            token=config.token,
-            nkeys_seed=config.nkey_seed_file,
-            user_credentials=config.credentials_file,
+            user=options.user,
+            password=options.password,
+            token=options.token,
+            nkeys_seed=options.nkey_seed_file,
+            user_credentials=options.credentials_file,
             tls=tls,
             drain_timeout=2,
         )

@@ -38,9 +38,9 @@ async def open_plane(
     """
     async with AsyncExitStack() as stack:
         tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-frontend"))
-        etcd = await stack.enter_async_context(connect_etcd(config.etcd.to_config()))
+        etcd = await stack.enter_async_context(connect_etcd(config.etcd))
         directory = links.directory = await stack.enter_async_context(open_directory(etcd, config.namespace))
-        nats = await stack.enter_async_context(connect_nats(config.nats.to_config(), f"dynamo-frontend {os.getpid()}"))
+        nats = await stack.enter_async_context(connect_nats(config.nats, f"dynamo-frontend {os.getpid()}"))
         links.connection = nats
         stack.push_async_callback(loads.close)
         client = await stack.enter_async_context(open_client(nats, config.namespace))
