@@ -204,11 +204,24 @@ def test_bookings_of_a_sibling_that_fell_silent_are_released() -> None:
     table = LoadTable("here", sibling_ttl_s=5.0)
     for origin in ("silent", "alive"):
         table.apply(BookingEvent(origin, Step.BOOKED, 1, A, 10), 0.0)
-    table.apply(BookingEvent("alive", Step.ALIVE), 4.0)
+    table.apply(BookingEvent("alive", Step.ALIVE, blocks=pack_hashes([1])), 4.0)
     table.expire_siblings(5.0)
     assert read(table)[0] == (2, 20, 0)
     table.expire_siblings(5.1)
     assert read(table)[0] == (1, 10, 0)
+
+
+def test_a_booking_of_a_sibling_whose_end_was_lost_is_released_when_the_sibling_says_what_is_open() -> None:
+    events: list[BookingEvent] = []
+    here, there = LoadTable("here"), LoadTable("there", events.append)
+    for booking_id in ("lost", "open"):
+        there.book(booking_id, A, 0.0, prefill_tokens=10)
+    for event in events:
+        here.apply(event, 0.0)
+    there.finished("lost")
+    here.apply(there.alive(), 1.0)
+    assert read(here)[0] == (1, 10, 0)
+    assert len(here) == 1
 
 
 @pytest.mark.parametrize(

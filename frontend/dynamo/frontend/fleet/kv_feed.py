@@ -39,7 +39,7 @@ from dynamo.common.messaging.frames import Buffer
 from dynamo.common.names import Endpoint, InstanceId, instance_of
 from dynamo.frontend.fleet.kv_follow import Follower
 from dynamo.frontend.fleet.kv_history import Key, KvHistory
-from dynamo.frontend.router.load import BookingEvent, LoadTable, Step
+from dynamo.frontend.router.load import BookingEvent, LoadTable
 
 log = logging.getLogger(__name__)
 
@@ -353,7 +353,7 @@ class Bookings:
 
         async def stay_alive() -> None:
             while True:
-                self.say(BookingEvent(loads.origin, Step.ALIVE))
+                self.say(loads.alive())
                 loads.expire_siblings(self._loop.time())
                 await asyncio.sleep(_ALIVE_S)
 

@@ -38,7 +38,7 @@ class Step(IntEnum):
     FIRST_TOKEN = 1
     FINISHED = 2
     ALIVE = 3
-    """No change: the frontend is alive."""
+    """No change: the frontend is alive, and `blocks` holds the keys of its open bookings."""
 
 
 class BookingEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -271,7 +271,11 @@ class LoadTable:
                 if existing is not None:
                     self._release(existing)
             case Step.ALIVE:
-                pass
+                self._keep_open(event.origin, frozenset(unpack_hashes(event.blocks)))
+
+    def alive(self) -> BookingEvent:
+        """Return the event that tells siblings which bookings are open. It makes up for events that were lost."""
+        return BookingEvent(self.origin, Step.ALIVE, blocks=pack_hashes([booking.key for booking in self._own.values()]))
 
     def expire_siblings(self, now: float) -> None:
         """Release the bookings of siblings from which no event came for `sibling_ttl_s`."""
@@ -319,6 +323,11 @@ class LoadTable:
             # Reports are only replaced by younger ones: no need to look again before the oldest one expires.
             self._fresh_rows, self._fresh_until = rows, oldest + self._report_ttl_s
         return [load.estimated or load.estimate() for load in rows]
+
+    def _keep_open(self, origin: str, keys: frozenset[int]) -> None:
+        """Release the bookings of a sibling that are not open any more: their last event was lost."""
+        for other in [other for other in self._others if other[0] == origin and other[1] not in keys]:
+            self._release(self._others.pop(other))
 
     def _load(self, instance: InstanceId) -> InstanceLoad:
         load = self._loads.get(instance)
