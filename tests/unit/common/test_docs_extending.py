@@ -6,6 +6,8 @@ import importlib
 import re
 from pathlib import Path
 
+import grpc
+import httpx2
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -14,14 +16,23 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest, NoInstances
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Stop, Summary, pack_tokens
 from dynamo.common.names import InstanceId
+from dynamo.frontend.api.http.app import HttpApp
+from dynamo.frontend.api.http.server import serve_http
+from dynamo.frontend.api.rpc.server import serve_grpc
+from dynamo.frontend.config import GrpcOptions, HttpOptions
 from dynamo.frontend.router.base import Router, RouteRequest
 from dynamo.frontend.router.simple import RoundRobin
+from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.protos.inference_pb2 import ModelReadyRequest, RepositoryIndexResponse
 from dynamo.worker.engine.base import Context, Engine, HasFiles
 from examples.extending.adapter_router import AdapterRouter
+from examples.extending.context_endpoint import context_operations
+from examples.extending.instances_extension import instance_handlers, instance_operations
 from examples.extending.option import ExampleConfig
 from examples.extending.prompt_metric import CountingRouter, PromptMetrics
 from examples.extending.reverse_engine import ReverseEngine
 from tests.support.fakes import instance
+from tests.support.http_edge import HttpEdge, open_http_edge
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "extending.md"
@@ -108,6 +119,42 @@ def test_the_option_has_a_flag_a_variable_a_default_and_a_bound() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         read("--warm-up-requests", "101", "--warm-up-timeout", "0.5")
     assert "`--warm-up-timeout`" in markdown_table(ExampleConfig)
+
+
+# HTTP endpoint, KServe extension
+
+
+async def get(edge: HttpEdge, method: str, path: str, body: object = None) -> httpx2.Response:
+    """Return the response of a server that has the example's routes, on the data plane of `edge`."""
+    app = HttpApp([*instance_operations(edge.readiness), *context_operations(edge.readiness)])
+    async with serve_http(HttpOptions(port=0), app) as server, httpx2.AsyncClient() as session:
+        return await session.request(method, f"http://127.0.0.1:{server.port}{path}", json=body)
+
+
+async def test_the_endpoint_tells_how_much_of_the_context_is_left() -> None:
+    async with open_http_edge() as edge:
+        response = await get(edge, "POST", "/v1/context", {"model": "talker", "prompt": "hello"})
+        assert (response.status_code, response.json()) == (200, {"prompt_tokens": 5, "tokens_left": 4091})
+        assert (await get(edge, "POST", "/v1/context", {"model": "nothing", "prompt": ""})).status_code == 404
+        wrong = await get(edge, "POST", "/v1/context", {"model": "talker", "prompts": ""})
+        assert (wrong.status_code, "prompts" in wrong.json()["error"]["message"]) == (400, True)
+
+
+async def test_the_extension_gives_the_same_over_rest_and_grpc() -> None:
+    async with open_http_edge() as edge:
+        response = await get(edge, "GET", "/v2/models/talker/instances")
+        assert response.json() == {"name": "talker", "instances": ["1"]}
+        assert (await get(edge, "GET", "/v2/models/nothing/instances")).status_code == 404
+        services = {"inference.GRPCInferenceService": instance_handlers(edge.plane, lambda: ANONYMOUS)}
+        async with (
+            serve_grpc(GrpcOptions(port=0), services) as server,
+            grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+        ):
+            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInstances")
+            index = RepositoryIndexResponse.FromString(await call(ModelReadyRequest(name="talker").SerializeToString()))
+            assert [(entry.name, entry.state) for entry in index.models] == [("1", "READY")]
+            with pytest.raises(grpc.aio.AioRpcError, match="nothing"):
+                await call(ModelReadyRequest(name="nothing").SerializeToString())
 
 
 # The page

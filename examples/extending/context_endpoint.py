@@ -1,0 +1,60 @@
+"""An HTTP endpoint: `POST /v1/context` tells how many tokens a prompt leaves of a model's context."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorResponse
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.json_body import decode
+from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.text.rules import llm_of
+from dynamo.frontend.security.surfaces import Surface
+
+
+class ContextRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    prompt: Annotated[str, Meta(max_length=1 << 20)]
+
+
+class ContextResponse(Struct, frozen=True):
+    prompt_tokens: int
+    tokens_left: int
+    """0 if the prompt is too long."""
+
+
+class ContextEndpoint:
+    """The handler. What it raises becomes an error response: ModelNotFound is a 404, InvalidRequest a 400."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        self._readiness = readiness
+        self._decoder = msgspec.json.Decoder(ContextRequest)
+
+    async def __call__(self, exchange: Exchange) -> None:
+        exchange.caller()
+        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        plane = self._readiness.plane
+        llm = llm_of(plane.card(exchange.account, request.model))
+        text = await plane.text_model(exchange.account, request.model)
+        count = len(await text.tokenizer.encode(request.prompt, special_tokens=True))
+        await exchange.answer(msgspec.json.encode(ContextResponse(count, max(0, llm.context_length - count))))
+
+
+def context_operations(readiness: Readiness) -> list[Operation]:
+    return [
+        Operation(
+            path="/v1/context",
+            surface=Surface.METADATA,
+            errors=OPENAI_ERRORS,
+            handle=ContextEndpoint(readiness),
+            summary="How many tokens a prompt leaves of the context",
+            group="Tokens",
+            request=ContextRequest,
+            response=ContextResponse,
+            error=ErrorResponse,
+        )
+    ]

@@ -1,0 +1,70 @@
+"""A KServe extension: which instances serve a model, over gRPC and over REST.
+
+    gRPC  ModelInstances(ModelReadyRequest) → RepositoryIndexResponse, one entry per instance
+    REST  GET /v2/models/{model}/instances
+
+Both protocols give what one function makes from the data plane. The example borrows messages that exist; an extension that stays
+has messages of its own in `protos/dynamo/protos/inference.proto`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+import msgspec
+
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.kserve.rest.operations import KSERVE_ERRORS
+from dynamo.frontend.api.kserve.rest.paths import Target
+from dynamo.frontend.api.rpc.server import Context, Handlers
+from dynamo.frontend.api.statuses import grpc_status, public_message
+from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.security.surfaces import Surface
+from dynamo.frontend.serving.data_plane import DataPlane
+from dynamo.protos.inference_pb2 import ModelReadyRequest, RepositoryIndexResponse
+
+
+def instances_of(plane: DataPlane, account: Account, model: str) -> list[str]:
+    """Return the ids, in hex, of the instances that serve `model`. Raises ModelNotFound, Forbidden."""
+    name = plane.card(account, model).name
+    return sorted(f"{instance.id:x}" for instance in plane.models.instances(name))
+
+
+def instance_handlers(plane: DataPlane, account: Callable[[], Account]) -> Handlers:
+    """Return the gRPC method, from bytes to bytes; in `KserveService` it would be one more of `handlers`."""
+
+    async def model_instances(data: bytes, context: Context) -> bytes:
+        try:
+            request = ModelReadyRequest.FromString(data)
+            response = RepositoryIndexResponse()
+            for instance in instances_of(plane, account(), request.name):
+                response.models.add(name=instance, state="READY")
+            return response.SerializeToString()
+        except Exception as error:
+            await context.abort(grpc_status(error), public_message(error))
+
+    return {"ModelInstances": grpc.unary_unary_rpc_method_handler(model_instances)}
+
+
+def instance_operations(readiness: Readiness) -> list[Operation]:
+    """Return the REST side."""
+
+    async def model_instances(exchange: Exchange) -> None:
+        model = Target.of(exchange.parameters).model
+        instances = instances_of(readiness.plane, exchange.account, model)
+        await exchange.answer(msgspec.json.encode({"name": model, "instances": instances}))
+
+    return [
+        Operation(
+            path="/v2/models/{model:path}/instances",
+            method="GET",
+            surface=Surface.METADATA,
+            errors=KSERVE_ERRORS,
+            handle=model_instances,
+            summary="The instances that serve a model",
+            group="KServe",
+        )
+    ]
