@@ -41,7 +41,7 @@ class ContextEndpoint:
         llm = llm_of(plane.card(exchange.account, request.model))
         text = await plane.text_model(exchange.account, request.model)
         count = len(await text.tokenizer.encode(request.prompt, special_tokens=True))
-        await exchange.answer(msgspec.json.encode(ContextResponse(count, max(0, llm.context_length - count))))
+        await exchange.respond(msgspec.json.encode(ContextResponse(count, max(0, llm.context_length - count))))
 
 
 def context_operations(readiness: Readiness) -> list[Operation]:

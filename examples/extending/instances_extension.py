@@ -55,7 +55,7 @@ def instance_operations(readiness: Readiness) -> list[Operation]:
     async def model_instances(exchange: Exchange) -> None:
         model = Target.of(exchange.parameters).model
         instances = instances_of(readiness.plane, exchange.account, model)
-        await exchange.answer(msgspec.json.encode({"name": model, "instances": instances}))
+        await exchange.respond(msgspec.json.encode({"name": model, "instances": instances}))
 
     return [
         Operation(
