@@ -13,7 +13,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from dynamo.common.errors import DynamoError, Forbidden, Unauthenticated
+from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, Unauthenticated
 from dynamo.common.security.files import Watched
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
@@ -47,6 +47,7 @@ class Guard:
         self._accounts = accounts
         self._open = frozenset({Surface.HEALTH, *open_surfaces})
         self._restrictions = tuple(restrictions)
+        self._credentials = frozenset({"authorization", "x-api-key", *(r.header for r in self._restrictions)})
 
     @property
     def requires_keys(self) -> bool:
@@ -60,6 +61,18 @@ class Guard:
         """Return whether `enter` may refuse, or count, calls to this surface."""
         restricted = any(surface in restriction.surfaces for restriction in self._restrictions)
         return restricted or (self._accounts is not None and surface is not Surface.HEALTH)
+
+    def check_unique(self, names: Iterable[str]) -> None:
+        """Refuse a call with a credential twice, since proxies and servers differ on which of them counts.
+
+        `names` are those of the call's headers, in lower case. Raises InvalidRequest.
+        """
+        seen = set()
+        for name in names:
+            if name in self._credentials:
+                if name in seen:
+                    raise InvalidRequest(f"the header '{name}' must not be given twice")
+                seen.add(name)
 
     def enter(self, surface: Surface, headers: Mapping[str, str], *, browsing: bool = False) -> Account:
         """Return the account that a call is made for. `headers` have lower-case names.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -132,6 +132,11 @@ class Exchange:
         """The address of the client."""
         client = self._scope.get("client")
         return str(client[0]) if client else "unknown"
+
+    @property
+    def header_names(self) -> Iterator[str]:
+        """The names of all headers, in lower case, as often as they were sent."""
+        return (name.decode("latin-1") for name, _ in self._scope["headers"])
 
     @property
     def query(self) -> dict[str, str]:

@@ -11,7 +11,6 @@ from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.security.surfaces import Surface
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
-_CREDENTIALS = (b"authorization", b"x-api-key")
 
 
 class HttpGuard:
@@ -26,6 +25,7 @@ class HttpGuard:
             exchange.account = ANONYMOUS
             return True
         try:
+            self._guard.check_unique(exchange.header_names)
             browsing = surface in BROWSED and exchange.method in _READING
             exchange.account = self._guard.enter(surface, exchange.headers, browsing=browsing)
         except DynamoError as error:

@@ -1,0 +1,284 @@
+"""Who reaches which operation, however its path is written: generated from the operations themselves.
+
+Each operation's handler is replaced by one that notes that it ran. However a request's path is written, a handler may run only
+for a caller that may use the surface of that very operation.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from dynamo.frontend.api.console.operations import Console, console_operations
+from dynamo.frontend.api.guard import Accounts, Guard, watch_keys
+from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.app import HttpApp
+from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
+from dynamo.frontend.api.http.guard import HttpGuard
+from dynamo.frontend.api.http.openapi import openapi_operations
+from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.http.routing_operations import routing_operations
+from dynamo.frontend.api.http.server_operations import health_operations, metrics_operations, model_operations
+from dynamo.frontend.api.operations import protocol_operations
+from dynamo.frontend.config import TextOptions
+from dynamo.frontend.security.keys import entry_for, make_key
+from dynamo.frontend.security.surfaces import Restriction, Scope, Surface
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "get", "X")
+VARIANTS = 4000
+"""Paths and methods tried for each operation."""
+
+INFER = {Surface.METADATA, Surface.INFERENCE, Surface.MODEL_CONFIG, Surface.STATISTICS}
+ALLOWED: dict[Scope, set[Surface]] = {
+    Scope.INFER: INFER,
+    Scope.REPOSITORY: {Surface.MODEL_REPOSITORY},
+    Scope.METRICS: {Surface.METRICS},
+    Scope.DOCS: {Surface.DOCS},
+    Scope.CONSOLE: {Surface.CONSOLE},
+    Scope.THRESHOLDS: {Surface.THRESHOLDS},
+    Scope.ADMIN: set(Surface),
+}
+"""Written down once more, so that a wrong entry in the server's own table is noticed."""
+
+
+class Ran:
+    """The operations whose handlers ran."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+
+    def noting(self, operation: Operation) -> Operation:
+        noted: list[Operation] = []
+
+        async def handle(exchange: Exchange) -> None:
+            self.operations.append(noted[0])
+            await exchange.respond(b"ran")
+
+        noted.append(replace(operation, handle=handle))
+        return noted[0]
+
+
+def all_operations() -> list[Operation]:
+    anything: Any = None
+    readiness = Readiness()
+    console = Console(readiness, anything, "dynamo", "kv", explains=True, asks_keys=True, processes=1)
+    operations = [
+        *health_operations(readiness, anything),
+        *metrics_operations(anything),
+        *model_operations(readiness, 0.0),
+        *protocol_operations(readiness, TextOptions()),
+        *console_operations(console),
+        *routing_operations(readiness, anything),
+    ]
+    return [*operations, *openapi_operations(operations)]
+
+
+OPERATIONS = all_operations()
+
+
+class Caller:
+    def __init__(self, name: str, surfaces: set[Surface], *headers: tuple[str, str]) -> None:
+        self.name = name
+        self.surfaces = surfaces | {Surface.HEALTH}
+        self.headers = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+
+
+def callers_of(file: Path) -> list[Caller]:
+    """Fifteen kinds of callers, the keys of whom are in `file`."""
+    keys = {scope: make_key() for scope in Scope}
+    limited, expired = make_key(), make_key()
+    entries = [entry_for(key, scope.value, scopes=[scope]) for scope, key in keys.items()]
+    entries.append(entry_for(limited, "limited", models=["other"]))
+    entries.append(entry_for(expired, "expired", scopes=[Scope.ADMIN], expires="2020-01-01"))
+    file.write_text("".join(entries))
+    admin, infer = keys[Scope.ADMIN], keys[Scope.INFER]
+    login = base64.b64encode(f"operator:{infer}".encode()).decode()
+    nothing: set[Surface] = set()
+    return [
+        *(Caller(f"a key for {scope}", ALLOWED[scope], ("x-api-key", key)) for scope, key in keys.items()),
+        Caller("a key for some models", INFER, ("authorization", f"Bearer {limited}")),
+        Caller("no key", nothing),
+        Caller("an empty key", nothing, ("authorization", "Bearer "), ("x-api-key", "")),
+        Caller("a wrong key", nothing, ("x-api-key", admin[:-1] + "_")),
+        Caller("an expired key", nothing, ("x-api-key", expired)),
+        Caller("a login with a key for inference", nothing, ("authorization", f"Basic {login}")),
+        Caller("a wrong bearer beside a good key", nothing, ("authorization", "Bearer wrong"), ("x-api-key", admin)),
+        Caller("two credentials", nothing, ("authorization", f"Bearer {admin}"), ("authorization", "Bearer wrong")),
+    ]
+
+
+def canonical(operation: Operation) -> str:
+    parameters = {"{model:path}": "m", "{version}": "1", "{repository}": "r", "{region:path}": "g"}
+    path = operation.path
+    for name, value in parameters.items():
+        path = path.replace(name, value)
+    assert "{" not in path
+    return path
+
+
+SUFFIXES = (
+    "%0a", "%0A", "%0d", "%0d%0a", "%00", "%09", "%0b", "%0c", "%1f", "%20", "%7f", "%85", "%c2%85", "%a0", "%c2%a0",
+    "%e2%80%a8", "%e2%80%8b", "%ef%bb%bf", "%ff", "%c0%80", "/", "//", "/.", "/..", "/%2e", "/%2e%2e", ".", "..", ";",
+    ";a=b", "%3b", "%3f", "?", "?x=1", "%23", "%2f", "%5c", "\\", "%25", "%250a", "%2500", "+", "*", "~", "%u000a", "\n",
+    "\r", "\x00", "\t", " ", "\x7f", "é", ".json", ".html", "/index.html", "/live", "/../live", "/%2e%2e/live", "%2flive",
+    "/..;/live", "/ready",
+)  # fmt: skip
+PREFIXES = (
+    "/", "//", "/.", "/./", "/../", "/%2e/", "/%2e%2e/", "/live/../", "/live/..", "/v2/health/../..", "/v1/models/../..",
+    "/console/..", "/%00", "/%0a", "/;", "/%2f", "%2f", "\\", "http://localhost", "/v1/models/m/..",
+    "/v2/models/m/ready/../../../..",
+)  # fmt: skip
+
+
+def encoded(path: str, position: int, rng: random.Random) -> str:
+    """`path` with one character written as a percent-encoding, perhaps twice."""
+    code = f"%{ord(path[position]):02{rng.choice('xX')}}"
+    return path[:position] + (code.replace("%", "%25") if rng.random() < 0.2 else code) + path[position + 1 :]
+
+
+def variants(path: str, rng: random.Random) -> Iterator[str]:
+    """Ways to write a path, right and wrong, without an end."""
+    yield path
+    for suffix in SUFFIXES:
+        yield path + suffix
+    for prefix in PREFIXES:
+        yield prefix + path
+        yield prefix + path[1:]
+    for position in range(1, len(path)):
+        yield encoded(path, position, rng)
+        yield path[:position] + path[position].swapcase() + path[position + 1 :]
+        yield path[:position] + "/" + path[position:]
+        yield path[:position] + rng.choice(SUFFIXES) + path[position:]
+        yield path[:position]
+    yield path.upper()
+    yield path.title()
+    while True:
+        written = path
+        for _ in range(rng.randint(1, 4)):
+            position = rng.randrange(1, len(written)) if len(written) > 1 else 0
+            match rng.randrange(6):
+                case 0:
+                    written = encoded(written, position, rng)
+                case 1:
+                    written = written[:position] + rng.choice(SUFFIXES) + written[position:]
+                case 2:
+                    written = written + rng.choice(SUFFIXES)
+                case 3:
+                    written = rng.choice(PREFIXES) + written
+                case 4:
+                    written = written[:position] + written[position].swapcase() + written[position + 1 :]
+                case _:
+                    other = canonical(rng.choice(OPERATIONS))
+                    written = rng.choice((f"{written}{other}", f"{other}{written}", f"{written}/..{other}"))
+        yield written
+
+
+class Edge:
+    def __init__(self, guard: Guard) -> None:
+        self.ran = Ran()
+        self.refusals: list[str] = []
+        operations = [self.ran.noting(operation) for operation in OPERATIONS]
+        self._app = HttpApp(operations, HttpSettings(), HttpGuard(guard), lambda endpoint, error: self.refusals.append(endpoint))
+
+    async def request(self, method: str, written: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, list[Operation]]:
+        """Return the status and the operations that ran."""
+        self.ran.operations.clear()
+        raw = written.partition("?")[0].encode("latin-1", "replace")
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": unquote(raw.decode("latin-1")),
+            "raw_path": raw,
+            "query_string": b"",
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+        }
+        statuses: list[int] = []
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        async def receive() -> Any:
+            return {"type": "http.disconnect"}
+
+        await self._app(scope, receive, send)
+        [status] = statuses
+        return status, list(self.ran.operations)
+
+
+async def test_a_handler_runs_only_for_callers_of_its_surface_however_its_path_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    callers = callers_of(file)
+    edge = Edge(Guard(Accounts(watch_keys(file))))
+    rng = random.Random(4)
+    tried = 0
+    for operation in OPERATIONS:
+        written = itertools.islice(variants(canonical(operation), rng), VARIANTS // len(callers))
+        for path, caller in itertools.product(written, callers):
+            method = operation.method if rng.random() < 0.5 else rng.choice(METHODS)
+            status, ran = await edge.request(method, path, caller.headers)
+            tried += 1
+            if ran:
+                assert ran[0].surface in caller.surfaces, (caller.name, method, path, ran[0].path)
+            else:
+                assert status in (400, 401, 403, 404, 405), (caller.name, method, path, status)
+                assert status in (400, 401, 403) or caller.surfaces > {Surface.HEALTH} or status == 405, (caller.name, path)
+    assert tried >= len(OPERATIONS) * (VARIANTS - len(callers))
+
+
+async def test_each_operation_is_reached_by_those_who_may_use_it_and_denied_to_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    callers = callers_of(file)
+    edge = Edge(Guard(Accounts(watch_keys(file))))
+    for operation, caller in itertools.product(OPERATIONS, callers):
+        status, ran = await edge.request(operation.method, canonical(operation), caller.headers)
+        if operation.surface in caller.surfaces:
+            assert [(r.method, r.path, status) for r in ran] == [(operation.method, operation.path, 200)], caller.name
+        else:
+            assert not ran and status in (400, 401, 403), (caller.name, operation.path)
+
+
+@pytest.mark.parametrize("ending", ["%0a", "%0d%0a", "%00", "%09", "%7f", "%c2%85", "%e2%80%a8", "\n"])
+async def test_control_characters_are_refused_before_the_key_is_looked_at(tmp_path: Path, ending: str) -> None:
+    file = tmp_path / "keys.yaml"
+    callers = callers_of(file)
+    edge = Edge(Guard(Accounts(watch_keys(file))))
+    for operation, caller in itertools.product(OPERATIONS, callers):
+        for path in (canonical(operation) + ending, canonical(operation) + "/x" + ending):
+            assert await edge.request(operation.method, path, caller.headers) == (400, []), (caller.name, path)
+
+
+async def test_a_restriction_covers_every_way_to_write_a_path() -> None:
+    restricted = frozenset({Surface.METRICS, Surface.THRESHOLDS, Surface.CONSOLE, Surface.DOCS, Surface.MODEL_REPOSITORY})
+    edge = Edge(Guard(None, restrictions=[Restriction(restricted, "x-admin", "secret")]))
+    rng = random.Random(5)
+    for operation in OPERATIONS:
+        for path in itertools.islice(variants(canonical(operation), rng), 300):
+            _, ran = await edge.request(operation.method, path, [])
+            assert not ran or ran[0].surface not in restricted, path
+
+
+async def test_refused_requests_are_counted_by_the_endpoint_of_the_operation(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    callers_of(file)
+    edge = Edge(Guard(Accounts(watch_keys(file))))
+    for operation in OPERATIONS:
+        edge.refusals.clear()
+        await edge.request(operation.method, canonical(operation), [])
+        assert edge.refusals == ([operation.endpoint] if operation.endpoint else []), operation.path
+
+
+def test_one_path_cannot_have_two_surfaces_or_the_same_method_twice() -> None:
+    page = OPERATIONS[0]
+    for wrong in (replace(page, method="POST", surface=Surface.METRICS), page):
+        with pytest.raises(ValueError, match=page.path):
+            HttpApp([page, wrong])
