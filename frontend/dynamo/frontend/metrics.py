@@ -1,4 +1,4 @@
-"""`dynamo_frontend_*` and `grpc_server_*`: what became of requests, as metrics under the names that dashboards know.
+"""`dynamo_frontend_*` and `grpc_server_*`: how requests ended, as metrics under the names that dashboards use.
 
 Label children are looked up once per model or method and kept, so that a request costs a handful of additions, and a token
 no more than a bisection in a local list.
@@ -64,9 +64,9 @@ class FrontendMetrics:
         self.tally = Tally(registry)
         by_model = ("model",)
         by_request = ("model", "endpoint", "request_type")
-        self.requests = self._counter("requests", "Requests answered.", (*by_request, "status", "error_type"))
-        self.inflight = self._gauge("inflight_requests", "Requests being answered.", by_model)
-        self.queued = self._gauge("queued_requests", "Requests waiting for their first answer.", by_model)
+        self.requests = self._counter("requests", "Requests that have ended.", (*by_request, "status", "error_type"))
+        self.inflight = self._gauge("inflight_requests", "Requests that have not ended.", by_model)
+        self.queued = self._gauge("queued_requests", "Requests waiting for the first part of their response.", by_model)
         self.router_queue = self._gauge("router_queue_requests", "Requests waiting while all instances are busy.", by_model)
         self.queue_refusals = self._counter(
             "router_queue_refusals", "Requests that found the router's queue full, or had no time for it.", ("model", "reason")
@@ -79,13 +79,13 @@ class FrontendMetrics:
         self.output_tokens = self._histogram("output_sequence_tokens", "Generated tokens.", by_model, TOKENS)
         self.cached_tokens = self._histogram("cached_tokens", "Prompt tokens found in a cache.", by_model, (0, *TOKENS))
         self.output_tokens_total = self._counter("output_tokens", "Generated tokens.", by_model)
-        self.retries = self._counter("retries", "Requests sent to another instance before their first answer.", by_model)
+        self.retries = self._counter("retries", "Requests sent to another instance before any response.", by_model)
         self.migrations = self._counter("model_migration", "Requests moved to another instance.", ("model", "migration_type"))
         self.cancellations = self._counter("model_cancellation", "Requests cancelled by their client.", by_request)
         self.rejected = self._counter(
             "model_rejection", "Requests refused, before or instead of an attempt.", ("model", "reason")
         )
-        self.disconnected_clients = self._gauge("disconnected_clients", "Clients that left before their answer.", ())
+        self.disconnected_clients = self._gauge("disconnected_clients", "Clients that left before the response was complete.", ())
         self.decisions = self._counter("router_decisions", "Instances chosen, by what decided.", ("model", "reason"))
         self.decision_time = self._histogram("router_decision_seconds", "To choose an instance.", by_model, SHORT_SECONDS)
         self.overlap = self._histogram("router_overlap_blocks", "Leading blocks the chosen instance held.", by_model, BLOCKS)
@@ -104,27 +104,27 @@ class FrontendMetrics:
             "instances": self._gauge("model_instances", "Instances registered for the model.", by_model, "livemax"),
             "total_kv_blocks": self._gauge("model_total_kv_blocks", "KV blocks of an instance.", by_model, "livemax"),
             "block_size": self._gauge("model_kv_cache_block_size", "Tokens in a KV block.", by_model, "livemax"),
-            "context_length": self._gauge("model_context_length", "Tokens of prompt and answer together.", by_model, "livemax"),
+            "context_length": self._gauge("model_context_length", "Tokens of prompt and response together.", by_model, "livemax"),
             "max_num_seqs": self._gauge("model_max_num_seqs", "Sequences an instance generates at once.", by_model, "livemax"),
             "max_batched_tokens": self._gauge("model_max_num_batched_tokens", "Tokens in one step.", by_model, "livemax"),
             "migration_limit": self._gauge("model_migration_limit", "Moves allowed to one request.", by_model, "livemax"),
         }
 
     def for_model(self, name: str) -> ModelMetrics:
-        """Of a model that is being served. Past the cap, models share the label `other`."""
-        found = self._models.get(name)
-        if found is None:
+        """Return the metrics of a model that is being served. Past the cap, models share the label `other`."""
+        metrics = self._models.get(name)
+        if metrics is None:
             label = name if len(self._models) < self._max_models else OTHER_MODEL
-            found = self._models.get(label) or ModelMetrics(self, label)
-            self._models[label] = found
-        return found
+            metrics = self._models.get(label) or ModelMetrics(self, label)
+            self._models[label] = metrics
+        return metrics
 
     def for_unknown_model(self) -> ModelMetrics:
-        """For requests that name a model nobody serves."""
+        """Return the metrics of requests for a model that is not served."""
         return self.for_model(UNKNOWN_MODEL)
 
     def describe(self, card: ModelCard, *, instances: int, migration_limit: int) -> None:
-        """What a model that is being served is like."""
+        """Set the gauges that describe a model that is being served."""
         facts = {"instances": instances}
         if (llm := card.llm) is not None:
             facts |= {
@@ -140,7 +140,7 @@ class FrontendMetrics:
             self._facts[fact].labels(label).set(value)
 
     def forget(self, name: str) -> None:
-        """No instance serves this model any more: its gauges say so; its counters stay."""
+        """Reset the gauges of a model that no instance serves any more; its counters stay."""
         model = self.for_model(name)
         model.ready.set(0)
         self._facts["instances"].labels(model.label).set(0)
@@ -197,11 +197,11 @@ class ModelMetrics:
         return RequestTimer(self, endpoint, request_type, span, clock)
 
     def migrated(self, *, ongoing: bool) -> None:
-        """A request went on at another instance, before (`ongoing` False) or after its first answer."""
+        """Count a request that went on at another instance, before (`ongoing` False) or after the first part of its response."""
         self._all.migrations.labels(self.label, "ongoing_request" if ongoing else "new_request").inc()
 
     def add_outcome(self, endpoint: str, request_type: RequestType, error: Code | None) -> None:
-        """A request ended; `error` is None for success."""
+        """Count a request that has ended; `error` is None for success."""
         key = (endpoint, request_type, error)
         amounts = self._outcomes.get(key)
         if amounts is None:
@@ -218,7 +218,7 @@ class ModelMetrics:
         return [failed] if reason is None else [failed, self._all.rejected.labels(self.label, reason)]
 
     def decided(self, reason: str, seconds: float) -> None:
-        """An instance was chosen in so much time; `reason` is one of the router's own words."""
+        """Count a routing decision that took so long; `reason` is one of the router's fixed names."""
         amount = self._decisions.get(reason)
         if amount is None:
             amount = self._decisions[reason] = self._all.tally.amount(self._all.decisions.labels(self.label, reason))
@@ -226,24 +226,24 @@ class ModelMetrics:
         self.decision_time.observe(seconds)
 
     def overlapped(self, blocks: int, hit_rate: float) -> None:
-        """So many leading blocks of a prompt were held by the instance that was chosen for it."""
+        """Count how many leading blocks of a prompt the chosen instance held."""
         self.overlap.observe(blocks)
         self.hit_rate.observe(hit_rate)
 
     def canary(self, outcome: str) -> None:
-        """A canary came back: `passed` or `failed`."""
+        """Count a canary: `passed` or `failed`."""
         self._all.canaries.labels(self.label, outcome).inc()
 
     def set_router_queue(self, waiting: int) -> None:
-        """So many requests wait while all instances of the model are busy."""
+        """Set how many requests wait while all instances of the model are busy."""
         self._all.router_queue.labels(self.label).set(waiting)
 
     def queue_refused(self, reason: str) -> None:
-        """Why a request may not wait (longer) in the router's queue: `full`, `late` or `expired`."""
+        """Count a request that may not wait (longer) in the router's queue: `full`, `late` or `expired`."""
         self._all.queue_refusals.labels(self.label, reason).inc()
 
     def set_left_out(self, count: int) -> None:
-        """So many instances of the model are left out because they failed a canary."""
+        """Set how many instances of the model are left out because they failed a canary."""
         self._all.left_out.labels(self.label).set(count)
 
     def cancelled(self, endpoint: str, request_type: RequestType) -> None:
@@ -354,7 +354,7 @@ class GrpcServerMetrics:
         self.handling = Histogram("grpc_server_handling_seconds", "Duration of RPCs.", labels, registry=registry, buckets=SECONDS)
 
     def for_method(self, service: str, method: str, grpc_type: str) -> GrpcMethodMetrics:
-        """To call once per method of the service, at start. `grpc_type` is `unary`, `server_stream` or `bidi_stream`."""
+        """Return the metrics of a method; call it once per method. `grpc_type` is `unary`, `server_stream` or `bidi_stream`."""
         return GrpcMethodMetrics(self, (grpc_type, service, method))
 
 

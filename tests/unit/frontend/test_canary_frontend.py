@@ -34,7 +34,7 @@ class Asked:
         self.leave_out = dispatcher.leave_out
         self.take_back = dispatcher.take_back
 
-    async def ask(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
+    async def query(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
         assert verb == "canary" and isinstance(body, bytes)
         self.questions.append((instance.id, msgspec.msgpack.decode(body)))
         self.asked.set()

@@ -415,7 +415,7 @@ async def test_statistics_fail_if_no_instance_gives_any(error: DynamoError | Non
             stream.fail(error)
 
     async with front(FakeDirectory(instance(1)), respond) as f:
-        with pytest.raises(Unavailable, match="no instance gave statistics"):
+        with pytest.raises(Unavailable, match="no instance returned statistics"):
             await f.plane.statistics(ANONYMOUS, "adder")
 
 

@@ -410,7 +410,7 @@ async def test_an_engine_that_answers_more_than_the_one_choice_is_wrong() -> Non
         engine = ChoiceEngine([3])
         f.client.respond = lambda stream: engine(stream) if len(f.client.streams) == 1 else stream.data(delta(1, index=1))
         async with f.plane.generate(ask(8, n=2), CALL) as generation:
-            with pytest.raises(EngineError, match="not asked for"):
+            with pytest.raises(EngineError, match="not requested"):
                 await read_all(generation)
         assert not f.router.open
 

@@ -193,7 +193,7 @@ async def test_a_prefill_instance_that_hands_nothing_over_is_made_up_for(caplog:
         f.engines.hands_over = False
         assert (await f.ask())[0] == ANSWER
         assert f.engines.requests[-1][1].kv_transfer is None
-        assert "hands nothing over" in caplog.text
+        assert "provides no KV transfer" in caplog.text
 
 
 async def test_after_a_decode_instance_failed_the_next_one_computes_the_prompt_itself() -> None:

@@ -33,10 +33,10 @@ class Registered(Protocol):
     def registered(self) -> Collection[Instance]: ...
 
 
-class Asking(Protocol):
+class Queries(Protocol):
     """The part of `dispatch.Dispatcher` that canaries need."""
 
-    async def ask(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer: ...
+    async def query(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer: ...
 
     def leave_out(self, instance: InstanceId) -> None: ...
 
@@ -47,7 +47,7 @@ class Canaries:
     """Asks all instances in turn. Use `watching_instances`."""
 
     def __init__(
-        self, directory: Registered, dispatcher: Asking, metrics: FrontendMetrics, *, wait_s: float, timeout_s: float
+        self, directory: Registered, dispatcher: Queries, metrics: FrontendMetrics, *, wait_s: float, timeout_s: float
     ) -> None:
         self._directory = directory
         self._dispatcher = dispatcher
@@ -84,7 +84,7 @@ class Canaries:
         """Why an instance failed its canary; None if it passed or could not be asked, of which requests take care."""
         question = msgspec.msgpack.encode({"model": instance.card.name, "idle_s": self._wait_s})
         try:
-            await self._dispatcher.ask(instance, "canary", question, self._loop.time() + self._timeout_s)
+            await self._dispatcher.query(instance, "canary", question, self._loop.time() + self._timeout_s)
         except (DeadlineExceeded, EngineError) as error:
             return error
         except DynamoError as error:

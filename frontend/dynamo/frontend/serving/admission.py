@@ -1,19 +1,19 @@
 """Requests that wait for an instance while all are busy.
 
-Which instances are busy is the router's word: it raises Overloaded when none may take more. Without a queue that is the answer.
-With one, up to so many requests per model wait, and the first in line tries again whenever a request ends and every few
-milliseconds. Who is first:
+Which instances are busy is for the router to say: it raises Overloaded when none may take more. Without a queue the request is
+refused then. With one, up to so many requests per model wait, and the first in line tries again whenever a request ends and
+every few milliseconds. Which one is first:
 
 | policy | order |
 |---|---|
-| `fcfs` | higher priority first; of equal ones, who came first |
+| `fcfs` | higher priority first; of equal ones, the earlier |
 | `wspt` | most priority per token first: (1 + priority) / (prompt tokens + expected output tokens) |
 
 Negative priorities count as 0 there. `wspt` makes the mean wait short at the expense of long requests, which may wait as long as
 shorter ones keep coming.
 
-A request is refused at once if the queue is full, or if, by the pace of late, its turn would come after its deadline. Where
-prompts are computed apart, those that wait for prefill instances and those that wait for decode instances stand in two lines.
+A request is refused at once if the queue is full, or if, by the recent pace, its turn would come after its deadline. Where
+prompts are computed apart, requests wait for prefill instances in one line and for decode instances in another.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from dynamo.common.model_card import Role
 from dynamo.frontend.config import QueuePolicy
 
 _RETRY_S = 0.02
-"""Loads also change by reports, of which nobody tells the queue."""
+"""Loads also change by reports, of which the queue is not notified."""
 _PACE_WEIGHT = 0.2
 
 
 class Place:
-    """One request's place in line; a context manager, on whose end the next one's turn comes."""
+    """One request's place in line; a context manager, at whose end the next request gets its turn."""
 
     __slots__ = ("_deadline", "_line", "_loop", "_turn", "key")
 
@@ -56,7 +56,7 @@ class Place:
         self._line.leave(self, served=kind is None)
 
     async def turn(self) -> None:
-        """Returns when this request is the one to try. Raises DeadlineExceeded."""
+        """Return when this request is the one to try. Raises DeadlineExceeded."""
         self._turn = self._loop.create_future()
         self._line.enter(self)
         try:
@@ -67,31 +67,31 @@ class Place:
             raise DeadlineExceeded() from None
 
     def call(self) -> None:
-        """It is this request's turn."""
+        """Give this request its turn."""
         if self._turn is not None and not self._turn.done():
             self._turn.set_result(None)
 
 
 class _Line:
-    """Those who wait for one model. At most one of them tries at a time."""
+    """The requests that wait for one model. At most one of them tries at a time."""
 
     def __init__(self, changed: Callable[[], None], refused: Callable[[str], None]) -> None:
         self.interval_s = 0.0
-        """Between two turns that led somewhere, smoothed; 0: not known yet."""
+        """Between two turns that led to an instance, smoothed; 0: not known yet."""
         self.refused = refused
         self._loop = asyncio.get_running_loop()
         self._waiting: list[Place] = []
         self._trying: Place | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._paced_from = 0.0
-        """When the last turn led somewhere, or somebody came to an empty line: pauses say nothing about the pace."""
+        """When the last turn led to an instance, or a request entered an empty line: pauses do not count for the pace."""
         self._changed = changed
 
     def __len__(self) -> int:
         return len(self._waiting) + (self._trying is not None)
 
     def before(self, key: tuple[float, int]) -> int:
-        """How many have their turn earlier."""
+        """Return how many requests have their turn earlier."""
         return sum(place.key < key for place in self._waiting) + (self._trying is not None)
 
     def enter(self, place: Place) -> None:
@@ -120,13 +120,13 @@ class _Line:
         self.advance()
 
     def advance(self) -> None:
-        """Lets the first in line try, unless somebody does."""
+        """Let the first in line try, unless another request is trying."""
         if self._trying is None and self._waiting and self._timer is None:
             self._trying = heapq.heappop(self._waiting)
             self._trying.call()
 
     def poke(self) -> None:
-        """Something ended: there may be room now."""
+        """A request has ended, so an instance may take another one."""
         if self._timer is not None:
             self._timer.cancel()
             self._again()
@@ -145,8 +145,8 @@ class _Line:
 class AdmissionQueue:
     """The lines of all models.
 
-    `size` requests may wait in each; `changed` hears how many wait for a model, and `refused` why one may not: `full`, `late`
-    (it would have its turn after its deadline) or `expired` (the deadline passed in line).
+    `size` requests may wait in each. `changed` is called with how many wait for a model, and `refused` with why one may not:
+    `full`, `late` (it would have its turn after its deadline) or `expired` (the deadline passed in line).
     """
 
     def __init__(
@@ -165,12 +165,12 @@ class AdmissionQueue:
         self._loop = asyncio.get_running_loop()
 
     def waiting(self, model: str, role: Role | None = None) -> int:
-        """How many requests wait for the instances of a model: who comes now has to queue up behind them."""
+        """Return how many requests wait for the instances of a model; a new one has to queue up behind them."""
         line = self._lines.get((model, role))
         return 0 if line is None else len(line)
 
     def place(self, model: str, role: Role | None = None, *, priority: int, tokens: int, deadline: float | None) -> Place:
-        """A place in line; `tokens` are those of the prompt and of the expected answer. Raises Overloaded."""
+        """Return a place in line; `tokens` are those of the prompt and of the expected response. Raises Overloaded."""
         line = self._line(model, role)
         number = next(self._numbers)
         key = (-float(priority), number)

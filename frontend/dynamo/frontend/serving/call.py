@@ -32,7 +32,7 @@ class Progress:
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks, and under which conditions; made by each protocol edge."""
+    """On whose behalf a request is made, and under which conditions; made by each protocol edge."""
 
     request_id: str
     account: Account
@@ -49,17 +49,17 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     overrides: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Router settings of this request."""
     explanation: Explanation | None = None
-    """Gets why instances were chosen; None: nobody wants to know."""
+    """Collects why instances were chosen; None: the caller did not request that."""
     endpoint: str = "tensor"
-    """Which API asked, for metrics: one of a fixed set of names."""
+    """The API that the request came by, for metrics: one of a fixed set of names."""
     request_type: RequestType = RequestType.UNARY
     progress: Progress = msgspec.field(default_factory=Progress)
     span: Span | None = None
-    """What the request's trace says about this process; None if it is not traced."""
+    """This process's part of the request's trace; None if it is not traced."""
 
 
 class Work(msgspec.Struct, kw_only=True):
-    """What is asked, and of whom it may be asked."""
+    """What has to be done, and which instances may do it."""
 
     model: str
     """The name in the card, no alias."""
@@ -67,7 +67,7 @@ class Work(msgspec.Struct, kw_only=True):
     body: Body
     metrics: ModelMetrics
     name: str = ""
-    """The alias or adapter that the request names: only instances that have it. Empty: the model's own name."""
+    """The alias or adapter that the request uses: only instances that have it. Empty: the model's own name."""
     version: str = ""
     """Only instances that serve this version; empty: any."""
     tokenizer: str = ""
@@ -79,22 +79,22 @@ class Work(msgspec.Struct, kw_only=True):
     cache_salt: str = ""
     expected_output_tokens: int = 0
     role: Role | None = None
-    """Only instances of this role; None: any that answers requests, which those of role `prefill` do not."""
+    """Only instances of this role; None: any role but `prefill`, which does not respond to callers."""
     is_prefilled: bool = False
-    """The prompt was computed elsewhere: what is cached does not matter, nor does its length."""
+    """Another instance has computed the prompt: neither what is cached nor the length of the prompt matters."""
     otherwise: Work | None = None
-    """What is asked instead once an instance failed, or if there is none."""
+    """What is done instead once an instance has failed, or if there is none."""
 
 
 class Instances(Protocol):
     """The part of the directory that dispatching needs."""
 
     def instances(self, name: str) -> Sequence[Instance]:
-        """Those that serve a model, alias or adapter now, without those marked down. The same tuple until a change."""
+        """Return the instances that serve a model, alias or adapter, without those marked down; the same tuple until a change."""
         ...
 
     def mark_down(self, instance: InstanceId) -> None:
-        """Nothing answers there: leave it out until it is heard of again."""
+        """Leave out an instance that does not respond, until there is a sign of life of it."""
         ...
 
 
@@ -112,7 +112,7 @@ class Stream(Protocol):
     async def result(self) -> Buffer: ...
 
     def cancel(self) -> None:
-        """Ends the request early; does nothing if it has ended."""
+        """End the request early; has no effect if it has ended."""
         ...
 
 
@@ -139,7 +139,7 @@ class Link(Protocol):
 
     @property
     def reconnected_at(self) -> float:
-        """When it last came back, on the loop's clock; -inf if it never had to."""
+        """When it last came back, on the loop's clock; -inf if it was never away."""
         ...
 
     async def connected(self) -> None: ...

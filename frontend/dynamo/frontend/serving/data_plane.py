@@ -1,8 +1,8 @@
 """What every protocol edge calls: which models there are, and requests to them.
 
-A model is *ready* when an instance that can serve it is attached now and, for a language model, its tokenizer is loaded here.
-A model that was served a short while ago, or that the configuration declares, is known but not ready: asking for it is
-`NoInstances`. Anything else is `ModelNotFound`.
+A model is *ready* when an instance that can serve it is registered and, for a language model, its tokenizer is loaded here.
+A model that was served a short while ago, or that the configuration declares, is known but not ready: requests for it raise
+`NoInstances`. Requests for any other model raise `ModelNotFound`.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class Directory(Instances, Protocol):
     """The part of `common.directory.Directory` that the data plane needs."""
 
     def registered(self) -> Collection[Instance]:
-        """Every registration there is, those of instances marked down included."""
+        """Return every registration, those of instances marked down included."""
         ...
 
     def card(self, name: str) -> ModelCard | None:
-        """The card of a model, by its name, alias or adapter; None if nobody has registered it."""
+        """Return the card of a model, by its name, alias or adapter; None if no instance has registered it."""
         ...
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """`callback` is called, synchronously, whenever `registered` or `instances` answer differently than before."""
+        """Call `callback`, synchronously, whenever the result of `registered` or `instances` changes."""
         ...
 
 
@@ -109,9 +109,9 @@ class DataPlane:
         self.reuse = dispatcher.reuse
         self._draining = False
         self._cards: dict[str, list[ModelCard]] = {}
-        """By model, of every instance, the newest first."""
-        self._known: dict[tuple[str, str], _Model] = {}
-        """By the name and version that requests use; everything looked up since the last change."""
+        """The cards of every instance, by model, the newest first."""
+        self._looked_up: dict[tuple[str, str], _Model] = {}
+        """By the name and version that requests use; all that were looked up since the last change."""
         self._gone: dict[str, tuple[ModelCard, float]] = {}
         self._instances: set[InstanceId] = set()
         self._refresh_due = False
@@ -120,10 +120,10 @@ class DataPlane:
         directory.on_change(self._changed)
         self._refresh()
 
-    # Which models there are
+    # Models
 
     def server_ready(self) -> bool:
-        """Some model is ready, and this process is not about to stop."""
+        """Return whether some model is ready, and this process is not about to stop."""
         return not self._draining and any(map(self.model_ready, self._cards))
 
     def model_ready(self, model: str, version: str = "") -> bool:
@@ -144,23 +144,23 @@ class DataPlane:
         return self._find(model, version).card
 
     def cards(self, account: Account) -> list[ModelCard]:
-        """One card per model that is served or declared and that the caller may use, in order of name."""
-        found = {card.name: card for card in self._settings.models}
-        found.update((name, cards[0]) for name, cards in self._cards.items())
-        return [found[name] for name in sorted(found) if any(map(account.permits, (name, *other_names(found[name]))))]
+        """Return one card per model that is served or declared and that the caller may use, in order of name."""
+        cards = {card.name: card for card in self._settings.models}
+        cards.update((name, of_instances[0]) for name, of_instances in self._cards.items())
+        return [cards[name] for name in sorted(cards) if any(map(account.permits, (name, *other_names(cards[name]))))]
 
     def start_draining(self) -> None:
-        """From now on this process says that it is not ready. It serves what comes nevertheless."""
+        """Report from now on that this process is not ready. It goes on serving requests."""
         self._draining = True
 
     def stop_following(self) -> None:
-        """The directory may live on; its changes are nothing to us any more."""
+        """Ignore further changes of the directory."""
         self._closed = True
 
     # Requests
 
     async def infer(self, request: TensorRequest, call: Call) -> Buffer:
-        """The serialized ModelInferResponse. Raises DynamoError."""
+        """Return the serialized ModelInferResponse. Raises DynamoError."""
         name, version = request.head.model_name, request.head.model_version
         model = self._find(name, version)
         card = model.card
@@ -195,85 +195,85 @@ class DataPlane:
         self._metrics.refused(endpoint, error, request_type)
 
     async def text_model(self, account: Account, model: str) -> TextModel:
-        """Tokenizer and template of a language model. Raises ModelNotFound, InvalidRequest for other models, Unavailable."""
+        """Return tokenizer and template of a language model. Raises ModelNotFound, InvalidRequest if it is none, Unavailable."""
         card = self.card(account, model)
         if card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{card.name}' takes tensors; it has no tokenizer", param="model")
         return await self._texts.get(card, None)
 
     async def statistics(self, account: Account, model: str = "", version: str = "") -> ModelStatisticsResponse:
-        """Statistics of one model, or of all that the caller may use, added up over their instances.
+        """Return the statistics of one model, or of all that the caller may use, added up over their instances.
 
-        Instances that do not answer in time are left out, which the log says. Raises ModelNotFound, NoInstances if the model
-        has none, and Unavailable if none answered.
+        Instances that do not respond in time are left out, with a warning in the log. Raises ModelNotFound, NoInstances if the
+        model has none, and Unavailable if none responded.
         """
         if model:
             card = self.card(account, model, version)
-            asked = [i for i in self.models.instances(card.name) if not version or version in i.card.versions]
-            if not asked:
+            queried = [i for i in self.models.instances(card.name) if not version or version in i.card.versions]
+            if not queried:
                 raise NoInstances(card.name)
             model = card.name
         else:
             names = [card.name for card in self.cards(account) if card.name in self._cards]
-            asked = list({instance.id: instance for name in names for instance in self.models.instances(name)}.values())
+            queried = list({instance.id: instance for name in names for instance in self.models.instances(name)}.values())
         body = msgspec.msgpack.encode({"model": model, "version": version})
         deadline = self._loop.time() + self._settings.statistics_timeout_s
         limit = asyncio.Semaphore(_STATISTICS_AT_ONCE)
         failures: list[DynamoError] = []
         parts: list[ModelStatisticsResponse] = []
 
-        async def ask(instance: Instance) -> None:
+        async def query(instance: Instance) -> None:
             try:
                 async with limit:
-                    answer = await self._dispatcher.ask(instance, "statistics", body, deadline)
-                parts.append(ModelStatisticsResponse.FromString(bytes(answer)))
+                    response = await self._dispatcher.query(instance, "statistics", body, deadline)
+                parts.append(ModelStatisticsResponse.FromString(bytes(response)))
             except DecodeError:
-                failures.append(EngineError(f"instance {instance.id:x} sent statistics that cannot be read"))
+                failures.append(EngineError(f"instance {instance.id:x} returned statistics that cannot be read"))
             except DynamoError as error:
                 failures.append(error)
 
         async with asyncio.TaskGroup() as tasks:
-            for instance in asked:
-                tasks.create_task(ask(instance))
+            for instance in queried:
+                tasks.create_task(query(instance))
         if failures:
-            log.warning("%d of %d instances gave no statistics; first: %s", len(failures), len(asked), failures[0])
+            log.warning("%d of %d instances returned no statistics; first: %s", len(failures), len(queried), failures[0])
             if not parts:
-                raise Unavailable(f"no instance gave statistics: {failures[0]}") from failures[0]
-        found = add_up(parts)
+                raise Unavailable(f"no instance returned statistics: {failures[0]}") from failures[0]
+        total = add_up(parts)
         if model:
-            return found
-        return ModelStatisticsResponse(model_stats=[entry for entry in found.model_stats if entry.name in names])
+            return total
+        return ModelStatisticsResponse(model_stats=[entry for entry in total.model_stats if entry.name in names])
 
     # Model repositories
 
     def repository_index(self, account: Account) -> list[IndexEntry]:
-        """What the workers' repositories hold, as far as the caller may use it."""
+        """Return what the workers' repositories hold, as far as the caller may use it."""
         return [] if self._repository is None else self._repository.index(account)
 
     async def load_model(self, account: Account, request: LoadRequest) -> None:
-        """Has the workers that can load a model do so. Raises DynamoError."""
+        """Have the workers that can load a model do so. Raises DynamoError."""
         await self._repositories().load(account, request)
 
     async def unload_model(self, account: Account, request: UnloadRequest) -> None:
-        """Has every worker unload a model, and returns when its accepted requests are over. Raises DynamoError."""
+        """Have every worker unload a model; return when its accepted requests are over. Raises DynamoError."""
         await self._repositories().unload(account, request)
 
     def _repositories(self) -> Repository:
         if self._repository is None:
-            raise Unsupported("this server follows no model repositories")
+            raise Unsupported("this server has no model repositories")
         return self._repository
 
     # Following the directory
 
     def _find(self, model: str, version: str) -> _Model:
-        known = self._known.get((model, version))
-        if known is not None:
-            return known
+        cached = self._looked_up.get((model, version))
+        if cached is not None:
+            return cached
         card = self._lookup(model, version)
-        found = _Model(card, self._metrics.for_model(card.name), RequestChecker(card))
-        if card.name in self._cards:  # what is gone is forgotten some day, without any change to tell us
-            self._known[model, version] = found
-        return found
+        looked_up = _Model(card, self._metrics.for_model(card.name), RequestChecker(card))
+        if card.name in self._cards:  # a model without instances is forgotten after a time, which is no change of the directory
+            self._looked_up[model, version] = looked_up
+        return looked_up
 
     def _lookup(self, name: str, version: str) -> ModelCard:
         live = self.models.card(name)
@@ -282,8 +282,8 @@ class DataPlane:
             cards = self._cards.get(live.name, [live])
         else:
             now = self._loop.time()
-            lost = [card for card, at in self._gone.values() if now - at < self._settings.remember_s]
-            if self._refresh_due:  # what left in this very turn of the loop is not among them yet
+            lost = [card for card, gone_at in self._gone.values() if now - gone_at < self._settings.remember_s]
+            if self._refresh_due:  # instances that left in this very turn of the loop are not among them yet
                 lost += [cards[0] for cards in self._cards.values()]
             cards = [card for card in (*lost, *self._settings.models) if name in (card.name, *other_names(card))][:1]
         if not cards:
@@ -294,8 +294,8 @@ class DataPlane:
         raise ModelNotFound(name, version)
 
     def _changed(self) -> None:
-        """Changes come in crowds, of which the last counts."""
-        self._known.clear()
+        """The directory has changed. Changes come in groups, so they are applied together in the next turn of the loop."""
+        self._looked_up.clear()
         if not self._refresh_due and not self._closed:
             self._refresh_due = True
             self._loop.call_soon(self._refresh)
@@ -304,7 +304,7 @@ class DataPlane:
         self._refresh_due = False
         if self._closed:
             return
-        self._known.clear()
+        self._looked_up.clear()
         now = self._loop.time()
         before = self._cards
         registered = sorted(self.models.registered(), key=_started_at, reverse=True)
@@ -315,9 +315,9 @@ class DataPlane:
             self._gone[name] = (before[name][0], now)
             self._metrics.forget(name)
         self._gone = {
-            name: (card, at)
-            for name, (card, at) in self._gone.items()
-            if name not in self._cards and now - at < self._settings.remember_s
+            name: (card, gone_at)
+            for name, (card, gone_at) in self._gone.items()
+            if name not in self._cards and now - gone_at < self._settings.remember_s
         }
         ids = {instance.id for instance in registered}
         for removed in self._instances - ids:
@@ -362,7 +362,7 @@ class TensorResponses:
         self._scope.__exit__(kind, error, traceback)
 
     async def read(self) -> list[Buffer]:
-        """All serialized ModelInferResponses that came since the last call, at least one; [] at the end. Raises DynamoError."""
+        """Return all serialized ModelInferResponses since the last call, at least one; [] at the end. Raises DynamoError."""
         scope, stream = self._scope, self._stream
         if stream is None or scope.is_over:
             return []
@@ -394,7 +394,7 @@ async def open_data_plane(
     tracing: Tracing | None = None,
     repositories: RepositoryView | None = None,
 ) -> AsyncIterator[DataPlane]:
-    """A data plane that follows `directory`. `load_text` reads the tokenizer of a card; `link` is the client's connection."""
+    """Open a data plane that follows `directory`. `load_text` reads a card's tokenizer; `link` is the client's connection."""
     settings = settings or ServingOptions()
     queue: AdmissionQueue | None = None
     if settings.queue.size:
@@ -410,7 +410,7 @@ async def open_data_plane(
     async with TextModels(load_text) as texts:
         repository = None
         if repositories is not None:
-            repository = Repository(repositories, dispatcher.ask_at, directory, settings.repository_timeout_s)
+            repository = Repository(repositories, dispatcher.query_at, directory, settings.repository_timeout_s)
         plane = DataPlane(directory, dispatcher, texts, metrics, settings, tracing, repository)
         try:
             if settings.canary.wait_s is None:
@@ -425,7 +425,7 @@ async def open_data_plane(
 
 
 def _infer(request: TensorRequest, model: _Model, name: str, version: str) -> Work:
-    """`name` and `version` are those that the request names."""
+    """`name` and `version` are as in the request."""
     return Work(model=model.card.name, verb="infer", body=request.raw, metrics=model.metrics, name=name, version=version)
 
 

@@ -1,14 +1,14 @@
-"""Prompts that one instance computes and another one answers.
+"""Disaggregated serving: one instance computes the prompt, another one generates the response.
 
 Where a model has instances of role `prefill` and of role `decode`, a prompt goes to one of the former first: the router chooses
-by what they have cached. Its answer carries what the engines' connector needs to fetch the KV blocks (`kv_transfer`), and with
+by what they have cached. Its response carries what the engines' connector needs to fetch the KV blocks (`kv_transfer`), and with
 that the request goes to a decode instance, chosen by load alone. A prompt goes to a decode instance at once if
 
 1. one of them has all whole blocks of it cached, or
-2. less of it than `min_prompt_tokens` is missing there: moving the blocks would take longer than computing them.
+2. fewer than `min_prompt_tokens` of its tokens are missing there: moving the blocks would take longer than computing them.
 
-Whatever keeps that from working costs speed and no request: without a prefill instance that can take it, or after a decode
-instance failed, one instance does all. `enforce` forbids it.
+Where that cannot work, no request fails: without a prefill instance that can take it, or after a decode instance failed, one
+instance does both. `enforce` forbids that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OFFER: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-"""Asks an instance to keep the KV blocks of a prompt for another one; in the words of vLLM's connectors."""
+"""Tells an instance to keep the KV blocks of a prompt for another one; the format of vLLM's connectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What to ask of the instance that will answer."""
+    """The work of the instance that generates the response."""
 
     work: Work
     prefill: Prefill | None = None
@@ -68,40 +68,40 @@ class Disaggregation:
         self._settings = settings
 
     def is_complete(self, name: str, tokenizer: str) -> bool:
-        """Whether the instances of a model, some of which can answer, may do so: with `enforce`, both roles must be there."""
+        """Return whether a model that has instances may be served: with `enforce`, both roles must be there."""
         able = self._dispatcher.candidates.able_to_serve
         return not self._settings.enforce or all(able(name, "", tokenizer, role) for role in (Role.PREFILL, Role.DECODE))
 
     async def place(self, work: Work, prompt: GenerateRequest, call: Call) -> Placed:
-        """Has `prompt` computed by a prefill instance, if it should be. `work` is to let one instance do all.
+        """Have `prompt` computed by a prefill instance, if it should be. `work` is to let one instance do both.
 
-        Raises DynamoError: what the prefill instance did not like about the request, and, if one instance may not do all,
-        Unavailable, Overloaded or Unsupported where it had to.
+        Raises DynamoError: why the prefill instance rejected the request, and Unavailable, Overloaded or Unsupported if one
+        instance would have to do both and may not.
         """
         decode = self._decode_instances(work, prompt, call)
         if not decode:
             return Placed(work)
         enforce = self._settings.enforce
-        answered = msgspec.structs.replace(work, role=Role.DECODE, otherwise=None if enforce else work)
+        decoding = msgspec.structs.replace(work, role=Role.DECODE, otherwise=None if enforce else work)
         if not await self._is_worth_moving(work, prompt, decode):
-            answered.hashes = work.hashes
-            return Placed(answered)
+            decoding.hashes = work.hashes
+            return Placed(decoding)
         try:
             prefill = await self._prefill(work, prompt, call)
         except (Unavailable, Overloaded) as error:
             if enforce:
                 raise
-            log.info("no prefill instance of model '%s' takes a prompt, one instance does all: %s", work.model, error)
+            log.info("no prefill instance of model '%s' takes a prompt, one instance does both: %s", work.model, error)
             return Placed(work)
         if prefill is None:
             return Placed(work)
-        answered.body = request_encoder.encode(msgspec.structs.replace(prompt, kv_transfer=prefill.summary.kv_transfer))
-        answered.hashes = work.hashes
-        answered.is_prefilled = True
-        return Placed(answered, prefill)
+        decoding.body = request_encoder.encode(msgspec.structs.replace(prompt, kv_transfer=prefill.summary.kv_transfer))
+        decoding.hashes = work.hashes
+        decoding.is_prefilled = True
+        return Placed(decoding, prefill)
 
     def _decode_instances(self, work: Work, prompt: GenerateRequest, call: Call) -> Sequence[Instance]:
-        """Those that may answer what was computed elsewhere; none: one instance does all. Raises Unavailable and Unsupported."""
+        """Return the instances that may go on with a computed prompt; none: one does both. Raises Unavailable, Unsupported."""
         name = work.name or work.model
         prefill = self._dispatcher.candidates.able_to_serve(name, work.version, work.tokenizer, Role.PREFILL)
         decode: Sequence[Instance] = self._dispatcher.candidates.able_to_serve(name, work.version, work.tokenizer, Role.DECODE)
@@ -111,9 +111,9 @@ class Disaggregation:
         if not prefill or not decode:
             if enforce:
                 missing = "decode" if prefill else "prefill"
-                raise Unavailable(f"no {missing} instance is serving model '{work.model}', and one alone may not do all")
+                raise Unavailable(f"no {missing} instance is serving model '{work.model}', and one instance may not do both")
             return ()
-        if prompt.prompt_logprobs is not None:  # the decode instance, which answers, would not know them
+        if prompt.prompt_logprobs is not None:  # the decode instance, which responds, would not know them
             if enforce:
                 raise Unsupported("log probabilities of the prompt are not known where prompts are computed apart")
             return ()
@@ -126,14 +126,14 @@ class Disaggregation:
         return missing is None or missing >= max(1, self._settings.min_prompt_tokens)
 
     async def _prefill(self, work: Work, prompt: GenerateRequest, call: Call) -> Prefill | None:
-        """None: the instance's engine hands nothing over. Raises DynamoError."""
-        asked = msgspec.structs.replace(
+        """Return None if the instance's engine provides no KV transfer. Raises DynamoError."""
+        request = msgspec.structs.replace(
             prompt, n=1, logprobs=None, stop=Stop(max_tokens=1, ignore_eos=True), data_parallel_rank=None, kv_transfer=OFFER
         )
-        body = request_encoder.encode(asked)
+        body = request_encoder.encode(request)
         first = msgspec.structs.replace(work, body=body, role=Role.PREFILL, expected_output_tokens=1)
-        anyone = msgspec.structs.replace(call, instance=None, session="")  # what is named is who answers
-        async with self._dispatcher.stream(first, anyone) as stream:
+        any_instance = msgspec.structs.replace(call, instance=None, session="")  # the named one is to respond
+        async with self._dispatcher.stream(first, any_instance) as stream:
             while True:
                 try:
                     while await stream.read():
@@ -142,7 +142,7 @@ class Disaggregation:
                 except Unavailable as error:
                     if not stream.started:
                         raise
-                    await stream.move(error, first)  # nothing of it was used: another one may do it all again
+                    await stream.move(error, first)  # nothing of it was used: another instance may do all of it again
             assert stream.decision is not None
             instance = stream.decision.instance.id
             try:
@@ -150,8 +150,8 @@ class Disaggregation:
             except msgspec.MsgspecError:
                 raise EngineError("the summary of the prefill engine cannot be read") from None
             if summary.kv_transfer is None:
-                log.warning("instance %x of model '%s' has the role prefill and hands nothing over", instance, work.model)
+                log.warning("instance %x of model '%s' has the role prefill and provides no KV transfer", instance, work.model)
                 if self._settings.enforce:
-                    raise EngineError(f"the prefill instance {instance:x} hands nothing over")
+                    raise EngineError(f"the prefill instance {instance:x} provides no KV transfer")
                 return None
             return Prefill(instance, summary)

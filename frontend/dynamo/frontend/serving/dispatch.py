@@ -73,7 +73,7 @@ class Dispatcher:
             clock=clock,
         )
         self.reuse = PrefixReuse(clock)
-        """What prompts found in the caches of instances."""
+        """How much of the prompts was cached at each instance."""
 
     @property
     def candidates(self) -> Candidates:
@@ -99,12 +99,12 @@ class Dispatcher:
         """A request with any number of responses. An instance is picked at the first `read`."""
         return DispatchedStream(self._shared, work, call, self.deadline(call), Attempts())
 
-    async def ask(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
-        """What one instance responds to a query about itself: not routed, not booked, not repeated. Raises DynamoError."""
-        return await self.ask_at(instance.id, instance.subject, verb, body, deadline)
+    async def query(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
+        """Query one instance about itself: not routed, not booked, not repeated. Raises DynamoError."""
+        return await self.query_at(instance.id, instance.subject, verb, body, deadline)
 
-    async def ask_at(self, instance: InstanceId, subject: str, verb: str, body: Body, deadline: float) -> Buffer:
-        """The same of an instance that need not serve a model."""
+    async def query_at(self, instance: InstanceId, subject: str, verb: str, body: Body, deadline: float) -> Buffer:
+        """Query an instance that need not serve a model."""
         stream = self._client.open(instance, subject, verb, body, deadline=deadline)
         try:
             return await stream.result()

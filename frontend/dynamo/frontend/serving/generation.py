@@ -1,11 +1,11 @@
 """One text generation, from text to text: tokenized, dispatched, moved to another instance if its own dies, detokenized.
 
 Migration re-sends the prompt and all tokens received so far, with what is left of `max_tokens`; the text goes on without a seam.
-The tokens are the ones that an undisturbed run had given if the next token depends on those before it only: greedy sampling, and
+The tokens are those of an undisturbed run if the next token depends only on the ones before it: with greedy sampling, and with
 engines that derive randomness from seed and position. An engine that draws from one stream of random numbers per request begins
-that stream anew, and presence or frequency penalties count only tokens generated since. Choices part there: each goes on by
-itself, as a request for the one choice that says which it is. Not moved, but failed: structured output, whose grammar an engine
-would begin anew in the middle.
+that stream anew, and presence or frequency penalties count only tokens generated since. Completion choices are moved separately:
+each goes on as a request for one choice, which says which it is. Structured output is not moved but fails, since an engine would
+begin its grammar anew in the middle.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _END_TOKENS = 16
 
 
 class _Part:
-    """What one stream answers: all choices, or, after they had to move, one of them."""
+    """What one stream generates: all choices, or, after they were moved, one of them."""
 
     __slots__ = ("is_moved", "is_placed", "migrations_left", "prompt", "reading", "stream")
 
@@ -62,16 +62,16 @@ class _Part:
     ) -> None:
         self.stream = stream
         self.prompt = prompt
-        """As it is asked for in `stream`."""
+        """As requested in `stream`."""
         self.migrations_left = migrations_left
         self.is_moved = is_moved
         self.is_placed = False
-        """It was decided which instances may work on the prompt."""
+        """Whether it was decided which instances may work on the prompt."""
         self.reading: asyncio.Task[list[Delta]] | None = None
-        """Waits for the next deltas, where there are several parts."""
+        """The read of the next deltas, where there are several parts."""
 
     def go_on(self, rest: GenerateRequest) -> None:
-        """`stream` was moved, for `rest`."""
+        """Note that `stream` was moved and requests `rest` now."""
         self.prompt = rest
         self.migrations_left -= 1
         self.is_moved = True
@@ -99,7 +99,7 @@ class Generation:
         self._dispatcher = dispatcher
         self._disaggregation = disaggregation
         self._prefill: Prefill | None = None
-        """Of the prompt, if another instance computed it."""
+        """Set if another instance computed the prompt."""
         self._texts = texts
         self._metrics = metrics
         self._migration_limit = migration_limit
@@ -109,9 +109,9 @@ class Generation:
         """Once entered: traced, and with the deadline that applies."""
         self._scope = scope
         self._stream: DispatchedStream
-        """The one that the request began with; later it answers the first of the choices that moved."""
+        """The one that the request began with; later it carries the first of the choices that were moved."""
         self._parts: list[_Part] = []
-        """Those that have not ended."""
+        """The parts that have not ended."""
         self._is_split = False
         self._detokenizer: Detokenizer
         self._vocabulary: Vocabulary
@@ -183,7 +183,7 @@ class Generation:
             self._scope.__exit__(kind, error, traceback)
 
     async def read(self) -> list[TextDelta]:
-        """All text that became certain since the last call, at least one delta; [] at the end. Raises DynamoError."""
+        """Return all text that became certain since the last call, at least one delta; [] at the end. Raises DynamoError."""
         try:
             while not self._scope.is_over:
                 deltas = await self._deltas()
@@ -191,7 +191,7 @@ class Generation:
                     self._complete(self._trailer())
                     break
                 texts = self._feed(deltas)
-                if self._detokenizer.done and self._unfinished:  # by stop strings, of which the engine knows nothing
+                if self._detokenizer.done and self._unfinished:  # by stop strings, which the engine does not know
                     await self._close()
                     self._complete(None)
                 if texts:
@@ -208,7 +208,7 @@ class Generation:
         return msgspec.structs.replace(prompt, model=self._card.name, adapter=adapter, priority=self._call.priority)
 
     async def _place(self, part: _Part) -> None:
-        """Decides who answers; where there are prefill instances, one computes the prompt before."""
+        """Decide which instances may respond; where there are prefill instances, one of them computes the prompt before."""
         part.is_placed = True
         placed = await self._disaggregation.place(self._work(part.prompt), part.prompt, self._call)
         self._prefill = placed.prefill
@@ -218,7 +218,7 @@ class Generation:
             self._metrics.migrated(ongoing=True)
 
     async def _close(self) -> None:
-        """Ends what has not ended, here and at the engines."""
+        """End the parts that have not ended, here and at the engines."""
         parts, self._parts = self._parts, []
         readings = [part.reading for part in parts if part.reading is not None]
         try:
@@ -246,7 +246,7 @@ class Generation:
         )
 
     async def _deltas(self) -> list[Delta]:
-        """What the engines made since the last call; [] at the end."""
+        """Return what the engines have generated since the last call; [] at the end."""
         if not self._is_split:
             deltas = await self._read(self._parts[0])
             if deltas or not self._is_split:
@@ -254,7 +254,7 @@ class Generation:
         return await self._read_any()
 
     async def _read_any(self) -> list[Delta]:
-        """What the first of several streams to have any has made; [] when all have ended."""
+        """Return what the first streams to have any have generated; [] when all have ended."""
         while parts := self._parts:
             for part in parts:
                 if part.reading is None:
@@ -272,7 +272,7 @@ class Generation:
         return []
 
     async def _read(self, part: _Part) -> list[Delta]:
-        """What the engine made for this part since the last call; [] at its end, or if it was split."""
+        """Return what the engine has generated for this part since the last call; [] at its end, or if it was split."""
         while True:
             try:
                 if not part.is_placed:
@@ -287,11 +287,11 @@ class Generation:
                 rest = [choice for choice in unfinished if choice not in complete]
                 if rest:
                     await self._migrate(part, rest, error)
-                if complete or len(rest) != 1:  # of those that are complete, only the end was lost
+                if complete or len(rest) != 1:  # of complete choices, only the end was lost
                     return [Delta(index=choice, finish_reason=FinishReason.LENGTH) for choice in complete]
 
     async def _migrate(self, part: _Part, choices: list[int], error: Unavailable) -> None:
-        """Lets other instances generate the rest of these choices, each by itself. Raises `error` if that cannot be."""
+        """Let other instances generate the rest of these choices, each by itself. Raises `error` if that cannot be."""
         if self._prompt.sampling.guided is not None or part.migrations_left == 0:
             raise error
         rests = [self._rest(choice) for choice in choices]
@@ -303,7 +303,7 @@ class Generation:
         self._is_split = self._prompt.n > 1
 
     def _rest(self, choice: int) -> GenerateRequest:
-        """What is left to do for one choice."""
+        """Return the request for what is missing of one choice."""
         prompt, received = self._prompt, self._received[choice]
         return msgspec.structs.replace(
             prompt,
@@ -328,7 +328,7 @@ class Generation:
         received = self._received
         for delta in deltas:
             if delta.index not in unfinished:
-                raise EngineError("the engine went on with a choice that it had finished, or that was not asked for")
+                raise EngineError("the engine went on with a choice that it had finished, or that was not requested")
             tokens = delta.tokens
             count += len(tokens)
             received[delta.index].extend(tokens)
@@ -342,9 +342,9 @@ class Generation:
         return texts
 
     def _trailer(self) -> Summary | None:
-        """The engine's summary, None if it got lost. Raises EngineError if the engine ended too early or wrote nonsense."""
+        """Return the engine's summary; None if it got lost. Raises EngineError if it ended too early or cannot be read."""
         if self._unfinished:
-            raise EngineError("the engine ended without finishing its answer")
+            raise EngineError("the engine ended without finishing its response")
         try:
             return summary_decoder.decode(self._stream.trailer) if self._stream.trailer else None
         except msgspec.MsgspecError:
@@ -352,9 +352,9 @@ class Generation:
 
     def _complete(self, summary: Summary | None) -> None:
         prompt_tokens = self._scope.input_tokens
-        if summary is None:  # cut off here, or lost: what the engine alone knows stays unknown
+        if summary is None:  # cut off here, or lost: what only the engine knows stays unknown
             summary = Summary(prompt_tokens=prompt_tokens, output_tokens=self._scope.output_tokens)
-        elif self._migrated:  # the last instance counts tokens of the answer as prompt
+        elif self._migrated:  # the last instance counts tokens of the response as prompt
             summary = msgspec.structs.replace(
                 summary,
                 prompt_tokens=prompt_tokens,
@@ -363,7 +363,7 @@ class Generation:
                 prompt_logprobs=summary.prompt_logprobs and summary.prompt_logprobs[:prompt_tokens],
             )
         prefill, decision = self._prefill, self._stream.decision
-        if prefill is not None and not self._migrated:  # what the decode instance found, it had been given
+        if prefill is not None and not self._migrated:  # to the decode instance, all of the prompt was cached
             summary = msgspec.structs.replace(
                 summary,
                 cached_tokens=prefill.summary.cached_tokens,
@@ -385,9 +385,9 @@ def _encoded(prompt: GenerateRequest) -> bytes:
 
 
 def _numbered(deltas: list[Delta], choice: int) -> list[Delta]:
-    """What was answered to a request for one choice, as deltas of that choice."""
+    """Return the deltas of a request for one choice as deltas of that choice."""
     if any(delta.index for delta in deltas):
-        raise EngineError("the engine answered a choice that was not asked for")
+        raise EngineError("the engine responded with a choice that was not requested")
     return [msgspec.structs.replace(delta, index=choice) for delta in deltas] if choice else deltas
 
 
@@ -396,4 +396,4 @@ def _decoded(bodies: list[Buffer]) -> list[Delta]:
     try:
         return [decode(body) for body in bodies]
     except msgspec.MsgspecError:
-        raise EngineError("the engine's answer cannot be read") from None
+        raise EngineError("the engine's response cannot be read") from None

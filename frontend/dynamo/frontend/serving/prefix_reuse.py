@@ -1,4 +1,4 @@
-"""How much of the prompts each instance had cached, as this process saw it."""
+"""How much of the prompts each instance had cached, by the summaries that this process received."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HALF_LIFE_S = 60.0
 
 @dataclass(slots=True)
 class _Tokens:
-    at: float
+    counted_at: float
     prompt: float = 0.0
     cached: float = 0.0
 
@@ -25,21 +25,21 @@ class PrefixReuse:
         self._by_instance: dict[InstanceId, _Tokens] = {}
 
     def add(self, instance: InstanceId, prompt_tokens: int, cached_tokens: int) -> None:
-        """An instance has answered a prompt."""
+        """Count a prompt that an instance has served."""
         now = self._clock()
         tokens = self._by_instance.get(instance)
         if tokens is None:
             tokens = self._by_instance[instance] = _Tokens(now)
-        left = 0.5 ** ((now - tokens.at) / HALF_LIFE_S)
-        tokens.at = now
+        left = 0.5 ** ((now - tokens.counted_at) / HALF_LIFE_S)
+        tokens.counted_at = now
         tokens.prompt = tokens.prompt * left + prompt_tokens
         tokens.cached = tokens.cached * left + cached_tokens
 
     def hit_rate(self, instance: InstanceId) -> float | None:
-        """Share of the prompt tokens that were cached, 0 to 1; None if nothing was asked of the instance."""
+        """Return the share of the prompt tokens that were cached, 0 to 1; None if the instance had no prompts."""
         tokens = self._by_instance.get(instance)
         return round(min(1.0, tokens.cached / tokens.prompt), 4) if tokens is not None and tokens.prompt else None
 
     def forget(self, instance: InstanceId) -> None:
-        """The instance is gone."""
+        """Drop what was counted of an instance that is gone."""
         self._by_instance.pop(instance, None)

@@ -27,7 +27,7 @@ class Detokenizer(Protocol):
 
     @property
     def done(self) -> bool:
-        """Every choice has finished."""
+        """Whether every choice has finished."""
         ...
 
     def feed(self, delta: Delta) -> TextDelta | None: ...
@@ -41,7 +41,7 @@ class Vocabulary(Protocol):
     def decode(self, tokens: list[int], /, *, skip_special_tokens: bool) -> str: ...
 
     def check_ids(self, tokens: Sequence[int], /) -> None:
-        """Raises InvalidRequest if one of `tokens`, which are not empty, is not in the vocabulary."""
+        """Raise InvalidRequest if one of `tokens`, which are not empty, is not in the vocabulary."""
         ...
 
 
@@ -52,7 +52,7 @@ class TextModel(Protocol):
     def tokenizer(self) -> Vocabulary: ...
 
     def render(self, request: TextRequest) -> str:
-        """The conversation of `request` as the text that the model sees. Raises InvalidRequest."""
+        """Return the conversation of `request` as the text that the model gets. Raises InvalidRequest."""
         ...
 
     async def to_generate(self, request: TextRequest) -> GenerateRequest: ...
@@ -65,7 +65,7 @@ _Key: TypeAlias = tuple[str, LlmInfo]
 
 
 def _key(card: ModelCard) -> _Key:
-    """Cards that agree in this share a tokenizer: how much memory or load an instance has says nothing about text."""
+    """Return what cards must agree in to share a tokenizer; memory and load of an instance do not matter for text."""
     assert card.llm is not None
     return card.name, msgspec.structs.replace(
         card.llm, block_size=0, total_blocks=0, max_num_seqs=0, max_batched_tokens=0, data_parallel_size=1, adapters=()
@@ -99,14 +99,14 @@ class TextModels:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.keep(())
-        await self._tasks.__aexit__(None, None, None)  # `error` is not one of these tasks': it passes as it is
+        await self._tasks.__aexit__(None, None, None)  # `error` comes from elsewhere and goes on as it is
 
     def on_loaded(self, callback: Callable[[], None]) -> None:
-        """`callback` is called, synchronously, whenever a model has been loaded."""
+        """Call `callback`, synchronously, whenever a model has been loaded."""
         self._callbacks.append(callback)
 
     def keep(self, cards: Iterable[ModelCard]) -> None:
-        """These are the language models there are now: loads what is new, drops what is gone."""
+        """Load the tokenizers of new language models, and drop those of models that are not among `cards`."""
         wanted = {_key(card): card for card in cards if card.llm is not None}
         for key in self._entries.keys() - wanted.keys():
             entry = self._entries.pop(key)
@@ -123,7 +123,7 @@ class TextModels:
         return entry is not None and entry.model is not None
 
     async def get(self, card: ModelCard, deadline: float | None) -> TextModel:
-        """The text side of a model; waits while it is loaded for the first time. Raises Unavailable or DeadlineExceeded."""
+        """Return the text side of a model; wait while it is loaded for the first time. Raises Unavailable, DeadlineExceeded."""
         entry = self._entries.get(_key(card)) or self._start(_key(card), card)
         if entry.model is not None:
             return entry.model
