@@ -22,7 +22,7 @@ VLLM := .venv-vllm
 VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/integration/test_vllm_whole_way.py
 VLLM_FLAGS ?= -k "vllm"
 
-.PHONY: help run test unit integration test-vllm lint format docs bench profile setup clean
+.PHONY: help run test unit integration test-vllm lint format docs bench profile setup clean simulate
 
 help:
 	@sed -n 's/^# \?//; /^$$/q; p' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +42,9 @@ integration: $(VENV)/.dev
 
 test-vllm: $(VLLM)/.made
 	VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -m pytest $(VLLM_FLAGS) $(VLLM_TESTS)
+
+simulate: $(VENV)/.dev
+	$(BIN)/python -m tests.simulation $(if $(SEEDS),--seeds $(SEEDS),--new 500) $(FLAGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """`python -m tests.simulation`: run many seeds on all cores, or replay one.
 
-    python -m tests.simulation --seeds 0-499
+    python -m tests.simulation --new 500                                    # seeds that were probably never run before
     python -m tests.simulation --seeds 0-19999 --results simulate.jsonl     # resumable: seeds in the file are not run again
     python -m tests.simulation --replay 17                                  # prints the whole history
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import sys
 import time
 from collections import Counter
@@ -31,25 +32,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if arguments.replay is not None:
         return _replay(arguments.replay)
-    seeds = [seed for seed in _seeds(arguments.seeds) if seed not in _done(arguments.results)]
+    done = _done(arguments.results)
+    seeds = [seed for seed in _seeds(arguments.seeds, arguments.new) if seed not in done]
     return _run(seeds, arguments.jobs, arguments.results, arguments.within_s)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="Run the fleet in simulated time.")
-    parser.add_argument("--seeds", default="0-499", help="FIRST-LAST or a list of seeds, separated by commas")
+    parser.add_argument("--seeds", default="", help="FIRST-LAST or a list of seeds, separated by commas")
+    parser.add_argument("--new", type=int, default=0, metavar="COUNT", help="so many seeds from a random one on, besides --seeds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--results", type=Path, help="a file of results, one JSON object per line, to which more are appended")
     parser.add_argument("--within-s", type=float, default=float("inf"), help="start no more seeds after this many seconds")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print its history")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if not arguments.seeds and not arguments.new and arguments.replay is None:
+        parser.error("name seeds with --seeds, --new or --replay")
+    return arguments
 
 
-def _seeds(text: str) -> list[int]:
+def _seeds(text: str, new: int) -> list[int]:
     seeds: list[int] = []
-    for part in text.split(","):
+    for part in filter(None, text.split(",")):
         first, dash, last = part.partition("-")
         seeds += range(int(first), int(last) + 1) if dash else [int(first)]
+    if new:
+        start = random.SystemRandom().randrange(10**6, 10**9)
+        print(f"seeds {start}-{start + new - 1}", flush=True)
+        seeds += range(start, start + new)
     return seeds
 
 
