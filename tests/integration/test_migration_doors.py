@@ -203,5 +203,5 @@ async def test_prompts_computed_apart_give_the_same_answers_through_every_door(
             refused = await client.post(f"http://127.0.0.1:{strict.http_port}/v1/completions", json=body)
             assert refused.status_code == 503
             assert "no prefill instance is serving model 'sim'" in refused.json()["error"]["message"] or (
-                "is not there" in refused.json()["error"]["message"]
+                "is gone" in refused.json()["error"]["message"]
             )

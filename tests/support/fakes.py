@@ -44,11 +44,11 @@ def llm_card(name: str = "talker", *, role: Role = Role.AGGREGATED, tokenizer: s
 
 
 def instance(id_: int, card: ModelCard | None = None, started_at: float = 0.0) -> Instance:
-    known = InstanceId(id_)
+    instance_id = InstanceId(id_)
     return Instance(
-        id=known,
+        id=instance_id,
         endpoint=ENDPOINT,
-        subject=ENDPOINT.rpc_subject(known),
+        subject=ENDPOINT.rpc_subject(instance_id),
         card=card or tensor_card(),
         started_at=started_at,
     )
@@ -76,20 +76,20 @@ class FakeDirectory:
     def mark_down(self, instance: InstanceId) -> None:
         self.down.append(instance)
         if self._view.mark_down(instance):
-            self._tell()
+            self._notify()
 
     def on_change(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
     def add(self, *instances: Instance) -> None:
         if self._view.apply({instance.key: encode_registration(instance) for instance in instances}):
-            self._tell()
+            self._notify()
 
     def remove(self, *ids: int) -> None:
-        if self._view.apply({known.key: None for known in self.registered() if known.id in ids}):
-            self._tell()
+        if self._view.apply({registered.key: None for registered in self.registered() if registered.id in ids}):
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for callback in self._callbacks:
             callback()
 
@@ -130,7 +130,7 @@ class FakeStream:
         self.started = False
         self.trailer: Buffer = b""
         self.cancelled = False
-        self._answers: list[Buffer] = []
+        self._responses: list[Buffer] = []
         self._over = False
         self._failure: DynamoError | None = None
         self._news = asyncio.Event()
@@ -145,7 +145,7 @@ class FakeStream:
     def data(self, *bodies: bytes) -> None:
         if not self._over:
             self.started = True
-            self._answers += bodies
+            self._responses += bodies
             self._news.set()
 
     def end(self, trailer: bytes = b"") -> None:
@@ -160,15 +160,15 @@ class FakeStream:
             self._finish()
 
     async def read(self) -> list[Buffer]:
-        while not self._answers:
+        while not self._responses:
             if self._failure is not None:
                 raise self._failure
             if self._over:
                 return []
             self._news.clear()
             await self._news.wait()
-        answers, self._answers = self._answers, []
-        return answers
+        responses, self._responses = self._responses, []
+        return responses
 
     async def result(self) -> Buffer:
         while not self._over:
@@ -191,7 +191,7 @@ class FakeStream:
 
 
 class FakeClient:
-    """Opens fake streams; `respond`, called as each is opened, may answer at once or leave that to the test."""
+    """Opens fake streams; `respond`, called as each is opened, may respond at once or leave that to the test."""
 
     def __init__(self, respond: Callable[[FakeStream], None] = lambda stream: None) -> None:
         self.respond = respond
@@ -215,7 +215,7 @@ class FakeClient:
         return stream
 
     @property
-    def asked(self) -> list[int]:
+    def sent_to(self) -> list[int]:
         """The instances that were sent requests, in order."""
         return [int(stream.instance) for stream in self.streams]
 
@@ -268,8 +268,8 @@ class DyingEngine:
         self._deaths = iter(deaths)
         self.requests: list[GenerateRequest] = []
 
-    def asked(self, stream: FakeStream) -> tuple[GenerateRequest, int, int | None]:
-        """The next request, how many tokens it wants, and its death; None: it is answered to the end."""
+    def next_request(self, stream: FakeStream) -> tuple[GenerateRequest, int, int | None]:
+        """The next request, how many tokens it wants, and its death; None: it is served to the end."""
         request = request_decoder.decode(stream.body)
         self.requests.append(request)
         limit = request.stop.max_tokens
@@ -280,7 +280,7 @@ class DyingEngine:
 class TokenEngine(DyingEngine):
     """A `respond` for FakeClient: the token after n tokens is a function of all n, as in greedy sampling.
 
-    `deaths` says after how many tokens each request, in order, loses its instance; the rest are answered to the end.
+    `deaths` says after how many tokens each request, in order, loses its instance; the rest are served to the end.
     """
 
     def __init__(self, deaths: Sequence[int], error: Callable[[InstanceId], DynamoError], per_step: int = 1) -> None:
@@ -289,15 +289,15 @@ class TokenEngine(DyingEngine):
         self._per_step = per_step
 
     def __call__(self, stream: FakeStream) -> None:
-        request, limit, death = self.asked(stream)
-        answer = continuation(request.tokens, limit)
-        whole = answer if death is None else answer[:death]
+        request, limit, death = self.next_request(stream)
+        response = continuation(request.tokens, limit)
+        whole = response if death is None else response[:death]
         for at in range(0, len(whole), self._per_step):
             step = tuple(whole[at : at + self._per_step])
             ends = death is None and at + self._per_step >= len(whole)
             stream.data(delta_encoder.encode(Delta(step, finish_reason=FinishReason.LENGTH if ends else None)))
         if death is None:
-            trailer = Summary(prompt_tokens=request.prompt_tokens, output_tokens=len(answer), cached_tokens=1)
+            trailer = Summary(prompt_tokens=request.prompt_tokens, output_tokens=len(response), cached_tokens=1)
             stream.end(summary_encoder.encode(trailer))
         else:
             stream.fail(self._error(stream.instance))
@@ -338,7 +338,7 @@ class FakeText:
 
 
 class FakeVocabulary:
-    """Prompts are characters, answers are numbers."""
+    """Prompts are characters, responses are numbers."""
 
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         return [ord(character) for character in text]

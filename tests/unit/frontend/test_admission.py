@@ -35,7 +35,7 @@ class OneAtATime(RecordingRouter):
 
 
 class Fleet:
-    """One instance that answers when told to, behind a dispatcher with a queue."""
+    """One instance that responses when told to, behind a dispatcher with a queue."""
 
     def __init__(self, size: int, policy: QueuePolicy = QueuePolicy.FCFS) -> None:
         self.directory, self.client, self.router = FakeDirectory(instance(1)), FakeClient(lambda stream: None), OneAtATime()
@@ -45,22 +45,22 @@ class Fleet:
         self.dispatcher = Dispatcher(self.directory, self.client, FakeLink(), self.router, queue=self.queue)
         self.done: list[str] = []
 
-    def ask(self, name: str, *, prompt: int = 1, **call: object) -> asyncio.Task[None]:
+    def send(self, name: str, *, prompt: int = 1, **call: object) -> asyncio.Task[None]:
         work = Work(model="adder", verb="infer", body=name.encode(), metrics=self.metrics, prompt=bytes(4 * prompt))
 
-        async def asked() -> None:
+        async def sent() -> None:
             await self.dispatcher.call(work, Call(account=ANONYMOUS, request_id=name, **call))  # type: ignore[arg-type]
             self.done.append(name)
 
-        return asyncio.create_task(asked())
+        return asyncio.create_task(sent())
 
     @property
-    def asked(self) -> list[str]:
+    def served(self) -> list[str]:
         return [bytes(stream.body).decode() for stream in self.client.streams]
 
-    async def answer(self) -> None:
-        """The instance answers its oldest request; everything that follows from it happens."""
-        next(stream for stream in self.client.streams if not stream.is_over).end(b"answer")
+    async def respond(self) -> None:
+        """The instance responses its oldest request; everything that follows from it happens."""
+        next(stream for stream in self.client.streams if not stream.is_over).end(b"response")
         await asyncio.sleep(0.1)
 
 
@@ -71,31 +71,31 @@ def now() -> float:
 @in_virtual_time
 async def test_requests_wait_while_all_are_busy_and_are_served_in_the_order_they_came() -> None:
     fleet = Fleet(10)
-    tasks = [fleet.ask(name) for name in "abcd"]
+    tasks = [fleet.send(name) for name in "abcd"]
     await asyncio.sleep(0.1)
-    assert fleet.asked == ["a"]
+    assert fleet.served == ["a"]
     assert max(fleet.waiting) == 3
     for _ in tasks:
-        await fleet.answer()
+        await fleet.respond()
     await asyncio.gather(*tasks)
     assert fleet.done == list("abcd")
     assert fleet.waiting[-1] == 0
 
 
 @in_virtual_time
-async def test_who_is_more_important_goes_first_and_nobody_overtakes_equals() -> None:
+async def test_higher_priority_goes_first_and_equals_stay_in_order() -> None:
     fleet = Fleet(10)
-    first = fleet.ask("first")
+    first = fleet.send("first")
     await asyncio.sleep(0)
-    tasks = [fleet.ask("low"), fleet.ask("high", priority=5), fleet.ask("high too", priority=5)]
+    tasks = [fleet.send("low"), fleet.send("high", priority=5), fleet.send("high too", priority=5)]
     await asyncio.sleep(0.1)
-    fleet.router.room = 0  # nobody may begin until all stand in line
-    await fleet.answer()
+    fleet.router.room = 0  # none may begin until all stand in line
+    await fleet.respond()
     fleet.router.room = 1
-    late = fleet.ask("late")
+    late = fleet.send("late")
     for _ in range(4):
         await asyncio.sleep(0.1)
-        await fleet.answer()
+        await fleet.respond()
     await asyncio.gather(first, late, *tasks)
     assert fleet.done == ["first", "high", "high too", "low", "late"]
 
@@ -103,72 +103,72 @@ async def test_who_is_more_important_goes_first_and_nobody_overtakes_equals() ->
 @in_virtual_time
 async def test_by_wspt_short_requests_go_first_unless_a_long_one_is_important_enough() -> None:
     fleet = Fleet(10, QueuePolicy.WSPT)
-    tasks = [fleet.ask("running")]
+    tasks = [fleet.send("running")]
     await asyncio.sleep(0.01)
     for name, prompt, priority in (("long", 1000, 0), ("short", 10, 0), ("long and important", 1000, 999), ("middle", 100, 0)):
-        tasks.append(fleet.ask(name, prompt=prompt, priority=priority))
+        tasks.append(fleet.send(name, prompt=prompt, priority=priority))
         await asyncio.sleep(0.01)
     for _ in tasks:
-        await fleet.answer()
+        await fleet.respond()
     await asyncio.gather(*tasks)
     assert fleet.done == ["running", "long and important", "short", "middle", "long"]
 
 
 @in_virtual_time
-async def test_one_more_than_may_wait_is_refused_at_once_and_told_when_to_come_back() -> None:
+async def test_one_more_than_may_wait_is_refused_at_once_with_a_time_to_retry() -> None:
     fleet = Fleet(2)
-    tasks = [fleet.ask(name) for name in "abc"]
+    tasks = [fleet.send(name) for name in "abc"]
     await asyncio.sleep(0.1)
     with pytest.raises(Overloaded, match="the queue for model 'adder' is full: 2 waiting") as refused:
-        await fleet.ask("d")
+        await fleet.send("d")
     assert refused.value.retry_after_s is not None and refused.value.retry_after_s >= 1
     for _ in tasks:
-        await fleet.answer()
+        await fleet.respond()
     assert fleet.done == list("abc")
 
 
 @in_virtual_time
-async def test_whose_deadline_passes_in_line_hears_so_and_makes_room() -> None:
+async def test_a_request_whose_deadline_passes_in_line_fails_and_makes_room() -> None:
     fleet = Fleet(1)
-    running = fleet.ask("running")
+    running = fleet.send("running")
     await asyncio.sleep(0.01)
     begun = now()
     with pytest.raises(DeadlineExceeded):
-        await fleet.ask("late", deadline=begun + 2)
+        await fleet.send("late", deadline=begun + 2)
     assert now() - begun == pytest.approx(2, abs=0.01)
-    waiting = fleet.ask("patient")
-    await fleet.answer()
-    await fleet.answer()
+    waiting = fleet.send("patient")
+    await fleet.respond()
+    await fleet.respond()
     await asyncio.gather(running, waiting)
-    assert fleet.asked == ["running", "patient"]
+    assert fleet.served == ["running", "patient"]
 
 
 @in_virtual_time
 async def test_who_cannot_be_served_in_time_is_refused_early() -> None:
     fleet = Fleet(10)
-    tasks = [fleet.ask(str(number)) for number in range(9)]
+    tasks = [fleet.send(str(number)) for number in range(9)]
     for _ in range(4):
         await asyncio.sleep(1)
-        await fleet.answer()  # from here on the pace is known: one in about a second
+        await fleet.respond()  # from here on the pace is known: one in about a second
     with pytest.raises(Overloaded, match=r"wait for about \d\.\d s now, and this one has 1\.0 s left"):
-        await fleet.ask("in a hurry", deadline=now() + 1)
-    in_time = fleet.ask("in time", deadline=now() + 60)
+        await fleet.send("in a hurry", deadline=now() + 1)
+    in_time = fleet.send("in time", deadline=now() + 60)
     for _ in range(6):
-        await fleet.answer()
+        await fleet.respond()
     await asyncio.gather(in_time, *tasks)
-    assert "in a hurry" not in fleet.asked
+    assert "in a hurry" not in fleet.served
 
 
 @in_virtual_time
-async def test_who_gives_up_in_line_is_not_served_and_holds_up_nobody() -> None:
+async def test_a_request_that_is_cancelled_in_line_is_not_served_and_delays_no_other() -> None:
     fleet = Fleet(10)
-    tasks = [fleet.ask(name) for name in "abc"]
+    tasks = [fleet.send(name) for name in "abc"]
     await asyncio.sleep(0.1)
     tasks[1].cancel()
-    await fleet.answer()
-    await fleet.answer()
+    await fleet.respond()
+    await fleet.respond()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert fleet.asked == ["a", "c"]
+    assert fleet.served == ["a", "c"]
     assert fleet.queue.waiting("adder") == 0
 
 
@@ -176,13 +176,13 @@ async def test_who_gives_up_in_line_is_not_served_and_holds_up_nobody() -> None:
 async def test_room_that_only_a_load_report_shows_is_taken_soon() -> None:
     fleet = Fleet(10)
     fleet.router.room = 0
-    task = fleet.ask("a")
+    task = fleet.send("a")
     await asyncio.sleep(1)
-    assert fleet.asked == []
+    assert fleet.served == []
     fleet.router.room = 1
     await asyncio.sleep(0.05)
-    assert fleet.asked == ["a"]
-    await fleet.answer()
+    assert fleet.served == ["a"]
+    await fleet.respond()
     await task
 
 
@@ -190,7 +190,7 @@ async def test_room_that_only_a_load_report_shows_is_taken_soon() -> None:
 async def test_when_the_last_instance_leaves_those_in_line_hear_so() -> None:
     fleet = Fleet(10)
     fleet.router.room = 0
-    tasks = [fleet.ask("a"), fleet.ask("b")]
+    tasks = [fleet.send("a"), fleet.send("b")]
     await asyncio.sleep(0.1)
     fleet.directory.remove(InstanceId(1))
     results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -201,29 +201,29 @@ async def test_when_the_last_instance_leaves_those_in_line_hear_so() -> None:
 @in_virtual_time
 async def test_a_pinned_request_does_not_wait_for_others() -> None:
     fleet = Fleet(10)
-    tasks = [fleet.ask(name) for name in "ab"]
+    tasks = [fleet.send(name) for name in "ab"]
     await asyncio.sleep(0.1)
     with pytest.raises(Overloaded, match="all instances are busy"):
-        await fleet.ask("pinned", instance=InstanceId(1))
+        await fleet.send("pinned", instance=InstanceId(1))
     for _ in tasks:
-        await fleet.answer()
+        await fleet.respond()
 
 
 @in_virtual_time
 async def test_a_quiet_hour_says_nothing_about_the_pace() -> None:
     fleet = Fleet(10)
     for _ in range(3):
-        tasks = [fleet.ask("running"), fleet.ask("waiting")]
+        tasks = [fleet.send("running"), fleet.send("waiting")]
         await asyncio.sleep(0.5)
-        await fleet.answer()
-        await fleet.answer()
+        await fleet.respond()
+        await fleet.respond()
         await asyncio.gather(*tasks)
         await asyncio.sleep(3600)
-    tasks = [fleet.ask("running"), fleet.ask("first"), fleet.ask("second", deadline=now() + 5)]
+    tasks = [fleet.send("running"), fleet.send("first"), fleet.send("second", deadline=now() + 5)]
     await asyncio.sleep(0.1)
     assert fleet.queue.waiting("adder") == 2
     for _ in tasks:
-        await fleet.answer()
+        await fleet.respond()
     await asyncio.gather(*tasks)
 
 
@@ -231,19 +231,19 @@ async def test_a_quiet_hour_says_nothing_about_the_pace() -> None:
 async def test_the_first_in_line_is_let_wait_however_slow_it_was_before() -> None:
     """Or a pace once measured as slow would stay the last one measured."""
     fleet = Fleet(10)
-    slow = [fleet.ask("running"), fleet.ask("waiting")]
+    slow = [fleet.send("running"), fleet.send("waiting")]
     await asyncio.sleep(100)
-    await fleet.answer()
-    await fleet.answer()
-    running, hasty = fleet.ask("running"), fleet.ask("hasty", deadline=now() + 1)
+    await fleet.respond()
+    await fleet.respond()
+    running, hasty = fleet.send("running"), fleet.send("hasty", deadline=now() + 1)
     await asyncio.sleep(0.01)
-    await fleet.answer()
-    await fleet.answer()
+    await fleet.respond()
+    await fleet.respond()
     await asyncio.gather(*slow, running, hasty)
 
 
 @in_virtual_time
-async def test_decode_instances_that_are_busy_hold_up_nobody_who_wants_a_prefill_instance() -> None:
+async def test_busy_decode_instances_do_not_delay_requests_for_a_prefill_instance() -> None:
     queue = AdmissionQueue(1)
     with queue.place("talker", Role.DECODE, priority=0, tokens=1, deadline=None) as busy:
         await busy.turn()
@@ -276,7 +276,7 @@ async def test_metrics_say_how_many_wait_and_why_others_may_not() -> None:
             await expiring
         assert count("requests") == 0
         assert (count("refusals_total", reason="full"), count("refusals_total", reason="expired")) == (1, 1)
-        client.streams[0].end(b"answer")
+        client.streams[0].end(b"response")
         await running
 
 

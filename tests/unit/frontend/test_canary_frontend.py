@@ -23,21 +23,21 @@ from tests.support.http_edge import chat_card
 from tests.support.virtual_time import in_virtual_time
 
 
-class Asked:
-    """A dispatcher that answers canaries as a test wants, and leaves out as the real one does."""
+class QueriedFleet:
+    """A dispatcher that responds to canaries as a test wants, and leaves out as the real one does."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.failures: dict[int, DynamoError] = {}
-        self.questions: list[tuple[InstanceId, object]] = []
-        self.asked = asyncio.Event()
+        self.bodies: list[tuple[InstanceId, object]] = []
+        self.queried = asyncio.Event()
         self.leave_out = dispatcher.leave_out
         self.take_back = dispatcher.take_back
 
     async def query(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
         assert verb == "canary" and isinstance(body, bytes)
-        self.questions.append((instance.id, msgspec.msgpack.decode(body)))
-        self.asked.set()
+        self.bodies.append((instance.id, msgspec.msgpack.decode(body)))
+        self.queried.set()
         if (error := self.failures.get(instance.id)) is not None:
             raise error
         return b""
@@ -46,15 +46,15 @@ class Asked:
         from dynamo.frontend.serving.call import Call, Work  # what a request would be sent to
 
         work = Work(model="talker", verb="generate", body=b"", metrics=FrontendMetrics(CollectorRegistry()).for_model("talker"))
-        return {found.id for found in self.dispatcher.candidates.select(work, Call(account=ANONYMOUS, request_id="r"))}
+        return {candidate.id for candidate in self.dispatcher.candidates.select(work, Call(account=ANONYMOUS, request_id="r"))}
 
 
 class Fleet:
     def __init__(self, count: int = 2) -> None:
         self.directory = FakeDirectory(*(instance(number, chat_card()) for number in range(1, count + 1)))
-        self.asked = Asked(Dispatcher(self.directory, FakeClient(), FakeLink(), RoundRobin()))
+        self.queries = QueriedFleet(Dispatcher(self.directory, FakeClient(), FakeLink(), RoundRobin()))
         self.registry = CollectorRegistry()
-        self.canaries = Canaries(self.directory, self.asked, FrontendMetrics(self.registry), wait_s=0.01, timeout_s=1.0)
+        self.canaries = Canaries(self.directory, self.queries, FrontendMetrics(self.registry), wait_s=0.01, timeout_s=1.0)
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"dynamo_frontend_{name}", {"model": "talker", **labels})
@@ -63,23 +63,23 @@ class Fleet:
 async def test_an_instance_whose_engine_fails_is_left_out_until_it_passes() -> None:
     fleet = Fleet()
     await fleet.canaries.round()
-    assert fleet.asked.candidates() == {1, 2}
-    fleet.asked.failures[2] = EngineError("out of memory")
+    assert fleet.queries.candidates() == {1, 2}
+    fleet.queries.failures[2] = EngineError("out of memory")
     await fleet.canaries.round()
-    assert fleet.asked.candidates() == {1}
+    assert fleet.queries.candidates() == {1}
     assert fleet.value("instances_left_out") == 1
     assert fleet.value("canaries_total", outcome="failed") == 1
-    del fleet.asked.failures[2]
+    del fleet.queries.failures[2]
     await fleet.canaries.round()
-    assert fleet.asked.candidates() == {1, 2}
+    assert fleet.queries.candidates() == {1, 2}
     assert fleet.value("instances_left_out") == 0
 
 
 async def test_the_last_instances_of_a_model_are_used_whatever_their_canaries_say() -> None:
     fleet = Fleet()
-    fleet.asked.failures = {1: DeadlineExceeded(), 2: DeadlineExceeded()}
+    fleet.queries.failures = {1: DeadlineExceeded(), 2: DeadlineExceeded()}
     await fleet.canaries.round()
-    assert fleet.asked.candidates() == {1, 2}
+    assert fleet.queries.candidates() == {1, 2}
     assert fleet.value("instances_left_out") == 2
 
 
@@ -90,14 +90,14 @@ async def test_the_last_instances_of_a_model_are_used_whatever_their_canaries_sa
 )
 async def test_what_requests_notice_themselves_is_no_failed_canary(refusal: Callable[[], DynamoError]) -> None:
     fleet = Fleet()
-    fleet.asked.failures[2] = refusal()
+    fleet.queries.failures[2] = refusal()
     await fleet.canaries.round()
-    assert fleet.asked.candidates() == {1, 2}
+    assert fleet.queries.candidates() == {1, 2}
 
 
 async def test_an_instance_that_came_back_under_its_name_begins_anew() -> None:
     fleet = Fleet()
-    fleet.asked.failures[2] = DeadlineExceeded()
+    fleet.queries.failures[2] = DeadlineExceeded()
     await fleet.canaries.round()
     fleet.directory.remove(2)
     await fleet.canaries.round()
@@ -107,17 +107,17 @@ async def test_an_instance_that_came_back_under_its_name_begins_anew() -> None:
 @in_virtual_time
 async def test_a_refusal_does_not_shorten_how_long_an_instance_is_left_out() -> None:
     fleet = Fleet()
-    fleet.asked.failures[2] = DeadlineExceeded()
+    fleet.queries.failures[2] = DeadlineExceeded()
     await fleet.canaries.round()
-    fleet.asked.dispatcher.candidates.failed(InstanceId(2), ShuttingDown("the worker"))
+    fleet.queries.dispatcher.candidates.failed(InstanceId(2), ShuttingDown("the worker"))
     await asyncio.sleep(60)
-    assert fleet.asked.candidates() == {1}
+    assert fleet.queries.candidates() == {1}
 
 
-async def test_instances_are_asked_again_and_again_about_the_time_in_between() -> None:
+async def test_instances_are_queried_again_and_again_about_the_time_in_between() -> None:
     fleet = Fleet(1)
     async with watching_instances(fleet.canaries), asyncio.timeout(5):
         for _ in range(3):
-            fleet.asked.asked.clear()
-            await fleet.asked.asked.wait()
-    assert fleet.asked.questions[0] == (1, {"model": "talker", "idle_s": 0.01})
+            fleet.queries.queried.clear()
+            await fleet.queries.queried.wait()
+    assert fleet.queries.bodies[0] == (1, {"model": "talker", "idle_s": 0.01})

@@ -157,10 +157,10 @@ async def test_decode_instances_alone_are_ready_unless_they_may_not_serve_alone(
 
 
 async def test_a_process_that_drains_is_not_ready_but_serves_on() -> None:
-    async with front(FakeDirectory(instance(1)), lambda stream: stream.end(b"answer")) as f:
+    async with front(FakeDirectory(instance(1)), lambda stream: stream.end(b"response")) as f:
         f.plane.start_draining()
         assert not f.plane.server_ready()
-        assert await f.plane.infer(request(), CALL) == b"answer"
+        assert await f.plane.infer(request(), CALL) == b"response"
 
 
 async def test_the_newest_instance_that_has_the_version_describes_it() -> None:
@@ -185,9 +185,9 @@ async def test_a_model_is_found_by_alias_and_adapter() -> None:
 
 async def test_an_aliased_request_goes_only_to_instances_that_know_the_alias() -> None:
     aliased = msgspec.structs.replace(tensor_card(), aliases=("sum",))
-    async with front(FakeDirectory(instance(1), instance(2, aliased)), lambda stream: stream.end(b"answer")) as f:
+    async with front(FakeDirectory(instance(1), instance(2, aliased)), lambda stream: stream.end(b"response")) as f:
         await f.plane.infer(request("sum"), CALL)
-        assert f.client.asked == [2]
+        assert f.client.sent_to == [2]
         f.directory.mark_down(InstanceId(2))
         assert f.plane.model_ready("adder")
         assert not f.plane.model_ready("sum")
@@ -231,7 +231,7 @@ async def test_unknown_models_share_one_label() -> None:
         assert f.count("requests_total", model="unknown_model", **labels) == 2
 
 
-async def test_the_router_hears_of_instances_that_deregistered_but_not_of_those_marked_down() -> None:
+async def test_the_router_is_notified_of_deregistered_instances_but_not_of_marked_down_ones() -> None:
     async with front(FakeDirectory(instance(1), instance(2))) as f:
         f.directory.mark_down(InstanceId(1))
         await settled()
@@ -245,11 +245,11 @@ async def test_the_router_hears_of_instances_that_deregistered_but_not_of_those_
 
 
 async def test_a_tensor_request_is_forwarded_as_it_came() -> None:
-    async with front(FakeDirectory(instance(1)), lambda stream: stream.end(b"answer")) as f:
-        asked = request()
-        assert await f.plane.infer(asked, CALL) == b"answer"
+    async with front(FakeDirectory(instance(1)), lambda stream: stream.end(b"response")) as f:
+        sent = request()
+        assert await f.plane.infer(sent, CALL) == b"response"
         assert f.client.streams[0].verb == "infer"
-        assert f.client.streams[0].body == asked.raw
+        assert f.client.streams[0].body == sent.raw
         labels = {"endpoint": "tensor", "request_type": "unary", "status": "success", "error_type": ""}
         assert f.count("requests_total", model="adder", **labels) == 1
         assert f.count("inflight_requests", model="adder") == 0
@@ -272,31 +272,31 @@ async def test_a_decoupled_model_is_refused_over_unary_calls() -> None:
             await f.plane.infer(request(), CALL)
 
 
-async def test_a_decoupled_model_gives_any_number_of_answers() -> None:
+async def test_a_decoupled_model_gives_any_number_of_responses() -> None:
     async with front(FakeDirectory(instance(1, tensor_card(decoupled=True)))) as f:
         f.client.respond = lambda stream: stream.data(b"one", b"two")
-        async with f.plane.infer_stream(request(), CALL) as answers:
-            assert await answers.read() == [b"one", b"two"]
+        async with f.plane.infer_stream(request(), CALL) as responses:
+            assert await responses.read() == [b"one", b"two"]
             f.client.streams[0].end()
-            assert await answers.read() == []
+            assert await responses.read() == []
         assert f.count("inflight_requests", model="adder") == 0
 
 
-async def test_a_model_that_is_not_decoupled_gives_one_answer_over_a_stream() -> None:
+async def test_a_model_that_is_not_decoupled_gives_one_response_over_a_stream() -> None:
     async with (
-        front(FakeDirectory(instance(1)), lambda stream: stream.end(b"answer")) as f,
-        f.plane.infer_stream(request(), CALL) as answers,
+        front(FakeDirectory(instance(1)), lambda stream: stream.end(b"response")) as f,
+        f.plane.infer_stream(request(), CALL) as responses,
     ):
-        assert await answers.read() == [b"answer"]
-        assert await answers.read() == []
-        assert await answers.read() == []
+        assert await responses.read() == [b"response"]
+        assert await responses.read() == []
+        assert await responses.read() == []
 
 
 async def test_leaving_a_tensor_stream_cancels_it_at_the_worker() -> None:
     async with front(FakeDirectory(instance(1, tensor_card(decoupled=True)))) as f:
         f.client.respond = lambda stream: stream.data(b"one")
-        async with f.plane.infer_stream(request(), CALL) as answers:
-            await answers.read()
+        async with f.plane.infer_stream(request(), CALL) as responses:
+            await responses.read()
         assert f.client.streams[0].cancelled
         assert not f.router.open
         labels = {"endpoint": "tensor", "request_type": "unary", "status": "error", "error_type": "cancelled"}
@@ -305,9 +305,9 @@ async def test_leaving_a_tensor_stream_cancels_it_at_the_worker() -> None:
 
 async def test_a_versioned_request_goes_to_an_instance_that_has_the_version() -> None:
     old, new = instance(1, tensor_card(versions=("1",))), instance(2, tensor_card(versions=("1", "2")))
-    async with front(FakeDirectory(old, new), lambda stream: stream.end(b"answer")) as f:
+    async with front(FakeDirectory(old, new), lambda stream: stream.end(b"response")) as f:
         await f.plane.infer(request(version="2"), CALL)
-        assert f.client.asked == [2]
+        assert f.client.sent_to == [2]
 
 
 # Tokenizers
@@ -321,7 +321,7 @@ async def test_a_tokenizer_that_cannot_be_read_is_tried_again() -> None:
         nonlocal attempts
         attempts += 1
         if attempts < 3:
-            raise Unavailable("the object store does not answer")
+            raise Unavailable("the object store does not respond")
         return FakeText()
 
     async with front(FakeDirectory(instance(1, llm_card())), load=load) as f:
@@ -383,9 +383,9 @@ def statistics(count: int, ns: int, last: int, batch_size: int) -> ModelStatisti
 
 
 async def test_statistics_are_added_up_over_instances() -> None:
-    answers = {1: statistics(2, 10, 5, 1), 2: statistics(3, 20, 9, 1), 3: statistics(4, 30, 7, 8)}
+    responses = {1: statistics(2, 10, 5, 1), 2: statistics(3, 20, 9, 1), 3: statistics(4, 30, 7, 8)}
     async with front(FakeDirectory(instance(1), instance(2), instance(3))) as f:
-        f.client.respond = lambda stream: stream.end(answers[int(stream.instance)].SerializeToString())
+        f.client.respond = lambda stream: stream.end(responses[int(stream.instance)].SerializeToString())
         total = (await f.plane.statistics(ANONYMOUS, "adder")).model_stats[0]
         assert (total.last_inference, total.inference_count, total.execution_count) == (9, 2 + 3 + 32, 9)
         assert (total.inference_stats.success.count, total.inference_stats.success.ns) == (9, 60)
@@ -395,7 +395,7 @@ async def test_statistics_are_added_up_over_instances() -> None:
 
 
 @in_virtual_time
-async def test_statistics_leave_out_instances_that_do_not_answer() -> None:
+async def test_statistics_leave_out_instances_that_do_not_respond() -> None:
     def respond(stream: FakeStream) -> None:
         if stream.instance == 1:
             stream.end(statistics(2, 10, 5, 1).SerializeToString())
@@ -419,8 +419,8 @@ async def test_statistics_fail_if_no_instance_gives_any(error: DynamoError | Non
             await f.plane.statistics(ANONYMOUS, "adder")
 
 
-async def test_an_instance_that_serves_two_models_is_asked_once_for_all_statistics() -> None:
+async def test_an_instance_that_serves_two_models_is_queried_once_for_all_statistics() -> None:
     async with front(FakeDirectory(instance(1), instance(1, tensor_card("other")))) as f:
         f.client.respond = lambda stream: stream.end(b"")
         await f.plane.statistics(ANONYMOUS)
-        assert f.client.asked == [1]
+        assert f.client.sent_to == [1]

@@ -106,7 +106,7 @@ def gone(id_: InstanceId) -> DynamoError:
     return InstanceGone(id_)
 
 
-def ask(max_tokens: int = 8, **more: object) -> TextRequest:
+def text_request(max_tokens: int = 8, **more: object) -> TextRequest:
     settings: dict[str, Any] = {"model": "talker", "prompt": PROMPT, "stop": Stop(max_tokens=max_tokens), **more}
     return TextRequest(**settings)
 
@@ -128,7 +128,7 @@ def delta(*tokens: int, index: int = 0, finish: FinishReason | None = None) -> b
 
 async def test_a_generation_gives_text_and_then_its_summary() -> None:
     async with front(TokenEngine([], gone)) as f:
-        async with f.plane.generate(ask(3), CALL) as generation:
+        async with f.plane.generate(text_request(3), CALL) as generation:
             assert generation.prompt_tokens == len(PROMPT)
             texts = await read_all(generation)
             assert tokens_of(texts) == continuation(PROMPT, 3)
@@ -146,7 +146,7 @@ async def test_a_generation_gives_text_and_then_its_summary() -> None:
 async def test_deltas_that_queued_up_are_read_together() -> None:
     async with (
         front(lambda stream: stream.data(delta(1), delta(2), delta(3))) as f,
-        f.plane.generate(ask(), CALL) as generation,
+        f.plane.generate(text_request(), CALL) as generation,
     ):
         assert [text.tokens for text in await generation.read()] == [(1,), (2,), (3,)]
 
@@ -158,7 +158,7 @@ async def test_the_worker_gets_the_tokens_under_the_models_own_name() -> None:
     async with front(TokenEngine([], gone), card=card) as f:
         for name in ("t", "law"):
             call = Call(account=ANONYMOUS, request_id="r", priority=4)
-            async with f.plane.generate(ask(model=name), call) as generation:
+            async with f.plane.generate(text_request(model=name), call) as generation:
                 await read_all(generation)
         sent = [request_decoder.decode(stream.body) for stream in f.client.streams]
         assert [(request.model, request.adapter, request.priority) for request in sent] == [
@@ -172,7 +172,7 @@ async def test_the_worker_gets_the_tokens_under_the_models_own_name() -> None:
 
 async def test_a_stop_string_cancels_the_engine_at_once() -> None:
     async with front(lambda stream: stream.data(delta(1), delta(2), delta(3))) as f:
-        async with f.plane.generate(ask(stop_strings=("2 ",)), CALL) as generation:
+        async with f.plane.generate(text_request(stop_strings=("2 ",)), CALL) as generation:
             texts = await generation.read()
             assert "".join(text.text for text in texts) == "1 "
             assert texts[-1].finish_reason is FinishReason.STOP
@@ -187,7 +187,7 @@ async def test_a_stop_string_cancels_the_engine_at_once() -> None:
 async def test_a_stop_string_in_one_choice_leaves_the_others_running() -> None:
     async with front() as f:
         f.client.respond = lambda stream: stream.data(delta(2), delta(1, index=1))
-        async with f.plane.generate(ask(n=2, stop_strings=("2 ",)), CALL) as generation:
+        async with f.plane.generate(text_request(n=2, stop_strings=("2 ",)), CALL) as generation:
             assert [text.finish_reason for text in await generation.read()] == [FinishReason.STOP, None]
             assert not f.client.streams[0].cancelled
             f.client.streams[0].data(delta(9), delta(7, index=1, finish=FinishReason.LENGTH))
@@ -196,7 +196,7 @@ async def test_a_stop_string_in_one_choice_leaves_the_others_running() -> None:
 
 async def test_leaving_early_cancels_the_engine() -> None:
     async with front(lambda stream: stream.data(delta(1))) as f:
-        async with f.plane.generate(ask(), CALL) as generation:
+        async with f.plane.generate(text_request(), CALL) as generation:
             await generation.read()
         assert f.client.streams[0].cancelled
         assert not f.router.open
@@ -222,15 +222,15 @@ def test_a_migrated_stream_has_neither_gap_nor_duplicate(length: int, deaths: li
 
     async def main() -> None:
         async with front(TokenEngine(deaths, error, per_step)) as f:
-            async with f.plane.generate(ask(length), CALL) as generation:
+            async with f.plane.generate(text_request(length), CALL) as generation:
                 texts = await read_all(generation)
                 assert tokens_of(texts) == continuation(PROMPT, length)
                 assert "".join(text.text for text in texts) == "".join(f"{t} " for t in continuation(PROMPT, length))
                 assert [text.finish_reason for text in texts if text.finish_reason] == [FinishReason.LENGTH]
                 assert generation.summary.prompt_tokens == len(PROMPT)
                 assert generation.summary.output_tokens == length
-            asked = f.client.asked
-            assert len(set(asked)) == len(asked), "an instance that failed is not asked again"
+            sent_to = f.client.sent_to
+            assert len(set(sent_to)) == len(sent_to), "an instance that failed is not sent it again"
             assert not f.router.open
 
     run(main())
@@ -239,7 +239,7 @@ def test_a_migrated_stream_has_neither_gap_nor_duplicate(length: int, deaths: li
 async def test_a_migration_sends_the_prompt_with_all_tokens_received_and_what_is_left_of_the_budget() -> None:
     engine = TokenEngine([5], gone)
     async with front(engine) as f:
-        async with f.plane.generate(ask(8, stop=Stop(max_tokens=8, min_tokens=6)), CALL) as generation:
+        async with f.plane.generate(text_request(8, stop=Stop(max_tokens=8, min_tokens=6)), CALL) as generation:
             await read_all(generation)
         rest = engine.requests[1]
         assert list(rest.tokens) == PROMPT + continuation(PROMPT, 5)
@@ -248,23 +248,23 @@ async def test_a_migration_sends_the_prompt_with_all_tokens_received_and_what_is
         assert f.count("retries_total") == 0
 
 
-async def test_the_last_token_is_not_asked_for_twice_when_only_the_end_was_lost() -> None:
+async def test_the_last_token_is_not_requested_twice_when_only_the_end_was_lost() -> None:
     engine = TokenEngine([4], gone)
     async with front(engine) as f:
-        async with f.plane.generate(ask(4), CALL) as generation:
+        async with f.plane.generate(text_request(4), CALL) as generation:
             texts = await read_all(generation)
         assert tokens_of(texts) == continuation(PROMPT, 4)
         assert texts[-1].finish_reason is FinishReason.LENGTH
         assert len(engine.requests) == 1
 
 
-async def test_a_finished_answer_whose_summary_was_lost_is_complete() -> None:
+async def test_a_finished_response_whose_summary_was_lost_is_complete() -> None:
     def respond(stream: FakeStream) -> None:
         stream.data(delta(1, 2, finish=FinishReason.STOP))
         stream.fail(InstanceGone(stream.instance))
 
     async with front(respond) as f:
-        async with f.plane.generate(ask(), CALL) as generation:
+        async with f.plane.generate(text_request(), CALL) as generation:
             assert tokens_of(await read_all(generation)) == [1, 2]
             assert generation.summary == Summary(prompt_tokens=5, output_tokens=2)
         assert len(f.client.streams) == 1
@@ -273,7 +273,7 @@ async def test_a_finished_answer_whose_summary_was_lost_is_complete() -> None:
 async def test_migrations_are_limited() -> None:
     engine = TokenEngine([1] * 9, gone)
     async with front(engine, settings=ServingOptions(retry=RetryOptions(migration_limit=2))) as f:
-        async with f.plane.generate(ask(8), CALL) as generation:
+        async with f.plane.generate(text_request(8), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
         assert len(engine.requests) == 3
@@ -284,7 +284,7 @@ async def test_migrations_come_out_of_the_retry_budget() -> None:
     engine = TokenEngine([1] * 9, gone)
     retry = RetryOptions(ratio=0.0, floor_per_s=0.0, burst=1)
     async with front(engine, settings=ServingOptions(retry=retry)) as f:
-        async with f.plane.generate(ask(8), CALL) as generation:
+        async with f.plane.generate(text_request(8), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
         assert len(engine.requests) == 2
@@ -292,7 +292,7 @@ async def test_migrations_come_out_of_the_retry_budget() -> None:
 
 async def test_without_another_instance_a_stream_ends_with_the_error() -> None:
     async with front(TokenEngine([2], gone), instances=1) as f:
-        async with f.plane.generate(ask(8), CALL) as generation:
+        async with f.plane.generate(text_request(8), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
         labels = {"endpoint": "completions", "request_type": "stream", "status": "error", "error_type": "unavailable"}
@@ -302,7 +302,7 @@ async def test_without_another_instance_a_stream_ends_with_the_error() -> None:
 @pytest.mark.parametrize("n", [1, 2])
 async def test_structured_output_does_not_go_on_elsewhere(n: int) -> None:
     async with front(ChoiceEngine([2])) as f:
-        async with f.plane.generate(ask(8, n=n, sampling=Sampling(guided={"json_object": True})), CALL) as generation:
+        async with f.plane.generate(text_request(8, n=n, sampling=Sampling(guided={"json_object": True})), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
         assert len(f.client.streams) == 1
@@ -319,7 +319,7 @@ class ChoiceEngine(DyingEngine):
         self._random = Random(seed)
 
     def __call__(self, stream: FakeStream) -> None:
-        request, limit, death = self.asked(stream)
+        request, limit, death = self.next_request(stream)
         left = [iter(choice_tokens(request, index, limit)) for index in range(request.n)]
         counts = [0] * request.n
         turns = [index for index in range(request.n) for _ in range(limit)]
@@ -353,7 +353,7 @@ WHOLE = GenerateRequest(model="talker", prompt=pack_tokens(PROMPT))
 def test_every_choice_of_a_migrated_request_goes_on_where_it_was(n: int, length: int, deaths: list[int], seed: int) -> None:
     async def main() -> None:
         async with front(ChoiceEngine(deaths, seed)) as f:
-            async with f.plane.generate(ask(length, n=n), CALL) as generation:
+            async with f.plane.generate(text_request(length, n=n), CALL) as generation:
                 texts = await read_all(generation)
                 assert choices_of(texts, n) == [choice_tokens(WHOLE, index, length) for index in range(n)]
                 assert sorted(text.index for text in texts if text.finish_reason) == list(range(n))
@@ -364,7 +364,7 @@ def test_every_choice_of_a_migrated_request_goes_on_where_it_was(n: int, length:
     run(main())
 
 
-async def test_choices_that_had_finished_are_not_asked_for_again() -> None:
+async def test_choices_that_had_finished_are_not_requested_again() -> None:
     engine = ChoiceEngine([])
 
     def respond(stream: FakeStream) -> None:
@@ -373,7 +373,7 @@ async def test_choices_that_had_finished_are_not_asked_for_again() -> None:
         f.client.respond = engine
 
     async with front(respond) as f:
-        async with f.plane.generate(ask(2, n=3), CALL) as generation:
+        async with f.plane.generate(text_request(2, n=3), CALL) as generation:
             texts = await read_all(generation)
         (rest,) = engine.requests
         assert (rest.first_choice, rest.n, list(rest.tokens), rest.stop.max_tokens) == (1, 1, [*PROMPT, 8], 1)
@@ -384,7 +384,7 @@ async def test_choices_that_had_finished_are_not_asked_for_again() -> None:
 async def test_each_choice_that_goes_on_costs_one_of_the_retry_budget() -> None:
     retry = RetryOptions(ratio=0.0, floor_per_s=0.0, burst=2)
     async with front(ChoiceEngine([3]), settings=ServingOptions(retry=retry)) as f:
-        async with f.plane.generate(ask(8, n=3), CALL) as generation:
+        async with f.plane.generate(text_request(8, n=3), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
         assert not f.router.open
@@ -395,7 +395,7 @@ async def test_leaving_after_choices_have_parted_cancels_all_of_them() -> None:
     engine = ChoiceEngine([3])
     async with front() as f:
         f.client.respond = lambda stream: engine(stream) if len(f.client.streams) == 1 else stream.data(delta(1))
-        async with f.plane.generate(ask(8, n=2), CALL) as generation:
+        async with f.plane.generate(text_request(8, n=2), CALL) as generation:
             while len(f.client.streams) < 3:
                 assert await generation.read()
             _, *moved = f.client.streams
@@ -405,11 +405,11 @@ async def test_leaving_after_choices_have_parted_cancels_all_of_them() -> None:
         assert f.count("inflight_requests") == 0
 
 
-async def test_an_engine_that_answers_more_than_the_one_choice_is_wrong() -> None:
+async def test_an_engine_that_responds_with_more_than_the_one_choice_is_an_error() -> None:
     async with front() as f:
         engine = ChoiceEngine([3])
         f.client.respond = lambda stream: engine(stream) if len(f.client.streams) == 1 else stream.data(delta(1, index=1))
-        async with f.plane.generate(ask(8, n=2), CALL) as generation:
+        async with f.plane.generate(text_request(8, n=2), CALL) as generation:
             with pytest.raises(EngineError, match="not requested"):
                 await read_all(generation)
         assert not f.router.open
@@ -417,15 +417,17 @@ async def test_an_engine_that_answers_more_than_the_one_choice_is_wrong() -> Non
 
 async def test_a_generation_that_names_its_instance_is_not_moved() -> None:
     async with front(TokenEngine([2], gone)) as f:
-        async with f.plane.generate(ask(8), Call(account=ANONYMOUS, request_id="r", instance=InstanceId(3))) as generation:
+        async with f.plane.generate(
+            text_request(8), Call(account=ANONYMOUS, request_id="r", instance=InstanceId(3))
+        ) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
-        assert f.client.asked == [3]
+        assert f.client.sent_to == [3]
 
 
 async def test_an_engine_failure_in_the_middle_is_final() -> None:
     async with front(TokenEngine([2], lambda id_: EngineError("out of memory"))) as f:
-        async with f.plane.generate(ask(8), CALL) as generation:
+        async with f.plane.generate(text_request(8), CALL) as generation:
             with pytest.raises(EngineError, match="out of memory"):
                 await read_all(generation)
         assert len(f.client.streams) == 1
@@ -434,7 +436,7 @@ async def test_an_engine_failure_in_the_middle_is_final() -> None:
 @in_virtual_time
 async def test_a_stream_cut_by_our_own_connection_goes_on_even_at_the_only_instance() -> None:
     async with front(lambda stream: stream.data(delta(*continuation(PROMPT, 2))), instances=1) as f:
-        async with f.plane.generate(ask(8), CALL) as generation:
+        async with f.plane.generate(text_request(8), CALL) as generation:
             texts = await generation.read()
             f.link.cut()
             f.client.streams[0].fail(gone(InstanceId(1)))
@@ -442,7 +444,7 @@ async def test_a_stream_cut_by_our_own_connection_goes_on_even_at_the_only_insta
             asyncio.get_running_loop().call_later(2.0, f.link.restore)
             texts += await read_all(generation)
         assert tokens_of(texts) == continuation(PROMPT, 8)
-        assert f.client.asked == [1, 1]
+        assert f.client.sent_to == [1, 1]
 
 
 # What can go wrong otherwise
@@ -465,7 +467,7 @@ async def test_nonsense_from_an_engine_is_an_engine_error(answer: bytes, trailer
         stream.end(trailer)
 
     async with front(respond) as f:
-        async with f.plane.generate(ask(), CALL) as generation:
+        async with f.plane.generate(text_request(), CALL) as generation:
             with pytest.raises(EngineError):
                 await read_all(generation)
         assert not f.router.open
@@ -475,7 +477,7 @@ async def test_nonsense_from_an_engine_is_an_engine_error(answer: bytes, trailer
 async def test_a_tensor_model_does_not_generate() -> None:
     async with front(card=tensor_card("talker")) as f:
         with pytest.raises(InvalidRequest, match="takes tensors"):
-            f.plane.generate(ask(), CALL)
+            f.plane.generate(text_request(), CALL)
 
 
 @in_virtual_time
@@ -486,7 +488,7 @@ async def test_a_generation_waits_for_the_tokenizer_no_longer_than_its_deadline(
 
     async with front(load=never) as f:
         with pytest.raises(DeadlineExceeded):
-            async with f.plane.generate(ask(), Call(account=ANONYMOUS, request_id="r", deadline=2.0)):
+            async with f.plane.generate(text_request(), Call(account=ANONYMOUS, request_id="r", deadline=2.0)):
                 pass
         assert asyncio.get_running_loop().time() == 2.0
         assert f.count("inflight_requests") == 0
@@ -498,5 +500,5 @@ async def test_a_model_without_a_readable_tokenizer_is_unavailable_with_the_reas
 
     async with front(load=broken) as f:
         with pytest.raises(Unavailable, match="the tokenizer of model 'talker' is not available: the object store"):
-            async with f.plane.generate(ask(), CALL):
+            async with f.plane.generate(text_request(), CALL):
                 pass

@@ -52,12 +52,12 @@ CALL = Call(account=ANONYMOUS, request_id="r", endpoint="completions", request_t
 
 
 class Engines:
-    """What every instance of the fleet was asked, and what it answers."""
+    """What every instance of the fleet was sent, and what it responds."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[InstanceId, GenerateRequest]] = []
         self.failures: dict[InstanceId, DynamoError] = {}
-        """Before anything is answered."""
+        """Before any response."""
         self.deaths: dict[InstanceId, DynamoError] = {}
         """After the first token."""
         self.hands_over = True
@@ -82,7 +82,7 @@ class Engines:
         stream.end(summary_encoder.encode(summary))
 
     @property
-    def asked(self) -> list[InstanceId]:
+    def sent_to(self) -> list[InstanceId]:
         return [instance for instance, _ in self.requests]
 
 
@@ -92,7 +92,7 @@ class Front:
         self.engines = engines
         self.router = router
 
-    async def ask(self, max_tokens: int = 4, call: Call = CALL, **more: object) -> tuple[list[int], Summary]:
+    async def generate(self, max_tokens: int = 4, call: Call = CALL, **more: object) -> tuple[list[int], Summary]:
         settings: dict[str, Any] = {"model": "talker", "prompt": PROMPT, "stop": Stop(max_tokens=max_tokens), **more}
         tokens: list[int] = []
         async with self.plane.generate(TextRequest(**settings), call) as generation:
@@ -119,79 +119,79 @@ async def front(
 
 
 PAIR = ((PREFILL, Role.PREFILL), (DECODE, Role.DECODE))
-ANSWER = continuation(PROMPT, 4)
+RESPONSE = continuation(PROMPT, 4)
 
 
 def gone(id_: InstanceId) -> InstanceGone:
     return InstanceGone(id_)
 
 
-async def test_one_instance_computes_the_prompt_and_another_one_answers() -> None:
+async def test_one_instance_computes_the_prompt_and_another_one_responds() -> None:
     async with front(*PAIR) as f:
-        tokens, summary = await f.ask()
-        assert tokens == ANSWER
+        tokens, summary = await f.generate()
+        assert tokens == RESPONSE
         (first, prefill), (second, decode) = f.engines.requests
         assert (first, second) == (PREFILL, DECODE)
         assert (prefill.stop.max_tokens, prefill.kv_transfer, prefill.prompt) == (1, OFFER, decode.prompt)
         assert (decode.stop.max_tokens, decode.kv_transfer) == (4, HANDED_OVER)
         chosen, booked = f.router.requests
         assert (chosen.is_prefilled, booked.is_prefilled) == (False, True)
-        assert (summary.cached_tokens, summary.prefill_ms) == (4, 2.0)  # what the prefill instance found and took
+        assert (summary.cached_tokens, summary.prefill_ms) == (4, 2.0)  # what the prefill instance cached and took
 
 
 async def test_the_instance_that_computed_the_prompt_is_credited_with_what_it_had_cached() -> None:
     async with front(*PAIR) as f:
-        await f.ask()
+        await f.generate()
         assert (f.plane.reuse.hit_rate(PREFILL), f.plane.reuse.hit_rate(DECODE)) == (0.8, None)
 
 
-async def test_a_prefill_instance_never_answers() -> None:
+async def test_a_prefill_instance_never_responds_to_callers() -> None:
     async with front((PREFILL, Role.PREFILL)) as f:
         with pytest.raises(Unavailable):
-            await f.ask()
-        assert f.engines.asked == []
+            await f.generate()
+        assert f.engines.sent_to == []
 
 
 @pytest.mark.parametrize("when", ["failures", "deaths"])
 async def test_a_prompt_whose_prefill_instance_is_lost_is_computed_by_another_one(when: str) -> None:
     async with front((PREFILL, Role.PREFILL), (OTHER_PREFILL, Role.PREFILL), (DECODE, Role.DECODE)) as f:
         getattr(f.engines, when)[PREFILL] = gone(PREFILL)
-        assert (await f.ask())[0] == ANSWER
-        assert f.engines.asked == [PREFILL, OTHER_PREFILL, DECODE]
+        assert (await f.generate())[0] == RESPONSE
+        assert f.engines.sent_to == [PREFILL, OTHER_PREFILL, DECODE]
 
 
 @pytest.mark.parametrize("error", [gone(PREFILL), Overloaded("busy", retry_after_s=1)])
 async def test_without_a_prefill_instance_that_can_one_instance_does_all(error: DynamoError) -> None:
     async with front(*PAIR) as f:
         f.engines.failures[PREFILL] = error
-        assert (await f.ask())[0] == ANSWER
-        assert f.engines.asked == [PREFILL, DECODE]
+        assert (await f.generate())[0] == RESPONSE
+        assert f.engines.sent_to == [PREFILL, DECODE]
         assert f.engines.requests[-1][1].kv_transfer is None
 
 
 @pytest.mark.parametrize("roles", [((DECODE, Role.DECODE),), ((BOTH, Role.AGGREGATED),), ((BOTH, Role.AGGREGATED), PAIR[0])])
 async def test_fleets_that_lack_a_role_serve_as_one_unless_they_may_not(roles: tuple[tuple[InstanceId, Role], ...]) -> None:
     async with front(*roles) as f:
-        assert (await f.ask())[0] == ANSWER
-        assert f.engines.asked == [roles[0][0]]
+        assert (await f.generate())[0] == RESPONSE
+        assert f.engines.sent_to == [roles[0][0]]
     async with front(*roles, enforce=True) as f:
         with pytest.raises(Unavailable, match=r"no (prefill|decode) instance is serving model 'talker'"):
-            await f.ask()
-        assert f.engines.asked == []
+            await f.generate()
+        assert f.engines.sent_to == []
 
 
-async def test_where_it_is_enforced_a_prefill_that_fails_is_the_answer() -> None:
+async def test_where_it_is_enforced_a_failed_prefill_fails_the_request() -> None:
     async with front(*PAIR, enforce=True) as f:
         f.engines.failures[PREFILL] = gone(PREFILL)
         with pytest.raises(InstanceGone):
-            await f.ask()
-        assert f.engines.asked == [PREFILL]
+            await f.generate()
+        assert f.engines.sent_to == [PREFILL]
 
 
 async def test_a_prefill_instance_that_hands_nothing_over_is_made_up_for(caplog: pytest.LogCaptureFixture) -> None:
     async with front(*PAIR) as f:
         f.engines.hands_over = False
-        assert (await f.ask())[0] == ANSWER
+        assert (await f.generate())[0] == RESPONSE
         assert f.engines.requests[-1][1].kv_transfer is None
         assert "provides no KV transfer" in caplog.text
 
@@ -200,33 +200,33 @@ async def test_after_a_decode_instance_failed_the_next_one_computes_the_prompt_i
     """What was handed over may have been fetched already."""
     async with front(*PAIR, (OTHER_DECODE, Role.DECODE)) as f:
         f.engines.failures[DECODE] = gone(DECODE)
-        assert (await f.ask())[0] == ANSWER
-        assert f.engines.asked == [PREFILL, DECODE, OTHER_DECODE]
+        assert (await f.generate())[0] == RESPONSE
+        assert f.engines.sent_to == [PREFILL, DECODE, OTHER_DECODE]
         assert [request.kv_transfer for _, request in f.engines.requests] == [OFFER, HANDED_OVER, None]
 
 
 async def test_a_stream_whose_decode_instance_dies_goes_on_with_its_prompt_computed_anew() -> None:
     async with front(*PAIR, (OTHER_DECODE, Role.DECODE)) as f:
         f.engines.deaths[DECODE] = gone(DECODE)
-        assert (await f.ask())[0] == ANSWER
-        assert f.engines.asked == [PREFILL, DECODE, PREFILL, OTHER_DECODE]
-        assert list(f.engines.requests[-1][1].tokens) == [*PROMPT, ANSWER[0]]
+        assert (await f.generate())[0] == RESPONSE
+        assert f.engines.sent_to == [PREFILL, DECODE, PREFILL, OTHER_DECODE]
+        assert list(f.engines.requests[-1][1].tokens) == [*PROMPT, RESPONSE[0]]
 
 
-async def test_a_short_prompt_is_computed_where_it_is_answered() -> None:
+async def test_a_short_prompt_is_computed_by_the_decode_instance() -> None:
     async with front(*PAIR, min_prompt_tokens=6) as f:
-        await f.ask()
-        assert f.engines.asked == [DECODE]
+        await f.generate()
+        assert f.engines.sent_to == [DECODE]
     async with front(*PAIR, min_prompt_tokens=5) as f:
-        await f.ask()
-        assert f.engines.asked == [PREFILL, DECODE]
+        await f.generate()
+        assert f.engines.sent_to == [PREFILL, DECODE]
 
 
-async def test_a_pin_names_who_answers() -> None:
+async def test_a_pin_names_the_decode_instance() -> None:
     async with front(*PAIR, (OTHER_DECODE, Role.DECODE), (BOTH, Role.AGGREGATED)) as f:
-        await f.ask(call=Call(account=ANONYMOUS, request_id="r", instance=OTHER_DECODE))
-        await f.ask(call=Call(account=ANONYMOUS, request_id="r", instance=BOTH))
-        assert f.engines.asked == [PREFILL, OTHER_DECODE, BOTH]
+        await f.generate(call=Call(account=ANONYMOUS, request_id="r", instance=OTHER_DECODE))
+        await f.generate(call=Call(account=ANONYMOUS, request_id="r", instance=BOTH))
+        assert f.engines.sent_to == [PREFILL, OTHER_DECODE, BOTH]
 
 
 async def test_log_probabilities_of_the_prompt_need_one_instance_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,11 +238,11 @@ async def test_log_probabilities_of_the_prompt_need_one_instance_for_all(monkeyp
 
     monkeypatch.setattr(FakeText, "to_generate", with_logprobs)
     async with front(*PAIR) as f:
-        await f.ask()
-        assert f.engines.asked == [DECODE]
+        await f.generate()
+        assert f.engines.sent_to == [DECODE]
     async with front(*PAIR, enforce=True) as f:
         with pytest.raises(Unsupported, match="log probabilities of the prompt"):
-            await f.ask()
+            await f.generate()
 
 
 async def test_leaving_while_the_prompt_is_computed_ends_the_prefill() -> None:
@@ -280,23 +280,23 @@ class Remembering(RecordingRouter):
 async def test_a_prompt_that_a_decode_instance_has_cached_is_not_computed_elsewhere() -> None:
     router = Remembering(missing=0)
     async with front(*PAIR, (BOTH, Role.AGGREGATED), router=router) as f:
-        assert (await f.ask())[0] == ANSWER
-        assert f.engines.asked == router.looked_at == [DECODE]
+        assert (await f.generate())[0] == RESPONSE
+        assert f.engines.sent_to == router.looked_at == [DECODE]
         assert f.engines.requests[0][1].kv_transfer is None
         assert not router.requests[0].is_prefilled  # what is cached decides where it goes
         router.missing = 1
-        await f.ask()
-        assert f.engines.asked == [DECODE, PREFILL, DECODE]
+        await f.generate()
+        assert f.engines.sent_to == [DECODE, PREFILL, DECODE]
 
 
-async def test_what_little_is_missing_is_computed_where_it_is_answered() -> None:
+async def test_few_missing_tokens_are_computed_by_the_decode_instance() -> None:
     router = Remembering(missing=3)
     async with front(*PAIR, router=router, min_prompt_tokens=4) as f:
-        await f.ask()
-        assert f.engines.asked == [DECODE]
+        await f.generate()
+        assert f.engines.sent_to == [DECODE]
         router.missing = 4
-        await f.ask()
-        assert f.engines.asked == [DECODE, PREFILL, DECODE]
+        await f.generate()
+        assert f.engines.sent_to == [DECODE, PREFILL, DECODE]
 
 
 def test_the_router_knows_how_much_of_a_prompt_the_best_candidate_lacks() -> None:
@@ -314,9 +314,9 @@ def test_the_router_knows_how_much_of_a_prompt_the_best_candidate_lacks() -> Non
     assert kv.missing_tokens(RouteRequest(model="talker", prompt=pack_tokens(range(3))), fleet) == 3
 
 
-async def test_a_prefill_costs_no_retry_when_the_answer_may_not_move() -> None:
+async def test_a_prefill_costs_no_retry_when_the_request_may_not_move() -> None:
     async with front(*PAIR, (OTHER_DECODE, Role.DECODE), migration_limit=0) as f:
         f.engines.deaths[DECODE] = gone(DECODE)
         with pytest.raises(InstanceGone):
-            await f.ask()
-        assert f.engines.asked == [PREFILL, DECODE]
+            await f.generate()
+        assert f.engines.sent_to == [PREFILL, DECODE]

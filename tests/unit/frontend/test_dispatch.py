@@ -52,7 +52,7 @@ class Bench:
     metrics: FrontendMetrics
     dispatcher: Dispatcher
 
-    def work(self, body: bytes = b"question") -> Work:
+    def work(self, body: bytes = b"request") -> Work:
         return Work(model="adder", verb="infer", body=body, metrics=self.metrics.for_model("adder"))
 
     async def call(self, call: Call | None = None) -> bytes:
@@ -74,12 +74,12 @@ def bench(
 
 
 def failing_on(failures: dict[int, DynamoError]) -> Callable[[FakeStream], None]:
-    """Instances that fail every request; all others answer."""
+    """Instances that fail every request; all others respond."""
 
     def respond(stream: FakeStream) -> None:
         error = failures.get(int(stream.instance))
         if error is None:
-            stream.end(b"answer")
+            stream.end(b"response")
         else:
             stream.fail(error)
 
@@ -90,9 +90,9 @@ def gone(id_: int) -> InstanceGone:
     return InstanceGone(InstanceId(id_))
 
 
-async def test_a_request_is_answered_and_its_booking_released() -> None:
+async def test_a_request_is_served_and_its_booking_released() -> None:
     b = bench(failing_on({}))
-    assert await b.call(Call(account=ANONYMOUS, request_id="abc", headers={"traceparent": "00-1"})) == b"answer"
+    assert await b.call(Call(account=ANONYMOUS, request_id="abc", headers={"traceparent": "00-1"})) == b"response"
     assert b.client.streams[0].headers == {"traceparent": "00-1", "request-id": "abc"}
     assert not b.router.open
     assert b.router.outcomes == [None]
@@ -106,10 +106,10 @@ async def test_a_request_with_a_prompt_tells_its_instance_the_booking() -> None:
     assert b.client.streams[0].headers == {"request-id": "abc", "booking": b.router.requests[0].booking_id}
 
 
-async def test_a_request_whose_instance_is_gone_is_answered_by_another() -> None:
+async def test_a_request_whose_instance_is_gone_is_served_by_another() -> None:
     b = bench(failing_on({1: gone(1)}))
-    assert await b.call() == b"answer"
-    assert b.client.asked == [1, 2]
+    assert await b.call() == b"response"
+    assert b.client.sent_to == [1, 2]
     assert b.retries() == 1
     assert not b.router.open
 
@@ -119,40 +119,40 @@ async def test_an_instance_that_is_gone_gets_no_further_request() -> None:
     await b.call()
     await b.call()
     assert b.directory.down == [1]
-    assert b.client.asked == [1, 2, 2]
+    assert b.client.sent_to == [1, 2, 2]
 
 
 async def test_an_instance_that_only_lost_the_request_is_not_marked_down() -> None:
     b = bench(failing_on({1: InstanceGone(InstanceId(1), "lost part of its response on the way", is_alive=True)}))
-    assert await b.call() == b"answer"
+    assert await b.call() == b"response"
     assert b.directory.down == []
 
 
 @in_virtual_time
 async def test_an_instance_that_drains_is_left_alone_for_a_second() -> None:
     b = bench(failing_on({1: ShuttingDown("the worker")}))
-    assert await b.call() == b"answer"
-    assert await b.call() == b"answer"
+    assert await b.call() == b"response"
+    assert await b.call() == b"response"
     await asyncio.sleep(1.01)
-    assert await b.call() == b"answer"
-    assert b.client.asked == [1, 2, 2, 1, 2]
+    assert await b.call() == b"response"
+    assert b.client.sent_to == [1, 2, 2, 1, 2]
     assert b.directory.down == []
 
 
-async def test_an_instance_that_refuses_is_asked_all_the_same_if_it_is_the_only_one() -> None:
+async def test_an_instance_that_refuses_is_sent_requests_all_the_same_if_it_is_the_only_one() -> None:
     b = bench(failing_on({1: Unavailable("the model is being reloaded")}), instance(1))
     for _ in range(2):
         with pytest.raises(Unavailable, match="being reloaded"):
             await b.call()
-    assert b.client.asked == [1, 1]
+    assert b.client.sent_to == [1, 1]
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("no"), EngineError("broken"), DeadlineExceeded()])
-async def test_an_error_that_is_not_retryable_is_the_answer(error: DynamoError) -> None:
+async def test_an_error_that_is_not_retryable_is_raised(error: DynamoError) -> None:
     b = bench(failing_on({1: error}))
     with pytest.raises(type(error)):
         await b.call()
-    assert b.client.asked == [1]
+    assert b.client.sent_to == [1]
     assert b.router.outcomes == [error]
 
 
@@ -160,7 +160,7 @@ async def test_a_request_visits_no_instance_twice_and_reports_the_last_failure()
     b = bench(failing_on({id_: Overloaded(f"{id_} is full") for id_ in (1, 2, 3)}))
     with pytest.raises(Overloaded, match="3 is full"):
         await b.call()
-    assert b.client.asked == [1, 2, 3]
+    assert b.client.sent_to == [1, 2, 3]
     assert not b.router.open
 
 
@@ -169,10 +169,10 @@ async def test_attempts_are_limited() -> None:
     b = bench(failing_on({id_: Overloaded("full") for id_ in (1, 2, 3)}), settings=settings)
     with pytest.raises(Overloaded):
         await b.call()
-    assert b.client.asked == [1, 2]
+    assert b.client.sent_to == [1, 2]
 
 
-async def test_without_an_instance_the_answer_comes_at_once() -> None:
+async def test_without_an_instance_a_request_fails_at_once() -> None:
     b = bench()
     b.directory.remove(1, 2, 3)
     with pytest.raises(NoInstances, match="no instance is serving model 'adder' now"):
@@ -180,13 +180,13 @@ async def test_without_an_instance_the_answer_comes_at_once() -> None:
             await b.call()
 
 
-async def test_when_all_instances_are_gone_the_answer_comes_at_once() -> None:
+async def test_when_all_instances_are_gone_a_request_fails_at_once() -> None:
     b = bench(failing_on({id_: gone(id_) for id_ in (1, 2, 3)}))
     with pytest.raises(Unavailable):
         await b.call()
     with pytest.raises(NoInstances):
         await b.call()
-    assert b.client.asked == [1, 2, 3]
+    assert b.client.sent_to == [1, 2, 3]
 
 
 # The retry budget
@@ -215,7 +215,7 @@ async def test_a_request_whose_deadline_has_passed_is_not_sent() -> None:
     await asyncio.sleep(1)
     with pytest.raises(DeadlineExceeded):
         await b.call(Call(account=ANONYMOUS, request_id="r", deadline=0.5))
-    assert b.client.asked == []
+    assert b.client.sent_to == []
 
 
 @in_virtual_time
@@ -226,7 +226,7 @@ async def test_a_failure_after_the_deadline_is_not_retried() -> None:
     b.client.respond = lambda stream: loop.call_at(1.0, stream.fail, gone(1)) and None
     with pytest.raises(DeadlineExceeded):
         await b.call(Call(account=ANONYMOUS, request_id="r", deadline=1.0))
-    assert b.client.asked == [1]
+    assert b.client.sent_to == [1]
     assert not b.router.open
 
 
@@ -255,7 +255,7 @@ async def test_a_stream_is_retried_before_its_first_frame() -> None:
         assert await stream.read() == []
         assert stream.trailer == b"last word"
         assert not b.router.open
-    assert b.client.asked == [1, 2]
+    assert b.client.sent_to == [1, 2]
 
 
 async def test_a_stream_is_not_retried_after_its_first_frame() -> None:
@@ -266,7 +266,7 @@ async def test_a_stream_is_not_retried_after_its_first_frame() -> None:
         b.client.streams[0].fail(gone(1))
         with pytest.raises(InstanceGone):
             await stream.read()
-    assert b.client.asked == [1]
+    assert b.client.sent_to == [1]
     assert b.directory.down == [1]
     assert not b.router.open
 
@@ -309,8 +309,8 @@ async def test_two_requests_of_one_id_have_bookings_of_their_own() -> None:
     await asyncio.sleep(0)
     assert len(b.router.open) == 2
     for stream in b.client.streams:
-        stream.end(b"answer")
-    assert await asyncio.gather(*calls) == [b"answer", b"answer"]
+        stream.end(b"response")
+    assert await asyncio.gather(*calls) == [b"response", b"response"]
 
 
 # A named instance
@@ -320,10 +320,10 @@ async def test_a_request_that_names_its_instance_goes_nowhere_else() -> None:
     b = bench(failing_on({2: Overloaded("full")}))
     with pytest.raises(Overloaded):
         await b.call(Call(account=ANONYMOUS, request_id="r", instance=InstanceId(2)))
-    assert b.client.asked == [2]
+    assert b.client.sent_to == [2]
 
 
-async def test_naming_an_unknown_instance_is_answered_by_its_name() -> None:
+async def test_the_error_for_an_unknown_instance_names_it() -> None:
     b = bench()
     with pytest.raises(Unavailable, match="instance ff does not serve model 'adder' now"):
         await b.call(Call(account=ANONYMOUS, request_id="r", instance=InstanceId(255)))
@@ -333,11 +333,11 @@ async def test_naming_an_unknown_instance_is_answered_by_its_name() -> None:
 
 
 @in_virtual_time
-async def test_requests_wait_for_the_connection_and_are_then_answered() -> None:
+async def test_requests_wait_for_the_connection_and_are_then_served() -> None:
     b = bench(failing_on({}))
     b.link.cut()
     asyncio.get_running_loop().call_later(2.0, b.link.restore)
-    assert await b.call(Call(account=ANONYMOUS, request_id="r", deadline=10.0)) == b"answer"
+    assert await b.call(Call(account=ANONYMOUS, request_id="r", deadline=10.0)) == b"response"
     assert 2.0 < asyncio.get_running_loop().time() < 2.2
 
 
@@ -366,7 +366,7 @@ async def test_after_a_reconnect_an_instance_that_is_still_away_is_waited_for() 
     b.link.cut()
     b.link.restore()
     asyncio.get_running_loop().call_later(1.0, away.clear)
-    assert await b.call() == b"answer"
+    assert await b.call() == b"response"
     assert asyncio.get_running_loop().time() < 1.6
     assert b.directory.down == [], "it was not gone, only later than we"
 
@@ -378,8 +378,8 @@ async def test_after_a_reconnect_a_fleet_that_was_emptied_is_waited_for() -> Non
     b.link.cut()
     b.link.restore()
     asyncio.get_running_loop().call_later(1.0, b.directory.add, instance(7))
-    assert await b.call() == b"answer"
-    assert b.client.asked == [7]
+    assert await b.call() == b"response"
+    assert b.client.sent_to == [7]
 
 
 @in_virtual_time
