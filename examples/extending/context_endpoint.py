@@ -36,7 +36,7 @@ class ContextEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
         plane = self._readiness.plane
         llm = llm_of(plane.card(exchange.account, request.model))
         text = await plane.text_model(exchange.account, request.model)

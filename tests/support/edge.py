@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.model_card import ModelCard
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.service import SERVICE, KserveService
-from dynamo.frontend.api.kserve.stream import StreamLimits
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
 from dynamo.frontend.api.rpc.metered import metered
 from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc
@@ -102,9 +101,9 @@ async def open_edge(
         readiness = Readiness()
         readiness.attach(plane)
         drain = StreamDrain()
-        limits = StreamLimits(max_requests=max_stream_requests, max_message_bytes=options.max_message_bytes)
+        options = replace(options, max_stream_requests=max_stream_requests)
         services = {
-            SERVICE: KserveService(plane, readiness, drain, limits, lambda: ANONYMOUS, overload).handlers(),
+            SERVICE: KserveService(plane, readiness, drain, options, lambda: ANONYMOUS, overload).handlers(),
             HEALTH_SERVICE: HealthService(plane, readiness).handlers(),
             **dict.fromkeys(
                 REFLECTION_SERVICES, ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).handlers()

@@ -193,7 +193,7 @@ async def open_http_edge(
             *protocol_operations(readiness, text or TextOptions(), own),
         ]
         operations += openapi_operations(operations)
-        app = HttpApp(operations, HttpSettings.of(options, overload), refused=metrics.refused)
+        app = HttpApp(operations, HttpSettings(options=options, overload=overload), refused=metrics.refused)
         async with (
             serve_http(options, app) as server,
             httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20, verify=False) as session,

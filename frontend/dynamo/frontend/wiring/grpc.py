@@ -10,7 +10,6 @@ from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT
 from dynamo.frontend.api.kserve.service import SERVICE, KserveService
-from dynamo.frontend.api.kserve.stream import StreamLimits
 from dynamo.frontend.api.rpc.guard import account_source, guarded
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
 from dynamo.frontend.api.rpc.metered import metered
@@ -48,10 +47,9 @@ def grpc_services(
     config: FrontendConfig, plane: DataPlane, readiness: Readiness, drain: StreamDrain, account: Callable[[], Account]
 ) -> dict[str, Handlers]:
     """Return the handlers of everything on the gRPC port, by full service name."""
-    limits = StreamLimits(max_requests=config.grpc.max_stream_requests, max_message_bytes=config.grpc.max_message_bytes)
     reflection = ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).handlers()
     return {
-        SERVICE: KserveService(plane, readiness, drain, limits, account, config.overload_status).handlers(),
+        SERVICE: KserveService(plane, readiness, drain, config.grpc, account, config.overload_status).handlers(),
         HEALTH_SERVICE: HealthService(plane, readiness).handlers(),
         **dict.fromkeys(REFLECTION_SERVICES, reflection),
     }

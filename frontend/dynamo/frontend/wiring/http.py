@@ -39,7 +39,7 @@ async def open_http(
     share_port: bool,
 ) -> AsyncIterator[HttpServer]:
     """Serve HTTP until the context is left. Raises ConfigError for a port, certificate or template that cannot be used."""
-    settings = HttpSettings.of(config.http, config.overload_status)
+    settings = HttpSettings(options=config.http, overload=config.overload_status)
     operations = [
         *health_operations(readiness, links),
         *metrics_operations(metrics.render),

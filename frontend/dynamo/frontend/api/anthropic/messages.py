@@ -98,7 +98,7 @@ class CountTokens:
 
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
         llm = llm_of(self._edge.plane.card(exchange.account, request.model))
         text = await self._edge.plane.text_model(exchange.account, request.model)
         prompt = text.render(conversation(request, llm, self._edge.limits))
@@ -116,7 +116,7 @@ class Messages:
     async def __call__(self, exchange: Exchange) -> None:
         edge = self._edge
         caller = exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
         prepared = to_text(request, edge.plane.card(exchange.account, request.model), edge.parsers, edge.limits)
         kind = RequestType.STREAM if request.stream else RequestType.UNARY
         generation = edge.plane.generate(prepared.text, caller.call(endpoint=exchange.endpoint, request_type=kind))

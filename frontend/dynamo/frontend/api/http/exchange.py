@@ -14,7 +14,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 from urllib.parse import parse_qs
 
@@ -68,20 +68,8 @@ PLAIN_ERRORS = ErrorForm(body=_plain_body, event=lambda error, status: b"data: "
 class HttpSettings:
     """Settings of all HTTP operations."""
 
-    max_body_bytes: int = 64 * 2**20
-    max_json_depth: int = 100
-    keepalive_s: float = 15.0
-    """A comment is sent after so much silence, so that proxies do not cut a stream."""
+    options: HttpOptions = field(default_factory=HttpOptions)
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE
-
-    @classmethod
-    def of(cls, options: HttpOptions, overload: OverloadStatus) -> HttpSettings:
-        return cls(
-            max_body_bytes=options.max_body_bytes,
-            max_json_depth=options.max_json_depth,
-            keepalive_s=options.keepalive_s,
-            overload=overload,
-        )
 
 
 class Exchange:
@@ -171,7 +159,7 @@ class Exchange:
 
     async def any_body(self) -> bytes:
         """Return the request's body, of any content type. Raises as `body` does."""
-        limit = self.settings.max_body_bytes
+        limit = self.settings.options.max_body_bytes
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit:
             raise _too_large(limit)
@@ -240,7 +228,7 @@ class Exchange:
     @asynccontextmanager
     async def events(self) -> AsyncIterator[EventStream]:
         """A stream of server-sent events. Its head goes with the first event, so that an earlier failure has its own status."""
-        self.stream = stream = EventStream(self._send, self._id, self.settings.keepalive_s)
+        self.stream = stream = EventStream(self._send, self._id, self.settings.options.keepalive_s)
         try:
             yield stream
         finally:

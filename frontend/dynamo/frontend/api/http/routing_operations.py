@@ -88,7 +88,7 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
 
     async def change_thresholds(exchange: Exchange) -> None:
         exchange.caller()
-        request = decode(decoder, await exchange.body(), exchange.settings.max_json_depth)
+        request = decode(decoder, await exchange.body(), exchange.settings.options.max_json_depth)
         await exchange.respond(msgspec.json.encode(_change(readiness.plane, exchange.account, control, request)))
 
     async def list_decisions(exchange: Exchange) -> None:

@@ -22,11 +22,11 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, infer
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request, unload_request
-from dynamo.frontend.api.kserve.stream import KserveStream, StreamLimits
+from dynamo.frontend.api.kserve.stream import KserveStream
 from dynamo.frontend.api.rpc.server import Context, Handlers
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import grpc_status, log_failure, public_message, retry_after_s
-from dynamo.frontend.config import OverloadStatus
+from dynamo.frontend.config import GrpcOptions, OverloadStatus
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import Account
@@ -48,14 +48,14 @@ class KserveService:
         plane: DataPlane,
         readiness: Readiness,
         drain: StreamDrain,
-        limits: StreamLimits,
+        options: GrpcOptions,
         account: Callable[[], Account],
         overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
     ) -> None:
         self._plane = plane
         self._readiness = readiness
         self._drain = drain
-        self._limits = limits
+        self._options = options
         self._account = account
         self._overload = overload
         self._live = pb.ServerLiveResponse(live=True).SerializeToString()
@@ -107,7 +107,7 @@ class KserveService:
             call = call_for(request, card, caller, RequestType.UNARY)
             request_id = call.request_id
             logged_id.set(request_id)
-            response = check_size(await infer(self._plane, request, card, call), self._limits.max_message_bytes)
+            response = check_size(await infer(self._plane, request, card, call), self._options.max_message_bytes)
             if caller.request_id or call.explanation is not None:
                 context.set_trailing_metadata(_trailing_metadata(caller))
             return response
@@ -122,7 +122,7 @@ class KserveService:
         try:
             caller = _caller(self._account(), context)
             request_id, explanation = caller.request_id, caller.explanation
-            await KserveStream(self._plane, self._drain, self._limits, context, caller).run()
+            await KserveStream(self._plane, self._drain, self._options, context, caller).run()
             if request_id or explanation is not None:
                 context.set_trailing_metadata(_trailing_metadata(caller))
         except Exception as error:

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import grpc.aio
 
@@ -29,6 +28,7 @@ from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wan
 from dynamo.frontend.api.rpc.server import Context
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import log_failure, public_message
+from dynamo.frontend.config import GrpcOptions
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.serving.call import Call
@@ -48,13 +48,6 @@ _FINAL = {
 """Concatenated protobuf messages parse as one merged message: appending this adds a parameter to a serialized response."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamLimits:
-    max_requests: int = 256
-    """Requests served concurrently within one call. At the limit nothing is read, so that the client has to wait."""
-    max_message_bytes: int = 64 * 2**20
-
-
 class _ClientGone(Cancelled):
     """A message could not be written because the client left."""
 
@@ -62,10 +55,10 @@ class _ClientGone(Cancelled):
 class KserveStream:
     """One ModelStreamInfer call."""
 
-    def __init__(self, plane: DataPlane, drain: StreamDrain, limits: StreamLimits, context: Context, caller: Caller) -> None:
+    def __init__(self, plane: DataPlane, drain: StreamDrain, options: GrpcOptions, context: Context, caller: Caller) -> None:
         self._plane = plane
         self._drain = drain
-        self._limits = limits
+        self._options = options
         self._context = context
         self._caller = caller
         self._running = 0
@@ -102,7 +95,7 @@ class KserveStream:
             if data is None:
                 return None
             self._start(tasks, data)
-            if self._running >= self._limits.max_requests:
+            if self._running >= self._options.max_stream_requests:
                 self._room = asyncio.get_running_loop().create_future()
                 await self._room
 
@@ -212,7 +205,7 @@ class KserveStream:
             raise first_of(failures) from None
 
     async def _write(self, message: bytes) -> None:
-        await self._send(check_size(message, self._limits.max_message_bytes))
+        await self._send(check_size(message, self._options.max_message_bytes))
 
     async def _send(self, message: bytes) -> None:
         async with self._writing:  # gRPC takes one message at a time; the lock is fair

@@ -47,7 +47,7 @@ class ChatCompletions:
         edge = self._edge
         started = edge.clock()
         caller = exchange.caller()
-        request = edge.completed(decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth))
+        request = edge.completed(decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth))
         prepared = chat_to_text(request, edge.plane.card(exchange.account, request.model), edge.parsers, edge.limits)
         call = call_of(request, caller, exchange.endpoint)
         extras = Extras(request, started, edge.clock)

@@ -45,7 +45,7 @@ class EmbeddingsEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         caller = exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
         plane, limits = self._edge.plane, self._edge.limits
         card = plane.card(exchange.account, request.model)
         texts = _texts(request, limits.max_embedding_inputs)

@@ -36,7 +36,7 @@ class Responses:
         edge = self._edge
         started = edge.clock()
         caller = exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
         chat = edge.completed(request.to_chat())
         prepared = chat_to_text(chat, edge.plane.card(exchange.account, chat.model), edge.parsers, edge.limits)
         generation = edge.plane.generate(prepared.texts[0], call_of(chat, caller, exchange.endpoint))

@@ -30,7 +30,7 @@ class Tokenize:
 
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
         llm = llm_of(self._edge.plane.card(exchange.account, request.model))
@@ -69,7 +69,7 @@ class Detokenize:
 
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.max_json_depth)
+        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
         vocabulary = (await self._edge.plane.text_model(exchange.account, request.model)).tokenizer
         tokens = request.tokens
         if tokens:

@@ -49,7 +49,7 @@ async def read_body(exchange: Exchange) -> bytes:
     body = await exchange.any_body()
     if encoding not in _WINDOW_BITS:
         return body
-    limit = exchange.settings.max_body_bytes
+    limit = exchange.settings.options.max_body_bytes
     if len(body) <= _BRIEF_BYTES:
         return decompress(body, encoding, limit)
     return await asyncio.to_thread(decompress, body, encoding, limit)

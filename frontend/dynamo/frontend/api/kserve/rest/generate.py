@@ -63,7 +63,7 @@ async def _read(
     exchange.explanation = caller.explanation
     body = await read_body(exchange)
     card = plane.card(exchange.account, target.model, target.version)
-    fields = decode_object(body, exchange.settings.max_json_depth)
+    fields = decode_object(body, exchange.settings.options.max_json_depth)
     parsed = read_generate(fields, card, target.model, target.version)
     return parsed, card, begin(exchange, caller, parsed.request, card, request_type)
 

@@ -24,7 +24,7 @@ async def handle_infer(plane: DataPlane, exchange: Exchange, target: Target) -> 
     body = await read_body(exchange)
     card = plane.card(exchange.account, target.model, target.version)
     parts = split(body, exchange.headers.get(JSON_LENGTH))
-    request, form = read_request(parts, card, target.model, target.version, exchange.settings.max_json_depth)
+    request, form = read_request(parts, card, target.model, target.version, exchange.settings.options.max_json_depth)
     call = begin(exchange, caller, request, card, RequestType.UNARY)
     async with exchange.attended():
         response = await infer(plane, request, card, call)

@@ -48,4 +48,4 @@ async def handle_unload(readiness: Readiness, exchange: Exchange, target: Target
 
 async def _object(exchange: Exchange) -> dict[str, object]:
     body = await read_body(exchange)
-    return decode_object(body, exchange.settings.max_json_depth) if body else {}
+    return decode_object(body, exchange.settings.options.max_json_depth) if body else {}
