@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
 
-from dynamo.common.errors import InvalidRequest
-from dynamo.frontend.preprocess.template import ChatTemplate
+from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.frontend.preprocess.template import MAX_SOURCE_CHARS, ChatTemplate
 
 HELLO = [{"role": "user", "content": "héllo <b>"}]
 CHATML = (
@@ -78,11 +79,109 @@ def test_known_sandbox_escapes_fail(source: str) -> None:
     ],
 )
 def test_a_template_that_runs_away_is_stopped_soon(source: str) -> None:
-    template = ChatTemplate(source, max_chars=100_000, max_loop_turns=10_000)
+    template = ChatTemplate(source, max_chars=100_000, max_steps=10_000)
     with pytest.raises(InvalidRequest, match="stopped"):
         template.render(HELLO)
 
 
 def test_the_bound_on_loops_is_for_one_rendering() -> None:
-    template = ChatTemplate("{% for x in range(600) %}{% endfor %}ok", max_loop_turns=1000)
+    template = ChatTemplate("{% for x in range(600) %}{% endfor %}ok", max_steps=1000)
     assert [template.render(HELLO) for _ in range(3)] == ["ok"] * 3
+
+
+GROWING = "{% set n = namespace(s='aaaaaaaaaa') %}{% for i in range(99) %}"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ (('a'*50000)|replace('a','b'*2000))|length }}",
+        "{{ ('a'*50000).replace('a','b'*2000)|length }}",
+        "{{ ('a'*50000).replace('','b'*2000)|length }}",
+        "{{ ([1]|tojson(indent=200000000))|length }}",
+        "{{ (['x'*10000]*3000)|join|length }}",
+        "{{ ('x'*10000).join('y'*10000)|length }}",
+        "{{ ('x'*1000).join(['y']*9000)|length }}",
+        GROWING + "{% set n.s = n.s ~ n.s %}{% endfor %}",
+        GROWING + "{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}{% endfor %}",
+        GROWING + "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
+        GROWING + "{% set n.s = (n.s, n.s) %}{% endfor %}{{ {n.s: 1} }}",
+        GROWING + "{% set n.s = {'a': n.s, 'b': n.s} %}{% endfor %}{{ n.s|tojson|length }}",
+        GROWING + "{% set n.s = dict(a=n.s, b=n.s) %}{% endfor %}{{ n.s == n.s }}",
+        GROWING + "{% set n.s = n.s|replace('a','aa') %}{% endfor %}",
+        GROWING + "{% set n.s = '%s%s' % (n.s, n.s) %}{% endfor %}",
+        GROWING + "{% set n.s = '%s%s'|format(n.s, n.s) %}{% endfor %}",
+        GROWING + "{% set n.s = '{0}{0}'.format(n.s) %}{% endfor %}",
+        GROWING + "{% set n.s = '{a}{a}'.format_map({'a': n.s}) %}{% endfor %}",
+        GROWING + "{% set n.s = [n.s]|batch(3, n.s)|list %}{% endfor %}{{ n.s }}",
+        GROWING + "{% set n.s = [n.s]*2 %}{% endfor %}{{ n.s }}",
+        GROWING + "{% set n.s = [n.s, n.s]|join %}{% endfor %}",
+        GROWING + "{% set n.s = n.s|list + n.s|list %}{% endfor %}",
+        "{% set n = namespace(s=1000) %}{% for i in range(99) %}{% set n.s = n.s * n.s %}{% endfor %}",
+        "{{ 5|round(-10000000) }}",
+        "{{ 5|round(10000000, 'ceil') }}",
+        "{{ [[1]]|batch(1000000000, 1)|list|length }}",
+        "{{ [1]|slice(1000000000)|list|length }}",
+        "{{ ('a\n'*1000)|indent('x'*100000)|length }}",
+        "{{ ('a\n'*10000)|indent(1000)|length }}",
+        "{{ ('\t'*10000).expandtabs(10000)|length }}",
+        "{{ ('a'*10000).translate({97: 'b'*10000})|length }}",
+        "{{ ('%999d'*1000)|format(*range(1000))|length }}",
+        "{{ ('%*d'*100) % (([99999, 1]*100)|batch(200)|first) }}",
+        "{{ ('%(a)s'*1000) % {'a': 'x'*9999} }}",
+        "{{ ('{0:{1}}'*9).format('a', 99999) }}",
+        "{% macro f(n) %}{% if n > 0 %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(50) }}",
+        "{% for x in [0] recursive %}{{ loop(range(99999)) if x == 0 and loop.depth < 3 }}{% endfor %}",
+        "{% for x in range(99999) if false %}{% endfor %}" * 50,
+        "{% for x in messages*20000 %}{% for y in messages*9999 if y == x %}{% endfor %}{% endfor %}",
+        "{{ range(99999)|map('string')|map('length')|sum }}" * 50,
+        "{{ ([[1]]*5000)|sum(start=[])|length }}",
+        "{% set l = ['x'*90000] %}{% for i in range(99999) %}{{ l[0][1:]|length }}{% endfor %}",
+        "{% set a = 'x'*90000 %}{% set b = 'x'*90000 %}{% for i in range(99999) %}{% if a == b %}{% endif %}{% endfor %}",
+        "{% set a = 'x'*90000 %}{% for i in range(99999) %}{% if 'yy' in a %}{% endif %}{% endfor %}",
+        "{% set n = namespace() %}{% set n.a = n %}{% set n.b = [n, n] %}{{ n }}{{ n.b }}"
+        "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ messages[0].items()|list * 9999 }}",
+        "{{ ('a b '*20000).split()|length }}" * 40,
+        "{% for x in 'x'*90000 %}{% for x in 'x'*90000 %}a{% endfor %}{% endfor %}",
+        "{% set x %}{% for a in range(99999) %}{% raw %}" + "y" * 5000 + "{% endraw %}{% endfor %}{% endset %}",
+    ],
+)
+def test_no_operation_of_a_template_escapes_its_bounds(source: str) -> None:
+    template = ChatTemplate(source, max_chars=100_000, max_steps=20_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="stopped"):
+            template.render(HELLO)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 10_000_000
+
+
+@pytest.mark.parametrize("source", ["{{ lipsum(n=9) }}", "{{ 'a' | wordwrap(1, wrapstring='b') }}", "{{ 'a' | xmlattr }}"])
+def test_helpers_for_web_pages_are_not_available(source: str) -> None:
+    with pytest.raises((InvalidRequest, EngineError), match="template"):
+        ChatTemplate(source).render(HELLO)
+
+
+def test_a_long_conversation_stays_inside_the_bounds() -> None:
+    messages = [{"role": "user", "content": "hello " * 30}] * 16_384
+    prompt = render(CHATML, messages=messages, add_generation_prompt=False)
+    assert prompt.count("<|im_start|>") == 16_384
+
+
+def test_constant_expressions_are_not_evaluated_when_a_template_is_compiled() -> None:
+    tracemalloc.start()
+    try:
+        ChatTemplate("{{ ('a' * 9999999) | length }}{{ 'ab' | replace('b', 'c') | center(99999999) }}")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 5_000_000
+
+
+def test_a_source_that_is_too_long_is_rejected() -> None:
+    with pytest.raises(EngineError, match="at most"):
+        ChatTemplate("x" * (MAX_SOURCE_CHARS + 1))
