@@ -194,7 +194,7 @@ async def test_no_request_fails_when_a_worker_is_stopped_under_load(
     ("flags", "words"),
     [
         ((), "--model is required"),
-        (("--model", "no-such-thing"), "nothing that can be served"),
+        (("--model", "no-such-thing"), "cannot be served"),
         (("--model", "no/file.py:Class"), "there is no file"),
         (("--model", "echo", "--model", "echo"), "two models of this worker are called 'echo'"),
     ],

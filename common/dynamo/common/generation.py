@@ -1,4 +1,4 @@
-"""A request for text generation and its answer, as they travel between frontend and worker (msgpack)."""
+"""A request for text generation and its response, as they are sent between frontend and worker (msgpack)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
-    """Token ids as little-endian u32: the form that travels and that is hashed."""
+    """Return token ids as little-endian u32, the form that is sent and hashed."""
     packed = array("I", tokens)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -36,7 +36,7 @@ def unpack_tokens(data: bytes) -> array[int]:
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose tokens. None means: the engine's own default."""
+    """How to choose tokens. None means the engine's own default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -54,7 +54,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """When to end. Stop *strings* are matched by the frontend, which sees the text; the engine knows token ids only."""
+    """When to end. Stop strings are matched by the frontend, which has the text; engines match token ids only."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -86,8 +86,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     media: tuple[dict[str, Any], ...] = ()
     """Content parts besides text, for engines whose card declares the modality."""
     first_choice: int = 0
-    """The choices are those from this index on of a larger request, a part of which moved here: engines whose choices have random
-    numbers of their own by index go on with theirs. `Delta.index` counts from 0 all the same."""
+    """Index of the first choice, if the request continues a part of a larger one: engines whose choices have random numbers by
+    index continue with theirs. `Delta.index` counts from 0 all the same.
+    """
 
     @property
     def tokens(self) -> array[int]:
@@ -100,7 +101,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What one engine step added to one choice. Fields at their default at the end do not travel."""
+    """What one engine step added to one choice. Trailing fields at their default are not sent."""
 
     tokens: tuple[int, ...] = ()
     index: int = 0

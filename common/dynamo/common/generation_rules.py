@@ -1,4 +1,4 @@
-"""Which generation parameters mean something. Checked by the frontend, and by engines that would take nonsense in silence."""
+"""Ranges of generation parameters. Checked by the frontend, and by engines that would take invalid values silently."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def check_request(request: GenerateRequest) -> None:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest, with the field as `param`, for a sampling parameter that is out of range."""
     _within("temperature", sampling.temperature, 0, 100)
     _within("top_p", sampling.top_p, 0, 1)
     if sampling.top_p == 0:
-        raise InvalidRequest("top_p is 0; it must be above 0", param="top_p")
+        raise InvalidRequest("top_p must be above 0, got 0", param="top_p")
     _within("top_k", sampling.top_k, -1, MAX_TOP_K)
     _within("min_p", sampling.min_p, 0, 1)
     _within("frequency_penalty", sampling.frequency_penalty, -2, 2)
     _within("presence_penalty", sampling.presence_penalty, -2, 2)
     _within("repetition_penalty", sampling.repetition_penalty, 0, 100)
     if sampling.repetition_penalty == 0:
-        raise InvalidRequest("repetition_penalty is 0; it must be above 0", param="repetition_penalty")
+        raise InvalidRequest("repetition_penalty must be above 0, got 0", param="repetition_penalty")
     _within("seed", sampling.seed, -(2**63), 2**64 - 1)
     biases = sampling.logit_bias or {}
     _within("the number of entries in logit_bias", len(biases), 0, MAX_LOGIT_BIASES, "logit_bias")
@@ -44,11 +44,11 @@ def check_sampling(sampling: Sampling) -> None:
         _within(f"logit_bias of token {token}", bias, -100, 100, "logit_bias")
     guided = sampling.guided
     if guided is not None and (len(guided) != 1 or next(iter(guided)) not in GUIDES):
-        raise InvalidRequest(f"structured output is asked for by exactly one of {', '.join(GUIDES)}", param="guided")
+        raise InvalidRequest(f"structured output takes exactly one of {', '.join(GUIDES)}", param="guided")
 
 
 def check_stop(stop: Stop) -> None:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest, with the field as `param`, for a stop condition that is out of range."""
     _within("max_tokens", stop.max_tokens, 0, 2**31 - 1)
     _within("min_tokens", stop.min_tokens, 0, 2**31 - 1)
     if stop.max_tokens is not None and stop.min_tokens > stop.max_tokens:
@@ -58,4 +58,4 @@ def check_stop(stop: Stop) -> None:
 
 def _within(name: str, value: float | None, least: float, most: float, param: str | None = None) -> None:
     if value is not None and not (isfinite(value) and least <= value <= most):
-        raise InvalidRequest(f"{name} is {value}; it must be between {least} and {most}", param=param or name)
+        raise InvalidRequest(f"{name} must be between {least} and {most}, got {value}", param=param or name)

@@ -1,4 +1,4 @@
-"""What a worker tells the fleet about a model it serves. Travels as JSON inside the registration."""
+"""The description of a model that a worker serves. Sent as JSON inside the registration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynamo.common.names import check_name
 
 
 class ModelKind(StrEnum):
-    """What requests a model takes."""
+    """The kind of requests a model takes."""
 
     TENSOR = "tensor"
     LLM = "llm"
@@ -19,7 +19,7 @@ class ModelKind(StrEnum):
 
 
 class Role(StrEnum):
-    """Which part of generation an instance does."""
+    """The phase of generation that an instance runs."""
 
     AGGREGATED = "aggregated"
     PREFILL = "prefill"
@@ -39,7 +39,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the frontend needs to turn text into tokens and back, and what routers need to know."""
+    """What frontends need to turn text into tokens and back, and routers to choose an instance."""
 
     context_length: int
     tokenizer: str
@@ -79,25 +79,25 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_batch_size: int = 0
     """0: the model does not batch and its shapes have no batch dimension."""
     decoupled: bool = False
-    """True: a request may get none, one or several answers, over ModelStreamInfer only."""
+    """True: a request may get none, one or several responses, over ModelStreamInfer only."""
     model_config: bytes = b""
-    """A serialized `inference.ModelConfig`, which supersedes all else in ModelConfig answers."""
+    """A serialized `inference.ModelConfig`, which ModelConfig responses return unchanged."""
     llm: LlmInfo | None = None
     aliases: tuple[str, ...] = ()
-    """Other names under which requests may ask for this model."""
+    """Other names under which requests may name this model."""
     labels: dict[str, str] = {}
     """Free key-value pairs, shown in metadata as `properties`."""
 
     def check(self) -> ModelCard:
-        """Returns itself; raises InvalidRequest if it contradicts itself."""
+        """Return the card itself. Raises InvalidRequest if it contradicts itself."""
         for name in (self.name, *self.aliases):
             check_name(name)
         for specs in (self.inputs, self.outputs):
             names = [spec.name for spec in specs]
             if len(set(names)) != len(names):
-                raise InvalidRequest(f"model '{self.name}' declares two tensors of one name")
+                raise InvalidRequest(f"model '{self.name}' declares two tensors of the same name")
         if not self.versions or len(set(self.versions)) != len(self.versions):
-            raise InvalidRequest(f"model '{self.name}' declares no version, or one twice")
+            raise InvalidRequest(f"model '{self.name}' declares no version, or the same one twice")
         if self.kind is ModelKind.LLM and self.llm is None:
             raise InvalidRequest(f"model '{self.name}' is a language model without `llm` details")
         return self

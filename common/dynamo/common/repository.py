@@ -1,6 +1,6 @@
-"""What a worker with a model repository says of it, and what it can be asked to do.
+"""The state of a worker's model repository, and the requests that change it.
 
-Such a worker registers a `RepositoryInstance` beside its models, under the same lease. Frontends add these up to answer
+Such a worker registers a `RepositoryInstance` beside its models, under the same lease. Frontends merge these for
 RepositoryIndex, and send `repository_load` and `repository_unload` to all of them.
 """
 
@@ -23,14 +23,14 @@ _SUBJECT = re.compile(r"[^\s*>]+")
 
 
 class ControlMode(StrEnum):
-    """Who decides which models of a repository are loaded."""
+    """Which models of a repository are loaded."""
 
     NONE = "none"
-    """All of them, at the start."""
+    """All models, at the start."""
     EXPLICIT = "explicit"
-    """Those named at the start, and then whoever asks for RepositoryModelLoad and RepositoryModelUnload."""
+    """Those named at the start, and those of RepositoryModelLoad and RepositoryModelUnload requests."""
     POLL = "poll"
-    """Whatever lies in the folder: it is looked at again and again."""
+    """All models in the folders, which are scanned periodically."""
 
 
 class ModelState(StrEnum):
@@ -45,7 +45,7 @@ class IndexEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     name: str
     version: str = ""
-    """Empty for a model that was never loaded: its versions are not known."""
+    """Empty for a model that was never loaded: its versions are unknown."""
     state: ModelState = ModelState.UNAVAILABLE
     reason: str = ""
     """Why the model is not ready."""
@@ -67,7 +67,7 @@ class RepositoryInstance(msgspec.Struct, frozen=True, kw_only=True):
         return self.endpoint.repository_key(self.id)
 
     def encode(self) -> bytes:
-        """The JSON under `key`. Reasons are left out if the index would be too long with them. Raises InvalidRequest."""
+        """Return the JSON under `key`. Reasons are left out if the index would be too long with them. Raises InvalidRequest."""
         value = msgspec.json.encode(self)
         if len(value) > MAX_INDEX_BYTES:
             bare = tuple(msgspec.structs.replace(entry, reason="") for entry in self.entries)
@@ -81,7 +81,7 @@ _DECODER = msgspec.json.Decoder(RepositoryInstance)
 
 
 def decode_repository(key: str, value: bytes) -> RepositoryInstance:
-    """What is registered under `key`. Raises InvalidRequest if that is no repository, or one of somebody else."""
+    """Decode the registration under `key`. Raises InvalidRequest if it is malformed or belongs to another key."""
     try:
         instance = _DECODER.decode(value)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -114,16 +114,16 @@ class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to `repository_load`, with what the worker serves of the model now."""
+    """Response to `repository_load`: the versions of the model that the worker serves now."""
 
     versions: tuple[str, ...]
 
 
 def merge_indexes(instances: Iterable[RepositoryInstance]) -> Iterator[IndexEntry]:
-    """The repositories of several workers as one, in order of name and version.
+    """Merge the repositories of several workers, ordered by name and version.
 
-    An entry is READY if it is at one worker; its reason then names those where it is not. The version of a model that one worker
-    does not know is left out if another one does.
+    An entry is READY if it is at one worker; its reason then names the workers where it is not. The empty version of a model that
+    one worker has not loaded is left out if another worker has versions.
     """
     entries: dict[tuple[str, str], list[tuple[InstanceId, IndexEntry]]] = {}
     for instance in instances:

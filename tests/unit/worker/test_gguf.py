@@ -242,7 +242,7 @@ def test_without_a_space_prefix_nothing_is_put_in_front() -> None:
     [
         ({"tokenizer.ggml.model": "bert"}, Unsupported, "'bert'"),
         ({"tokenizer.ggml.pre": "never-heard-of"}, Unsupported, "'never-heard-of'"),
-        ({"tokenizer.ggml.merges": ["nospace"]}, InvalidRequest, "merge that is no pair"),
+        ({"tokenizer.ggml.merges": ["nospace"]}, InvalidRequest, "merge that is not a pair"),
         ({"tokenizer.ggml.tokens": []}, InvalidRequest, "no vocabulary"),
         ({"tokenizer.ggml.token_type": [1, 2]}, InvalidRequest, "token types"),
     ],

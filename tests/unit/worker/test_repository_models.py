@@ -105,7 +105,7 @@ instance_group { count: 2 kind: KIND_CPU }
         ("version_policy { specific { versions: [ 3 ] } }", "version 3"),
         ("this is no configuration", "config.pbtxt is not usable"),
         ("instance_group { kind: KIND_GPU count: 1 }", "asks for a GPU"),
-        ('parameters { key: "intra_op_thread_count" value { string_value: "many" } }', "'many', which is no number"),
+        ('parameters { key: "intra_op_thread_count" value { string_value: "many" } }', "'many', which is not a number"),
         ('default_model_filename: "other.onnx"', "no file 1/other.onnx"),
     ],
 )
@@ -125,7 +125,7 @@ async def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     async with opened(tmp_path) as models:
         failed = await models.load_all(["times", "empty"])
     assert "ONNX Runtime cannot load 1/model.onnx" in str(failed["times"])
-    assert "nothing says which backend" in str(failed["empty"])
+    assert "the model's backend is unknown" in str(failed["empty"])
 
 
 async def test_onnx_models_take_and_return_strings(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ async def test_steps_run_as_their_tensors_come_whatever_their_order(tmp_path: Pa
     ("steps", "more", "reason"),
     [
         ([step("two", {"x": "x"}, {"y": "z"})], "", "no step gives the output 'y'"),
-        ([step("two", {"x": "w"}, {"y": "y"})], "", "nothing gives the tensor 'w'"),
+        ([step("two", {"x": "w"}, {"y": "y"})], "", "no step or input gives the tensor 'w'"),
         ([step("two", {"x": "y"}, {"y": "y"})], "", "no step takes the input 'x'"),
         ([step("two", {"q": "x"}, {"y": "y"})], "", "maps the input 'q'"),
         ([step("two", {"x": "x"}, {"q": "y"})], "", "maps the output 'q'"),
@@ -288,7 +288,7 @@ async def test_unloading_includes_dependent_ensembles_and_models_only_they_need(
     async with opened(tmp_path, "both", "other", default_max_batch_size=0) as models:
         await models.unload_model("two")
         assert {name for (name, _), state in states(models).items() if state == "READY"} == {"three", "other"}
-        assert {entry.name: entry.reason for entry in models.index()}["both"] == "it needs model 'two', which was unloaded"
+        assert {entry.name: entry.reason for entry in models.index()}["both"] == "model 'two', which it needs, was unloaded"
         await models.load_model(LoadRequest(model="both"))
         await models.unload_model("both")
         assert states(models)["two", "1"] == states(models)["three", "1"] == "READY"
@@ -458,7 +458,7 @@ async def test_model_path_names_folders_below_the_roots_only(tmp_path: Path) -> 
         for path in (f"{root}/../secret", f"{root}/link", str(root), "/", f"file://{root}/link", "s3://bucket/x", "relative"):
             with pytest.raises(Forbidden):
                 await models.load_model(LoadRequest(model="mine", path=path))
-        with pytest.raises(InvalidRequest, match="is no folder"):
+        with pytest.raises(InvalidRequest, match="is not a folder"):
             await models.load_model(LoadRequest(model="mine", path=f"{root}/missing"))
         assert await infer(models, "mine", x(1)) == {"y": [4.0]}
     async with opened(repository) as models:

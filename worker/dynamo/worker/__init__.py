@@ -12,7 +12,7 @@
 | `engine.base` | what an engine is |
 | `engines` | which engine a `--model` means |
 | `engine.python` | models written as Python classes; `engine.declaration` and `engine.user_class` are parts of it |
-| `engine.echo` | answers what it got |
+| `engine.echo` | returns its input |
 | `engine.llama` | llama.cpp; `engine.llama_request`, `llama_stream` and `llama_cache` are parts of it |
 | `engine.vllm` | vLLM; `engine.vllm_request` is part of it, `kv.vllm_subscriber` and `kv.vllm_events` read its KV events |
 | `engine.sim` | a simulated engine: schedules and caches like a real one |

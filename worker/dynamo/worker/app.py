@@ -60,7 +60,7 @@ LONGEST_PAUSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker that serves. It is visible to frontends once `registration.registered` is set, which needs etcd."""
+    """A worker that serves. Frontends see it once `registration.registered` is set, which needs etcd."""
 
     instance: InstanceId
     endpoint: Endpoint
@@ -72,7 +72,7 @@ class Worker:
 
 
 async def run(config: WorkerConfig) -> None:
-    """Serves the models of `config` until SIGINT or SIGTERM. Raises ConfigError for a model that cannot be served.
+    """Serve the models of `config` until SIGINT or SIGTERM. Raises ConfigError for a model that cannot be served.
 
     An engine that does not start, or dies, ends the process with status 1.
     """
@@ -125,7 +125,7 @@ async def serve_fleet(
     stop: asyncio.Event | None = None,
     on_started: Callable[[Worker], None] = lambda worker: None,
 ) -> None:
-    """Each item of `fleet` as a worker of its own, as `serve_worker` does with one. When one fails, all of them stop."""
+    """Serve each item of `fleet` as a worker of its own, as `serve_worker` does with one. If one fails, all of them stop."""
     stopping = stop if stop is not None else stop_on_signal()
     workers = [
         awaited(serve_worker(engines, _numbered(config, number), stop=stopping, on_started=on_started))
@@ -193,7 +193,7 @@ def _listed(engines: AnyEngine | Sequence[AnyEngine]) -> Sequence[AnyEngine]:
 
 
 async def _until(stopping: asyncio.Event, engines: Sequence[MayFail]) -> None:
-    """Returns when `stopping` is set; raises what one of `engines` failed with for good."""
+    """Return when `stopping` is set. Raises the error of an engine that can serve nothing more."""
     stopped = awaited(stopping.wait())
     failures = [awaited(engine.failure()) for engine in engines]
     try:
@@ -342,7 +342,7 @@ async def _open_publishers(
 async def _open_service(
     models: Sequence[ServedModel], observers: Observers, publishers: KvPublishers, nats: Connection, stack: AsyncExitStack
 ) -> Service:
-    """The service of `models`, once their files are in the object store, where they are kept as long as the worker runs."""
+    """Return the service of `models` once their files are in the object store. The files are stored again after a reconnect."""
     service = Service(models, observers.metrics, observers.tracing, publishers.accepted)
     stack.push_async_callback(service.close)
     await _store_files(models, nats)
@@ -383,7 +383,7 @@ async def _start(engine: AnyEngine, stack: AsyncExitStack) -> list[ServedModel]:
 
 
 async def _store_files(models: Sequence[ServedModel], nats: Connection) -> None:
-    """Puts tokenizers and templates where frontends find them; waits for the store if it is not there yet."""
+    """Put tokenizers and templates into the object store, which frontends read. Waits while the store is not available."""
     store = FileStore(nats, Path())  # only reading needs its cache on disk
     for model in models:
         for data in model.engine.files() if isinstance(model.engine, HasFiles) else ():
@@ -399,7 +399,7 @@ async def _store_files(models: Sequence[ServedModel], nats: Connection) -> None:
 
 
 async def _store_files_again(service: Service, nats: Connection) -> None:
-    """Stores them after each reconnect: the NATS that is back may have lost what it held."""
+    """Store the files again after each reconnect: the NATS server that is back may have lost its data."""
     reconnected = asyncio.Event()
     nats.on_reconnect(reconnected.set)
     while await reconnected.wait():

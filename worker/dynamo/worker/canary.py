@@ -1,7 +1,7 @@
-"""Whether an engine still makes progress: seen from what it answers or, when it answers nothing, by one token asked of it.
+"""Whether an engine still makes progress: seen from its responses or, if there are none, by having it generate one token.
 
-A process can live, take requests and send its beats while its engine hangs. Frontends ask. However many they are, an engine that
-works is not disturbed, however full it is, and an idle one generates one token for all of them.
+A process can live, take requests and send heartbeats while its engine hangs, so frontends probe it. However many they are, an
+engine that makes progress is not disturbed, and an idle one generates one token for all of them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from dynamo.worker.engine.base import Context, Engine
 log = logging.getLogger(__name__)
 
 _TOKEN = 1
-"""In every vocabulary; and so short a prompt leaves nothing in a prefix cache."""
+"""Part of every vocabulary. A prompt this short leaves no full block in a prefix cache."""
 _GIVEN_UP_S = 30.0
-"""After so long an engine is told to forget the token."""
+"""After this time the probe is given up and the engine is told to abort it."""
 _LOOK_S = 0.1
 
 
 class Canary:
-    """Of one language model."""
+    """Probes one language model."""
 
     def __init__(self, model: str, engine: Engine) -> None:
         self.progress = 0
-        """To be counted up with each answer of the engine."""
+        """To be incremented with each delta of the engine."""
         self._request = GenerateRequest(
             model=model,
             prompt=pack_tokens((_TOKEN,)),
@@ -47,9 +47,9 @@ class Canary:
         self._probe: asyncio.Task[DynamoError | None] | None = None
 
     async def probe(self, idle_s: float) -> None:
-        """Returns when the engine works: when it has answered anything in the last `idle_s` seconds, or does so now.
+        """Return once the engine is known to work: it made progress in the last `idle_s` seconds, or generates a token now.
 
-        Raises what it fails with. While it hangs this does not return.
+        Raises the error of the engine. Does not return while the engine hangs.
         """
         while not self._is_alive(idle_s):
             if self._probe is None or self._probe.done():
@@ -70,7 +70,7 @@ class Canary:
         return now - self._alive_at < idle_s
 
     async def _generate_token(self) -> DynamoError | None:
-        """One token, or why there is none."""
+        """Have the engine generate one token. Return its error, or None."""
         steps = cast(AsyncGenerator[Delta | Summary, None], self._engine.generate(self._request, Context("canary")))
         try:
             async with asyncio.timeout(_GIVEN_UP_S), aclosing(steps):
@@ -95,7 +95,7 @@ class Canary:
 
 
 class CanaryRequest(msgspec.Struct, frozen=True):
-    """Body of a `canary` request, answered with nothing if the engine works."""
+    """Body of a `canary` request. The response is empty and is sent once the engine is known to work."""
 
     model: str
     idle_s: float

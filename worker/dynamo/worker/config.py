@@ -1,4 +1,4 @@
-"""Everything a worker process can be told, as one frozen object built before it starts."""
+"""The configuration of a worker process, one frozen object that is built before it starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynamo.common.repository import ControlMode
 
 
 class EngineKind(StrEnum):
-    """What runs a model."""
+    """Which implementation runs a model."""
 
     ECHO = "echo"
     PYTHON = "python"
@@ -27,16 +27,16 @@ class EngineKind(StrEnum):
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """`namespace.component.endpoint` as an Endpoint; ValueError says what is wrong."""
+    """Parse `namespace.component.endpoint`. Raises ValueError."""
     try:
         return Endpoint.parse(text)
     except InvalidRequest as error:
-        raise ValueError(f"is no endpoint: {error}") from error
+        raise ValueError(f"is not an endpoint: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusOptions:
-    """The port on which a worker tells how it is."""
+    """The port that reports the worker's health and metrics."""
 
     host: str = option("127.0.0.1", help="Address to listen on.")
     port: int | None = option(
@@ -49,7 +49,7 @@ class StatusOptions:
         False,
         flags=("--allow-sleep",),
         env=("DYN_ALLOW_SLEEP",),
-        help="Let whoever reaches the status port put the worker to sleep and wake it: POST /sleep, POST /wake_up.",
+        help="Let clients of the status port put the worker to sleep and wake it: POST /sleep, POST /wake_up.",
     )
 
 
@@ -72,8 +72,8 @@ class RepositoryOptions:
         env=("DYN_MODEL_CONTROL_MODE",),
         parse=ControlMode,
         choices=tuple(ControlMode),
-        help="Which models are loaded. none: all, at the start; explicit: those of --load-model and what is asked for later; "
-        "poll: whatever lies in the folders, which are looked at again and again.",
+        help="Which models are loaded. none: all, at the start; explicit: those of --load-model and of later load requests; "
+        "poll: all in the folders, which are scanned periodically.",
     )
     load: tuple[str, ...] = option(
         (),
@@ -89,7 +89,7 @@ class RepositoryOptions:
         env=("DYN_REPOSITORY_POLL_SECS",),
         minimum=0.05,
         maximum=86_400,
-        help="Seconds between two looks at the folders.",
+        help="Seconds between two scans of the folders.",
     )
     auto_complete: bool = option(
         True,
@@ -103,7 +103,7 @@ class RepositoryOptions:
         env=("DYN_DEFAULT_MAX_BATCH_SIZE",),
         minimum=0,
         maximum=1 << 20,
-        help="Batch size of ONNX models that can batch and whose configuration says nothing of it; 0: none.",
+        help="Batch size of ONNX models that can batch and whose configuration has none; 0: no batching.",
     )
     exit_on_error: bool = option(
         True,
@@ -161,7 +161,7 @@ class WorkerConfig:
         help="Name under which a model is served, in the order of --model; default: its own.",
     )
     engine: EngineKind | None = option(
-        None, parse=EngineKind, help="Which engine runs the models; default: told by what --model is."
+        None, parse=EngineKind, help="Which engine runs the models; default: derived from --model."
     )
     endpoint: Endpoint = option(
         Endpoint("dynamo", "backend", "generate"),
@@ -182,7 +182,7 @@ class WorkerConfig:
         flags=("--context-length", "--max-model-len"),
         minimum=16,
         maximum=16 << 20,
-        help="Tokens of prompt and answer together; default: the engine's choice.",
+        help="Tokens of prompt and output together; default: the engine's choice.",
     )
     engine_args: str = option(
         "",
@@ -194,8 +194,8 @@ class WorkerConfig:
         None,
         flags=("--role", "--disaggregation-mode"),
         parse=Role,
-        help="Which part of generation vllm or sim does here: aggregated, prefill or decode; default: aggregated, or what the "
-        "model says.",
+        help="Which part of generation vllm or sim does here: aggregated, prefill or decode; default: aggregated, or that of "
+        "--model.",
     )
     num_workers: int = option(
         1,
@@ -207,7 +207,7 @@ class WorkerConfig:
     speedup_ratio: float | None = option(
         None,
         minimum=0,
-        help="For sim: how much faster than its timing the engine is; 0: steps take no time. Default: 1, or what --model says.",
+        help="For sim: how much faster than its timing the engine is; 0: steps take no time. Default: 1, or that of --model.",
     )
     drain_timeout_s: float = option(
         30.0, flags=("--drain-timeout",), minimum=0, help="After SIGTERM, requests may finish for this many seconds."
@@ -219,11 +219,11 @@ class WorkerConfig:
         512 * MIB, flags=("--max-message-size",), env=("DYN_WORKER_MAX_MESSAGE_SIZE",), minimum=1024, help="Longest request."
     )
     lease_ttl_s: float = option(
-        10.0, minimum=1, maximum=600, help="How long the registration outlives a worker that died without a word."
+        10.0, minimum=1, maximum=600, help="How long the registration outlives a worker that died silently."
     )
     durable_kv_events: bool = option(
         False,
-        help="Have KV events recorded in JetStream, so that frontends with the same option need not ask when they start.",
+        help="Record KV events in JetStream, so that frontends with the same option start without querying each worker.",
     )
     repository: RepositoryOptions = group("Model repository", prefix="repository", default=RepositoryOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
@@ -238,7 +238,7 @@ class WorkerConfig:
 
     @property
     def served_endpoint(self) -> Endpoint:
-        """Where the instance registers, with `namespace` and `component` taken into account."""
+        """The endpoint at which the instance registers, with `namespace` and `component` applied."""
         return Endpoint(self.namespace or self.endpoint.namespace, self.component or self.endpoint.component, self.endpoint.name)
 
     @property

@@ -60,7 +60,7 @@ BUILT_IN_MODELS = ("smollm2",)
 
 
 def choose_engine(model: str) -> EngineKind:
-    """The engine that `model` is for. Raises InvalidRequest saying what it could be."""
+    """Return the engine that serves `model`. Raises InvalidRequest naming what is supported."""
     where, colon, name = model.rpartition(":")
     if model == "echo" or model.startswith("echo:"):
         return EngineKind.ECHO
@@ -75,9 +75,9 @@ def choose_engine(model: str) -> EngineKind:
             return EngineKind.REPOSITORY
         if (Path(model) / "config.json").is_file():
             return EngineKind.VLLM
-        raise InvalidRequest(f"the folder {model} is no model: it has no config.json, and it is no model repository")
+        raise InvalidRequest(f"the folder {model} is neither a model, with a config.json, nor a model repository")
     raise InvalidRequest(
-        f"model {model!r} is nothing that can be served: give a .gguf file, {', '.join(BUILT_IN_MODELS)}, a model folder, "
+        f"model {model!r} cannot be served: give a .gguf file, {', '.join(BUILT_IN_MODELS)}, a model folder, "
         "module:Class, path/to/file.py:Class, echo or sim; with --engine vllm also a name on Hugging Face"
     )
 
@@ -94,13 +94,13 @@ def make_engine(
     speedup_ratio: float | None = None,
     engine_args: str = "",
 ) -> AnyEngine:
-    """An engine for `model`, not started. `kind` overrides the choice, `name` the model's own name.
+    """Return an engine for `model`, not started. `kind` overrides the choice, `name` the model's own name.
 
     Raises InvalidRequest if there is no such model, the engine's package is not installed, or a setting is not for this engine.
     """
     kind = kind or choose_engine(model)
     if role not in (None, Role.AGGREGATED) and kind not in (EngineKind.SIM, EngineKind.VLLM):
-        raise InvalidRequest(f"the {kind} engine serves whole answers: it takes no --role {role}")
+        raise InvalidRequest(f"the {kind} engine runs prefill and decode together: it takes no --role {role}")
     if engine_args and kind is not EngineKind.VLLM:
         raise InvalidRequest(f"--engine-args are for vllm, not for the {kind} engine, which serves {model}")
     match kind:
@@ -122,9 +122,9 @@ def make_engine(
 def split_repositories(
     models: Iterable[tuple[str, str]], kind: EngineKind | None
 ) -> tuple[list[tuple[str, str]], tuple[Path, ...]]:
-    """Of models and their names those that are one, and the folders of those that are whole repositories of them.
+    """Split `models`, pairs of model and name, into single models and the folders that are whole model repositories.
 
-    Raises InvalidRequest for what is neither.
+    Raises InvalidRequest for a model that is neither.
     """
     single: list[tuple[str, str]] = []
     folders: list[Path] = []
@@ -137,7 +137,7 @@ def split_repositories(
 
 
 def make_repository(options: RepositoryOptions, folders: tuple[Path, ...], drain_s: float) -> RepositoryEngine:
-    """An engine for model repositories, not started. Raises InvalidRequest for a folder that is not there."""
+    """Return an engine for model repositories, not started. Raises InvalidRequest for a folder that does not exist."""
     settings = RepositorySettings(
         folders=tuple(folder.expanduser().resolve() for folder in folders),
         auto_complete=options.auto_complete,
@@ -164,13 +164,13 @@ def sim_config(
     |---|---|
     | `blocks`, `block_size` | KV blocks of one rank (16,384) and tokens in one (16) |
     | `batched_tokens` | tokens computed in one step (8,192) |
-    | `speedup` | how much faster than the timing says; 0: steps take no time |
+    | `speedup` | divides the durations of the timing; 0: steps take no time |
     | `timing` | a CSV file of measured steps, see `sim.timing` |
     | `ranks` | data-parallel ranks, each with blocks of its own |
     | `role` | aggregated, prefill or decode |
     | `transfer` | tokens per second whose KV a decode instance fetches from a prefill one; 0: at once |
-    | `seed` | instances of the same seed say the same |
-    | `steps_per_turn` | at speed 0: steps made before streams get their turn |
+    | `seed` | instances of the same seed generate the same tokens |
+    | `steps_per_turn` | at speed 0: steps made before streams are read |
     | `tokenizer` | a tokenizer, as `read_tokenizer` takes it; default: bytes |
 
     Raises InvalidRequest naming what is wrong.
@@ -207,9 +207,9 @@ def sim_config(
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """A `tokenizer.json`, which is made from the file if that is a SentencePiece model (`.model`) or a GGUF file.
+    """Return a `tokenizer.json`: the file itself, or made from a SentencePiece model (`.model`) or a GGUF file.
 
-    Raises OSError, and InvalidRequest or Unsupported for what cannot be read.
+    Raises OSError, and InvalidRequest or Unsupported for a file that cannot be read.
     """
     match path.suffix:
         case ".model":

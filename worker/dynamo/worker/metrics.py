@@ -19,7 +19,7 @@ _BY_MODEL = (*_NAMES, "model")
 
 
 class WorkerMetrics:
-    """One per process. `for_model` gives the bound children of one model."""
+    """The metrics of one process. `for_model` returns the bound children of one model."""
 
     def __init__(
         self, registry: CollectorRegistry, endpoint: Endpoint, instance: InstanceId, *, max_models: int = MAX_MODELS
@@ -31,7 +31,7 @@ class WorkerMetrics:
         self.requests = self._counter("requests", "Requests taken.")
         self.inflight = self._gauge("inflight_requests", "Requests being worked on.")
         self.request_bytes = self._counter("request_bytes", "Bytes of requests.")
-        self.response_bytes = self._counter("response_bytes", "Bytes of answers.")
+        self.response_bytes = self._counter("response_bytes", "Bytes of responses.")
         self.duration = self._histogram("request_duration_seconds", "From arrival to the end.")
         self.queue_time = self._histogram("queue_seconds", "Of generations: waiting for the engine.")
         self.prefill_time = self._histogram("prefill_seconds", "Of generations: computing the prompt.")
@@ -53,7 +53,9 @@ class WorkerMetrics:
         self._models: dict[str, WorkerModelMetrics] = {}
 
     def for_model(self, name: str) -> WorkerModelMetrics:
-        """Of a model that this instance serves. Past the cap, models share the label `other`: loads name as many as they like."""
+        """Return the metrics of a model of this instance. Models past the cap share the label `other`, since load requests choose
+        names.
+        """
         label = name if name in self._models or len(self._models) < self._max_models else OTHER_MODEL
         metrics = self._models.get(label)
         if metrics is None:
@@ -91,7 +93,7 @@ class WorkerModelMetrics:
         self._request_bytes.value += request_bytes
 
     def finished(self, duration_s: float, response_bytes: int, error: Code | None = None) -> None:
-        """Exactly once for each `started`."""
+        """Count the end of a request, exactly once for each `started`."""
         self._inflight.value -= 1
         self._duration.observe(duration_s)
         self._response_bytes.value += response_bytes
@@ -101,7 +103,7 @@ class WorkerModelMetrics:
             self._worker.errors.labels(*self._labels, error_type(error)).inc()
 
     def follow(self, engine: Engine | TensorEngine) -> None:
-        """Shows how busy an engine is that says so, and what it has cached. It is asked when somebody scrapes."""
+        """Export the load of an engine that reports one. It is read at each scrape."""
         if isinstance(engine, Engine):
             self._show_load(engine.load)
             self._generations = _Generations(self._worker, self._labels)
@@ -116,7 +118,7 @@ class WorkerModelMetrics:
         worker.cache_usage.labels(*labels).set_function(lambda: _share(load().active_blocks, load().total_blocks))
 
     def generated(self, summary: Summary) -> None:
-        """A generation was complete."""
+        """Count a complete generation."""
         if self._generations is not None:
             self._generations.add(summary)
 

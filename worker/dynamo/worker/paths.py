@@ -10,7 +10,7 @@ MAX_PATH_CHARS = 1024
 
 
 def relative_path(text: str) -> PurePosixPath:
-    """A path inside a model's folder. Raises InvalidRequest for one that leads out of it."""
+    """Return `text` as a path inside a model's folder. Raises InvalidRequest for a path that leads out of it."""
     path = PurePosixPath(text)
     parts = text.split("/")
     if (
@@ -20,5 +20,5 @@ def relative_path(text: str) -> PurePosixPath:
         or any(part in ("", ".", "..") for part in parts)
         or any(ord(character) < 32 or character == "\\" for character in text)
     ):
-        raise InvalidRequest(f"{text[:200]!r} is no path inside the model's folder")
+        raise InvalidRequest(f"{text[:200]!r} is not a path inside the model's folder")
     return path

@@ -1,11 +1,11 @@
-"""Tells routers what an engine has cached and how busy it is.
+"""Publishes what an engine has cached and how busy it is, for routers.
 
 Per engine step, the net change of the KV cache leaves as one numbered message. A load report leaves on change, but at most every
-`REPORT_S`, and every `IDLE_REPORT_S` without a change, so that a reader which missed the last update learns of it. Both may get
-lost: readers ask for `events_since` or a `snapshot`, which the publisher answers from the engine's own full copy.
+`REPORT_S`, and every `IDLE_REPORT_S` without a change, so that a reader that missed the last update notices it. Both may get
+lost: readers then request `events_since` or a `snapshot`, which the publisher takes from the engine's own full copy.
 
-With durable events every message is to be recorded, too: the record acknowledges each, and what was not acknowledged in time is
-published again. What is too old for that is made up for by one update that tells everything.
+With durable events every message is recorded, too: the record acknowledges each, and messages without acknowledgement are
+published again. If they are too old for that, one update with the whole cache replaces them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 REPORT_S = 0.05
 IDLE_REPORT_S = 0.75
-"""Below a second, so that a reader which missed the end of a stream is exact again within one."""
+"""Below a second, so that a reader that missed the last update is exact again within one second."""
 _ACK_S = 2.0
 _MAX_UNRECORDED = 4096
 _REPEATED_AT_ONCE = 256
@@ -62,19 +62,25 @@ class EventBus(Protocol):
 
 
 class EventRecord(Protocol):
-    """What keeps durable events; `messaging.kv_stream.KvStream` is one."""
+    """Keeps durable events; `messaging.kv_stream.KvStream` is one."""
 
     async def ensure(self) -> str:
-        """It is there; something that changes when it was lost and made anew. Raises Unavailable."""
+        """Create the record unless it exists. Return a mark that changes when it was lost and created anew.
+
+        Raises Unavailable.
+        """
         ...
 
     def receipts(self, on_recorded: Callable[[str], None]) -> AbstractAsyncContextManager[str]:
-        """A subject: publications with a reply to `subject.X` are acknowledged by `on_recorded(X)`. Raises Unavailable."""
+        """Yield a subject. `on_recorded(X)` is called for each recorded message with the reply `subject.X`.
+
+        Raises Unavailable.
+        """
         ...
 
 
 class IncomingQuery(Protocol):
-    """The part of `messaging.server.Incoming` that answering needs."""
+    """The part of `messaging.server.Incoming` that a response needs."""
 
     body: Buffer
 
@@ -82,7 +88,7 @@ class IncomingQuery(Protocol):
 
 
 class KvPublisher:
-    """Follows one engine. `accepted` and `stepped` are called on the event loop."""
+    """Publishes events and load of one engine. `accepted` and `stepped` are called on the event loop."""
 
     def __init__(self, bus: EventBus, endpoint: Endpoint, instance: InstanceId, model: str, engine: TracksKv) -> None:
         self.model = model
@@ -97,20 +103,20 @@ class KvPublisher:
         self._next_report_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._receipts = ""
-        """Where the record acknowledges updates; empty: they are not recorded."""
+        """The subject at which the record acknowledges updates; empty if updates are not recorded."""
         self._unrecorded: dict[int, float] = {}
-        """Number of each update that is not acknowledged → when it was published."""
+        """Number of each update without acknowledgement → when it was published."""
         engine.on_step(self.stepped)
 
     def accepted(self, booking: str) -> None:
-        """The engine has a request that a frontend knows as `booking`."""
+        """The engine got the request of `booking`, the id under which a frontend booked it."""
         self._accepted.append(request_key(booking))
         self._report_soon()
 
     def stepped(self) -> None:
-        """The engine did a step: its cache or its load may have changed."""
+        """The engine made a step: its cache or its load may have changed."""
         while (update := self.engine.kv.take_update()) is not None:
-            # Lost while there is no connection: readers see the hole in the numbers and ask.
+            # Lost while there is no connection: readers see the gap in the numbers and request what is missing.
             self._publish(update)
         self._report_soon()
 
@@ -125,9 +131,9 @@ class KvPublisher:
         return self._bus.publish_soon(self._kv_subject, payload, reply)
 
     def record(self, receipts: str) -> None:
-        """From now on updates are recorded; `receipts.N` is where the record acknowledges update N. Empty: they are not.
+        """Record updates from now on; `receipts.N` acknowledges update N. An empty `receipts` ends that.
 
-        Begins with an update that tells everything, so that the record needs nothing from before.
+        The first recorded update holds the whole cache, so that the record needs no earlier one.
         """
         self._receipts = receipts
         self._unrecorded.clear()
@@ -136,17 +142,19 @@ class KvPublisher:
             self.stepped()
 
     def recorded(self, number: int) -> None:
-        """The record has acknowledged an update."""
+        """The record acknowledged update `number`."""
         self._unrecorded.pop(number, None)
 
     @property
     def overdue(self) -> bool:
-        """The record should have acknowledged something by now."""
+        """Whether an acknowledgement is late."""
         published_at = next(iter(self._unrecorded.values()), math.inf)
         return self._bus.is_connected and published_at <= self._loop.time() - _ACK_S
 
     def repeat_unrecorded(self) -> None:
-        """Publishes again what is not acknowledged, in parts; everything, if that is too much or too old."""
+        """Publish updates without acknowledgement again, a part of them at a time, or the whole cache if they are too many or too
+        old.
+        """
         if not self._unrecorded:
             return
         updates = self.engine.kv.since(min(self._unrecorded))
@@ -183,7 +191,7 @@ class KvPublisher:
         )
 
     def report(self) -> None:
-        """Publishes the load now."""
+        """Publish the load now."""
         self._reported = report = self._report()
         # Each accepted request is named twice, so that one lost report does no harm.
         named = pack_hashes(self._accepted_before + self._accepted)
@@ -193,7 +201,7 @@ class KvPublisher:
         self._next_report_at = self._loop.time() + REPORT_S
 
     def report_idle(self) -> None:
-        """Publishes the load, unless that was done just now."""
+        """Publish the load unless that was done just now."""
         if self._loop.time() >= self._next_report_at:
             self.report()
 
@@ -204,7 +212,7 @@ class KvPublisher:
 
 
 class KvPublishers:
-    """The publishers of one worker, by model, and the questions of its readers."""
+    """The publishers of one worker by model, and the handlers for their readers."""
 
     def __init__(self, publishers: Sequence[KvPublisher]) -> None:
         self._by_model: Mapping[str, KvPublisher] = {publisher.model: publisher for publisher in publishers}
@@ -215,18 +223,18 @@ class KvPublishers:
         return {"snapshot": self.snapshot, "events_since": self.events_since}
 
     def accepted(self, model: str, booking: str) -> None:
-        """A request of a model was given to its engine."""
+        """The engine of `model` got the request of `booking`."""
         publisher = self._by_model.get(model)
         if publisher is not None and booking:
             publisher.accepted(booking)
 
     async def snapshot(self, incoming: IncomingQuery) -> None:
-        """A `KvQuestion`, answered with the model's KvSnapshot."""
+        """Respond to a `KvQuestion` with the model's KvSnapshot."""
         _, publisher = self._decode_query(incoming)
         incoming.end(message_encoder.encode(publisher.engine.kv.snapshot()))
 
     async def events_since(self, incoming: IncomingQuery) -> None:
-        """A `KvQuestion`, answered with the list of KvUpdates from its number on, or None if they are not kept any more."""
+        """Respond to a `KvQuestion` with the KvUpdates from its number on, or with None if they are no longer kept."""
         query, publisher = self._decode_query(incoming)
         incoming.end(message_encoder.encode(publisher.engine.kv.since(query.since)))
 
@@ -234,21 +242,21 @@ class KvPublishers:
         try:
             query = question_decoder.decode(incoming.body)
         except msgspec.MsgspecError as error:
-            raise InvalidRequest(f"not a question about a KV cache: {error}") from error
+            raise InvalidRequest(f"not a KvQuestion: {error}") from error
         publisher = self._by_model.get(query.model)
         if publisher is None:
             raise ModelNotFound(query.model)
         return query, publisher
 
     async def report_idle(self) -> None:
-        """Reports every load now and then, forever."""
+        """Report every load periodically, forever."""
         while True:
             for publisher in self._by_model.values():
                 publisher.report_idle()
             await asyncio.sleep(IDLE_REPORT_S)
 
     async def record(self, record: EventRecord) -> None:
-        """Has all updates recorded, forever; waits for the record if it is not there yet."""
+        """Record all updates, forever. Waits while the record is not available."""
         publishers = list(self._by_model.values())
 
         def recorded(receipt: str) -> None:
@@ -275,7 +283,7 @@ class KvPublishers:
 
 
 async def _record_into(record: EventRecord, incarnation: str, publishers: Sequence[KvPublisher], receipts: str) -> None:
-    """Has updates recorded until the record is another one. Raises Unavailable when it is gone and cannot be made again."""
+    """Record updates until the record is replaced by a new one. Raises Unavailable if it cannot be created."""
     loop = asyncio.get_running_loop()
     check_at = loop.time() + _CHECK_S
     try:
@@ -303,7 +311,7 @@ async def publishing(
     engines: Sequence[tuple[str, TracksKv]],
     record: EventRecord | None = None,
 ) -> AsyncIterator[KvPublishers]:
-    """Publishes for the engines of these models until the context is left; with `record`, durably."""
+    """Publish for `engines`, pairs of model and engine, while the body runs; with `record`, durably."""
     publishers = KvPublishers([KvPublisher(bus, endpoint, instance, model, engine) for model, engine in engines])
     async with AsyncExitStack() as stack:
         stack.callback(publishers.close)

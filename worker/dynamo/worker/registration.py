@@ -26,19 +26,19 @@ _DEREGISTER_TIMEOUT_S = 2.0
 
 
 class Registration:
-    """What this process wants registered, and whether it is. The instance ids stay the same whatever happens to the lease."""
+    """What this process wants registered, and whether it is. Instance ids stay the same when a lease is lost."""
 
     def __init__(self, etcd: Etcd, instances: Sequence[Registered] = (), check_s: float = CHECK_S) -> None:
         self.registered = asyncio.Event()
-        """Set while etcd holds exactly what is wanted, as far as is known."""
+        """Set while etcd holds what is wanted, as of the last check."""
         self._etcd = etcd
         self._check_s = check_s
         self._session: Session | None = None
         self._wanted = _to_registrations(instances)
         self._stored: dict[str, bytes] = {}
-        """What was put under the present lease."""
+        """The keys and values put under the present lease."""
         self._present: set[str] = set()
-        """Keys that may be in etcd, those of failed attempts included."""
+        """Keys that may be in etcd, including those of failed attempts."""
         self._changed = asyncio.Event()
 
     async def update(self, instances: Sequence[Registered], timeout_s: float = 5.0) -> bool:
@@ -76,16 +76,16 @@ class Registration:
                 await self._withdraw(session)
 
     def _on_held(self, lease: int) -> None:
-        """There is a lease to put the keys under. Called by the session."""
+        """The session granted a lease: put all keys under it."""
         self._stored.clear()
         self._changed.set()
 
     def _on_lost(self) -> None:
-        """The keys may be gone. Called by the session."""
+        """The session lost its lease: the keys may be gone."""
         self.registered.clear()
 
     async def _keep(self, session: Session) -> None:
-        """Brings etcd to what is wanted, whenever one of the two has changed, until cancelled."""
+        """Make etcd equal to what is wanted whenever one of them has changed, until cancelled."""
         pauses = backoff(self._etcd.config.max_backoff_s)
         failing = False
         while True:
@@ -93,7 +93,7 @@ class Registration:
                 async with asyncio.timeout(self._check_s):
                     await self._changed.wait()
             except TimeoutError:
-                pass  # nothing known has changed; somebody may have deleted a key all the same
+                pass  # no change is known, but a key may have been deleted
             self._changed.clear()
             try:
                 if self.registered.is_set():
@@ -101,7 +101,7 @@ class Registration:
                 await self._store(session)
             except DynamoError as error:
                 if not failing:
-                    log.warning("the registrations cannot be written; trying on: %s", error)
+                    log.warning("the registrations cannot be written; trying again: %s", error)
                 failing = True
                 await asyncio.sleep(next(pauses))
                 self._changed.set()
@@ -110,7 +110,7 @@ class Registration:
                 pauses = backoff(self._etcd.config.max_backoff_s)
 
     async def _withdraw(self, session: Session) -> None:
-        """Deletes the registrations, so that nobody sends anything here any more. Without etcd, their lease runs out."""
+        """Delete the registrations, so that no further requests arrive. Without etcd, they expire with their lease."""
         self.registered.clear()
         if not session.is_held:
             return
@@ -120,7 +120,7 @@ class Registration:
                     await self._etcd.delete(key)
                     self._present.discard(key)
         except (DynamoError, TimeoutError) as error:
-            why = str(error) or "no answer in time"
+            why = str(error) or "no response in time"
             log.warning("the registrations could not be deleted; they end with their lease: %s", why)
 
     async def _store(self, session: Session) -> None:
@@ -156,10 +156,10 @@ class Registration:
 async def registered(
     etcd: Etcd, instances: Sequence[Registered], *, ttl_s: float = LEASE_TTL_S, check_s: float = CHECK_S
 ) -> AsyncIterator[Registration]:
-    """Makes the instances visible to frontends while the body runs, all under one lease.
+    """Make `instances` visible to frontends while the body runs, all under one lease.
 
-    Does not wait for etcd: while it is away, trying goes on in the background. `ttl_s` is how long frontends still see an
-    instance that died silently; etcd's least is 2 s with its default settings. Raises InvalidRequest for a card that is wrong.
+    Does not wait for etcd: while it is away, attempts go on in the background. `ttl_s` is how long frontends still see an
+    instance that died silently; etcd's minimum is 2 s with its default settings. Raises InvalidRequest for an invalid card.
     """
     registration = Registration(etcd, instances, check_s)
     async with registration.kept(ttl_s):

@@ -1,7 +1,7 @@
 """The serving loop: what a worker does with each request, written once for all engines.
 
-`Service` holds the models of a process and has one handler per verb of the request plane. It finds the model, refuses what
-comes too late, gives the engine one `Context`, turns the engine's answers into what callers expect, and counts.
+`Service` holds the models of a process and has one handler per verb of the request plane. It finds the model, refuses
+late requests, gives the engine one `Context`, encodes the engine's responses, and counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class IncomingRequest(Protocol):
-    """One request, as `dynamo.common.messaging.server.IncomingRequest` hands it to a handler."""
+    """One request, as `dynamo.common.messaging.server.Incoming` hands it to a handler."""
 
     deadline: float | None
     headers: dict[str, str]
@@ -56,7 +56,7 @@ class IncomingRequest(Protocol):
 
 
 class StatisticsQuery(msgspec.Struct, frozen=True):
-    """Body of a `statistics` request. Empty: all models, all versions."""
+    """Body of a `statistics` request. An empty field matches all models, or all versions."""
 
     model: str = ""
     version: str = ""
@@ -64,7 +64,7 @@ class StatisticsQuery(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model of this process: its card, the engine behind it, and what became of its requests."""
+    """One model of this process: its card, its engine, and the statistics of its requests by version."""
 
     card: ModelCard
     engine: Engine | TensorEngine
@@ -77,14 +77,14 @@ class ServedModel:
 
     @property
     def names(self) -> Iterator[str]:
-        """Every name under which requests may ask for the model."""
+        """Yield every name under which requests may name the model."""
         yield self.card.name
         yield from self.card.aliases
         if self.card.llm is not None:
             yield from self.card.llm.adapters
 
     def version(self, requested: str) -> VersionStatistics:
-        """Of the requested version, or of the newest if none was. Raises ModelNotFound."""
+        """Return the statistics of the requested version, or of the newest if `requested` is empty. Raises ModelNotFound."""
         statistics = self.statistics.get(requested or self.card.versions[-1])
         if statistics is None:
             raise ModelNotFound(self.card.name, requested)
@@ -120,20 +120,20 @@ class Service:
         self._measured: dict[str, WorkerModelMetrics] = {}
         """By the model's own name."""
         self._canaries: dict[str, Canary] = {}
-        """The same, of language models."""
+        """Canaries of language models, by the model's own name."""
         self._tensor: dict[str, tuple[ServedModel, TensorEngine]] = {}
         self._llm: dict[str, tuple[ServedModel, Engine]] = {}
         self._left: set[str] = set()
-        """Names of models that were served: requests for them may still be on their way."""
+        """Names of models that were served before: requests for them may still arrive."""
         self._on_accepted = on_accepted
         for model in models:
             self.put(model)
         self._loop = asyncio.get_running_loop()
 
     def put(self, model: ServedModel) -> None:
-        """Serves a model from now on, instead of its former self if the same engine has one.
+        """Serve `model` from now on. It replaces the model of its name if that is served by the same engine.
 
-        Raises InvalidRequest, changing nothing, for a name that another model has, or a kind that the engine does not serve.
+        Raises InvalidRequest, changing nothing, if another model has one of its names, or the engine does not serve its kind.
         """
         card, engine = model.card, model.engine
         former = next((other for other in self.models if other.card.name == card.name and other.engine is engine), None)
@@ -161,7 +161,7 @@ class Service:
                 self._llm[name] = (model, llm)
 
     def remove(self, model: str) -> None:
-        """Takes no requests for it any more. Those that come nevertheless may be answered by another instance."""
+        """Stop taking requests for `model`. Requests that still arrive get an error that lets callers try another instance."""
         for served in self.models:
             if served.card.name == model:
                 self.models = tuple(other for other in self.models if other is not served)
@@ -175,7 +175,7 @@ class Service:
 
     @property
     def handlers(self) -> dict[str, Handler]:
-        """By verb."""
+        """The handlers by verb."""
         return {
             "infer": self.infer,
             "generate": self.generate,
@@ -185,7 +185,7 @@ class Service:
         }
 
     async def infer(self, incoming: IncomingRequest) -> None:
-        """A serialized ModelInferRequest, answered with serialized ModelInferResponses."""
+        """Respond to a serialized ModelInferRequest with serialized ModelInferResponses."""
         start = perf_counter_ns()
         request = TensorRequest.parse(incoming.body)
         served = self._tensor.get(request.head.model_name)
@@ -233,7 +233,7 @@ class Service:
         incoming.end(body)
 
     async def generate(self, incoming: IncomingRequest) -> None:
-        """A `GenerateRequest`, answered with one `Delta` per engine step and choice, then a `Summary`."""
+        """Respond to a `GenerateRequest` with one `Delta` per engine step and choice, then a `Summary`."""
         start = perf_counter_ns()
         try:
             request = request_decoder.decode(incoming.body)
@@ -292,7 +292,7 @@ class Service:
         incoming.end(summary_encoder.encode(summary))
 
     async def statistics(self, incoming: IncomingRequest) -> None:
-        """A `StatisticsQuery`, answered with a serialized ModelStatisticsResponse."""
+        """Respond to a `StatisticsQuery` with a serialized ModelStatisticsResponse."""
         try:
             query = _query_decoder.decode(incoming.body)
         except msgspec.MsgspecError as error:
@@ -311,22 +311,22 @@ class Service:
         incoming.end(ModelStatisticsResponse(model_stats=messages).SerializeToString())
 
     async def ping(self, incoming: IncomingRequest) -> None:
-        """Answered with nothing, when the event loop gets to it."""
+        """Send an empty response, as soon as the event loop runs this."""
         incoming.end()
 
     async def canary(self, incoming: IncomingRequest) -> None:
-        """A `CanaryRequest`, answered with nothing once the engine is seen to work. Engines of tensors are not asked."""
+        """Send an empty response to a `CanaryRequest` once the engine is known to work. Tensor engines are not probed."""
         try:
             request = _canary_decoder.decode(incoming.body)
         except msgspec.MsgspecError as error:
-            raise InvalidRequest(f"not a canary's question: {error}") from error
+            raise InvalidRequest(f"not a CanaryRequest: {error}") from error
         canary = self._canaries.get(request.model)
-        if canary is not None and request.model in self._llm:  # one that sleeps is not asked
+        if canary is not None and request.model in self._llm:  # a sleeping engine is not probed
             await canary.probe(request.idle_s)
         incoming.end()
 
     async def close(self) -> None:
-        """Ends what runs by itself. The engines belong to somebody else."""
+        """End the running probes. The engines are closed by their owner."""
         for canary in self._canaries.values():
             await canary.close()
 
@@ -347,7 +347,7 @@ class Service:
 
 
 class _TensorResponses:
-    """The answers of one tensor request, finished and counted."""
+    """Finishes and counts the responses of one tensor request."""
 
     __slots__ = ("_form", "_statistics", "_timings", "count", "last", "sent_bytes")
 
@@ -357,25 +357,25 @@ class _TensorResponses:
         self._statistics = statistics
         self.count = 0
         self.last = start
-        """When the last answer was there, or the request."""
+        """When the last response was made, or the request began; `perf_counter_ns`."""
         self.sent_bytes = 0
 
     async def only(self, iterator: AsyncIterator[TensorResponse]) -> list[Buffer]:
-        """The one answer of a model that is not decoupled."""
+        """Return the only response of a model that is not decoupled. Raises EngineError if there are none or several."""
         only: TensorResponse | None = None
         async for response in iterator:
             if only is not None:
-                raise EngineError(f"model '{self._form.model}' gave several answers but is not declared as decoupled")
+                raise EngineError(f"model '{self._form.model}' gave several responses but is not declared as decoupled")
             only = response
         if only is None:
-            raise EngineError(f"model '{self._form.model}' gave no answer")
+            raise EngineError(f"model '{self._form.model}' gave no response")
         start = perf_counter_ns()
         body = self._form.encode(only.head, only.raw_outputs)
         self._timings.output_ns += perf_counter_ns() - start
         return body
 
     async def send_all(self, iterator: AsyncIterator[TensorResponse], incoming: IncomingRequest) -> None:
-        """Sends each answer of a decoupled model as it comes, no faster than the caller takes them."""
+        """Send each response of a decoupled model as it comes, no faster than the caller reads."""
         async for response in iterator:
             produced = perf_counter_ns()
             empty = not response.head.outputs
@@ -391,7 +391,7 @@ class _TensorResponses:
 
 
 async def close(iterator: AsyncIterator[object]) -> None:
-    """Closes what an engine iterates with, so that an abandoned request stops now and not when memory is collected."""
+    """Close the iterator of an engine, so that an abandoned request stops now rather than when memory is collected."""
     if isinstance(iterator, AsyncGenerator):
         await iterator.aclose()
 

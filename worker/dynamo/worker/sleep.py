@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Requests(Protocol):
-    """The part of `messaging.server.RequestServer` that falling asleep needs."""
+    """The part of `messaging.server.RequestServer` that a Sleeper needs."""
 
     async def drained(self) -> None: ...
 
@@ -30,7 +30,7 @@ class Requests(Protocol):
 
 
 class Sleeper:
-    """Puts all engines of one worker to sleep and wakes them: one change at a time, each completed or undone."""
+    """Puts all engines of one worker to sleep and wakes them. Changes happen one at a time; each is completed or undone."""
 
     def __init__(
         self,
@@ -40,26 +40,26 @@ class Sleeper:
         hide: Callable[[bool], Awaitable[bool]],
         drain_timeout_s: float,
     ) -> None:
-        """`hide` takes the worker off the fleet's lists, or puts it back; False: etcd does not have that yet."""
+        """`hide` deregisters the worker, or registers it again, and returns False if etcd does not have that yet."""
         self.is_sleeping = False
-        """All engines sleep."""
+        """Whether all engines sleep."""
         self.is_away = False
-        """From before the worker falls asleep until it serves again."""
+        """True from before the worker falls asleep until it serves again."""
         self._engines = engines
         self._service = service
         self._requests = requests
         self._hide = hide
         self._drain_timeout_s = drain_timeout_s
         self._models: tuple[ServedModel, ...] = ()
-        """To be served again."""
+        """The models to serve again."""
         self._turn = asyncio.Lock()
         self._closed = False
 
     async def sleep(self) -> None:
-        """Returns when all engines sleep, which they may do already.
+        """Return when all engines sleep, which may be the case already.
 
-        What is still open after the drain timeout is refused, in words that let callers go on elsewhere. Raises Unsupported if
-        an engine cannot sleep, Unavailable while frontends cannot be told, and, awake again, what an engine failed with.
+        Requests still open after the drain timeout are refused with an error that lets callers retry elsewhere. Raises
+        Unsupported if an engine cannot sleep, Unavailable while etcd is away, and the error of an engine, after waking all.
         """
         engines = [_sleeping(engine) for engine in self._engines]
         async with self._turn:
@@ -69,7 +69,7 @@ class Sleeper:
             self.is_away = True
             try:
                 if not await self._hide(True):
-                    raise Unavailable("etcd is away, so frontends would go on sending requests")
+                    raise Unavailable("etcd is away, so frontends would continue to send requests")
                 self._models = self._models or self._service.models
                 for model in self._models:
                     self._service.remove(model.card.name)
@@ -81,10 +81,10 @@ class Sleeper:
                 await self._wake()
                 raise
             self.is_sleeping = True
-            log.info("asleep")
+            log.info("asleep: all engines sleep")
 
     async def wake(self) -> None:
-        """Returns when requests are served again. Raises what an engine fails with: then the worker stays away."""
+        """Return when requests are served again. Raises the error of an engine: then the worker stays deregistered."""
         async with self._turn:
             self._check_open()
             if self.is_away:
@@ -100,10 +100,10 @@ class Sleeper:
         self._models = ()
         await self._hide(False)
         self.is_away = False
-        log.info("awake")
+        log.info("awake: requests are served again")
 
     async def close(self) -> None:
-        """Waits for the change that is under way; no other is begun after it."""
+        """Wait for the change in progress. No other begins after it."""
         self._closed = True
         if await within(self._drain_timeout_s, self._turn.acquire(), "falling asleep or waking"):
             self._turn.release()
@@ -114,7 +114,7 @@ class Sleeper:
 
 
 def _sleeping(engine: object) -> Sleeps:
-    """Raises Unsupported if it cannot."""
+    """Return `engine`. Raises Unsupported if it cannot sleep."""
     if not isinstance(engine, Sleeps):
         raise Unsupported(f"the engine ({type(engine).__name__}) cannot sleep")
     engine.check_sleep()

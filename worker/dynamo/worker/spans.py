@@ -10,7 +10,7 @@ from dynamo.worker.engine.base import RequestTimings
 
 
 def end_generation(span: Span, summary: Summary) -> None:
-    """Queue, prefill and decode; ends `span`."""
+    """Add queue, prefill and decode as children of `span` and end it."""
     ended = time.time_ns()
     queued = min(span.started_ns + int(summary.queue_ms * 1e6), ended)
     prefilled = min(queued + int(summary.prefill_ms * 1e6), ended)
@@ -26,7 +26,7 @@ def end_generation(span: Span, summary: Summary) -> None:
 
 
 def end_inference(span: Span, timings: RequestTimings) -> None:
-    """Queue, input, inference and output, as far as they took any time; ends `span`."""
+    """Add queue, input, inference and output, those that took any time, as children of `span` and end it."""
     ended = time.time_ns()
     position = span.started_ns
     input_ns = timings.queue_ns + timings.input_ns

@@ -1,13 +1,13 @@
-"""What became of the requests of each model version: the numbers behind `ModelStatistics`.
+"""Outcomes and times of the requests of each model version: the numbers of `ModelStatistics`.
 
-Counting is a few integer additions per request; the message is built only when someone asks. How the counts are to be read:
+Counting is a few integer additions per request; the message is built only when it is requested. The counts:
 
-- `success`, `fail`: requests that were answered, or ended by an error; from arrival to the end. A cancelled request is neither:
-  it counts under `response_stats[index of the answer it was waiting for].cancel`.
+- `success`, `fail`: requests that succeeded, or ended with an error; from arrival to the end. A cancelled request is neither:
+  it counts under `response_stats[index of the response it was waiting for].cancel`.
 - `queue`, `compute_input`, `compute_infer`, `compute_output`: one count per successful request, as engines report it.
 - `inference_count` counts rows of successful requests, `execution_count` runs of the model; a batch of several requests is one
   run. Their ratio is the average batch size.
-- `response_stats` holds one entry per index of an answer for decoupled models, which may give many.
+- `response_stats` holds one entry per index of a response of decoupled models, which may send many.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dynamo.protos.inference_pb2 import (
 from dynamo.worker.engine.base import RequestTimings
 
 MAX_RESPONSE_INDEX = 255
-"""Answers of one request beyond this index are counted under it, so that one endless stream cannot fill the memory."""
+"""Responses of one request beyond this index are counted under it, so that an endless stream cannot fill the memory."""
 
 
 class Duration:
-    """How often something happened and how long it took in all, in nanoseconds."""
+    """How often something happened and its total time in nanoseconds."""
 
     __slots__ = ("count", "ns")
 
@@ -45,7 +45,7 @@ class Duration:
 
 
 class _Compute:
-    """The three parts of what a model does, over many requests or executions."""
+    """Times of input, inference and output over many requests or executions."""
 
     __slots__ = ("count", "infer_ns", "input_ns", "output_ns")
 
@@ -62,12 +62,12 @@ class _Compute:
         self.output_ns += output_ns
 
     def total(self, ns: int) -> StatisticDuration:
-        """`ns` as the time that all of them took."""
+        """Return `ns` as the total time of all of them."""
         return StatisticDuration(count=self.count, ns=ns)
 
 
 class _Response:
-    """The n-th answer of all requests."""
+    """The n-th responses of all requests."""
 
     __slots__ = ("cancel", "empty", "fail", "infer", "output", "success")
 
@@ -81,7 +81,7 @@ class _Response:
 
 
 class VersionStatistics:
-    """The counts of one version of one model."""
+    """The counts of one version of a model."""
 
     def __init__(self, name: str, version: str) -> None:
         self.name = name
@@ -97,7 +97,7 @@ class VersionStatistics:
         self._responses: dict[int, _Response] = {}
 
     def succeeded(self, total_ns: int, timings: RequestTimings) -> None:
-        """A request was answered in full, `total_ns` after it arrived."""
+        """Count a request that succeeded, `total_ns` after it arrived."""
         rest_ns = total_ns - timings.queue_ns - timings.input_ns - timings.output_ns
         infer_ns = timings.infer_ns or max(0, rest_ns)
         self._succeeded_ns += total_ns
@@ -111,24 +111,24 @@ class VersionStatistics:
             self._execution(timings.rows, timings.input_ns, infer_ns, timings.output_ns)
 
     def failed(self, total_ns: int, timings: RequestTimings) -> None:
-        """A request ended with an error."""
+        """Count a request that ended with an error."""
         self.fail.add(total_ns)
         if timings.batched:
             self.executed(timings)
 
     def cancelled(self, waited_ns: int, responses: int, timings: RequestTimings) -> None:
-        """The caller left, or its deadline passed, after `answers` answers; `waited_ns` after the request arrived."""
+        """Count a request whose caller left or deadline passed after `responses` responses; `waited_ns` after it arrived."""
         self._response(responses).cancel.add(waited_ns)
         if timings.batched:
             self.executed(timings)
 
     def executed(self, timings: RequestTimings) -> None:
-        """Counts the execution that a request stands for, if it stands for one: it ran, whatever became of the request."""
+        """Count the execution that a request is accounted for, if any: it ran, however the request ended."""
         if timings.execution_rows:
             self._execution(timings.execution_rows, timings.input_ns, timings.infer_ns, timings.output_ns)
 
     def responded(self, index: int, infer_ns: int, output_ns: int, *, empty: bool = False) -> None:
-        """Answer number `index` (from 0) of a decoupled request left; `infer_ns` since the one before it."""
+        """Count response number `index` (from 0) of a decoupled request; `infer_ns` is the time since the one before it."""
         response = self._response(index)
         if empty:
             response.empty.add(infer_ns + output_ns)
@@ -138,7 +138,7 @@ class VersionStatistics:
         response.success.add(infer_ns + output_ns)
 
     def response_failed(self, index: int, ns: int) -> None:
-        """A decoupled request failed where its answer number `index` was due."""
+        """Count a decoupled request that failed before its response number `index`."""
         self._response(index).fail.add(ns)
 
     def to_message(self) -> ModelStatistics:

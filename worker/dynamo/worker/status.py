@@ -1,10 +1,10 @@
-"""A worker's status port: whether it lives, whether it can serve, its metrics, its sleep. Off unless `--status-port` is given.
+"""A worker's status port: liveness, readiness, metrics and sleep. Off unless `--status-port` is given.
 
 `/live` answers while the event loop turns. `/health` is 200 from the moment the worker is registered until it begins to drain,
 and 503 before, after, while it sleeps, and while NATS is away; etcd going away is no reason: frontends know the instance and go
 on using it.
 
-The port asks for no key, so it takes orders only if `--allow-sleep` says so, and none that a web page has a browser send.
+The port requires no key, so it takes orders only with `--allow-sleep`, and none that a web page has a browser send.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WorkerState(StrEnum):
     """Models load, or NATS and etcd have not been reached."""
     READY = "ready"
     SLEEPING = "sleeping"
-    """Or on the way there or back."""
+    """The worker sleeps, falls asleep or wakes."""
     DRAINING = "draining"
 
 
@@ -68,7 +68,7 @@ class Link(Protocol):
 
 
 class Status:
-    """What the status port shows. Start and end of the process keep it current."""
+    """What the status port shows. The start and the end of the process keep it current."""
 
     def __init__(self, endpoint: Endpoint, instance: InstanceId) -> None:
         self._endpoint = endpoint
@@ -138,7 +138,7 @@ class Status:
 
 
 def status_app(status: Status, registry: CollectorRegistry, *, allow_sleep: bool = False) -> ASGIApp:
-    """`/health`, `/live`, `/metrics`, and vLLM's `/sleep`, `/wake_up`, `/is_sleeping`."""
+    """Return the app with `/health`, `/live`, `/metrics`, and vLLM's `/sleep`, `/wake_up`, `/is_sleeping`."""
 
     def live() -> tuple[int, bytes, bytes]:
         return 200, b'{"status":"live"}', _JSON
@@ -156,7 +156,7 @@ def status_app(status: Status, registry: CollectorRegistry, *, allow_sleep: bool
 
     async def sleep(sleeper: Sleeper, query: bytes) -> None:
         if parse_qs(query.decode("latin-1"), keep_blank_values=True).get("level", ["1"]) != ["1"]:
-            raise InvalidRequest("only level=1 is known: weights are kept in the host's memory, and the KV cache is dropped")
+            raise InvalidRequest("only level=1 is supported: weights are kept in the host's memory, and the KV cache is dropped")
         await sleeper.sleep()
 
     async def wake_up(sleeper: Sleeper, query: bytes) -> None:
@@ -166,7 +166,7 @@ def status_app(status: Status, registry: CollectorRegistry, *, allow_sleep: bool
         if not allow_sleep:
             return 403, b'{"error":"the worker was started without --allow-sleep"}', _JSON
         if any(name == b"origin" for name, _ in scope["headers"]):
-            return 403, b'{"error":"web pages may not give orders"}', _JSON
+            return 403, b'{"error":"requests of web pages are refused"}', _JSON
         if status.sleeper is None:
             return 503, b'{"error":"the worker is still starting"}', _JSON
         try:
@@ -184,11 +184,11 @@ def status_app(status: Status, registry: CollectorRegistry, *, allow_sleep: bool
         if order is not None and scope["method"] == "POST":
             code, body, kind = await obey(order, scope)
         elif order is not None:
-            code, body, kind = 405, b'{"error":"only POST is answered"}', _JSON
+            code, body, kind = 405, b'{"error":"only POST is allowed"}', _JSON
         elif page is None:
             code, body, kind = 404, b'{"error":"there are /health, /live, /metrics, /is_sleeping, /sleep and /wake_up"}', _JSON
         elif scope["method"] not in ("GET", "HEAD"):
-            code, body, kind = 405, b'{"error":"only GET is answered"}', _JSON
+            code, body, kind = 405, b'{"error":"only GET is allowed"}', _JSON
         else:
             code, body, kind = page()
         headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
@@ -200,7 +200,10 @@ def status_app(status: Status, registry: CollectorRegistry, *, allow_sleep: bool
 
 @asynccontextmanager
 async def serve_status(options: StatusOptions, status: Status, registry: CollectorRegistry) -> AsyncIterator[int | None]:
-    """The port that answers until the context is left; None if there is to be none. Raises ConfigError if it cannot be had."""
+    """Serve the status port while the body runs and yield its number; None without `--status-port`.
+
+    Raises ConfigError if the port cannot be opened.
+    """
     if options.port is None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""What the serving loop asks of an engine. Everything else in this folder is one engine each.
+"""What the serving loop requires of an engine. Every other module in this folder is a part of one engine.
 
 An engine knows nothing of NATS, etcd or frontends. It is started once, serves many requests at once on one event loop, and
 must keep that loop free: blocking work runs in threads or processes of the engine's own.
@@ -23,9 +23,9 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(slots=True)
 class RequestTimings:
-    """How long the parts of one request took, in nanoseconds. An engine fills in what it knows; zero means: not measured.
+    """How long the phases of one request took, in nanoseconds. An engine fills in what it measures; zero means not measured.
 
-    What an engine leaves out, the serving loop counts as inference.
+    The serving loop counts the remaining time as inference.
     """
 
     queue_ns: int = 0
@@ -37,21 +37,21 @@ class RequestTimings:
     execution_rows: int = 0
     """Rows of the execution that this request is accounted for; 0 if another request of the same batch is, or none ran.
 
-    An engine that never sets it is taken to execute each request alone: see `batched`.
+    An engine that never sets it executes each request alone: see `batched`.
     """
     batched: bool = False
-    """The engine says itself, by `execution_rows`, which requests stand for an execution."""
+    """Whether the engine sets `execution_rows` itself."""
 
 
 @dataclass(slots=True)
 class Context:
-    """One request as the engine sees it."""
+    """One request as an engine sees it."""
 
     request_id: str
     deadline: float | None = None
-    """Absolute, on the event loop's clock; None: none."""
+    """Absolute time on the event loop's clock; None: no deadline."""
     headers: dict[str, str] = field(default_factory=dict)
-    """W3C trace context and whatever else the frontend passed on."""
+    """W3C trace context and other headers from the frontend."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the client left or the deadline passed. The iterator is closed as well; blocking code polls `is_cancelled`."""
     version: str = ""
@@ -65,7 +65,7 @@ class Context:
 
 @dataclass(slots=True)
 class TensorResponse:
-    """One answer of a tensor model, with the tensor data beside the message so that it need not be copied into it."""
+    """One response of a tensor model. Tensor data is kept beside the message so that it is not copied into it."""
 
     head: ModelInferResponse
     """Outputs (name, datatype, shape) and parameters. Typed `contents` are allowed when `raw_outputs` is empty."""
@@ -75,7 +75,7 @@ class TensorResponse:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is, at one moment."""
+    """How busy an engine is at one moment."""
 
     waiting: int = 0
     running: int = 0
@@ -90,34 +90,34 @@ class Engine(Protocol):
     """Generates tokens."""
 
     async def start(self) -> ModelCard:
-        """Loads the model; returns when requests can be served. Called once."""
+        """Load the model and return when requests can be served. Called once."""
         ...
 
     def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
-        """Yields deltas as the model makes them and, last, one Summary. Closing the iterator aborts within one step.
+        """Yield deltas as the model makes them and, last, one Summary. Closing the iterator aborts within one step.
 
-        Raises InvalidRequest for what the model cannot take, EngineError when it fails.
+        Raises InvalidRequest for a request that the model cannot take, EngineError when the engine fails.
         """
         ...
 
     def load(self) -> EngineLoad: ...
 
     async def close(self) -> None:
-        """Frees everything. Called once, after the last request ended."""
+        """Free all resources. Called once, after the last request ended."""
         ...
 
 
 @runtime_checkable
 class TracksKv(Protocol):
-    """An engine that knows which blocks its KV cache holds, for routers to know too."""
+    """An engine that knows which blocks its KV cache holds, so that routers can know too."""
 
     @property
     def kv(self) -> KvState:
-        """Its own full copy, after `start()`. Updates are taken from it by the publisher only."""
+        """The engine's own full copy, after `start()`. Only the publisher takes updates from it."""
         ...
 
     def on_step(self, callback: Callable[[], None]) -> None:
-        """`callback` is called on the event loop after each step, or batch of steps, that may have changed cache or load."""
+        """Call `callback` on the event loop after each step, or batch of steps, that may have changed cache or load."""
         ...
 
     def load(self) -> EngineLoad: ...
@@ -125,30 +125,30 @@ class TracksKv(Protocol):
 
 @runtime_checkable
 class MayFail(Protocol):
-    """An engine that can end by itself, such as with a process of its own."""
+    """An engine that can end by itself, such as one with a process of its own."""
 
     async def failure(self) -> EngineError:
-        """Returns when the engine can serve nothing more, and why. The worker drains then, and ends with this error."""
+        """Return when the engine can serve nothing more, with the reason. The worker then drains and ends with this error."""
         ...
 
 
 @runtime_checkable
 class Sleeps(Protocol):
-    """An engine that can give its memory back while it serves nothing. Between the two calls it is given no request."""
+    """An engine that can free its memory while it serves nothing. It gets no request between `sleep` and `wake`."""
 
     def check_sleep(self) -> None:
-        """Raises Unsupported if it cannot, the way it was started."""
+        """Raises Unsupported if the engine was started in a way that does not allow it."""
         ...
 
     async def sleep(self) -> None:
-        """Returns when the memory is free. Weights are kept elsewhere; what was cached is gone, and `kv` and `on_step` say so.
+        """Return when the memory is free. Weights are kept elsewhere; the cache is dropped, which `kv` and `on_step` report.
 
-        Iterators closed just now may still be ending. Raises EngineError when it fails, awake or half asleep; `wake` mends both.
+        Iterators that were just closed may still be ending. Raises EngineError on failure; `wake` restores the engine then.
         """
         ...
 
     async def wake(self) -> None:
-        """Returns when requests can be served again. Raises EngineError. One that is awake stays so."""
+        """Return when requests can be served again. Does nothing if the engine is awake. Raises EngineError."""
         ...
 
 
@@ -157,7 +157,7 @@ class HasFiles(Protocol):
     """An engine whose card names files of the object store, such as a tokenizer and a chat template."""
 
     def files(self) -> Sequence[bytes]:
-        """The contents of those files, after `start()`; the card names each by its sha256 in hexadecimal.
+        """Return the contents of those files, after `start()`; the card names each by its sha256 in hexadecimal.
 
         The worker puts them into the object store before it registers the model.
         """
@@ -169,15 +169,15 @@ class TensorEngine(Protocol):
     """Maps tensors to tensors. One engine may serve several models."""
 
     async def start(self) -> Sequence[ModelCard]:
-        """Loads the models; returns when requests can be served. Called once."""
+        """Load the models and return when requests can be served. Called once."""
         ...
 
     def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
-        """Yields one answer, or any number of them if the model is decoupled.
+        """Yield one response, or any number of them if the model is decoupled.
 
-        The request was checked against the card by the frontend. The answer needs outputs only: the serving loop fills in
-        id, model name and version, filters requested outputs and turns contents into the form the request came in.
-        Raises InvalidRequest for what the model cannot take, EngineError when it fails.
+        The frontend has checked the request against the card. The response needs outputs only: the serving loop fills in id,
+        model name and version, filters requested outputs and converts contents to the form of the request. Raises InvalidRequest
+        for a request that the model cannot take, EngineError when it fails.
         """
         ...
 

@@ -6,7 +6,7 @@
 | YAML | the same, and the same names |
 | Triton's `config.pbtxt`, or a `ModelConfig` message | Triton's: without the batch dimension when `max_batch_size` is above 0 |
 
-A ModelConfig is kept whole: it is what ModelConfig requests are answered with.
+A ModelConfig is kept whole, since it is the response to ModelConfig requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PBTXT_SUFFIX = ".pbtxt"
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An input or output. `shape` counts the batch dimension when the model batches; -1 is any size."""
+    """An input or output. `shape` includes the batch dimension if the model batches; -1 is any size."""
 
     datatype: str
     """BOOL, UINT8…UINT64, INT8…INT64, FP16, BF16, FP32, FP64 or BYTES."""
@@ -63,7 +63,7 @@ class Batching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """A tensor model, described."""
+    """What a tensor model takes and returns."""
 
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
@@ -71,7 +71,7 @@ class Declaration:
     max_batch_size: int = 0
     """0: the model does not batch, and its shapes have no batch dimension."""
     decoupled: bool = False
-    """True: a request may get none, one or several answers."""
+    """True: a request may get none, one or several responses."""
     versions: Sequence[str] = ("1",)
     """Oldest first."""
     batching: Batching | None = None
@@ -83,7 +83,7 @@ class Declaration:
     """A serialized ModelConfig, if it was declared by one."""
 
     def to_card(self, name: str) -> ModelCard:
-        """Raises InvalidRequest, naming the tensor, for what contradicts itself."""
+        """Return a model card. Raises InvalidRequest, naming the tensor, if the declaration contradicts itself."""
         if self.max_batch_size < 0:
             raise InvalidRequest(f"model '{name}' declares the max_batch_size {self.max_batch_size}")
         if self.batching is not None and not self.max_batch_size:
@@ -125,7 +125,7 @@ class Declaration:
 
 
 def read_declaration(path: Path) -> Declaration:
-    """From a YAML or `config.pbtxt` file. Raises InvalidRequest, naming the file, if it cannot be read or understood."""
+    """Read a YAML or `config.pbtxt` file. Raises InvalidRequest, naming the file, if it cannot be read or parsed."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -167,7 +167,7 @@ class _Yaml(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def from_yaml(text: str) -> Declaration:
-    """From YAML whose keys are the fields of `Declaration`; tensors are a mapping by name or a list with `name` in each."""
+    """Parse YAML whose keys are the fields of `Declaration`; tensors are a mapping by name or a list with `name` in each."""
     try:
         parsed = msgspec.convert(yaml.safe_load(text), _Yaml)
     except (yaml.YAMLError, msgspec.ValidationError) as error:

@@ -1,4 +1,4 @@
-"""Engines that answer what they got: for conformance tests and for load.
+"""Engines that return their input, for conformance tests and benchmarks.
 
 `EchoTensors` gives every input back as an output of the same name, without looking at the data. `EchoTokens` is a language
 model of which the next token is the prompt's next token. Both are as fast as the machinery around them lets them be.
@@ -34,13 +34,13 @@ _TENSOR = re.compile(r"(?P<name>[^=,\[\]]+)=(?P<datatype>[A-Z0-9]+)\[(?P<shape>[
 def echo_declaration(
     inputs: Mapping[str, Tensor] | None = None, *, name: str = "echo", max_batch_size: int = 0, decoupled: bool = False
 ) -> Declaration:
-    """A declaration whose outputs are its inputs. By default one input, `INPUT0`, FP32 of shape [-1]."""
+    """Return a declaration whose outputs are its inputs. By default one input, `INPUT0`, FP32 of shape [-1]."""
     tensors = inputs or {"INPUT0": Tensor("FP32", [-1])}
     return Declaration(name=name, inputs=tensors, outputs=tensors, max_batch_size=max_batch_size, decoupled=decoupled)
 
 
 def parse_tensors(text: str) -> dict[str, Tensor]:
-    """Inputs from `NAME=DATATYPE[dims]`, several separated by commas: `A=FP32[-1,4],B=BYTES[1]`. Raises InvalidRequest."""
+    """Parse inputs from `NAME=DATATYPE[dims]`, separated by commas: `A=FP32[-1,4],B=BYTES[1]`. Raises InvalidRequest."""
     tensors: dict[str, Tensor] = {}
     position = 0
     while match := _TENSOR.match(text, position):
@@ -62,14 +62,14 @@ def parse_tensors(text: str) -> dict[str, Tensor]:
 
 
 class EchoTensors:
-    """Answers each request with its own inputs and parameters.
+    """Responds to each request with its own inputs and parameters.
 
-    Two request parameters help tests: `delay_ms` waits before each answer, and `repeat` gives that many answers (an error
+    Two request parameters help tests: `delay_ms` waits before each response, and `repeat` is the number of responses (an error
     unless the model is declared as decoupled).
     """
 
     def __init__(self, declaration: Declaration | None = None, *, name: str = "") -> None:
-        """`name` is used instead of the declared one. Raises InvalidRequest for an output that is no input."""
+        """`name` replaces the declared one. Raises InvalidRequest for an output that is not an input."""
         self._declaration = declaration or echo_declaration()
         self._name = name or self._declaration.name or "echo"
         inputs = {name: (tensor.datatype, tuple(tensor.shape)) for name, tensor in self._declaration.inputs.items()}
@@ -109,15 +109,15 @@ def _parameter(request: ModelInferRequest, name: str, default: int, most: int) -
     parameter = request.parameters[name]
     value = parameter.uint64_param if parameter.HasField("uint64_param") else parameter.int64_param
     if not 0 <= value <= most:
-        raise InvalidRequest(f"parameter '{name}' is {value}; it must be between 0 and {most}")
+        raise InvalidRequest(f"parameter '{name}' must be between 0 and {most}, got {value}")
     return value
 
 
 class EchoTokens:
-    """A language model that says the prompt again, one token a step, over and over up to `max_tokens`.
+    """A language model that repeats the prompt, one token a step, up to `max_tokens`.
 
-    Its tokens are the bytes of the text, so any text comes back as it was. Without `max_tokens` it ends after one repetition.
-    All streams make one step per turn of the event loop.
+    Its tokens are the bytes of the text, so any text comes back unchanged. Without `max_tokens` it ends after one repetition. All
+    streams make one step per turn of the event loop.
     """
 
     def __init__(self, name: str = "echo-llm", *, tokenizer: bytes | None = None) -> None:
@@ -177,7 +177,7 @@ class EchoTokens:
 
 
 def byte_tokenizer() -> bytes:
-    """A `tokenizer.json` with one token per byte value and no others."""
+    """Return a `tokenizer.json` with one token per byte value and no others."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

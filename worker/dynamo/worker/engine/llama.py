@@ -6,10 +6,10 @@ llama.cpp decodes all running choices together, one step at a time. A call into 
 choice has a thread for that time; there are as many threads as slots, further choices wait in line, by priority.
 Its chunks are handed to the event loop one by one; what a slow reader leaves there is bounded by the context length.
 
-Greedy answers repeat token by token, whether their prompt was cached or not and whatever else runs: the KV cache is in BF16
+Greedy generations repeat token by token, whether their prompt was cached or not and whatever else runs: the KV cache is in BF16
 because llama.cpp then computes attention in the same way for one token as for many.
 
-llama.cpp's server insists on listening somewhere; it gets a Unix socket that is removed at once, so nobody can reach it.
+llama.cpp's server must listen somewhere; it gets a Unix socket that is removed at once, so that no process can reach it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ from dynamo.worker.tokenizers.sentencepiece import CONTROL
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model that comes as a Python package with a GGUF file in it."""
+    """A model that is installed as a Python package with a GGUF file in it."""
 
     package: str
     temperature: float
-    """What its authors recommend, for requests that say nothing. Of a GGUF file of one's own, what its header says is used, or
-    llama.cpp's own."""
+    """Recommended by its authors, for requests that do not set it. Other GGUF files use their header's value, or llama.cpp's."""
     top_p: float
 
 
@@ -61,16 +60,16 @@ DEFAULT_SLOTS = 4
 DEFAULT_CONTEXT_LENGTH = 4096
 MAX_WAITING = 1024
 PREFILL_TOKENS = 128
-"""Prompt tokens in one step: running choices wait that long for their next token, and so does a cancel."""
+"""Prompt tokens in one step: running choices wait that long for their next token, and so does a cancellation."""
 PREFIX_CACHE_MIB = 256
-"""Memory for prompts that had to leave their slot."""
+"""Memory in MiB for prompts that were evicted from their slot."""
 BLOCK_TOKENS = 16
-"""llama.cpp finds prompts token by token; routers are told of so many at a time."""
+"""llama.cpp matches prompts token by token; routers see blocks of this size."""
 _KV_VALUE_BYTES = 2
 
 
 def find_model(model: str) -> Path:
-    """The file that `--model` means: a path, or the name of a model that is installed as a package. Raises InvalidRequest."""
+    """Return the file that `--model` means: a path, or the name of a model installed as a package. Raises InvalidRequest."""
     packaged = PACKAGED_MODELS.get(model.lower())
     if packaged is None:
         path = Path(model)
@@ -88,19 +87,19 @@ def find_model(model: str) -> Path:
 
 @dataclass(slots=True, eq=False)
 class _ChoiceRun:
-    """One of the `n` answers to a request, while it is generated. Written by its thread, except for `is_cancelled`."""
+    """One of the `n` choices of a request while it is generated. Written by its thread, except for `is_cancelled`."""
 
     request: GenerateRequest
     index: int
     options: Options
-    """How it is sampled."""
+    """Its sampling options."""
     post: Callable[[Delta | BaseException | None], None]
-    """Hands over a delta, what went wrong, or None at the end. From any thread."""
+    """Hands over a delta, an error, or None at the end. Callable from any thread."""
     created: float = field(default_factory=time.monotonic)
     is_cancelled: bool = False
     is_finished: bool = False
     tokens: list[int] = field(default_factory=list)
-    """What was made so far."""
+    """The tokens generated so far."""
     error: BaseException | None = None
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
@@ -118,12 +117,12 @@ class _ChoiceRun:
 
 
 class _Completion:
-    """One call into llama.cpp for a choice: takes its chunks and posts deltas, until the choice or `limit` is reached."""
+    """One call into llama.cpp for a choice: takes its chunks and posts deltas until the choice, or `limit`, is reached."""
 
     def __init__(
         self, choice: _ChoiceRun, vocabulary: TokenVocabulary, stops: frozenset[int], limit: int, *, is_last: bool = True
     ) -> None:
-        """`stops` end the choice; so does having made `limit` tokens, if this is the last call."""
+        """`stops` end the choice; so do `limit` tokens, if this is the last call."""
         self.tokens: list[int] = []
         self._choice = choice
         self._reader = TokenReader(vocabulary, held=vocabulary.silent - stops)
@@ -132,7 +131,7 @@ class _Completion:
         self._is_last = is_last
 
     def take(self, data: bytes) -> bool:
-        """The callback: True ends the call. Must not raise, for it is called out of C++."""
+        """Callback of llama.cpp; True ends the call. Must not raise, since it is called from C++."""
         try:
             return self._choice.is_cancelled or self._take(decode_chunk(data))
         except BaseException as error:
@@ -159,7 +158,7 @@ class _Completion:
         return True
 
     def _post(self, steps: list[Step]) -> bool:
-        """Posts what is new; True if no more is wanted."""
+        """Post the new steps. Return True if no more are needed."""
         choice = self._choice
         accepted: list[Step] = []
         for step in steps:
@@ -178,7 +177,7 @@ class _Completion:
 
 
 class _Mailbox:
-    """What the threads of one request made and its reader has not yet taken. Used on the event loop only."""
+    """What the threads of one request made and its reader has not taken yet. Used on the event loop only."""
 
     __slots__ = ("_items", "_reader")
 
@@ -192,7 +191,7 @@ class _Mailbox:
             self._reader.set_result(None)
 
     async def take(self) -> list[Delta | BaseException | None]:
-        """All there is, at least one."""
+        """Return all items, at least one."""
         if not self._items:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
@@ -229,14 +228,16 @@ class LlamaEngine:
         self._server: Any = None  # xllamacpp has no types
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: dict[_ChoiceRun, None] = {}
-        """In the order in which they came."""
+        """In order of arrival."""
         self._running: set[_ChoiceRun] = set()
         self._callbacks: list[Callable[[], None]] = []
         self.kv = KvState()
         self._kept = PrefixCacheMirror(self.kv, BLOCK_TOKENS, slots=self._slots, aside_tokens=0)
 
     async def start(self) -> ModelCard:
-        """Raises InvalidRequest or Unsupported for a file that is no usable GGUF model, or not with the asked context."""
+        """Load the model. Raises InvalidRequest or Unsupported for a file that is not a usable GGUF model, or not with this
+        context.
+        """
         return await asyncio.to_thread(self._start)
 
     def _start(self) -> ModelCard:
@@ -288,7 +289,7 @@ class LlamaEngine:
         parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
         parameters.cache_ram_mib = PREFIX_CACHE_MIB
         parameters.ctx_shift = False
-        parameters.fit_params = False  # the context is as long as was said, or loading fails
+        parameters.fit_params = False  # the context is as long as configured, or loading fails
         parameters.warmup = False
         if self._packaged is not None:
             parameters.sampling.temp, parameters.sampling.top_p = self._packaged.temperature, self._packaged.top_p
@@ -335,7 +336,7 @@ class LlamaEngine:
                 self._waiting.pop(choice, None)
 
     async def _begin(self, request: GenerateRequest, mailbox: _Mailbox) -> list[_ChoiceRun]:
-        """Puts the choices of `request` in line."""
+        """Queue the choices of `request`."""
         to_options = partial(sampling_options, request, context_length=self._context_length)
         if request.sampling.guided:  # a grammar is compiled
             options = [await asyncio.to_thread(to_options, request.first_choice + index) for index in range(request.n)]
@@ -344,7 +345,7 @@ class LlamaEngine:
         if self._pool is None:
             raise Unavailable("the engine is closed")
         if len(self._waiting) + request.n > MAX_WAITING:
-            raise Overloaded(f"{len(self._waiting)} answers wait for the model already")
+            raise Overloaded(f"{len(self._waiting)} choices are waiting for the model already")
         loop = asyncio.get_running_loop()
 
         def post(item: Delta | BaseException | None) -> None:
@@ -387,7 +388,7 @@ class LlamaEngine:
         return self._slots * (self._context_length // BLOCK_TOKENS)
 
     def on_step(self, callback: Callable[[], None]) -> None:
-        """`callback` is called when answers begin and end: what is cached changes only then."""
+        """Call `callback` when a choice begins or ends: the cache changes only then."""
         self._callbacks.append(callback)
 
     async def close(self) -> None:
@@ -410,14 +411,14 @@ class LlamaEngine:
             self._generate(choice)
         except BaseException as error:
             choice.error = error
-        with suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
+        with suppress(RuntimeError):  # the event loop is closed, so no reader is left
             loop.call_soon_threadsafe(self._ended, choice, loop)
 
     def _generate(self, choice: _ChoiceRun) -> None:
-        """Runs llama.cpp until `choice` is finished; raises Cancelled if it was cancelled before.
+        """Run llama.cpp until `choice` is finished. Raises Cancelled if it was cancelled before.
 
-        With `min_tokens` that takes two calls: llama.cpp knows no least number, but it can be told that nothing ends an
-        answer. The second call finds the first one in the prefix cache.
+        `min_tokens` takes two calls: llama.cpp has no such option, but it can be told that no token ends the first call. The
+        second call finds the first one in the prefix cache.
         """
         choice.queue_ms = (time.monotonic() - choice.created) * 1000
         stop = choice.request.stop
@@ -434,7 +435,7 @@ class LlamaEngine:
             second = _Completion(choice, self._vocabulary, frozenset(stop.token_ids), limit)
             self._complete(choice, second, pass_options(choice.request, prompt, limit=limit))
         if not choice.is_finished:
-            raise EngineError("llama.cpp ended an answer without a reason")
+            raise EngineError("llama.cpp ended a choice without a finish reason")
 
     def _complete(self, choice: _ChoiceRun, completion: _Completion, options: Options) -> None:
         if not choice.is_cancelled:

@@ -1,11 +1,11 @@
-"""What llama.cpp keeps of earlier answers, as far as it can be told from outside.
+"""A mirror of llama.cpp's prefix cache, as far as it can be derived from outside.
 
-Each slot keeps the tokens of its last answer, and what has to leave a slot goes into a memory beside them, from which the oldest
-is dropped. A new request goes on from the kept answer that it shares most tokens with: what follows those is overwritten, except
-when that is most of it; then it is put aside before.
+Each slot keeps the tokens of its last sequence. A sequence that is evicted from its slot moves to a memory beside them, from
+which the oldest one is dropped. A new request continues the kept sequence with which it shares most tokens: the rest of that is
+overwritten, unless it is most of the sequence; then the sequence is moved to the memory before.
 
-llama.cpp tells none of this, only, with each answer, how many tokens of its prompt it found. So the record follows these rules,
-and is put right by what was found: a wrong entry lasts until it is asked for once.
+llama.cpp reports none of this, only how many tokens of each prompt were cached. So the mirror follows these rules and corrects
+itself by the reported number: a wrong entry lasts until the next request for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Kept:
     """Sequence hashes of the full blocks of prompt and output."""
 
     def shared(self, hashes: Sequence[int]) -> int:
-        """How many leading blocks are those of `hashes`."""
+        """Return how many leading blocks equal those of `hashes`."""
         for position, (own, other) in enumerate(zip(self.hashes, hashes, strict=False)):
             if own != other:
                 return position
@@ -34,18 +34,18 @@ class _Kept:
 
 
 class PrefixCacheMirror:
-    """The record of one engine; what it holds is what `kv` holds. Plain computation."""
+    """Mirrors the prefix cache of one llama.cpp server and publishes its blocks in `kv`. Plain computation."""
 
     def __init__(self, kv: KvState, block_size: int, *, slots: int, aside_tokens: int) -> None:
-        """`slots` answers are kept whatever their length; further ones as long as they have `aside_tokens` together."""
+        """`slots` sequences are kept whatever their length; further ones as long as they have `aside_tokens` together."""
         self._kv = kv
         self._block_size = block_size
         self._slots = slots
         self._aside_blocks = aside_tokens // block_size
         self._kept: deque[_Kept] = deque()
-        """The latest last."""
+        """The latest one is last."""
         self._references: dict[int, int] = {}
-        """How many of them have a block."""
+        """How many kept sequences have a block."""
 
     @property
     def blocks(self) -> set[int]:
@@ -53,7 +53,7 @@ class PrefixCacheMirror:
         return {block for kept in self._kept for block in kept.hashes}
 
     def add(self, prompt: bytes, output: Sequence[int], cached_tokens: int) -> None:
-        """A slot has made `output`, at least one token, out of `prompt`, of which it found `found_tokens` in what was kept."""
+        """A slot generated `output`, at least one token, from `prompt`, of which `cached_tokens` were in the cache."""
         # The last token was chosen, but not computed with.
         hashes = sequence_hashes(prompt + pack_tokens(output[:-1]), self._block_size)
         self._correct(hashes, cached_tokens // self._block_size, len(prompt) // 4)
@@ -70,7 +70,7 @@ class PrefixCacheMirror:
             self._drop(self._kept[0])
 
     def _correct(self, hashes: Sequence[int], cached_blocks: int, prompt_tokens: int) -> None:
-        """Forgets what should have been found after the first `found` blocks, and was not."""
+        """Drop the blocks after the first `cached_blocks` that should have been a cache hit but were not."""
         # The last token of a prompt is computed in any case.
         wanted = hashes[: (prompt_tokens - 1) // self._block_size]
         for kept in [kept for kept in self._kept if kept.shared(wanted) > cached_blocks]:

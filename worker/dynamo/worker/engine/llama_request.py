@@ -1,4 +1,4 @@
-"""A request for text generation in the words of llama.cpp's server.
+"""Translates a request for text generation to the options of llama.cpp's server.
 
 llama.cpp takes nearly any number and ignores a grammar that it cannot compile, so both are checked here, before it sees them.
 """
@@ -20,7 +20,7 @@ MAX_CHOICES = 64
 MAX_LOGIT_BIASES = 4096
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_GRAMMAR_RULES = 256
-"""Rules of a grammar, references in a schema: llguidance follows them recursively, and some 800 in a row end the process."""
+"""Rules of a grammar, references in a schema. llguidance follows them recursively; some 800 in a row crash the process."""
 
 LONGEST_CHARACTER_TOKENS = 4
 """A character of four bytes is four tokens at most."""
@@ -32,16 +32,16 @@ Options = Mapping[str, object]
 
 
 def check_request(request: GenerateRequest, *, vocabulary_size: int, context_length: int) -> None:
-    """Raises InvalidRequest or Unsupported for what llama.cpp could not do, or would do wrongly without a word."""
+    """Raises InvalidRequest or Unsupported for a request that llama.cpp could not run, or would run wrongly without an error."""
     prompt = request.tokens
     if not prompt:
         raise InvalidRequest("the prompt has no tokens")
     if len(prompt) >= context_length:
         raise InvalidRequest(
-            f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in a context of {context_length} tokens"
+            f"the prompt has {len(prompt)} tokens, which leaves no room for output in a context of {context_length} tokens"
         )
     if (greatest := max(prompt)) >= vocabulary_size:
-        raise InvalidRequest(f"the prompt has token {greatest}, but the model knows {vocabulary_size} tokens")
+        raise InvalidRequest(f"the prompt has token {greatest}, but the model has {vocabulary_size} tokens")
     _between("n", request.n, 1, MAX_CHOICES)
     _between("logprobs", request.logprobs, 0, MAX_LOGPROBS)
     _between("max_tokens", request.stop.max_tokens, 0, None)
@@ -88,12 +88,13 @@ def _between(name: str, value: float | None, least: float, most: float | None) -
     if value is None or (isfinite(value) and least <= value and (most is None or value <= most)):
         return
     bounds = f"{least} or more" if most is None else f"{least}" if least == most else f"between {least} and {most}"
-    raise InvalidRequest(f"{name} is {value}; it must be {bounds}", param=name)
+    raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)
 
 
 def sampling_options(request: GenerateRequest, index: int, *, context_length: int) -> dict[str, object]:
-    """How choice `index` is sampled. Settings that the request leaves open are the model's, or llama.cpp's own. May take a
-    while: a grammar is compiled to see that it can be. Raises InvalidRequest, or Unsupported.
+    """Return the sampling options of choice `index`. Unset ones are the model's, or llama.cpp's own.
+
+    May take a while: a grammar is compiled to check it. Raises InvalidRequest or Unsupported.
     """
     sampling = request.sampling
     named = {
@@ -123,7 +124,7 @@ def sampling_options(request: GenerateRequest, index: int, *, context_length: in
 
 
 def pass_options(request: GenerateRequest, prompt: Sequence[int], *, limit: int, forbid_stop: bool = False) -> dict[str, object]:
-    """What to generate from `prompt`: up to `limit` tokens, none of which ends the answer if `forbid_stop`."""
+    """Return the options to generate up to `limit` tokens from `prompt`; with `forbid_stop`, no token ends the generation."""
     bias: list[tuple[int, float | bool]] = list((request.sampling.logit_bias or {}).items())
     bias += [(word[0], False) for word in request.sampling.bad_words_token_ids or ()]  # False: never
     if forbid_stop:
@@ -132,16 +133,16 @@ def pass_options(request: GenerateRequest, prompt: Sequence[int], *, limit: int,
         "prompt": prompt,
         "ignore_eos": forbid_stop or request.stop.ignore_eos,
         "logit_bias": bias,
-        # Tokens inside a character are told only when it is whole: without these more, the last ones would never be.
+        # Tokens inside a character are reported only when it is complete: without these more, the last ones never would be.
         "max_tokens": limit + LONGEST_CHARACTER_TOKENS - 1,
     }
 
 
 def to_grammar(guided: Mapping[str, Any]) -> str:
-    """The grammar, for llguidance, of what `Sampling.guided` asks for. Raises InvalidRequest.
+    """Return the llguidance grammar of `Sampling.guided`. Raises InvalidRequest.
 
-    GBNF is translated. llama.cpp's own reader of it recurses without a bound, which a request could end the process with, and
-    its matcher takes exponential time for ambiguous grammars (`"a"? "a"? "a"? …`), during which no slot gets a token.
+    GBNF is translated. llama.cpp's own parser recurses without a bound, so that a request could crash the process, and its
+    matcher takes exponential time for ambiguous grammars (`"a"? "a"? "a"? …`), during which no slot gets a token.
     """
     chosen = [(kind, value) for kind, value in guided.items() if value not in (None, False)]
     if len(chosen) != 1:
@@ -166,16 +167,16 @@ def _parse_schema(text: str) -> dict[str, Any] | bool:
     try:
         return msgspec.json.decode(text, type=dict[str, Any] | bool)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequest(f"json_schema is no JSON schema: {error}", param="json_schema") from error
+        raise InvalidRequest(f"json_schema is not a JSON schema: {error}", param="json_schema") from error
 
 
 def _json_grammar(schema: dict[str, Any] | bool) -> str:
-    # With free whitespace small models fill their answers with line breaks.
+    # With free whitespace small models fill their output with line breaks.
     narrowed = {"x-guidance": {"whitespace_flexible": False}, **schema} if isinstance(schema, dict) else schema
     try:
         return f"%llguidance {{}}\nstart: %json {msgspec.json.encode(narrowed).decode()}"
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"json_schema is no JSON schema: {error}", param="json_schema") from error
+        raise InvalidRequest(f"json_schema is not a JSON schema: {error}", param="json_schema") from error
 
 
 def _bounded(grammar: str, kind: str) -> str:
@@ -185,8 +186,8 @@ def _bounded(grammar: str, kind: str) -> str:
 
 
 def _own(grammar: str) -> str:
-    """A grammar that is written for llguidance already."""
-    if "%json" in grammar:  # a text, in which references could be spelled so that nobody can count them
+    """Check a grammar that is written for llguidance."""
+    if "%json" in grammar:  # a text in which references could be spelled in ways that cannot be counted
         raise InvalidRequest("a schema inside a grammar is not taken: give it as json_schema", param="grammar")
     return grammar
 
@@ -219,7 +220,7 @@ def _compiled(grammar: str, kind: str) -> str:
 
 
 def _in_slashes(regex: str) -> str:
-    """`regex` as it can stand between two slashes."""
+    """Escape `regex` so that it can stand between two slashes."""
     escaped = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", regex, flags=re.DOTALL)
     return escaped.replace("\r", r"\r").replace("\n", r"\n")
 

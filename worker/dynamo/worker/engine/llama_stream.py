@@ -1,7 +1,7 @@
 """From the chunks that llama.cpp's server streams to token ids.
 
 A chunk names one token: the newest. Tokens inside a character that several tokens spell come without a chunk of their own; the
-chunk of the last one has the text of all, and counts them. So the others are found by what they must have spelled.
+chunk of the last one has the text of all, and counts them. So the other tokens are reconstructed from that text.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import msgspec
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
 
 UNKNOWN_LOGPROB = nan
-"""Of a token inside a character: llama.cpp does not tell."""
+"""Log probability of a token inside a character: llama.cpp does not report it."""
 
 MAX_SPELLED_BYTES = 256
-"""Parts of a character are short; anything longer is not what was looked for."""
+"""Parts of a character are short; longer text is not one."""
 
 
 class _Probability(msgspec.Struct):
@@ -64,11 +64,11 @@ class CompletionChunk(msgspec.Struct):
 
     @property
     def finish_reason(self) -> str | None:
-        """`stop`, `length`, or None while it goes on."""
+        """`stop`, `length`, or None before the end."""
         return self.choices[0].finish_reason if self.choices else None
 
     def to_error(self) -> DynamoError | None:
-        """What the chunk reports instead of a token."""
+        """Return the error of the chunk, if it has one."""
         if self.error is None:
             return None
         kind = InvalidRequest if 400 <= self.error.code < 500 else EngineError
@@ -82,7 +82,7 @@ class TokenVocabulary:
     """What the tokens of a model add to the text."""
 
     def __init__(self, pieces: Sequence[bytes], silent: frozenset[int]) -> None:
-        """`pieces` is the text of each token in UTF-8, see `GgufModel.token_bytes`; `silent` tokens may end an answer."""
+        """`pieces` is the text of each token in UTF-8, see `GgufModel.token_bytes`; `silent` tokens may end a generation."""
         self.pieces = pieces
         self.silent = silent
         self._ids: Mapping[bytes, int] = {piece: id for id, piece in reversed([*enumerate(pieces)]) if piece}
@@ -92,9 +92,9 @@ class TokenVocabulary:
         return len(self.pieces)
 
     def spell(self, text: bytes, count: int) -> tuple[int, ...]:
-        """`count` tokens that together are `text`, the longest first; if no `count` tokens are, the fewest that are.
+        """Return `count` tokens that spell `text`, the longest first; if there are none, the fewest that spell it.
 
-        Empty if `text` cannot be spelled at all.
+        Returns an empty tuple if `text` cannot be spelled.
         """
         ids, longest = self._ids, self._longest
 
@@ -124,14 +124,14 @@ class TokenReader:
     """Turns the chunks of one completion into steps, one per token."""
 
     def __init__(self, vocabulary: TokenVocabulary, *, held: frozenset[int]) -> None:
-        """`held` tokens are held back until it is known whether they end the answer."""
+        """`held` tokens are held back until it is known whether they end the generation."""
         self._vocabulary = vocabulary
         self._hold = held
         self._seen = 0
         self._held: Step | None = None
 
     def feed(self, chunk: CompletionChunk) -> list[Step]:
-        """The tokens that are certain now. After a token that ended an answer, the next chunk comes at once and says so."""
+        """Return the tokens that are certain now. After a token that ended the generation, the next chunk follows at once."""
         choice = chunk.choices[0] if chunk.choices else None
         if choice is None or choice.logprobs is None or not choice.logprobs.content:
             return []
@@ -149,7 +149,7 @@ class TokenReader:
         return steps
 
     def end(self) -> Step | None:
-        """The token that was held back when the completion ended."""
+        """Return the token that was held back when the completion ended."""
         held, self._held = self._held, None
         return held
 

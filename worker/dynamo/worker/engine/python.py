@@ -17,14 +17,14 @@ its module's name that ends in .yaml or .pbtxt lies beside it.
 
 `infer` may be
 
-- a plain function: runs in a thread, one call at a time unless `concurrency` says how many may run at once (code that holds
+- a plain function: runs in a thread, one call at a time, or as many as `concurrency` allows (code that holds
   the interpreter lock gains nothing from more); with `inline = True` it runs on the event loop, for code of microseconds;
 - `async`: runs on the event loop, any number at once unless `concurrency` bounds it;
-- with `decoupled = True`, a plain or async generator that yields one dict per answer.
+- with `decoupled = True`, a plain or async generator that yields one dict per response.
 
 An argument called `context` gets an `InferContext`. Input arrays are read-only; BYTES come as object arrays of `bytes`, BF16 as
 float32. An array that was returned must not be written to afterwards: it is sent from where it lies.
-To refuse a request raise `InvalidRequest`; any other exception is logged and answered as an `EngineError` with its type and text.
+To refuse a request raise `InvalidRequest`; any other exception is logged and sent as an `EngineError` with its type and text.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ _END = object()
 
 @dataclass(frozen=True, slots=True)
 class InferContext:
-    """The request around the tensors."""
+    """What a model may know of a request besides its tensors."""
 
     request_id: str
     version: str
-    """Of the model, that the request asked for, or the newest."""
+    """The requested version of the model, or the newest."""
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     deadline: float | None = None
-    """On the clock of `time.monotonic()`, in seconds; None: none."""
+    """On the clock of `time.monotonic()`, in seconds; None: no deadline."""
     _cancelled: Callable[[], bool] = lambda: False
 
     @property
     def is_cancelled(self) -> bool:
-        """The client left, or the deadline passed: nobody waits for the answer. May be asked in any thread."""
+        """Whether the client left or the deadline passed, so that the response is not needed. Callable from any thread."""
         return self._cancelled()
 
 
@@ -87,7 +87,7 @@ class PythonEngine:
     """Serves one user's class as one model."""
 
     def __init__(self, make: Callable[[], Any], *, name: str = "", file: Path | None = None) -> None:
-        """`make` creates the model, in a thread; `name` is used instead of the declared one; `file` is where its class is."""
+        """`make` creates the model, in a thread; `name` replaces the declared one; `file` is the file of its class."""
         self._make = make
         self._name = name
         self._file = file
@@ -97,7 +97,7 @@ class PythonEngine:
 
     @classmethod
     def load(cls, target: str, *, name: str = "") -> PythonEngine:
-        """Of `module:Class` or `path/to/file.py:Class`. Raises InvalidRequest if there is no such class."""
+        """Return an engine for `module:Class` or `path/to/file.py:Class`. Raises InvalidRequest if there is no such class."""
         model_class, file = load_class(target)
         return cls(model_class, name=name, file=file)
 
@@ -153,7 +153,7 @@ async def _execute_batch(caller: _Caller, batch: Batch) -> Tensors:
 
 
 class _Caller:
-    """Calls a user's `infer`, in whichever way it wants to be called, and checks what it returns."""
+    """Calls a user's `infer`, plain or async, in a thread or on the event loop, and checks what it returns."""
 
     def __init__(self, model: Any, card: ModelCard, declaration: Declaration) -> None:
         self.card = card
@@ -173,7 +173,7 @@ class _Caller:
         self._slots = asyncio.Semaphore(declaration.concurrency) if self._is_async and declaration.concurrency else None
 
     def _check_signature(self, declaration: Declaration) -> bool:
-        """True if `infer` takes a context. Raises InvalidRequest if it does not take the declared inputs."""
+        """Return whether `infer` takes a context. Raises InvalidRequest if it does not take the declared inputs."""
         parameters = inspect.signature(self._function).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         name = self.card.name
@@ -187,18 +187,20 @@ class _Caller:
             if parameter.name in declared or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
             if parameter.name != "context" and parameter.default is parameter.empty:
-                raise InvalidRequest(f"infer of model '{name}' has the argument '{parameter.name}', which is no declared input")
+                raise InvalidRequest(
+                    f"infer of model '{name}' has the argument '{parameter.name}', which is not a declared input"
+                )
         wants_context = "context" in parameters and "context" not in declared
         if wants_context and declaration.batching is not None:
             raise InvalidRequest(f"infer of model '{name}' takes a context, but a dynamic batch has many requests: remove either")
         return wants_context
 
     async def call(self, inputs: Tensors, request: TensorRequest, context: Context) -> Tensors:
-        """One request, one answer."""
+        """Run one request that has one response."""
         return await self._timed(lambda: inputs, self._extra(request, context), context)
 
     async def call_batch(self, batch: Batch) -> Tensors:
-        """Several requests as one."""
+        """Run several requests as one."""
         start = time.perf_counter_ns()
         try:
             return self._arrays(await self._run(batch.inputs, {}))
@@ -222,7 +224,7 @@ class _Caller:
             timings.infer_ns += time.perf_counter_ns() - begun
 
     async def _run(self, inputs: Callable[[], Tensors], extra: Mapping[str, InferContext]) -> Any:
-        """What `infer` returns. `inputs` is called where `infer` runs, just before it."""
+        """Return what `infer` returns. `inputs` is called where `infer` runs, just before it."""
         if self._is_async:
             if self._slots is None:
                 return await self._guarded_await(self._function(**inputs(), **extra))
@@ -231,7 +233,7 @@ class _Caller:
         return await self._in_thread(lambda: self._function(**inputs(), **extra))
 
     async def stream(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
-        """The answers of a decoupled model."""
+        """Yield the responses of a decoupled model."""
         inputs = read_inputs(request)
         extra = self._extra(request, context)
         if not self._is_generator:
@@ -254,7 +256,7 @@ class _Caller:
                 await self._in_thread(steps.close)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Runs a user's blocking code where it belongs; every failure comes out as a DynamoError."""
+        """Run a user's blocking code in the pool, or here if it is inline. Every failure is raised as a DynamoError."""
         if self._pool is None:
             return self._guarded(work)
         in_context = partial(contextvars.copy_context().run, self._guarded, work)
@@ -297,7 +299,7 @@ class _Caller:
         return {"context": InferContext(context.request_id, context.version, parameters, deadline, context.cancelled.is_set)}
 
     def _arrays(self, result: Any) -> dict[str, Array]:
-        """What `infer` gave, as arrays by output name. Raises EngineError if it is not what the model declares."""
+        """Return the outputs of `infer` as arrays by name. Raises EngineError if they are not as declared."""
         if not isinstance(result, Mapping):
             if len(self._outputs) != 1 or result is None:
                 raise self._broken(f"gave a {type(result).__name__} instead of a dict of its outputs")
@@ -369,7 +371,7 @@ class _Steps:
 
 
 def read_inputs(request: TensorRequest) -> dict[str, Array]:
-    """A request's tensors as arrays by name, read-only and without a copy where that is possible. Raises InvalidRequest."""
+    """Return a request's tensors as arrays by name, read-only and without a copy where possible. Raises InvalidRequest."""
     arrays = {}
     raws = request.raw_inputs
     if raws and len(raws) != len(request.head.inputs):
@@ -392,7 +394,7 @@ def _value(parameter: InferParameter) -> Parameter:
 
 
 async def _hook(model: Any, name: str) -> None:
-    """Calls a user's `load` or `close`, if there is one: in a thread unless it is async."""
+    """Call a user's `load` or `close`, if there is one: in a thread unless it is async."""
     hook = getattr(model, name, None)
     if hook is None:
         return

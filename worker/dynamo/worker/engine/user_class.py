@@ -23,9 +23,9 @@ _ATTRIBUTES = ("name", "max_batch_size", "decoupled", "versions", "batching", "c
 
 
 def load_class(target: str) -> tuple[type[Any], Path | None]:
-    """The class that `module:Class` or `path/to/file.py:Class` names, and the file it is in.
+    """Return the class that `module:Class` or `path/to/file.py:Class` names, and its file.
 
-    Raises InvalidRequest if there is none; what the module itself raises passes through.
+    Raises InvalidRequest if there is none; errors of the module itself pass through.
     """
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name.isidentifier():
@@ -70,13 +70,13 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _importable(folder: Path) -> None:
-    """As Python does for a script: modules beside it can be imported."""
+    """Make the modules in a folder importable, as Python does for those beside a script."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def declaration_of(model: Any, file: Path | None) -> Declaration:
-    """What a user's model declares, in whichever form. Raises InvalidRequest if it declares nothing or nonsense."""
+    """Return what a user's model declares, in any form. Raises InvalidRequest if it declares nothing or is malformed."""
     given = model.declare() if hasattr(model, "declare") else getattr(model, "config", None)
     folder = file.parent if file else Path.cwd()
     if isinstance(given, Declaration):

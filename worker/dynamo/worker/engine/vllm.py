@@ -3,8 +3,8 @@
     generate() ── AsyncLLM ══ ZMQ ══ vLLM's engine process ── its workers, one per GPU
                                        └── KV events, ZMQ ── KvFollower ── KvState
 
-vLLM schedules, batches and caches; this turns requests and answers into its words and ours, tells what it has cached and how
-busy it is, and says so when it has died. Text is none of its business: prompts come as tokens, answers leave as tokens.
+vLLM schedules, batches and caches. This module translates requests and outputs, publishes what is cached and how busy vLLM is,
+and reports when it has died. Prompts come as tokens and outputs leave as tokens: vLLM sees no text.
 
 Importing this module imports vLLM, which takes seconds.
 """
@@ -54,7 +54,7 @@ _PORT_TRIES = 20
 
 
 class _EngineStats:
-    """vLLM's statistics of each rank, as its engine process reports them after each step. Made and called by vLLM."""
+    """vLLM's statistics of each rank, which its engine process reports after each step. vLLM calls it."""
 
     def __init__(self, on_step: Callable[[], None]) -> None:
         self.running: dict[int, int] = {}
@@ -82,21 +82,21 @@ class _EngineStats:
         self._on_step()
 
     def log_engine_initialized(self) -> None:
-        """Nothing to tell yet."""
+        """Does nothing: load reports say it."""
 
     def log(self) -> None:
-        """EngineLoad reports tell it."""
+        """Does nothing: load reports say it."""
 
     def record_sleep_state(self, *args: Any, **kwargs: Any) -> None:
-        """Requests are aborted, and tell it."""
+        """Does nothing: the requests are aborted, which reports it."""
 
     def record_admission_rejection(self, reason: str) -> None:
-        """Requests are refused, and tell it."""
+        """Does nothing: the requests are refused, which reports it."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmArguments:
-    """What `--engine-args` says."""
+    """The parsed `--engine-args`."""
 
     engine: Any
     """AsyncEngineArgs."""
@@ -104,7 +104,7 @@ class VllmArguments:
 
 
 def parse_arguments(text: str) -> VllmArguments:
-    """Reads arguments of `vllm serve` that concern the engine, and `--lora-modules NAME=PATH …`. Raises InvalidRequest."""
+    """Parse arguments of `vllm serve` for the engine, and `--lora-modules NAME=PATH …`. Raises InvalidRequest."""
 
     def refuse(message: str) -> NoReturn:
         raise InvalidRequest(f"--engine-args: {message}")
@@ -113,7 +113,7 @@ def parse_arguments(text: str) -> VllmArguments:
     parser.error = refuse
     AsyncEngineArgs.add_cli_args(parser)
     parser.add_argument("--lora-modules", nargs="+", default=[])
-    # Priorities of requests mean something, and logprobs name the chosen token and as many others as may be asked for.
+    # Requests have priorities, and logprobs name the chosen token and up to MAX_LOGPROBS others.
     parser.set_defaults(scheduling_policy="priority", max_logprobs=MAX_LOGPROBS + 1)
     try:
         parsed = parser.parse_args(shlex.split(text))
@@ -143,7 +143,7 @@ class VllmEngine:
         max_num_seqs: int | None = None,
         context_length: int | None = None,
     ) -> None:
-        """`model` is a folder in Hugging Face's format, or whatever else vLLM takes; `engine_args` see `parse_arguments`.
+        """`model` is a folder in Hugging Face's format, or another name that vLLM takes; `engine_args`: see `parse_arguments`.
 
         Raises InvalidRequest for arguments that vLLM does not take.
         """
@@ -168,21 +168,21 @@ class VllmEngine:
         self._open = 0
         """Choices of requests that have not ended."""
         self._prefilling = 0
-        """Prompt tokens of requests that have had no answer yet."""
+        """Prompt tokens of requests without a token so far."""
         self._stats = _EngineStats(self._stepped)
         self._callbacks: list[Callable[[], None]] = []
         self._stack = AsyncExitStack()
         self.kv = KvState()
 
     async def start(self) -> ModelCard:
-        """Raises InvalidRequest for a model or settings that vLLM cannot serve, EngineError when it fails to start."""
+        """Start vLLM. Raises InvalidRequest for a model or settings that it cannot serve, EngineError when it fails to start."""
         async with AsyncExitStack() as stack:
             # Its engine process binds its sockets there.
             folder = stack.enter_context(TemporaryDirectory(prefix="dynamo-vllm-"))
             try:
                 self.llm = await asyncio.to_thread(self._start, folder)
             except asyncio.CancelledError:
-                # Loading may take minutes, and the thread cannot be told to stop. Without its processes it fails.
+                # Loading may take minutes, and the thread cannot be stopped. Without its processes it fails.
                 for process in multiprocessing.active_children():
                     process.kill()
                 raise
@@ -285,7 +285,7 @@ class VllmEngine:
             self._stepped()
 
     def _start_request(self, request: GenerateRequest, context: Context) -> Any:
-        """vLLM's own generator, which aborts the request when it is closed."""
+        """Return vLLM's own generator, which aborts the request when it is closed."""
         adapter = None
         if request.adapter and (adapter := self._adapters.get(request.adapter)) is None:
             raise InvalidRequest(f"there is no adapter '{request.adapter}'", param="adapter")
@@ -307,7 +307,7 @@ class VllmEngine:
         )
 
     def load(self) -> EngineLoad:
-        """vLLM reports after steps only: of requests that ended since the last one it has not heard."""
+        """Return the load. vLLM reports after steps only, so requests that ended since the last one are subtracted."""
         if not self._open:
             return EngineLoad(total_blocks=self._total_blocks, step_ms=self._stats.step_ms)
         running = min(sum(self._stats.running.values()), self._open)
@@ -325,8 +325,8 @@ class VllmEngine:
         self._callbacks.append(callback)
 
     async def failure(self) -> EngineError:
-        """Returns when vLLM's engine process has died, which it does not recover from."""
-        while not self.llm.errored:  # noqa: ASYNC110 - vLLM itself tells only those who ask
+        """Return when vLLM's engine process has died, which it does not recover from."""
+        while not self.llm.errored:  # noqa: ASYNC110 - vLLM offers no event for it
             await asyncio.sleep(_LOOK_S)
         return EngineError("vLLM's engine process has died")
 
@@ -347,12 +347,12 @@ class VllmEngine:
             awake = await self.llm.wake_up()
         except Exception as error:
             raise EngineError(f"vLLM did not wake up: {error!r}") from error
-        if awake is False:  # versions that do not say return None
+        if awake is False:  # some versions return None
             raise EngineError("vLLM did not wake up completely")
         self._forget_cache()  # events of its last steps may have come after it fell asleep
 
     def _forget_cache(self) -> None:
-        """vLLM dropped its cache. It says so only with the events of its next step."""
+        """Drop the mirrored cache. vLLM reports that it dropped its own only with the events of its next step."""
         for rank in range(self._ranks):
             self.kv.clear(rank)
         self._stepped()
@@ -382,7 +382,7 @@ def _trace(context: Context) -> dict[str, str]:
 
 
 def _events_config(folder: str, ranks: int) -> Any:
-    """One rank publishes at names in `folder`; several need ports, for vLLM counts up from one."""
+    """Return where KV events are published: sockets in `folder` for one rank, else ports, since vLLM counts up from one."""
     if ranks == 1:
         endpoint, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
     else:
@@ -392,7 +392,7 @@ def _events_config(folder: str, ranks: int) -> Any:
 
 
 def _free_ports(wanted: int) -> int:
-    """The first of so many free ports in a row. Raises EngineError if there are none."""
+    """Return the first of `wanted` consecutive free ports. Raises EngineError if there are none."""
     for _ in range(_PORT_TRIES):
         with ExitStack() as stack:
             first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
@@ -406,7 +406,7 @@ def _free_ports(wanted: int) -> int:
 
 
 def _reachable(endpoint: str | None) -> str:
-    """Where to connect to, for what is bound to `endpoint`."""
+    """Return the address to connect to, for a socket that is bound to `endpoint`."""
     return (endpoint or "").replace("*", "127.0.0.1")
 
 
@@ -417,7 +417,7 @@ def _publishes(config: Any) -> bool:
 
 
 def _tokenizer_files(tokenizer: Any) -> tuple[bytes, bytes]:
-    """`tokenizer.json` and the chat template; empty where there is none."""
+    """Return `tokenizer.json` and the chat template; empty if the model has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = Path(getattr(tokenizer, "vocab_file", None) or "")
     file = b""
@@ -426,7 +426,7 @@ def _tokenizer_files(tokenizer: Any) -> tuple[bytes, bytes]:
     elif vocabulary.suffix == ".model":
         file = SentencePieceModel.read(vocabulary.read_bytes()).tokenizer_json(add_bos=getattr(tokenizer, "add_bos_token", True))
     else:
-        log.warning("the model's tokenizer is of a kind that is not known: requests must give token ids")
+        log.warning("the model's tokenizer is of an unknown kind: requests must give token ids")
     template = getattr(tokenizer, "chat_template", None) or ""
     if isinstance(template, dict):
         template = template.get("default", "")
@@ -434,7 +434,7 @@ def _tokenizer_files(tokenizer: Any) -> tuple[bytes, bytes]:
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end an answer: the tokenizer's first, then those of the model's generation settings."""
+    """Return the tokens that end a generation: the tokenizer's first, then those of the model's generation settings."""
     token_ids: dict[int, None] = {}
     if (own := getattr(tokenizer, "eos_token_id", None)) is not None:
         token_ids[own] = None

@@ -1,4 +1,4 @@
-"""A request for text generation in the words of vLLM, and vLLM's outputs in ours."""
+"""Translates requests for text generation to vLLM's terms, and vLLM's outputs to ours."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summa
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 128
-"""Alternatives per token, as a request may ask for them. The engine must be told to allow one more, for the chosen token."""
+"""Alternatives per token that a request may have. The engine must allow one more, for the chosen token."""
 
 _GUIDED = {"json_schema": "json", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-"""Our words for structured output → vLLM's."""
+"""Our names of structured output → vLLM's."""
 
 
 class Logprob(Protocol):
@@ -51,13 +51,13 @@ class RequestOutput(Protocol):
 
 
 def check_request(request: GenerateRequest, *, context_length: int, ranks: int) -> None:
-    """Raises InvalidRequest or Unsupported for what vLLM would take to mean something else, or would not bound."""
+    """Raises InvalidRequest or Unsupported for a request that vLLM would misunderstand or not bound."""
     tokens = request.prompt_tokens
     if not tokens:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
     if tokens >= context_length:
         raise InvalidRequest(
-            f"the prompt has {tokens} tokens, which leaves no room for an answer in a context of {context_length} tokens",
+            f"the prompt has {tokens} tokens, which leaves no room for output in a context of {context_length} tokens",
             param="prompt",
         )
     _between("n", request.n, 1, MAX_CHOICES)
@@ -73,11 +73,11 @@ def check_request(request: GenerateRequest, *, context_length: int, ranks: int) 
 def _between(name: str, value: int | None, least: int, most: int | None) -> None:
     if value is not None and (value < least or (most is not None and value > most)):
         bounds = f"{least} or more" if most is None else f"{least}" if least == most else f"between {least} and {most}"
-        raise InvalidRequest(f"{name} is {value}; it must be {bounds}", param=name)
+        raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)
 
 
 def sampling_settings(request: GenerateRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of vLLM's SamplingParams, except for structured output. `defaults` are the model's own."""
+    """Return the fields of vLLM's SamplingParams except structured output. `defaults` are the model's own."""
     sampling, stop = request.sampling, request.stop
     transfer = request.kv_transfer
     max_tokens = stop.max_tokens
@@ -120,12 +120,12 @@ def _lists(words: Iterable[Iterable[int]] | None) -> list[list[int]] | None:
 
 
 def _with_chosen(alternatives: int) -> int:
-    """vLLM counts the likeliest tokens, to which the chosen one may belong."""
+    """Return vLLM's number, which counts the likeliest tokens and may include the chosen one."""
     return alternatives + 1 if alternatives else 0
 
 
 def structured_settings(guided: Mapping[str, Any]) -> dict[str, Any]:
-    """The field of vLLM's StructuredOutputsParams that `Sampling.guided` asks for. Raises InvalidRequest."""
+    """Return the field of vLLM's StructuredOutputsParams for `Sampling.guided`. Raises InvalidRequest."""
     chosen = [(kind, value) for kind, value in guided.items() if value not in (None, False)]
     if len(chosen) != 1:
         raise InvalidRequest("guided decoding takes exactly one of json_schema, json_object, regex, choice and grammar")
@@ -145,14 +145,14 @@ def _parsed(schema: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(schema, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequest(f"json_schema is no JSON schema: {error}", param="json_schema") from error
+        raise InvalidRequest(f"json_schema is not a JSON schema: {error}", param="json_schema") from error
 
 
 class OutputReader:
     """Turns vLLM's outputs for one request into deltas and a summary."""
 
     def __init__(self, request: GenerateRequest, eos: frozenset[int]) -> None:
-        """`eos` tokens end an answer, unless the request ignores them."""
+        """`eos` tokens end a generation, unless the request ignores them."""
         self._request = request
         self._stops = frozenset(request.stop.token_ids) | (frozenset() if request.stop.ignore_eos else eos)
         self._output_tokens = 0
@@ -162,7 +162,7 @@ class OutputReader:
         self._times: StateStats | None = None
 
     def read(self, output: RequestOutput) -> list[Delta]:
-        """Raises Unavailable if vLLM gave the request up, EngineError if it failed on it."""
+        """Return the deltas of an output. Raises Unavailable if vLLM aborted the request, EngineError if it failed."""
         self._times = output.metrics or self._times
         self._cached_tokens = max(self._cached_tokens, output.num_cached_tokens or 0)
         self._transfer = output.kv_transfer_params or self._transfer
@@ -216,5 +216,5 @@ def _reason(name: str | None) -> FinishReason | None:
 
 
 def _step(step: Mapping[int, Logprob], alternatives: int) -> list[tuple[int, float]]:
-    """vLLM names the chosen token first; if it is among the likeliest, there is one alternative more than asked for."""
+    """Return the chosen token, which vLLM names first, and `alternatives` others; vLLM may send one more."""
     return [(token, value.logprob) for token, value in step.items()][: alternatives + 1]

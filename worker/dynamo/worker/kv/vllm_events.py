@@ -2,7 +2,7 @@
 
 vLLM (and SGLang, which copied the format) publishes msgpack batches `[timestamp, events, data parallel rank]`. An event was an
 array led by its type's name until 2026-06 and is a map with a `type` key since; the batch may become a map too. New keys and
-types appear every few months. So decoding is by name or position, takes what it knows and skips the rest.
+types appear every few months. So decoding is by name or position and skips unknown parts.
 
 The engine's block hashes are opaque (its seed and algorithm are its own): they serve as handles that removals refer to. What
 travels on are our own sequence hashes over the token ids in the events.
@@ -44,14 +44,14 @@ _U64 = 2**64 - 1
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
     hashes: Sequence[int]
-    """The engine's, folded to 64 bits."""
+    """The engine's block hashes, folded to 64 bits."""
     parent: int | None
     token_ids: Sequence[int]
     block_size: int
     medium: str = ""
     adapter: str = ""
     extra_keys: Sequence[Sequence[Any]] = ()
-    """Per block, what besides tokens entered the engine's hash. Empty, or one entry per block."""
+    """Per block, the keys besides tokens that entered the engine's hash. Empty, or one entry per block."""
     group: int | None = None
     attention: str = ""
 
@@ -81,7 +81,7 @@ class VllmBatch:
 
 
 def decode_batch(payload: bytes | memoryview) -> VllmBatch:
-    """One published batch. Raises EngineError if it is no batch at all; single odd events are skipped and counted."""
+    """Decode one published batch. Raises EngineError if it is malformed; single malformed events are skipped and counted."""
     try:
         raw = msgspec.msgpack.decode(payload)
     except (ValueError, RecursionError) as error:  # DecodeError is a ValueError, and so is text that is no UTF-8
@@ -106,9 +106,9 @@ def decode_batch(payload: bytes | memoryview) -> VllmBatch:
 
 
 def fold_hash(value: object) -> int:
-    """An engine's block hash as 64 bits: integers of either sign as they are, bytes by their last eight, big-endian.
+    """Return an engine's block hash as 64 bits: integers of either sign modulo 2^64, bytes by their last eight, big-endian.
 
-    Raises TypeError for anything else. Folding a digest gives the very integer that vLLM publishes when told to use integers.
+    Raises TypeError for anything else. A folded digest equals the integer that vLLM publishes when configured to use integers.
     """
     if isinstance(value, bytes):
         return int.from_bytes(value[-8:], "big")
@@ -118,12 +118,12 @@ def fold_hash(value: object) -> int:
 
 
 def _named(values: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Positional values by name. Trailing ones may be absent; more than the known ones are ignored."""
+    """Return positional values by name. Trailing ones may be absent; surplus ones are ignored."""
     return dict(zip(names, values, strict=False))
 
 
 def _event(raw: object) -> VllmEvent | None:
-    """One event from either shape; None for an unknown type. Raises TypeError or ValueError if it is malformed."""
+    """Decode one event in either form; return None for an unknown type. Raises TypeError or ValueError if it is malformed."""
     if isinstance(raw, dict):
         kind, fields = raw.get("type"), raw
     elif isinstance(raw, list) and raw:
@@ -158,7 +158,7 @@ def _stored(fields: Mapping[Any, Any]) -> BlocksStored:
     adapter = _text(fields.get("lora_name"))
     lora_id = fields.get("lora_id")
     if not adapter and isinstance(lora_id, int) and lora_id > 0:
-        # Old engines tell only a number; an adapter's blocks must not look like the base model's.
+        # Old engines name only a number; an adapter's blocks must not look like the base model's.
         adapter = f"lora:{lora_id}"
     return BlocksStored(
         hashes=hashes,
@@ -195,7 +195,7 @@ def _optional_int(raw: object) -> int | None:
 
 @dataclass(slots=True)
 class Translated:
-    """What one event means in sequence hashes."""
+    """The changes that one event makes, in sequence hashes."""
 
     stored: list[int] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)
@@ -211,21 +211,21 @@ class _Block:
 class Translator:
     """Engine hashes to sequence hashes, for one engine rank.
 
-    vLLM announces a block once per physical copy, and removes it once per copy: a block counts as held until the last one went.
+    vLLM announces a block once per physical copy, and removes it once per copy: a block is cached until its last copy goes.
     Only blocks in GPU memory count. A hybrid model announces every block once per attention group: one group, of full
-    attention, speaks for all, because only there a held block means that the whole prefix before it is needed and held.
+    attention, counts for all, because only there a cached block means that the whole prefix before it is cached, too.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
         self._group: int | None = None
         self.orphans = 0
-        """Blocks left out because their parent is not known, as after lost events."""
+        """Blocks left out because their parent is unknown, as after lost events."""
         self.ignored = 0
         """Blocks left out because they lie outside of GPU memory, belong to another group or come without tokens."""
 
     def __len__(self) -> int:
-        """How many of the engine's blocks are known."""
+        """Return how many of the engine's blocks are tracked."""
         return len(self._blocks)
 
     def translate(self, event: VllmEvent) -> Translated:
@@ -299,9 +299,9 @@ class Translator:
 
 
 def _block_bytes(token_ids: Sequence[int], keys: Iterable[Any]) -> bytes:
-    """What is hashed for a block. Raises OverflowError for a token id that does not fit into 32 bits.
+    """Return the bytes that are hashed for a block. Raises OverflowError for a token id that does not fit into 32 bits.
 
-    Images and the like enter the engine's hash by extra keys; here too, so that blocks of equal placeholder tokens differ.
+    Extra keys, such as those of images, are included so that blocks of equal placeholder tokens differ.
     """
     tokens = pack_tokens(token_ids)
     extra = list(keys)

@@ -1,7 +1,7 @@
 """Follows the KV events that vLLM publishes over ZMQ, and keeps a `KvState` equal to what its cache holds.
 
-Each rank publishes batches numbered from 0: three frames, topic, number and msgpack. What is missing is asked for at the replay
-address, which answers with the batches of the last steps and, last, the number -1.
+Each rank publishes batches numbered from 0: three frames, topic, number and msgpack. Missing batches are requested at the
+replay address, which sends the batches of the last steps and, last, the number -1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """Where one rank publishes. Addresses are ZMQ's, to connect to."""
+    """Where one rank publishes. Addresses are ZMQ endpoints to connect to."""
 
     rank: int
     events: str
@@ -38,7 +38,7 @@ class KvSource:
 
 @asynccontextmanager
 async def following(source: KvSource, kv: KvState, on_change: Callable[[], None]) -> AsyncIterator[KvFollower]:
-    """Keeps what `kv` holds for the rank of `source` up to date while the body runs, with all that was published before."""
+    """Keep the blocks of the source's rank in `kv` current while the body runs, including events published before."""
     with zmq.asyncio.Context() as context, closing(context.socket(zmq.SUB)) as events:
         context.linger = 0
         events.linger = 0
@@ -52,7 +52,7 @@ async def following(source: KvSource, kv: KvState, on_change: Callable[[], None]
 
 
 class KvFollower:
-    """Of one rank. Everything happens on the event loop."""
+    """Follows the events of one rank, on the event loop."""
 
     def __init__(self, source: KvSource, context: zmq.asyncio.Context, kv: KvState, on_change: Callable[[], None]) -> None:
         self._source = source
@@ -63,10 +63,10 @@ class KvFollower:
         self._next = 0
         """Number of the next batch."""
         self.lost = 0
-        """Batches that could not be had any more."""
+        """Batches that could not be recovered."""
 
     async def follow(self, events: zmq.asyncio.Socket) -> None:
-        """Applies what comes, forever."""
+        """Apply events as they arrive, forever."""
         while True:
             _, number, payload = await events.recv_multipart()
             await self._take(int.from_bytes(number, "big"), payload)
@@ -82,7 +82,7 @@ class KvFollower:
         self._on_change()
 
     async def catch_up(self) -> None:
-        """Asks for everything from the next batch on."""
+        """Request a replay of all batches from the next one on."""
         if self._source.replay is None:
             return
         with closing(self._context.socket(zmq.DEALER)) as dealer:
@@ -97,7 +97,7 @@ class KvFollower:
                             break
                         self._replayed(int.from_bytes(number, "big"), payload)
             except TimeoutError:
-                log.warning("vLLM did not tell within %.0f s which KV events it has made", self._source.replay_timeout_s)
+                log.warning("vLLM did not replay its KV events within %.0f s", self._source.replay_timeout_s)
         self._on_change()
 
     def _replayed(self, number: int, payload: bytes) -> None:
@@ -108,7 +108,7 @@ class KvFollower:
         self._apply(payload)
 
     def _forget(self, number: int) -> None:
-        """Batches up to `number` are lost. What they removed is not known, so nothing is known to be held."""
+        """Skip the lost batches before `number`. Their removals are unknown, so the cache is seen as empty."""
         log.warning("vLLM's KV events %d to %d are lost: routers see its cache as empty", self._next, number - 1)
         self.lost += number - self._next
         self._next = number

@@ -8,7 +8,7 @@
 | `execution` | what a backend is, and what a request looks like to it |
 | `onnx_backend`, `python_backend`, `ensemble` | the backends |
 | `wire`, `stub`, `stub_process`, `pb_utils` | Python-backend models in processes of their own |
-| `loaded`, `warmup` | a model that is served; the requests it answers before |
+| `loaded`, `warmup` | a model that is served; the requests that warm it up before |
 | `models`, `engine` | loading, unloading and their order; the engine that the serving loop sees |
 | `control` | the verbs `repository_load` and `repository_unload`, polling, and what is registered |
 """

@@ -1,4 +1,4 @@
-"""Dynamic batching as a ModelConfig asks for it."""
+"""Dynamic batching as a ModelConfig declares it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dynamo.worker.repository.execution import Arrays
 
 
 def batch_policy(config: ModelConfig, concurrency: int) -> BatchPolicy | None:
-    """None for a model whose requests are run one by one. Raises InvalidRequest for settings that contradict each other.
+    """Return the batch policy of `config`; None if its requests are run one by one, as those of decoupled models are.
 
-    A decoupled model gets its requests one by one: their answers have nothing to wait for each other for.
+    Raises InvalidRequest for settings that contradict each other.
     """
     if not config.HasField("dynamic_batching") or config.model_transaction_policy.decoupled:
         return None
@@ -23,7 +23,7 @@ def batch_policy(config: ModelConfig, concurrency: int) -> BatchPolicy | None:
 
 
 def rows_of(inputs: Arrays) -> int:
-    """The batch size of a request. Raises InvalidRequest if its inputs differ in it."""
+    """Return the batch size of a request. Raises InvalidRequest if its inputs differ in it."""
     rows = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
     if len(rows) != 1:
         raise InvalidRequest("the inputs of the request differ in their first dimension, the batch")

@@ -1,4 +1,4 @@
-"""A repository inside its process: what frontends may ask of it, what is registered, and polling."""
+"""A repository inside its process: the verbs of frontends, what is registered, and polling."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class RepositoryControl:
-    """Between a repository and the process that serves it. Made when the models of the start are loaded."""
+    """Connects a repository to the process that serves it. Created when the first models are loaded."""
 
     def __init__(self, engine: RepositoryEngine, service: Service, register: Callable[[], Awaitable[object]]) -> None:
-        """`register` makes known what `service` and `engine` hold now."""
+        """`register` registers what `service` and `engine` hold now."""
         self._engine = engine
         self._service = service
         self._register = register
@@ -55,21 +55,21 @@ class RepositoryControl:
     # Verbs
 
     async def load(self, incoming: IncomingRequest) -> None:
-        """A `LoadRequest`, answered with `Loaded`, or with the reason why the model is not."""
+        """Respond to a `LoadRequest` with `Loaded`, or with the error of the model."""
         request = _decode(incoming, LoadRequest)
         self._engine.models.check_on_request()
         versions = await self._ordered(self._engine.models.load_model(request))
         incoming.end(msgspec.msgpack.encode(Loaded(versions=versions)))
 
     async def unload(self, incoming: IncomingRequest) -> None:
-        """An `UnloadRequest`, answered when the model is gone."""
+        """Respond to an `UnloadRequest` when the model is unloaded."""
         request = _decode(incoming, UnloadRequest)
         self._engine.models.check_on_request()
         await self._ordered(self._engine.models.unload_model(request.model, dependents=request.dependents))
         incoming.end()
 
     async def _ordered(self, work: Coroutine[Any, Any, T]) -> T:
-        """Completes what was begun, whether the caller waits for it or not: half a model is of use to nobody."""
+        """Complete the change even if the caller leaves: a half-loaded model serves no request."""
 
         async def order() -> T | DynamoError:
             try:
@@ -83,7 +83,7 @@ class RepositoryControl:
         return result
 
     async def finish(self) -> None:
-        """Returns when no change is under way."""
+        """Return when no change is in progress."""
         await self._orders.finish()
 
     # Polling
@@ -102,7 +102,7 @@ class RepositoryControl:
                     await self._follow(seen, fingerprints)
                     seen = fingerprints
             except InvalidRequest as error:
-                log.error("the repository cannot be looked at: %s", error)
+                log.error("the repository cannot be read: %s", error)
 
     async def _follow(self, before: Mapping[str, object], now: Mapping[str, object]) -> None:
         models = self._engine.models

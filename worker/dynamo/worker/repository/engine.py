@@ -35,16 +35,18 @@ class RepositoryEngine:
         *,
         exit_on_error: bool = True,
     ) -> None:
-        """`load`: what to load at the start in the mode EXPLICIT; `*` is everything. Raises InvalidRequest."""
+        """`load`: the models to load at the start in the mode EXPLICIT; `*` means all. Raises InvalidRequest."""
         self.mode = mode
         self.models = RepositoryModels(settings)
         self.seen: dict[str, Fingerprint] = {}
-        """In the mode POLL: what lay in the folders when the models were loaded."""
+        """In the mode POLL: the fingerprints of the folders when the models were loaded."""
         self._load = tuple(load)
         self._exit_on_error = exit_on_error
 
     async def start(self) -> Sequence[ModelCard]:
-        """Raises InvalidRequest for a model that does not load, unless polling, or told to go on."""
+        """Load the models. Raises InvalidRequest for a model that does not load, except in the mode POLL or without
+        `exit_on_error`.
+        """
         names = self.models.list_names()
         if self.mode is ControlMode.EXPLICIT and ALL not in self._load:
             names = list(self._load)

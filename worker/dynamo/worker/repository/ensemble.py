@@ -22,12 +22,12 @@ Step = ModelEnsembling.Step
 
 
 def models_in(config: ModelConfig) -> list[str]:
-    """The models that an ensemble is made of, each once; empty if it is none."""
+    """Return the models that an ensemble consists of, each once; none if `config` is not an ensemble."""
     return list(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step))
 
 
 class EnsembleBackend:
-    """Ensembles of the models of one worker."""
+    """Opens ensembles of the models of one worker."""
 
     def __init__(self, models: ModelRegistry) -> None:
         self._models = models
@@ -48,7 +48,7 @@ class EnsembleBackend:
 
 
 class Ensemble:
-    """One ensemble, which has no version of its own to load."""
+    """One ensemble. Its steps run the models, so it loads nothing itself."""
 
     def __init__(self, config: ModelConfig, models: ModelRegistry) -> None:
         self._name = config.name
@@ -90,7 +90,7 @@ class Ensemble:
 
 
 class _Flow:
-    """The tensors of one request, each to be waited for. None: it is optional, and will not come."""
+    """The tensors of one request, each of which can be awaited. None means that an optional tensor is not produced."""
 
     def __init__(self, inputs: Mapping[str, Array], steps: Sequence[Step]) -> None:
         loop = asyncio.get_running_loop()
@@ -117,7 +117,7 @@ def _needed_models(config: ModelConfig) -> list[tuple[str, str]]:
 
 
 def check_ensemble(config: ModelConfig, models: Mapping[tuple[str, str], ModelConfig]) -> None:
-    """Raises InvalidRequest, naming step and tensor, if the steps do not fit together.
+    """Check that the steps fit together. Raises InvalidRequest naming step and tensor.
 
     `models` are the configurations of the steps' models, by name and version.
     """
@@ -166,7 +166,7 @@ def _check_step(config: ModelConfig, step: Step, model: ModelConfig, types: dict
 def _check_sources(config: ModelConfig, steps: Sequence[Step], types: Mapping[str, str]) -> None:
     used = {source for step in steps for source in step.input_map.values()}
     if missing := sorted(used - types.keys()):
-        raise InvalidRequest(f"nothing gives the tensor '{missing[0]}'")
+        raise InvalidRequest(f"no step or input gives the tensor '{missing[0]}'")
     if unused := sorted({tensor.name for tensor in config.input} - used):
         raise InvalidRequest(f"no step takes the input '{unused[0]}'")
 
@@ -177,7 +177,7 @@ def _agree(name: str, datatype: str, types: Mapping[str, str]) -> None:
 
 
 def _check_order(config: ModelConfig, steps: Sequence[Step]) -> None:
-    """Some order of the steps must exist in which each finds what it takes."""
+    """Check that an order of the steps exists in which the inputs of each are available. Raises InvalidRequest."""
     available = {tensor.name for tensor in config.input}
     remaining = list(steps)
     while remaining:

@@ -19,13 +19,13 @@ Parameter: TypeAlias = bool | int | float | str
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """One inference request, decoded once, however many models it goes through."""
+    """One inference request, decoded once, however many models it passes through."""
 
     inputs: Arrays
     """BYTES as object arrays of `bytes`, BF16 as float32. With the batch dimension if the model batches."""
     context: Context
     outputs: Sequence[str] = ()
-    """Which are asked for; empty: all."""
+    """The names of the requested outputs; empty: all."""
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
 
@@ -36,14 +36,14 @@ class ModelResponse:
 
 
 class Executable(Protocol):
-    """One version of a model, loaded."""
+    """One loaded version of a model."""
 
     def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
-        """One answer, or any number of them if the model is decoupled. Closing the iterator cancels. Raises DynamoError."""
+        """Yield one response, any number of them if the model is decoupled. Raises DynamoError."""
         ...
 
     async def close(self) -> None:
-        """Frees everything. Called when no request is open any more."""
+        """Free all resources. Called when no request is open."""
         ...
 
 
@@ -51,11 +51,11 @@ class ModelRegistry(Protocol):
     """The other models of the same worker, for ensembles and for models that call models."""
 
     def run(self, model: str, version: str, request: ModelRequest) -> AsyncIterator[ModelResponse]:
-        """Raises ModelNotFound, and InvalidRequest for inputs that the model does not take."""
+        """Run a request. Raises ModelNotFound, and InvalidRequest for inputs that the model does not take."""
         ...
 
     def config(self, model: str, version: str) -> ModelConfig:
-        """Raises ModelNotFound."""
+        """Return the configuration of a model. Raises ModelNotFound."""
         ...
 
     async def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None: ...
@@ -65,14 +65,14 @@ class ModelRegistry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What is to be loaded."""
+    """One version of a model, to be loaded."""
 
     name: str
-    """Of the model."""
+    """The model's name."""
     version: str
     config: ModelConfig
     folder: Path
-    """Of the model; the version is a folder inside it."""
+    """The model's folder; the version is a folder inside it."""
 
     @property
     def path(self) -> Path:
@@ -83,11 +83,11 @@ class Backend(Protocol):
     """Loads models of one kind."""
 
     async def complete(self, version: Version) -> ModelConfig:
-        """The configuration with what the model itself says about its tensors. Raises DynamoError."""
+        """Return the configuration, completed with what the model itself declares of its tensors. Raises DynamoError."""
         ...
 
     async def open(self, version: Version) -> Executable:
-        """Loads it. Raises DynamoError saying why that cannot be done."""
+        """Load the version. Raises DynamoError with the reason if that fails."""
         ...
 
 
@@ -108,7 +108,7 @@ def from_parameter(value: Parameter) -> InferParameter:
 
 @asynccontextmanager
 async def closing(responses: AsyncIterator[ModelResponse]) -> AsyncIterator[AsyncIterator[ModelResponse]]:
-    """Closes what a model answers with, so that a request that was left early is cancelled now."""
+    """Close the iterator of a model at the end of the body, so that a request left early is cancelled now."""
     try:
         yield responses
     finally:

@@ -2,7 +2,7 @@
 
 repository/
     model/                  the model's name
-        config.pbtxt        may be missing if the model's file says all
+        config.pbtxt        optional if the model's file declares its tensors
         labels.txt
         1/model.onnx        versions are folders whose names are numbers
         2/model.onnx
@@ -19,13 +19,13 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
 
 Fingerprint: TypeAlias = tuple[tuple[str, int, int], ...]
-"""Path, time of change and size of every file."""
+"""Path, modification time in nanoseconds and size in bytes of every file."""
 
 MAX_FILES = 10_000
 
 
 def model_folders(repositories: Sequence[Path]) -> dict[str, list[Path]]:
-    """Every folder that can hold a model, by name; several, if several repositories have one. Raises InvalidRequest."""
+    """Return every folder that can hold a model by name; several if several repositories have the name. Raises InvalidRequest."""
     folders: dict[str, list[Path]] = {}
     for repository in repositories:
         try:
@@ -39,7 +39,7 @@ def model_folders(repositories: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def is_repository(folder: Path) -> bool:
-    """Whether a folder looks like one: some model in it has a configuration or a numbered version."""
+    """Return whether a folder looks like a repository: some model in it has a configuration or a numbered version."""
     try:
         models = [entry for entry in folder.iterdir() if entry.is_dir()]
     except OSError:
@@ -48,7 +48,7 @@ def is_repository(folder: Path) -> bool:
 
 
 def versions_in(folder: Path) -> list[int]:
-    """The numbers of a model's versions, rising. Other folders, and those with leading zeros, are none."""
+    """Return the version numbers of a model in ascending order. Other folders, and those with leading zeros, are not versions."""
     try:
         entries = list(folder.iterdir())
     except OSError:
@@ -58,7 +58,7 @@ def versions_in(folder: Path) -> list[int]:
 
 
 def served_versions(config: ModelConfig, folder: Path) -> list[str]:
-    """Those that the version policy chooses, oldest first. Raises InvalidRequest if there are none."""
+    """Return the versions that the version policy chooses, oldest first. Raises InvalidRequest if there are none."""
     present = versions_in(folder)
     policy = config.version_policy
     match policy.WhichOneof("policy_choice"):
@@ -77,7 +77,7 @@ def served_versions(config: ModelConfig, folder: Path) -> list[str]:
 
 
 def fingerprint(folder: Path) -> Fingerprint:
-    """Changes when a file of the model does. A file that goes while it is looked at is left out."""
+    """Return a value that changes when a file of the model does. A file that is removed meanwhile is left out."""
     entries: list[tuple[str, int, int]] = []
     for where, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__")

@@ -18,7 +18,7 @@ from dynamo.worker.repository.model_config import Reshape
 
 
 class LoadedModel:
-    """Requests run on it until it is closed, also those that came before another one took its place."""
+    """One model of the repository as it is served. Its requests run to their end when another version of it takes its place."""
 
     def __init__(self, config: ModelConfig, folder: Path, versions: Mapping[str, Executable], files: AsyncExitStack) -> None:
         """`files` is closed with the model: it holds the temporary folder, if there is one.
@@ -45,7 +45,7 @@ class LoadedModel:
         return self._open
 
     def check(self, request: ModelRequest, version: str) -> None:
-        """What frontends check for requests from outside. Raises InvalidRequest, ModelNotFound."""
+        """Check a request as frontends check those from outside. Raises InvalidRequest, ModelNotFound."""
         if version and version not in self._versions:
             raise ModelNotFound(self.name, version)
         for name, array in request.inputs.items():
@@ -67,7 +67,7 @@ class LoadedModel:
                 raise InvalidRequest(f"model '{self.name}' needs the input '{name}'")
 
     async def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
-        """The version is that of the request's context; empty: the newest."""
+        """Run a request on the version that its context names, or on the newest."""
         version = request.context.version or self.card.versions[-1]
         request.context.version = version
         executable = self._versions.get(version)
@@ -86,7 +86,7 @@ class LoadedModel:
                 self._idle.set()
 
     def _checked(self, outputs: Arrays) -> dict[str, Array]:
-        """Those outputs that are declared, in their shapes. Raises EngineError."""
+        """Return the declared outputs in their declared shapes. Raises EngineError."""
         checked = {}
         for name, array in outputs.items():
             spec = self._outputs.get(name)
@@ -107,7 +107,7 @@ class LoadedModel:
         return checked
 
     async def drained(self) -> None:
-        """Returns when no request is open."""
+        """Return when no request is open."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ class LoadedModel:
 
 
 def make_card(config: ModelConfig, folder: Path, versions: tuple[str, ...]) -> ModelCard:
-    """What the fleet is told. Raises InvalidRequest."""
+    """Return the model card that is registered. Raises InvalidRequest."""
     plain = ModelConfig()
     plain.CopyFrom(config)
     for tensor in plain.input:

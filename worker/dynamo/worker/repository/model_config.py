@@ -1,4 +1,4 @@
-"""Model configurations: read from `config.pbtxt` or JSON, checked, and told to models as JSON."""
+"""Model configurations: read from `config.pbtxt` or JSON, checked, and passed to models as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BY_FILE = {"model.onnx": "onnxruntime", "model.py": "python"}
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Raises InvalidRequest naming the file."""
+    """Read a `config.pbtxt`. Raises InvalidRequest naming the file."""
     try:
         return text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
     except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
@@ -36,7 +36,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def config_from_json(text: str) -> ModelConfig:
-    """Raises InvalidRequest."""
+    """Parse a configuration in JSON. Raises InvalidRequest."""
     try:
         return json_format.Parse(text, ModelConfig())
     except json_format.ParseError as error:
@@ -46,7 +46,7 @@ def config_from_json(text: str) -> ModelConfig:
 
 
 def config_to_json(config: ModelConfig) -> str:
-    """With every field that is not part of a choice, and numbers as numbers, as models expect it."""
+    """Return the configuration as JSON with every field that is not part of a `oneof` and plain numbers, as models expect."""
     return json.dumps(to_json(config))
 
 
@@ -62,14 +62,14 @@ def settle_backend(config: ModelConfig, version_folder: Path | None) -> None:
         config.backend = next((backend for file, backend in _BY_FILE.items() if (version_folder / file).exists()), "")
     if not config.backend:
         raise InvalidRequest(
-            f"nothing says which backend the model needs: there is neither {CONFIG_FILE} with one, nor {' or '.join(_BY_FILE)}"
+            f"the model's backend is unknown: there is neither a {CONFIG_FILE} that names one, nor {' or '.join(_BY_FILE)}"
         )
     if not config.platform:
         config.platform = _BACKENDS.get(config.backend, "")
 
 
 def check_supported(config: ModelConfig) -> None:
-    """Raises InvalidRequest for what would change results and is not done here."""
+    """Raises InvalidRequest for settings that would change results and are not supported."""
     if config.HasField("sequence_batching"):
         raise InvalidRequest("sequence_batching is not supported")
     if config.batch_input or config.batch_output:
@@ -87,7 +87,7 @@ def check_supported(config: ModelConfig) -> None:
 
 
 def ignored_settings(config: ModelConfig) -> list[str]:
-    """What a configuration asks for that is not done here, and without which results are the same."""
+    """Return the settings of a configuration that are not supported and without which results are the same."""
     batching = config.dynamic_batching
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     settings = {
@@ -103,7 +103,7 @@ def ignored_settings(config: ModelConfig) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ModelInstance:
-    """One of the copies of a model that run side by side."""
+    """One of the instances of a model that run side by side."""
 
     name: str
     kind: str
@@ -112,7 +112,7 @@ class ModelInstance:
 
 
 def instances_of(config: ModelConfig) -> Iterator[ModelInstance]:
-    """At least one."""
+    """Yield the instances of a configuration, at least one."""
     groups = [group for group in config.instance_group if not group.passive] or [ModelInstanceGroup()]
     for number, group in enumerate(groups):
         kind = _kind(group)
@@ -130,7 +130,7 @@ def _kind(group: ModelInstanceGroup) -> str:
 
 
 class Reshape:
-    """Between the shapes that clients see and those that the model sees, where a configuration says that they differ."""
+    """Converts between the shapes that clients see and those that the model sees."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._batch = 1 if config.max_batch_size else 0
@@ -138,7 +138,7 @@ class Reshape:
         self._outputs = {t.name: tuple(t.dims) for t in config.output if t.HasField("reshape")}
 
     def input(self, name: str, array: Array) -> Array:
-        """Raises InvalidRequest if the elements do not fit."""
+        """Return an input in the model's shape. Raises InvalidRequest if the elements do not fit."""
         shape = self._inputs.get(name)
         return array if shape is None else self._reshaped(name, array, shape)
 
@@ -159,7 +159,7 @@ def model_dims(tensor: ModelInput | ModelOutput) -> tuple[int, ...]:
 
 
 def datatype_name(tensor: ModelInput | ModelOutput) -> str:
-    """Raises InvalidRequest if there is none."""
+    """Return the KServe datatype of a tensor. Raises InvalidRequest if it has none."""
     datatype = datatype_of_config(tensor.data_type)
     if datatype is None:
         raise InvalidRequest(f"tensor '{tensor.name}' has no data_type")

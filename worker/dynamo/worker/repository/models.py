@@ -1,4 +1,4 @@
-"""The models of a repository: loading, unloading, what depends on what, and the index that tells of all this.
+"""The models of a repository: loading, unloading, dependencies between them, and the index of their states.
 
 One change is made at a time. A model that is loaded again serves its old form until the new one is there, and for good if that
 does not load. Unloading deregisters first, then lets the accepted requests finish, then frees.
@@ -45,18 +45,18 @@ _LOADS_AT_ONCE = 4
 
 
 class Host(Protocol):
-    """The process around the models."""
+    """The process that serves the models."""
 
     def serve(self, card: ModelCard) -> None:
-        """Takes requests for this model from now on. Raises InvalidRequest if another model has its name."""
+        """Take requests for this model from now on. Raises InvalidRequest if another model has its name."""
         ...
 
     def remove(self, model: str) -> None:
-        """Takes no requests for it any more."""
+        """Take no more requests for a model."""
         ...
 
     async def publish(self) -> None:
-        """Tells the fleet which models there are, and the index."""
+        """Register the models and the index."""
         ...
 
     def statistics(self, model: str, version: str) -> VersionStatistics | None: ...
@@ -68,16 +68,16 @@ class RepositorySettings:
     auto_complete: bool = True
     default_max_batch_size: int = 4
     drain_s: float = 30.0
-    """How long requests to a model that is unloaded may still take."""
+    """How long, in seconds, open requests of an unloaded model may still take."""
     path_roots: tuple[str, ...] = ()
     path_max_bytes: int = 16 * 2**30
     on_request: bool = True
-    """ModelRegistry may be loaded and unloaded by who asks for it."""
+    """Whether requests may load and unload models."""
 
 
 @dataclass(slots=True)
 class _State:
-    """What the index says of a model that is not loaded, or about to change."""
+    """What the index shows of a model that is not loaded, or about to change."""
 
     state: ModelState = ModelState.UNAVAILABLE
     reason: str = "not loaded"
@@ -86,7 +86,7 @@ class _State:
 
 class RepositoryModels:
     def __init__(self, settings: RepositorySettings) -> None:
-        """Raises InvalidRequest for a folder that is not there."""
+        """Raises InvalidRequest for a folder that does not exist."""
         self._settings = settings
         self._paths = ModelPaths(settings.path_roots, settings.path_max_bytes)
         self._loaded: dict[str, LoadedModel] = {}
@@ -102,20 +102,20 @@ class RepositoryModels:
         self.rescan()
 
     def attach(self, host: Host) -> None:
-        """From now on changes are made known."""
+        """Report changes to `host` from now on."""
         self._host = host
 
     # What there is
 
     def list_names(self) -> list[str]:
-        """Of everything in the repository's folders, loaded or not. Raises InvalidRequest if they cannot be read."""
+        """Return the names of all models in the folders, loaded or not. Raises InvalidRequest if the folders cannot be read."""
         return sorted(model_folders(self._settings.folders))
 
     def cards(self) -> list[ModelCard]:
         return [model.card for model in self._loaded.values()]
 
     def find(self, model: str) -> LoadedModel:
-        """Raises ModelNotFound for a model that is not loaded."""
+        """Return a loaded model. Raises ModelNotFound."""
         loaded = self._loaded.get(model)
         if loaded is None:
             raise ModelNotFound(model)
@@ -128,7 +128,7 @@ class RepositoryModels:
         return loaded.config
 
     def index(self) -> tuple[IndexEntry, ...]:
-        """Of every model in the folders or loaded otherwise."""
+        """Return the state of every model in the folders or loaded otherwise."""
         entries: list[IndexEntry] = []
         for name in sorted(self._states.keys() | self._loaded.keys()):
             state = self._states.get(name)
@@ -144,7 +144,7 @@ class RepositoryModels:
         return tuple(entries)
 
     def rescan(self, names: Collection[str] | None = None) -> bool:
-        """Takes over which models came to the folders or went, from `names` or by looking. True if the index has changed."""
+        """Update the index to `names`, or to the models in the folders. Return True if it has changed."""
         names = set(self.list_names() if names is None else names)
         indexed = set(self._states)
         for name in names - indexed:
@@ -154,7 +154,7 @@ class RepositoryModels:
         return indexed != set(self._states)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """Of every model's files; a model whose folder cannot be read has an empty one."""
+        """Return the fingerprint of every model's files; it is empty for a folder that cannot be read."""
         fingerprints: dict[str, Fingerprint] = {}
         for name, folders in model_folders(self._settings.folders).items():
             try:
@@ -211,7 +211,7 @@ class RepositoryModels:
     # Loading
 
     async def load_all(self, names: Sequence[str]) -> dict[str, DynamoError]:
-        """Loads these, several at once, ensembles last. Why some did not load, by name."""
+        """Load models, several at once, ensembles last. Return the errors by name."""
         failed: dict[str, DynamoError] = {}
         limit = asyncio.Semaphore(_LOADS_AT_ONCE)
 
@@ -231,7 +231,9 @@ class RepositoryModels:
         return failed
 
     async def load_model(self, request: LoadRequest) -> tuple[str, ...]:
-        """Loads a model, or loads it again. Returns the versions that are served now. Raises DynamoError saying why not."""
+        """Load a model, or load it again. Return the versions that are served now. Raises DynamoError with the reason if that
+        fails.
+        """
         async with self._lock:
             self.rescan()
             try:
@@ -241,7 +243,7 @@ class RepositoryModels:
         return loaded.card.versions
 
     async def _load(self, request: LoadRequest, above: tuple[str, ...]) -> LoadedModel:
-        """`above`: the ensembles for whose sake this model is loaded."""
+        """`above`: the ensembles that this model is loaded for."""
         name = request.model
         before = self._states.get(name)
         if name not in self._loaded and name in self._states:
@@ -267,7 +269,7 @@ class RepositoryModels:
             return
         log.error("model '%s' cannot be loaded: %s", name, reason)
         folders = model_folders(self._settings.folders).get(name)
-        if folders is None:  # the request named its files, and has been told
+        if folders is None:  # the files came with the request, whose caller gets the error
             self._states.pop(name, None)
             return
         versions = tuple(map(str, versions_in(folders[0])[-1:]))
@@ -310,7 +312,7 @@ class RepositoryModels:
             raise InvalidRequest(f"it needs model '{needed}', which cannot be loaded: {error}") from error
 
     async def _folder(self, request: LoadRequest, files: AsyncExitStack) -> Path:
-        """The model's folder, with its files in it. What is made for it is gone when `files` is closed."""
+        """Return the model's folder with its files. A temporary one is removed when `files` is closed."""
         if request.files and request.path:
             raise InvalidRequest("a model comes from model_path or from the files of the request, not from both")
         if request.files:
@@ -363,10 +365,10 @@ class RepositoryModels:
                 for folder in folders
             )
         except InvalidRequest:
-            return False  # loading it will say what is wrong
+            return False  # loading it raises the same error
 
     def _take(self, model: LoadedModel) -> None:
-        """Serves a model, instead of its former self if there is one."""
+        """Serve a model. It replaces the loaded model of its name."""
         try:
             if self._host is not None:
                 self._host.serve(model.card)
@@ -382,9 +384,9 @@ class RepositoryModels:
     # Unloading
 
     async def unload_model(self, name: str, *, dependents: bool = False) -> None:
-        """Returns when the model takes no requests and the accepted ones are over, or the time for them is. Raises ModelNotFound.
+        """Unload a model: return when it takes no requests and its open ones have ended or timed out. Raises ModelNotFound.
 
-        Ensembles that need it go with it. `dependents`: so do the models that this ensemble alone is made of.
+        Ensembles that need it are unloaded, too; with `dependents` also the models that only this ensemble needs.
         """
         async with self._lock:
             self.rescan()
@@ -399,7 +401,7 @@ class RepositoryModels:
             await self._publish()
             return
         for other in [other.name for other in self._loaded.values() if name in models_in(other.config)]:
-            await self._unload(other, f"it needs model '{name}', which was unloaded")
+            await self._unload(other, f"model '{name}', which it needs, was unloaded")
         self._states[name] = _State(ModelState.UNLOADING, reason, model.card.versions)
         if self._host is not None:
             self._host.remove(name)
@@ -416,9 +418,9 @@ class RepositoryModels:
         await self._publish()
 
     async def forget(self, name: str) -> None:
-        """The model's folder is gone."""
+        """Unload a model whose folder was removed."""
         async with self._lock:
-            await self._unload(name, "its folder is gone")
+            await self._unload(name, "its folder was removed")
             self._states.pop(name, None)
             await self._publish()
 
@@ -426,7 +428,7 @@ class RepositoryModels:
         self._retiring.start(self._finish(model), f"the end of the former '{model.name}'")
 
     async def _finish(self, model: LoadedModel) -> None:
-        """Closes a model when its requests are over."""
+        """Close a model when its requests have ended."""
         try:
             async with asyncio.timeout(self._settings.drain_s):
                 await model.drained()
@@ -439,7 +441,7 @@ class RepositoryModels:
             await self._host.publish()
 
     async def close(self) -> None:
-        """Closes all models. Requests are over by now, or out of time."""
+        """Close all models. Their requests have ended or timed out before."""
         await asyncio.gather(self._retiring.finish(), *(model.close() for model in self._loaded.values()))
         self._loaded.clear()
 

@@ -40,11 +40,11 @@ _DATATYPES = {
     "tensor(double)": "FP64",
     "tensor(string)": "BYTES",
 }
-"""ONNX's types that numpy has, too."""
+"""ONNX's types that numpy has."""
 
 
 class _Node(Protocol):
-    """What the runtime says of an input or output."""
+    """An input or output of a session."""
 
     name: str
     shape: Sequence[int | str | None]
@@ -60,7 +60,7 @@ class _OnnxSession(Protocol):
 
 
 class OnnxBackend:
-    """`default_max_batch_size`: of a model whose configuration names none and whose tensors allow batches."""
+    """Loads ONNX models. `default_max_batch_size` is for models that can batch and whose configuration gives no size."""
 
     def __init__(self, default_max_batch_size: int) -> None:
         self._default_max_batch_size = default_max_batch_size
@@ -137,7 +137,7 @@ class OnnxModel:
 
 
 def _to_text(array: Array) -> Array:
-    """ONNX's strings are text."""
+    """Return the elements as `str`: ONNX has strings only."""
     texts = np.empty(array.size, object)
     try:
         texts[:] = [element.decode() if isinstance(element, bytes) else element for element in array.reshape(-1).tolist()]
@@ -198,11 +198,11 @@ def _number(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InvalidRequest(f"the parameter {name} is {text[:40]!r}, which is no number") from None
+        raise InvalidRequest(f"the parameter {name} is {text[:40]!r}, which is not a number") from None
 
 
 def _providers(onnxruntime: Any, config: ModelConfig) -> list[Any]:
-    """CUDA for instances on a GPU, if this onnxruntime has it, and always the CPU."""
+    """Return CUDA for instances on a GPU, if this onnxruntime has it, and always the CPU."""
     available = set(onnxruntime.get_available_providers())
     instance = next(instances_of(config))
     providers: list[Any] = []
@@ -213,17 +213,17 @@ def _providers(onnxruntime: Any, config: ModelConfig) -> list[Any]:
         if "CUDAExecutionProvider" in available:
             providers.append(("CUDAExecutionProvider", {"device_id": instance.device}))
         elif any(group.kind == group.KIND_GPU for group in config.instance_group):
-            raise InvalidRequest("instance_group asks for a GPU, but this onnxruntime has no CUDA: install onnxruntime-gpu")
+            raise InvalidRequest("instance_group requires a GPU, but this onnxruntime has no CUDA: install onnxruntime-gpu")
     return [*providers, "CPUExecutionProvider"]
 
 
-# What the model's file says
+# Completing and checking configurations by the model's file
 
 
 def complete_config(config: ModelConfig, session: _OnnxSession, default_max_batch_size: int) -> ModelConfig:
-    """`config` with what it leaves open taken from the model. What it says itself stays. Raises InvalidRequest.
+    """Return `config`, completed with what the model declares. Settings of the configuration stay. Raises InvalidRequest.
 
-    A model that says nothing of batches, and whose tensors all begin with a dimension of any size, batches dynamically.
+    A model whose configuration has no batch size, and whose tensors all begin with a dimension of any size, batches dynamically.
     """
     inputs, outputs = session.get_inputs(), session.get_outputs()
     completed = ModelConfig()
@@ -271,7 +271,7 @@ def _datatype(node: _Node) -> str:
 
 
 def _check(config: ModelConfig, session: _OnnxSession) -> None:
-    """Raises InvalidRequest if the configuration is not this model's."""
+    """Raises InvalidRequest if the configuration does not match the model."""
     inputs = {node.name: node for node in session.get_inputs()}
     outputs = {node.name: node for node in session.get_outputs()}
     for what, declared, actual in (("input", config.input, inputs), ("output", config.output, outputs)):

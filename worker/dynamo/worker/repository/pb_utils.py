@@ -49,11 +49,11 @@ TRITON_STRING_TO_NUMPY: dict[str, Any] = {
 
 
 class TritonModelException(Exception):
-    """What a model, or this module, raises for a request or configuration that cannot be used."""
+    """Raised by a model, or by this module, for a request or configuration that cannot be used."""
 
 
 class TritonError:
-    """Why a request failed."""
+    """The error of a request: a message and a code."""
 
     UNKNOWN = 0
     INTERNAL = 1
@@ -93,7 +93,7 @@ class Tensor:
 
     @classmethod
     def from_dlpack(cls, name: str, tensor: Any) -> Tensor:
-        """From the tensor of another library, in the CPU's memory."""
+        """Make a tensor from one of another library in CPU memory."""
         if not hasattr(tensor, "__dlpack__"):
             raise TritonModelException("from_dlpack takes an object with __dlpack__, not a bare capsule")
         return cls(name, np.from_dlpack(tensor))
@@ -126,7 +126,7 @@ class Tensor:
 
 
 def datatype_of(name: str, array: Array) -> str:
-    """As configurations write it. Raises TritonModelException if there is none."""
+    """Return the datatype of an array as configurations name it. Raises TritonModelException if there is none."""
     if array.dtype.kind == "O":
         return "TYPE_STRING"
     for text, kind in TRITON_STRING_TO_NUMPY.items():
@@ -136,7 +136,7 @@ def datatype_of(name: str, array: Array) -> str:
 
 
 class InferenceResponse:
-    """The answer to one request: tensors, or an error."""
+    """The response to one request: tensors, or an error."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class InferenceResponse:
         return self._error
 
     def parameters(self) -> str:
-        """As JSON."""
+        """The parameters as JSON."""
         return json.dumps(self._parameters)
 
     def to_wire(self, number: int, *, final: bool) -> tuple[wire.Response, list[wire.Buffer]]:
@@ -176,7 +176,7 @@ class InferenceResponse:
 
 
 class PreferredMemory:
-    """Where a caller wants tensors. They are in the CPU's memory here."""
+    """Where a caller wants tensors. All tensors are in CPU memory here."""
 
     def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
@@ -184,7 +184,7 @@ class PreferredMemory:
 
 
 class InferenceRequest:
-    """A request that came, or one to another model of this worker."""
+    """A request to this model, or one to another model of this worker."""
 
     def __init__(
         self,
@@ -250,11 +250,11 @@ class InferenceRequest:
         return self._head.priority
 
     def timeout(self) -> int:
-        """Microseconds; 0: none."""
+        """The timeout in microseconds; 0: none."""
         return self._head.timeout_us
 
     def parameters(self) -> str:
-        """As JSON."""
+        """The parameters as JSON."""
         return json.dumps(self._head.parameters)
 
     def preferred_memory(self) -> PreferredMemory | None:
@@ -273,12 +273,12 @@ class InferenceRequest:
         return self._sender
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
-        """Has another model of this worker answer, and waits. `decoupled`: an iterator over its answers."""
+        """Run the request on another model and return its response, or an iterator over its responses if `decoupled`. Blocks."""
         call = self._call()
         return iter(call) if decoupled else call.only()
 
     async def async_exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
-        """The same, for `async` code."""
+        """Do the same as `exec` in `async` code."""
         call = self._call()
         if decoupled:
             return iter(call)
@@ -291,7 +291,7 @@ class InferenceRequest:
 
 
 class CallInProgress:
-    """Another model's answers. Made by the channel, which feeds `add`."""
+    """The responses of another model. The channel creates it and calls `add`."""
 
     def __init__(self, cancel: Callable[[], None]) -> None:
         self._responses: SimpleQueue[tuple[wire.Response, list[Tensor]]] = SimpleQueue()
@@ -328,21 +328,21 @@ def _to_response(head: wire.Response, tensors: list[Tensor]) -> InferenceRespons
 
 
 class InferenceResponseSender:
-    """Sends the answers of one request, from any thread."""
+    """Sends the responses of one request, from any thread."""
 
     def __init__(self, number: int, channel: Channel) -> None:
         self.taken = False
-        """The model answers through it, not by what `execute` returns."""
+        """Whether the model responds through the sender, rather than by the return value of `execute`."""
         self._number = number
         self._channel = channel
         self._closed = False
         self._lock = threading.Lock()
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """`flags` is TRITONSERVER_RESPONSE_COMPLETE_FINAL with, or after, the last answer."""
+        """Send a response. `flags` is TRITONSERVER_RESPONSE_COMPLETE_FINAL with, or after, the last one."""
         final = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         if response is None and not final:
-            raise TritonModelException("send needs a response, or the flag that says there will be none")
+            raise TritonModelException("send needs a response, or the flag TRITONSERVER_RESPONSE_COMPLETE_FINAL")
         with self._lock:
             if self._closed:
                 raise TritonModelException("the last response to this request has been sent already")
@@ -353,7 +353,7 @@ class InferenceResponseSender:
             self._channel.send(head, raws)
 
     def fail(self, message: str, code: int = TritonError.INTERNAL) -> None:
-        """Ends the request, if it has not ended."""
+        """End the request with an error, unless it has ended."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -365,12 +365,12 @@ class InferenceResponseSender:
 
 
 class Channel(Protocol):
-    """The way to the worker."""
+    """The connection to the worker."""
 
     def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None: ...
 
     def over(self, number: int) -> None:
-        """The last answer to this request is about to be sent."""
+        """The last response to this request is about to be sent."""
         ...
 
     def is_cancelled(self, number: int) -> bool: ...
@@ -384,11 +384,11 @@ class Channel(Protocol):
 
 
 _CHANNEL: list[Channel] = []
-"""The process's one channel. ModelRegistry reach it through functions of this module, so it cannot be handed to them."""
+"""The process's only channel. Models reach it through functions of this module, so it cannot be passed to them."""
 
 
 def attach(channel: Channel) -> None:
-    """Called once, by the stub."""
+    """Set the channel. Called once, by the stub."""
     _CHANNEL[:] = [channel]
 
 
@@ -436,7 +436,7 @@ class Logger:
 
 
 class ModelConfig:
-    """A configuration as `auto_complete_config` gets it."""
+    """A configuration as `auto_complete_config` receives it."""
 
     def __init__(self, config: str) -> None:
         self._config: dict[str, Any] = json.loads(config)
@@ -511,12 +511,12 @@ def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) ->
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """The numpy type for `TYPE_FP32` and the like."""
+    """Return the numpy type of `TYPE_FP32` and the like."""
     return TRITON_STRING_TO_NUMPY[triton_type_string]
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """The numpy type for the number that configurations use."""
+    """Return the numpy type of a datatype's number in configurations."""
     return list(TRITON_STRING_TO_NUMPY.values())[data_type - 1]
 
 
@@ -528,7 +528,7 @@ def numpy_to_triton_type(data_type: Any) -> int:
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Array | None:
-    """Strings and bytes with their lengths in front, as one array of bytes."""
+    """Return strings or bytes with length prefixes, as an array of one `bytes` element."""
     if input_tensor.size == 0:
         return np.empty([0], dtype=np.object_)
     if input_tensor.dtype.kind not in "OSU":
@@ -538,7 +538,7 @@ def serialize_byte_tensor(input_tensor: Array) -> Array | None:
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
-    """The elements of a tensor in the form of `serialize_byte_tensor`, as an array of one dimension."""
+    """Return the elements of a tensor in the form of `serialize_byte_tensor` as an array of one dimension."""
     elements: list[bytes] = []
     position = 0
     while position < len(encoded_tensor):
@@ -551,18 +551,18 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
 
 
 def get_model_dir() -> str:
-    """The folder of the model's version."""
+    """Return the folder of the model's version."""
     return channel().model_folder
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Whether another model of this worker can be called."""
+    """Return whether another model of this worker can be called."""
     response = channel().control(wire.Control(number=0, verb="ready", model=model_name, version=str(model_version)))
     return response.error is None and bool(response.parameters.get("ready"))
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Has this worker load a model of its repository; needs the explicit mode."""
+    """Load a model of this worker's repository; needs the explicit mode."""
     _order(wire.Control(number=0, verb="load", model=model_name, config=config, files=dict(files or {})))
 
 

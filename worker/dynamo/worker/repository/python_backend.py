@@ -34,7 +34,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class PythonBackend:
-    """Loads models for one worker, whose other models they may call by `models`."""
+    """Loads models for one worker. They call its other models by `models`."""
 
     def __init__(self, models: ModelRegistry) -> None:
         self._handlers = CallHandlers(partial(_serve_call, models), partial(_serve_control, models))
@@ -78,7 +78,7 @@ class PythonModel:
         self._decoupled = version.config.model_transaction_policy.decoupled
         self._instances = list(instances_of(version.config))
         self._idle: asyncio.Queue[StubProcess | None] = asyncio.Queue()
-        """None tells one who waits that no process lives any more."""
+        """An item None means that no process of the model is alive."""
         self._waiting = 0
         self._alive: set[StubProcess] = set()
         self._keeping: list[asyncio.Task[None]] = []
@@ -86,7 +86,7 @@ class PythonModel:
         self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
 
     async def start(self) -> None:
-        """Raises EngineError with what the model raised."""
+        """Start the processes. Raises EngineError with the error of the model."""
         started = await asyncio.gather(*map(self._start, self._instances), return_exceptions=True)
         stubs = [stub for stub in started if isinstance(stub, StubProcess)]
         self._alive.update(stubs)
@@ -159,7 +159,7 @@ class PythonModel:
         yield await batcher.submit(request.inputs, rows_of(request.inputs), request.context, request.context.version, request)
 
     async def _execute_batch(self, batch: Batch) -> list[ModelResponse | DynamoError]:
-        """Of each request the answer, or why it failed."""
+        """Return the response to each request, or its error."""
         stub = await self._take()
         start = time.perf_counter_ns()
         numbers, sinks, over = self._begin(stub, batch.requests)
@@ -186,7 +186,7 @@ class PythonModel:
             stub.forget(number)
 
     async def _take(self) -> StubProcess:
-        """An instance that has nothing to do."""
+        """Return an idle process. Raises Unavailable if none is alive."""
         while True:
             if not self._alive:
                 raise Unavailable(f"the processes of model '{self._version.name}' have died and are being started again")
@@ -212,17 +212,17 @@ class PythonModel:
 
 
 async def _only(sink: ResponseStream, model: str) -> ModelResponse | DynamoError:
-    """The answer of a model that is not decoupled, which has come already or never will."""
+    """Return the only response of a model that is not decoupled. It has arrived already, or never will."""
     try:
         async with aclosing(sink.read()) as responses:
             async for response in responses:
                 return response
     except DynamoError as error:
         return error
-    return EngineError(f"model '{model}' gave no answer")
+    return EngineError(f"model '{model}' gave no response")
 
 
-# What models ask of their worker
+# Calls and queries of models
 
 
 async def _serve_call(models: ModelRegistry, stub: StubProcess, call: wire.RequestHead, raws: Sequence[bytes]) -> None:

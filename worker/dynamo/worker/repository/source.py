@@ -1,4 +1,4 @@
-"""Where the files of a model come from, when a load request says so, and that they stay where they belong."""
+"""Files of a model that a load request brings or names, and the checks that they stay inside their folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_FILES = 10_000
 
 @asynccontextmanager
 async def temporary_folder() -> AsyncIterator[Path]:
-    """A folder for the files of one model, gone with the body."""
+    """Yield a folder for the files of one model. It is removed after the body."""
     folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="dynamo-model-"))
     try:
         yield folder
@@ -30,7 +30,7 @@ async def temporary_folder() -> AsyncIterator[Path]:
 
 
 async def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Raises InvalidRequest for a path that leads out of `folder`."""
+    """Write files to a folder. Raises InvalidRequest for a path that leads out of `folder`."""
     paths = {relative_path(name): data for name, data in files.items()}
 
     def write() -> None:
@@ -49,14 +49,14 @@ class ModelPaths:
     """Folders and object-store prefixes below which load requests may name models."""
 
     def __init__(self, roots: Sequence[str], max_bytes: int) -> None:
-        """`roots`: folders, or URLs such as s3://bucket/models. Raises InvalidRequest for a folder that is not there."""
+        """`roots`: folders, or URLs such as s3://bucket/models. Raises InvalidRequest for a folder that does not exist."""
         self._max_bytes = max_bytes
         plain = [_without_file_scheme(root) for root in roots]
         self._folders = [_existing(root) for root in plain if not _is_url(root)]
         self._urls = [root.rstrip("/") for root in plain if _is_url(root)]
 
     async def find(self, path: str) -> Path | str:
-        """The folder, or the URL, that `path` names. Raises Forbidden, InvalidRequest."""
+        """Return the folder, or the URL, that `path` names. Raises Forbidden, InvalidRequest."""
         if not self._folders and not self._urls:
             raise Unsupported("model_path is not allowed here: the worker has no --model-path-root")
         if not path or len(path) > MAX_PATH_CHARS or "\0" in path:
@@ -65,7 +65,7 @@ class ModelPaths:
         return self._url(path) if _is_url(path) else await asyncio.to_thread(self._folder, path)
 
     async def copy(self, url: str, folder: Path) -> None:
-        """Copies all objects below `url`. Raises InvalidRequest, PayloadTooLarge."""
+        """Copy all objects below `url` to `folder`. Raises InvalidRequest, PayloadTooLarge."""
         try:
             await asyncio.to_thread(_copy, url, folder, self._max_bytes)
         except (InvalidRequest, PayloadTooLarge):
@@ -82,7 +82,7 @@ class ModelPaths:
         if not any(path.is_relative_to(root) and path != root for root in self._folders):
             raise Forbidden(f"model_path {text[:200]!r} is not below a --model-path-root")
         if not path.is_dir():
-            raise InvalidRequest(f"model_path {text[:200]!r} is no folder")
+            raise InvalidRequest(f"model_path {text[:200]!r} is not a folder")
         return path
 
     def _url(self, url: str) -> str:
@@ -98,7 +98,7 @@ class ModelPaths:
 
 
 def _without_file_scheme(text: str) -> str:
-    """A folder is checked as one, however it is written."""
+    """Remove `file://`, so that folders are checked as such however they are written."""
     return text.removeprefix("file://") if text.startswith("file:///") else text
 
 
@@ -109,7 +109,7 @@ def _is_url(text: str) -> bool:
 def _existing(root: str) -> Path:
     path = Path(root).expanduser().resolve()
     if not path.is_dir():
-        raise InvalidRequest(f"--model-path-root {root} is no folder")
+        raise InvalidRequest(f"--model-path-root {root} is not a folder")
     return path
 
 

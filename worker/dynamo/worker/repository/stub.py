@@ -1,6 +1,6 @@
 """The process of one instance of a Python-backend model: `python -m dynamo.worker.repository.stub FD`.
 
-The main thread calls the model; another one reads the socket, so that cancellations and answers of other models arrive while
+The main thread calls the model; another one reads the socket, so that cancellations and responses of other models arrive while
 `execute` runs. The process ends when the worker does: the socket is closed then.
 """
 
@@ -29,11 +29,11 @@ from dynamo.worker.repository.pb_utils import CallInProgress, InferenceRequest, 
 
 
 class Stub:
-    """The socket's end in the model's process. Sending is for any thread."""
+    """The model's end of the socket. Any thread may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.orders: SimpleQueue[tuple[wire.Message, list[bytearray]]] = SimpleQueue()
-        """What the main thread is to do."""
+        """Messages for the main thread."""
         self.model_folder = ""
         self._connection = connection
         self._sending = threading.Lock()
@@ -91,7 +91,7 @@ class Stub:
     # Reading
 
     def read_all(self) -> None:
-        """Until the worker closes the socket; then the process ends, whatever the model is doing."""
+        """Read until the worker closes the socket; then end the process, whatever the model is doing."""
         try:
             while True:
                 message, raws = self._read()
@@ -143,7 +143,7 @@ def _to_tensors(heads: Sequence[wire.TensorHead], raws: Sequence[bytearray]) -> 
 
 
 class ModelProcess:
-    """Does what the worker orders, on the main thread."""
+    """Carries out the worker's messages on the main thread."""
 
     def __init__(self, stub: Stub) -> None:
         self._stub = stub
@@ -151,7 +151,7 @@ class ModelProcess:
         self._model: Any = None
         self._decoupled = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Runs an `async` execute; made when there is one."""
+        """Runs `async` executes; created for the first one."""
 
     def run(self) -> None:
         while True:
@@ -183,7 +183,7 @@ class ModelProcess:
         sys.path[:0] = order.paths
         spec = importlib.util.spec_from_file_location("model", order.file)
         if spec is None or spec.loader is None:
-            raise ImportError(f"{order.file} is no Python file")
+            raise ImportError(f"{order.file} is not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules["model"] = module
         spec.loader.exec_module(module)
@@ -232,7 +232,7 @@ class ModelProcess:
             self._returned(order.number, senders, returned)
 
     def _follow(self, number: int, senders: Sequence[InferenceResponseSender], work: Any) -> None:
-        """An `async` execute. That of a decoupled model goes on beside the next one."""
+        """Await an `async` execute. For a decoupled model the next one may run beside it."""
 
         async def run() -> None:
             try:

@@ -47,7 +47,7 @@ _TO_CODE = {
 
 
 def to_error(text: str, code: int) -> DynamoError:
-    """What a model's TritonError is to callers."""
+    """Return the error that callers get for a model's TritonError."""
     match code:
         case TritonError.INVALID_ARG | TritonError.ALREADY_EXISTS:
             return InvalidRequest(text)
@@ -66,7 +66,7 @@ def to_error(text: str, code: int) -> DynamoError:
 
 
 def to_code(error: DynamoError) -> int:
-    """The other way round."""
+    """Return the code of TritonError for an error."""
     return _TO_CODE.get(error.code, TritonError.INTERNAL)
 
 
@@ -75,7 +75,7 @@ class ResponseStream:
 
     def __init__(self) -> None:
         self._items: deque[ModelResponse | DynamoError | None] = deque()
-        """None: the end."""
+        """None marks the end."""
         self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._closed = False
@@ -98,7 +98,7 @@ class ResponseStream:
         self._room.set()
 
     async def read(self) -> AsyncGenerator[ModelResponse, None]:
-        """Raises the error that ended the request."""
+        """Yield the responses. Raises the error that ended the request."""
         while True:
             while not self._items:
                 self._news.clear()
@@ -121,7 +121,7 @@ class CallHandlers:
 
 
 class StubProcess:
-    """Use `open_stub`; `closed` is set when the process has ended."""
+    """One process of a model; see `open_stub`. `closed` is set when the process has ended."""
 
     def __init__(
         self,
@@ -151,18 +151,18 @@ class StubProcess:
     # Orders
 
     async def start(self, file: Path, folder: Path) -> None:
-        """Loads the model's code. Raises EngineError with what it raised."""
+        """Load the model's code. Raises EngineError with the model's error."""
         await self._order(wire.Start(str(file), (str(file.parent), str(folder))))
 
     async def complete(self, config: str) -> str:
-        """The configuration as `auto_complete_config` leaves it; empty if the model has no such method."""
+        """Return the configuration as completed by `auto_complete_config`; empty if the model has no such method."""
         return (await self._order(wire.Complete(config))).config
 
     async def initialize(self, arguments: dict[str, str], *, decoupled: bool) -> None:
         await self._order(wire.Initialize(arguments, decoupled))
 
     async def close(self) -> None:
-        """Lets the model finalize, if it does so in time, and ends the process."""
+        """Let the model finalize, within a time limit, and end the process."""
         if self.is_alive:
             try:
                 async with asyncio.timeout(_FINALIZE_S):
@@ -172,7 +172,7 @@ class StubProcess:
         await self.end()
 
     async def end(self) -> None:
-        """Ends the process now."""
+        """End the process now."""
         self._reading.cancel()
         await asyncio.wait((self._reading,))
         self._writer.close()
@@ -212,7 +212,7 @@ class StubProcess:
         return [head.number for head in heads], sinks, over
 
     def forget(self, number: int) -> None:
-        """Nobody waits for this request any more. If it is not over, the model may notice."""
+        """Drop a request. If it has not ended, the model is told that it is cancelled."""
         sink = self._streams.pop(number, None)
         if sink is not None:
             sink.close()
@@ -338,7 +338,7 @@ def _to_arrays(heads: Sequence[wire.TensorHead], raws: Sequence[bytes]) -> dict[
 
 
 async def open_stub(name: str, handlers: CallHandlers) -> StubProcess:
-    """A process for one instance of the model `name`, without the model in it yet."""
+    """Start a process for one instance of the model `name`. The model is not loaded yet."""
     ours, theirs = socket.socketpair()
     try:
         # Not by asyncio, whose loop forks: the fork handlers of gRPC crash a process that has other threads. Popen does not.

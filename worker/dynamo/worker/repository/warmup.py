@@ -1,4 +1,4 @@
-"""Requests that a model answers before it is called ready, as its configuration asks for (`model_warmup`)."""
+"""Requests that are sent to a model before it becomes ready, as its configuration declares (`model_warmup`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_BYTES = 2**30
 
 
 async def warm_up(model: LoadedModel, folder: Path) -> None:
-    """Raises InvalidRequest if the model does not answer, or the request cannot be made. `folder` is the model's."""
+    """Send the model its warm-up requests. Raises InvalidRequest if one fails or cannot be made. `folder` is the model's."""
     for warmup in model.config.model_warmup:
         try:
             inputs = dict(_inputs(model.config, warmup, folder))
@@ -46,7 +46,7 @@ def _inputs(config: ModelConfig, warmup: ModelWarmup, folder: Path) -> Iterator[
 
 
 def _data(name: str, given: ModelWarmup.Input, folder: Path) -> Array:
-    """One element of a batch."""
+    """Return one element of a batch."""
     datatype = datatype_of_config(given.data_type)
     if datatype is None:
         raise InvalidRequest(f"input '{name}' has no data_type")

@@ -1,4 +1,4 @@
-"""What a worker and the process of a Python-backend model say to each other, over a socket of their own.
+"""Messages between a worker and the process of a Python-backend model, over a socket of their own.
 
 A message is a little-endian u32 length, a msgpack head, and then the tensors that the head names, in order. This module is
 imported by the model's process too, which may hold any libraries in any versions: numpy and msgspec are all it needs.
@@ -52,7 +52,7 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """One inference request."""
 
     number: int
-    """The worker's own for a request, the model's own for a call of another model."""
+    """Assigned by the worker for a request, by the model for a call of another model."""
     model: str = ""
     version: str = ""
     request_id: str = ""
@@ -66,51 +66,51 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """To the model: where its code lies. Answered with Ready."""
+    """To the model: load the code of `file`. The response is Ready."""
 
     file: str
     paths: tuple[str, ...]
 
 
 class Complete(msgspec.Struct, frozen=True, tag=True):
-    """To the model: complete this configuration. Answered with Ready."""
+    """To the model: complete this configuration. The response is Ready."""
 
     config: str
 
 
 class Initialize(msgspec.Struct, frozen=True, tag=True):
-    """To the model, with the arguments of its `initialize`. Answered with Ready."""
+    """To the model: call `initialize` with these arguments. The response is Ready."""
 
     arguments: dict[str, str]
     decoupled: bool
 
 
 class Execute(msgspec.Struct, frozen=True, tag=True):
-    """To the model: requests for one call of `execute`. Answered with an Response for each, and Done."""
+    """To the model: requests for one call of `execute`. The response is a Response for each, and Done."""
 
     number: int
     requests: tuple[RequestHead, ...]
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
-    """To the model: nobody waits for this request any more. From it: for this call."""
+    """To the model: this request was cancelled. From the model: cancel this call."""
 
     number: int
 
 
 class Finalize(msgspec.Struct, frozen=True, tag=True):
-    """To the model: the end. Answered with Ready."""
+    """To the model: finalize. The response is Ready."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """From the model: done, or why not."""
+    """From the model: done, or the error."""
 
     config: str = ""
     error: str = ""
 
 
 class Response(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
-    """From the model to a request, and to the model for its call of another one."""
+    """From the model: a response to a request. To the model: a response to its call of another model."""
 
     number: int
     outputs: tuple[TensorHead, ...] = ()
@@ -128,13 +128,13 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallModel(msgspec.Struct, frozen=True, tag=True):
-    """From the model: another model of the worker is to answer this."""
+    """From the model: run this request on another model of the worker."""
 
     request: RequestHead
 
 
 class Control(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
-    """From the model: a question about, or an order to, the repository; answered with Response."""
+    """From the model: query or change the repository. The reply is a Response."""
 
     number: int
     verb: str
@@ -148,7 +148,7 @@ class Control(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults
 
 class Log(msgspec.Struct, frozen=True, tag=True):
     level: int
-    """Of the module `logging`."""
+    """A level of the module `logging`."""
     text: str
 
 
@@ -160,18 +160,18 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message, buffers: Iterable[Buffer] = ()) -> list[Buffer]:
-    """The pieces of a message, to be written in one go."""
+    """Return the pieces of a message, to be written at once."""
     head = _ENCODER.encode(message)
     return [LENGTH.pack(len(head)), head, *buffers]
 
 
 def decode(head: Buffer) -> Message:
-    """Raises msgspec.MsgspecError."""
+    """Decode the head of a message. Raises msgspec.MsgspecError."""
     return _DECODER.decode(head)
 
 
 def tensors_of(message: Message) -> Sequence[TensorHead]:
-    """Those that follow the head, in order."""
+    """Return the tensors that follow the head of a message, in order."""
     match message:
         case Execute():
             return [tensor for request in message.requests for tensor in request.inputs]
@@ -184,7 +184,7 @@ def tensors_of(message: Message) -> Sequence[TensorHead]:
 
 
 def pack(name: str, array: Array) -> tuple[TensorHead, Buffer]:
-    """A tensor and its bytes, which are the array's own where possible. Raises ValueError for a dtype that has no datatype."""
+    """Return a tensor's head and its bytes, without a copy where possible. Raises ValueError for a dtype without a datatype."""
     if array.dtype.kind in "OSU":
         datatype: str = "BYTES"
         raw: Buffer = _encode_bytes(array)
@@ -199,7 +199,7 @@ def pack(name: str, array: Array) -> tuple[TensorHead, Buffer]:
 
 
 def unpack(tensor: TensorHead, raw: Buffer) -> Array:
-    """An array of the tensor's shape; writable if `raw` is. BYTES become an object array of `bytes`."""
+    """Return an array of the tensor's shape; it is writable if `raw` is. BYTES become an object array of `bytes`."""
     if tensor.datatype == "BYTES":
         return _decode_bytes(raw, tensor.shape)
     return np.frombuffer(raw, NUMPY[tensor.datatype]).reshape(tensor.shape)

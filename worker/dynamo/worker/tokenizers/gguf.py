@@ -1,7 +1,7 @@
-"""What the header of a GGUF file says: the model's metadata, its tokenizer and its chat template.
+"""Reads the header of a GGUF file: the model's metadata, its tokenizer and its chat template.
 
-Reading takes a tenth of a second and touches no tensor. A header is data from strangers: every length is checked against the
-file before memory is taken for it, and whatever is wrong is an `InvalidRequest` that names the file.
+Reading takes a tenth of a second and touches no tensor. A header is untrusted: every length is checked against the file
+before memory is allocated, and a malformed header is an `InvalidRequest` that names the file.
 
 The tokenizer comes out as a `tokenizer.json`, the form that the library `tokenizers` reads:
 
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 
 class _Cursor:
-    """Reads values one after the other, never past the end."""
+    """Reads values in sequence, never past the end."""
 
     def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data
@@ -98,7 +98,7 @@ class _Cursor:
 
 
 def read_metadata(path: Path) -> dict[str, Value]:
-    """All key-value pairs of the header. Raises InvalidRequest if `path` is no GGUF file of version 2 or 3."""
+    """Return all key-value pairs of the header. Raises InvalidRequest if `path` is not a GGUF file of version 2 or 3."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return parse_metadata(data)
@@ -107,7 +107,7 @@ def read_metadata(path: Path) -> dict[str, Value]:
 
 
 def parse_metadata(data: mmap.mmap | bytes) -> dict[str, Value]:
-    """The same from the file's contents. Raises ValueError or struct.error."""
+    """Return the same from the file's contents. Raises ValueError or struct.error."""
     cursor = _Cursor(data)
     if cursor.bytes(4, 4) != b"GGUF":
         raise ValueError("it does not begin with 'GGUF'")
@@ -127,7 +127,7 @@ def parse_metadata(data: mmap.mmap | bytes) -> dict[str, Value]:
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """What a server needs to know of a GGUF file before it loads it."""
+    """The header of a GGUF file."""
 
     metadata: Mapping[str, Value] = field(repr=False)
 
@@ -146,7 +146,7 @@ class GgufModel:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that the KV cache holds for one token, all layers together; 0 if the file does not say it so."""
+        """Values that the KV cache holds for one token in all layers together; 0 if the file does not say."""
         arch = self._get("general.architecture", str, "")
 
         def number(key: str, default: int = 0) -> int:
@@ -187,7 +187,7 @@ class GgufModel:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """All tokens that end an answer: EOS, end of turn, end of message."""
+        """All tokens that end a generation: EOS, end of turn, end of message."""
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")
         named = [self._token_id(f"tokenizer.ggml.{key}") for key in keys]
         types = self.token_types
@@ -209,7 +209,7 @@ class GgufModel:
         return "" if id is None else self.tokens[id]
 
     def token_bytes(self) -> list[bytes]:
-        """What each token adds to the text, in UTF-8; a token may hold a part of a character. Control tokens add nothing."""
+        """Return what each token adds to the text, in UTF-8; a token may be a part of a character. Control tokens add nothing."""
         to_bytes = _sentencepiece_bytes if self._is_sentencepiece else _byte_level_bytes
         return [
             b"" if kind in (CONTROL, UNKNOWN) else token.encode() if kind == USER_DEFINED else to_bytes(token, kind)
@@ -217,7 +217,7 @@ class GgufModel:
         ]
 
     def tokenizer_json(self) -> bytes:
-        """The tokenizer as a `tokenizer.json`. Raises Unsupported naming the kind of tokenizer that is not understood."""
+        """Return the tokenizer as a `tokenizer.json`. Raises Unsupported naming a kind of tokenizer that is not supported."""
         kind = self._get("tokenizer.ggml.model", str, "")
         if kind == "gpt2":
             parts = self._byte_level()
@@ -234,7 +234,7 @@ class GgufModel:
     def _get(self, key: str, kind: type[_T], default: _T) -> _T:
         value = self.metadata.get(key, default)
         if not isinstance(value, kind):
-            raise InvalidRequest(f"the GGUF file's {key} is {value!r:.80}, which is no {kind.__name__}")
+            raise InvalidRequest(f"the GGUF file's {key} is {value!r:.80}, which is not of type {kind.__name__}")
         return value
 
     def _token_id(self, key: str) -> int | None:
@@ -256,10 +256,10 @@ class GgufModel:
         name = self._get("tokenizer.ggml.pre", str, "default")
         pre_tokenizer = PRE_TOKENIZERS.get(name)
         if pre_tokenizer is None:
-            raise Unsupported(f"the GGUF file's pre-tokenizer {name!r} is not known")
+            raise Unsupported(f"the GGUF file's pre-tokenizer {name!r} is not supported")
         merges = self.metadata.get("tokenizer.ggml.merges", ())
         if isinstance(merges, str | int | float):
-            raise InvalidRequest("the GGUF file's merges are no list")
+            raise InvalidRequest("the GGUF file's merges are not a list")
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         splits = [
             {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
@@ -302,13 +302,13 @@ END_TOKENS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>",
      "<|eom_id|>", "<EOT>", "<｜end▁of▁sentence｜>", "</s>"}
 )  # fmt: skip
-"""Tokens that end an answer in the model families that have them."""
+"""Tokens that end a generation in the model families that have them."""
 
 
 def _merge(text: str) -> tuple[str, str]:
     left, space, right = text[1:].partition(" ")  # the left half may itself begin with a space
     if not text or not space:
-        raise InvalidRequest(f"the GGUF file has a merge that is no pair: {text!r:.80}")
+        raise InvalidRequest(f"the GGUF file has a merge that is not a pair: {text!r:.80}")
     return text[0] + left, right
 
 
@@ -335,11 +335,11 @@ _BYTE_OF: Final = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How text is cut before BPE: each regex splits what the ones before it left."""
+    """How text is split before BPE: each regex splits what the ones before it left."""
 
     splits: tuple[str, ...]
     ignore_merges: bool = False
-    """A piece that is a token as a whole is taken whole."""
+    """A piece that is a token as a whole is not split."""
     add_bos: bool = False
     """Whether prompts begin with BOS if the file does not say."""
 

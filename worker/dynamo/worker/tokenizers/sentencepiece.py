@@ -5,8 +5,8 @@
 | BPE (Llama 2, Mistral, Gemma) | BPE; its merges are derived from the scores |
 | Unigram | Unigram with the same scores |
 
-The file is a protobuf message, of which only a few fields matter, so they are read by hand. It is data from strangers: whatever
-is wrong with it is an InvalidRequest.
+The file is a protobuf message, of which only a few fields matter, so they are read by hand. The file is untrusted: a malformed
+one is an InvalidRequest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPACE: Final = "▁"
 """How a space is written in pieces."""
 _UNIGRAM, _BPE = 1, 2
 _NEVER = -1e9
-"""The score of a piece that no text may be cut into."""
+"""The score of a piece that is never used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +44,27 @@ class SentencePieceModel:
     is_unigram: bool
     byte_fallback: bool
     bos_id: int
-    """-1, like any number that is no piece's: there is none."""
+    """-1, or another number that is not a piece: there is none."""
     add_prefix: bool
-    """A text begins with a space, whether it does or not."""
+    """Whether a space is put before each text."""
     remove_extra_spaces: bool
     normalization: bytes
-    """A table of characters to replace, as both libraries read it."""
+    """The table of characters to replace, in the format of both libraries."""
 
     @classmethod
     def read(cls, data: bytes) -> SentencePieceModel:
-        """Raises InvalidRequest for what is no SentencePiece model, Unsupported for one of words or characters."""
+        """Parse a model. Raises InvalidRequest if `data` is not a SentencePiece model, Unsupported for models of words or
+        characters.
+        """
         try:
             fields = list(_fields(memoryview(data)))
             pieces = tuple(_piece(value) for number, value in fields if number == 1 and isinstance(value, memoryview))
             trainer, normalizer = (_message(fields, number) for number in (2, 3))
             normalization = normalizer.get(2, b"")
         except (IndexError, ValueError, struct.error) as error:
-            raise InvalidRequest(f"the file is no SentencePiece model: {error}") from error
+            raise InvalidRequest(f"the file is not a SentencePiece model: {error}") from error
         if not pieces or isinstance(normalization, int):
-            raise InvalidRequest("the file is no SentencePiece model: it has no pieces")
+            raise InvalidRequest("the file is not a SentencePiece model: it has no pieces")
         kind = trainer.get(3, _UNIGRAM)
         if kind not in (_UNIGRAM, _BPE):
             raise Unsupported("the SentencePiece model is one of words or characters; understood are BPE and Unigram")
@@ -77,7 +79,9 @@ class SentencePieceModel:
         )
 
     def tokenizer_json(self, *, add_bos: bool = True) -> bytes:
-        """With `add_bos`, texts begin with the model's BOS, if it has one; models that are served nearly all want that."""
+        """Return a `tokenizer.json`. With `add_bos`, texts begin with the model's BOS, if it has one, which nearly all models
+        expect.
+        """
         vocabulary = {piece.text: id for id, piece in enumerate(self.pieces)}
         if len(vocabulary) < len(self.pieces):
             raise InvalidRequest("the SentencePiece model has one piece twice")
@@ -193,7 +197,7 @@ def bpe(
 
 
 def merges_from_scores(tokens: Iterable[str], scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best: the same as merges ranked by the union's score."""
+    """Return the merges. SentencePiece joins the neighbours whose union scores best, which equals merges ranked by that score."""
     ranked = [
         (-scores[token], token[:cut], token[cut:])
         for token in tokens
@@ -209,7 +213,7 @@ def _sequence(name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _is_added(piece: Piece) -> bool:
-    """Looked for in the text as it came, before anything else; which is why nothing with spaces in it can be."""
+    """Return whether a piece is an added token, which is matched in the raw text and so cannot contain spaces."""
     return bool(piece.text) and (piece.kind in (UNKNOWN, CONTROL) or (piece.kind == USER_DEFINED and SPACE not in piece.text))
 
 
@@ -217,7 +221,7 @@ def _is_added(piece: Piece) -> bool:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Field numbers and values. Raises ValueError, IndexError."""
+    """Yield field numbers and values. Raises ValueError, IndexError."""
     position, end = 0, len(data)
     while position < end:
         key, position = read_varint(data, position)
@@ -239,7 +243,7 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def _message(fields: Sequence[tuple[int, int | memoryview]], number: int) -> dict[int, int | memoryview]:
-    """The fields of the message in field `number`; none if it is missing."""
+    """Return the fields of the message in field `number`; none if it is missing."""
     data = next((value for field, value in fields if field == number), None)
     return dict(_fields(data)) if isinstance(data, memoryview) else {}
 
@@ -254,5 +258,5 @@ def _piece(data: memoryview) -> Piece:
 
 def _signed(value: int | memoryview) -> int:
     if not isinstance(value, int):
-        raise InvalidRequest("the file is no SentencePiece model: an id is no number")
+        raise InvalidRequest("the file is not a SentencePiece model: an id is not a number")
     return value - (1 << 64) if value >= 1 << 63 else value

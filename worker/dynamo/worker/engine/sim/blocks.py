@@ -4,8 +4,8 @@ A block is in one of these states:
 
     free        never used, or evicted
     private     belongs to one sequence, not computed to its end yet
-    referenced  full, known by its sequence hash, used by one or more sequences
-    idle        full and known, used by nobody: the next sequence with this prefix takes it, unless it is evicted before
+    referenced  full, cached under its sequence hash, used by one or more sequences
+    idle        full and cached, not in use: the next sequence with this prefix takes it, unless it is evicted before
 
 Idle blocks are evicted least recently used first. A sequence gives its blocks back last block first, so what goes first is always
 a leaf: no block is evicted while one that continues it is cached.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 
 class BlockManager:
-    """Accounts for `total` blocks. Never fails silently: asking for more than there is changes nothing and says so."""
+    """Accounts for `total` blocks. A request for more blocks than are available changes nothing and returns False."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -26,11 +26,11 @@ class BlockManager:
         """Blocks that belong to one sequence and are not full."""
         self._references: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """In order of eviction. Taking the first one out of a dict gets slower with each one taken; here it does not."""
+        """In order of eviction. An OrderedDict, since removing the first item of a dict becomes slower with each removal."""
         self.stored: list[int] = []
         """Sequence hashes that became cached since the caller last emptied this list; parents before children."""
         self.removed: list[int] = []
-        """Sequence hashes that were evicted, likewise."""
+        """Sequence hashes that were evicted since the caller last emptied this list."""
 
     @property
     def active(self) -> int:
@@ -39,7 +39,7 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """Blocks that can be had, by eviction if need be."""
+        """Blocks that are free or can be evicted."""
         return self.total - self.active
 
     @property
@@ -48,7 +48,7 @@ class BlockManager:
         return {*self._references, *self._idle}
 
     def cached_prefix(self, hashes: Sequence[int]) -> int:
-        """How many leading blocks of a prompt are cached."""
+        """Return how many leading blocks of a prompt are cached."""
         references, idle = self._references, self._idle
         for position, block in enumerate(hashes):
             if block not in references and block not in idle:
@@ -56,9 +56,9 @@ class BlockManager:
         return len(hashes)
 
     def take(self, prefix: Sequence[int], more: int, *, keep_free: int = 0) -> bool:
-        """References the blocks of `prefix`, which are cached, and makes `more` private ones.
+        """Reference the blocks of `prefix`, which are cached, and add `more` private ones.
 
-        False, and nothing changed, if that would leave less than `keep_free` blocks available.
+        Returns False, changing nothing, if that would leave less than `keep_free` blocks available.
         """
         woken = sum(1 for block in prefix if block in self._idle)
         if self.available - woken - more < keep_free:
@@ -74,16 +74,16 @@ class BlockManager:
         return True
 
     def grow(self, more: int) -> bool:
-        """Makes `more` private blocks; False, and nothing changed, if there are not as many."""
+        """Add `more` private blocks. Returns False, changing nothing, if there are not as many."""
         if self.available < more:
             return False
         self._grow(more)
         return True
 
     def commit(self, blocks: Sequence[int]) -> None:
-        """Private blocks are full: from now on they are cached, and referenced by their sequence.
+        """Turn private blocks that are full into cached ones, referenced by their sequence.
 
-        What two sequences computed at the same time is kept once.
+        Blocks that two sequences computed at the same time are kept once.
         """
         references, idle = self._references, self._idle
         for block in blocks:
@@ -98,7 +98,7 @@ class BlockManager:
         self.private -= len(blocks)
 
     def give_back(self, held: Sequence[int], private: int) -> None:
-        """A sequence ends: it references the blocks `held`, first block first, and has `private` ones."""
+        """Release the blocks of a sequence that ends: `held` are cached ones, first block first, `private` is a count."""
         references = self._references
         for block in reversed(held):
             count = references[block]
@@ -110,7 +110,7 @@ class BlockManager:
         self.private -= private
 
     def clear(self) -> None:
-        """Forgets every idle block. Referenced ones stay."""
+        """Forget every idle block. Referenced ones stay."""
         self.removed.extend(self._idle)
         self._idle.clear()
 

@@ -38,9 +38,9 @@ class SimConfig:
     seed: int = 0
     default_max_tokens: int = 256
     steps_per_turn: int = 1
-    """At infinite speed: steps made before streams get their turn, so that the deltas of several steps come at once."""
+    """At infinite speed: steps made before streams are read, so that the deltas of several steps arrive together."""
     tokenizer: bytes = b""
-    """A `tokenizer.json`. Empty: text cannot be served, token ids can."""
+    """A `tokenizer.json`. Empty: only token ids can be served, not text."""
     chat_template: bytes = b""
     eos_token: str = ""
     adapters: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class SimConfig:
 class _Stream:
     """What the steps have made for one request and its handler has not taken yet.
 
-    Bounded by the request's own token limit. A handler that waits is woken once per step, however many choices got a token.
+    Bounded by the request's own token limit. A waiting handler is woken once per step, however many choices got a token.
     """
 
     __slots__ = ("choices", "error", "finished", "new", "waiter")
@@ -80,17 +80,17 @@ class _Rank:
         self.scheduler = Scheduler(config.scheduler)
         self.work = asyncio.Event()
         self.idle = asyncio.Event()
-        """No sequence holds a block, or the rank runs no more."""
+        """Set while no sequence holds a block, or when the rank has ended."""
         self.streams: dict[SimSequence, tuple[_Stream, int]] = {}
         self.step_ms = 0.0
         self.error: EngineError | None = None
-        """Why this rank runs no more."""
+        """Why the rank has ended."""
         self.aborted: list[SimSequence] = []
-        """To be taken out before the next step: a step that runs now still has them in its batch."""
+        """Removed before the next step, since the present one still has them in its batch."""
 
 
 class SimEngine:
-    """An engine that schedules and caches like a real one and makes up its tokens. See `SimConfig`."""
+    """An engine that schedules and caches like a real one and invents its tokens. See `SimConfig`."""
 
     def __init__(self, config: SimConfig) -> None:
         self.config = config
@@ -145,14 +145,14 @@ class SimEngine:
         )
 
     def on_step(self, callback: Callable[[], None]) -> None:
-        """`callback` is called after each step, on the event loop."""
+        """Call `callback` after each step, on the event loop."""
         self._step_callbacks.append(callback)
 
     def check_sleep(self) -> None:
-        """It always can."""
+        """Sleeping is always possible."""
 
     async def sleep(self) -> None:
-        """There are no weights to put away: what it has cached is gone."""
+        """Drop the cache. There are no weights to move."""
         for rank in self._ranks:
             await rank.idle.wait()  # what was closed just now is taken out before the next step
             if rank.error is not None:
@@ -164,7 +164,7 @@ class SimEngine:
             callback()
 
     async def wake(self) -> None:
-        """There is nothing to fetch back."""
+        """There is nothing to restore."""
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
         self._check(request)
@@ -209,7 +209,7 @@ class SimEngine:
                     rank.work.set()
 
     def _check(self, request: GenerateRequest) -> None:
-        """Raises InvalidRequest for what this engine cannot take."""
+        """Raises InvalidRequest for a request that this engine cannot run."""
         tokens, limit = request.prompt_tokens, self.config.context_length
         if tokens >= limit:
             raise InvalidRequest(f"the prompt of {tokens} tokens leaves no room in the context of {limit}", param="prompt")
@@ -224,7 +224,7 @@ class SimEngine:
             raise InvalidRequest(f"there is no data-parallel rank {rank}", param="data_parallel_rank")
 
     def _choose_rank(self, requested: int | None, hashes: Sequence[int]) -> _Rank:
-        """The rank that has the least left to do for this prompt, counting what others wait for there."""
+        """Return the rank with the least work left for this prompt, including the queued requests."""
         if requested is not None:
             return self._ranks[requested]
         if len(self._ranks) == 1:
@@ -327,7 +327,7 @@ class SimEngine:
             now = loop.time()
 
     def _deliver(self, rank: _Rank, result: StepResult) -> None:
-        """Hands one step's tokens to all streams, and notes what it changed in the cache."""
+        """Hand one step's tokens to all streams and apply its changes to the cache."""
         woken: dict[_Stream, None] = {}
         streams = rank.streams
         for sequence, token in result.emitted:
@@ -363,7 +363,7 @@ class SimEngine:
 
 
 def _take(stream: _Stream, alternatives: int | None) -> list[Delta]:
-    """What was made since the last call, a delta per step. No generator, each of which costs more per token than all of this."""
+    """Return one delta per step since the last call. A list, since a generator costs more per token than the rest of this."""
     new, stream.new = stream.new, {}
     finished, stream.finished = stream.finished, []
     deltas: list[Delta] = []
@@ -383,5 +383,5 @@ def _take(stream: _Stream, alternatives: int | None) -> list[Delta]:
 
 
 def _logprobs(token: int, alternatives: int) -> list[tuple[int, float]]:
-    """Made-up probabilities: half for the token, the rest halving from its neighbours on."""
+    """Return invented probabilities: half for the token, halving with each neighbour."""
     return [(token ^ rank, -0.6931471805599453 * (rank + 1)) for rank in range(alternatives + 1)]

@@ -99,7 +99,7 @@ class Sequence:
     committed: int = 0
     """Leading blocks that are referenced in the cache."""
     private: int = 0
-    """Blocks besides those."""
+    """Its other blocks, which are not in the cache."""
     state: int = START
     pending: array[int] = field(default_factory=lambda: array("I"))
     """Tokens after the last full block."""

@@ -22,13 +22,13 @@ from dynamo.common.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingModel:
-    """The default is a mid-sized model on one GPU: 8,000 prompt tokens/s alone, 60 tokens/s for each of 30 sequences."""
+    """Durations of steps. The default is a mid-sized model on one GPU: 8,000 prompt tokens/s alone, 60 for each of 30."""
 
     base_ms: float = 6.0
     ms_per_prefill_token: float = 0.125
     ms_per_decoding: float = 0.35
     speedup: float = 1.0
-    """How much faster than that; 0: steps take no time at all."""
+    """Divides the durations; 0: steps take no time."""
 
     def step_s(self, prefill_tokens: int, decoding: int) -> float:
         if not self.speedup:
@@ -38,7 +38,7 @@ class TimingModel:
 
     @classmethod
     def fit(cls, steps: Iterable[tuple[float, float, float]], speedup: float = 1.0) -> TimingModel:
-        """From measured (prefill tokens, decoding sequences, step ms). Raises InvalidRequest for fewer than three steps."""
+        """Fit to measured (prefill tokens, decoding sequences, step ms). Raises InvalidRequest for fewer than three steps."""
         table = np.array(list(steps), dtype=np.float64)
         if table.ndim != 2 or len(table) < 3:
             raise InvalidRequest("a timing table needs at least three steps")
@@ -51,7 +51,7 @@ class TimingModel:
 
     @classmethod
     def load(cls, path: Path, speedup: float = 1.0) -> TimingModel:
-        """From a CSV file of measured steps. Raises InvalidRequest naming what is wrong with it."""
+        """Fit to a CSV file of measured steps. Raises InvalidRequest naming the mistake."""
         try:
             with path.open(newline="") as file:
                 rows = list(csv.DictReader(file))

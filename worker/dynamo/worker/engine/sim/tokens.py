@@ -20,12 +20,12 @@ START = 0
 
 
 def advance(state: int, token: int) -> int:
-    """State of a sequence after one more token."""
+    """Return the state of a sequence after one more token."""
     return (state * _BASE + token + 1) & _U64
 
 
 def advance_all(state: int, tokens: NDArray[np.uint32]) -> int:
-    """State after many more tokens: the same as `advance` for each."""
+    """Return the state after many more tokens, which equals `advance` for each."""
     for start in range(0, len(tokens), _CHUNK):
         chunk = tokens[start : start + _CHUNK].astype(np.uint64) + np.uint64(1)
         folded = int((chunk[::-1] * _POWERS[: len(chunk)]).sum(dtype=np.uint64))
@@ -34,6 +34,6 @@ def advance_all(state: int, tokens: NDArray[np.uint32]) -> int:
 
 
 def next_token(state: int, seed: int, vocabulary: int) -> int:
-    """The token that follows, below `vocabulary`."""
+    """Return the next token, below `vocabulary`."""
     mixed = (state ^ seed) * _MIX & _U64
     return (mixed ^ mixed >> 32) * _MIX % 2**64 * vocabulary >> 64
