@@ -104,7 +104,7 @@ instance_group { count: 2 kind: KIND_CPU }
         ("max_batch_size: 2 dynamic_batching { preferred_batch_size: [ 4 ] }", "preferred batch size 4"),
         ("version_policy { specific { versions: [ 3 ] } }", "version 3"),
         ("this is no configuration", "config.pbtxt is not usable"),
-        ("instance_group { kind: KIND_GPU count: 1 }", "asks for a GPU"),
+        ("instance_group { kind: KIND_GPU count: 1 }", "requires a GPU"),
         ('parameters { key: "intra_op_thread_count" value { string_value: "many" } }', "'many', which is not a number"),
         ('default_model_filename: "other.onnx"', "no file 1/other.onnx"),
     ],
@@ -170,7 +170,7 @@ model_warmup { name: "file" inputs { key: "x" value { data_type: TYPE_FP32 dims:
         with pytest.raises(InvalidRequest, match="the warm-up 'file' failed: AssertionError"):
             await models.load_model(LoadRequest(model="warm"))
         (folder / "config.pbtxt").write_text((folder / "config.pbtxt").read_text().replace('"one"', '"../config.pbtxt"'))
-        with pytest.raises(InvalidRequest, match="no path inside"):
+        with pytest.raises(InvalidRequest, match="not a path inside"):
             await models.load_model(LoadRequest(model="warm"))
 
 
@@ -385,7 +385,7 @@ async def test_a_request_may_bring_the_whole_model(tmp_path: Path) -> None:
 async def test_files_that_lead_out_of_the_model_are_refused(tmp_path: Path, path: str) -> None:
     async with opened(tmp_path) as models:
         request = LoadRequest(model="m", config='{"backend": "python"}', files={path: b"x", "1/model.py": DOUBLE.encode()})
-        with pytest.raises(InvalidRequest, match="no path inside"):
+        with pytest.raises(InvalidRequest, match="not a path inside"):
             await models.load_model(request)
     assert not (tmp_path.parent / "up").exists()
 
@@ -409,7 +409,7 @@ async def test_labels_are_read_from_the_model_s_folder_only(tmp_path: Path, path
     async with opened(tmp_path / "repository") as models:
         config.output[0].label_filename = path
         for request in loads_with(folder, config):
-            with pytest.raises(InvalidRequest, match="no path inside the model's folder"):
+            with pytest.raises(InvalidRequest, match="not a path inside the model's folder"):
                 await models.load_model(request)
         (folder / "labels.txt").write_text("cat\ndog")
         config.output[0].label_filename = "labels.txt"
@@ -425,7 +425,7 @@ async def test_the_model_s_file_is_one_of_its_own(tmp_path: Path, backend: str, 
     folder = onnx_model(tmp_path / "repository" / "m")
     async with opened(tmp_path / "repository") as models:
         for request in loads_with(folder, ModelConfig(backend=backend, default_model_filename=path)):
-            with pytest.raises(InvalidRequest, match="no path inside the model's folder"):
+            with pytest.raises(InvalidRequest, match="not a path inside the model's folder"):
                 await models.load_model(request)
 
 
@@ -436,7 +436,7 @@ async def test_libraries_of_operators_are_loaded_from_the_model_s_folder_only(tm
     config.model_operations.op_library_filename.append(path)
     async with opened(tmp_path / "repository") as models:
         for request in loads_with(folder, config):
-            with pytest.raises(InvalidRequest, match="no path inside the model's folder"):
+            with pytest.raises(InvalidRequest, match="not a path inside the model's folder"):
                 await models.load_model(request)
         config.model_operations.op_library_filename[:] = ["ops.so"]
         (folder / "ops.so").write_text("no library")
