@@ -76,7 +76,7 @@ def test_a_tokenizer_is_taken_in_each_of_its_three_forms(tmp_path: Path) -> None
         assert isinstance(make_engine(f"sim:tokenizer={file}"), SimEngine)
         assert isinstance(make_engine(f"echo:llm:{file}"), EchoTokens)
     files[1].write_bytes(b"no model")
-    with pytest.raises(InvalidRequest, match="no SentencePiece model"):
+    with pytest.raises(InvalidRequest, match="not a SentencePiece model"):
         make_engine(f"sim:tokenizer={files[1]}")
 
 

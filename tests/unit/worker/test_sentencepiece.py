@@ -85,7 +85,7 @@ def test_models_of_words_or_characters_are_refused() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"no model", b"\x0a\xff\x01a", b"\x12\x00", b"\x0f"])
 def test_what_is_no_model_is_refused(data: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="no SentencePiece model"):
+    with pytest.raises(InvalidRequest, match="not a SentencePiece model"):
         SentencePieceModel.read(data)
 
 
