@@ -3,6 +3,7 @@
 # make unit         tests of single parts (about 3 minutes); pytest prints the seconds and the ten slowest
 # make integration  tests with real processes, a real etcd and a real nats-server (about 7 minutes)
 # make test-vllm    tests that need vLLM (about 4 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
+# make simulate     500 new histories of a fleet under faults, in simulated time (2 minutes); SEEDS=0-19999 FLAGS="--results FILE"
 # make lint         format, rules, types, import contracts
 # make docs         pages and tables that are generated from the code
 # make bench        benchmarks, ten minutes; FLAGS="kserve --help" for one of them

@@ -73,13 +73,14 @@ class Attempt:
 async def run_request(attempt: Attempt, rng: Random) -> None:
     """Send one request and judge what comes back. Runs inside the frontend's process."""
     loop = asyncio.get_running_loop()
-    work = {"infer": _infer, "stream": _infer_stream, "generate": _generate}[attempt.kind]
+    work = {"infer": _infer, "stream": _infer_stream, "generate": _generate, "raise": _infer, "header": _infer}[attempt.kind]
     call = Call(
         account=ANONYMOUS,
         request_id=f"r{attempt.number}",
         endpoint="simulated",
         request_type=RequestType.STREAM,
         deadline=attempt.deadline_s,
+        headers={"baggage": "x" * attempt.size} if attempt.kind == "header" else {},
     )
     leave = None if attempt.leave_after_s is None else attempt.begun_s + attempt.leave_after_s
     try:
@@ -92,9 +93,10 @@ async def run_request(attempt: Attempt, rng: Random) -> None:
         attempt.end(Outcome.FAILED, loop.time(), f"{type(error).__name__}: {error}"[:200])
 
 
-def _tensor(attempt: Attempt, rng: Random, repeat: int = 0) -> tuple[TensorRequest, bytes]:
+def _tensor(attempt: Attempt, rng: Random) -> tuple[TensorRequest, bytes]:
     data = rng.randbytes(max(4, attempt.size // 4 * 4))
-    message = ModelInferRequest(model_name="echo", id=str(attempt.number), raw_input_contents=[data])
+    model = "raising" if attempt.kind == "raise" else "echo"
+    message = ModelInferRequest(model_name=model, id=str(attempt.number), raw_input_contents=[data])
     message.inputs.add(name="INPUT0", datatype="FP32", shape=[len(data) // 4])
     return TensorRequest.parse(message.SerializeToString()), data
 

@@ -137,6 +137,13 @@ async def etcd_cut_off(h: History) -> None:
         h.etcd.let_in(process)
 
 
+async def hostile_request(h: History) -> None:
+    """A request that makes somebody say more than a NATS message may hold."""
+    frontend = h.pick_frontend()
+    if frontend is not None:
+        await h.hostile(frontend, h.rng.choice(["raise", "header"]))
+
+
 FAULTS: tuple[tuple[float, Callable[[History], object]], ...] = (
     (3.0, worker_killed),
     (2.0, worker_terminated),
@@ -153,5 +160,6 @@ FAULTS: tuple[tuple[float, Callable[[History], object]], ...] = (
     (1.0, etcd_restarted),
     (0.5, etcd_compacted),
     (1.0, etcd_cut_off),
+    (1.5, hostile_request),
 )
 """With how often each is drawn."""

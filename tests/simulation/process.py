@@ -12,6 +12,7 @@ from random import Random
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.discovery import Instance
+from dynamo.common.errors import EngineError
 from dynamo.common.etcd import connect_etcd
 from dynamo.common.messaging.client import RequestClient, open_client
 from dynamo.common.messaging.connection import connect_nats
@@ -20,6 +21,7 @@ from dynamo.common.messaging.limits import KIB, PlaneLimits
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.config import KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.frontend.fleet.kv_feed import Bookings, open_kv_feed
@@ -31,6 +33,7 @@ from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.serving.text_models import TextModel
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import WorkerConfig
+from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import sim_config
@@ -38,6 +41,8 @@ from tests.simulation.clock import Process
 from tests.support.fakes import FakeText
 
 NAMESPACE = "simulated"
+MAX_PAYLOAD = 64 * KIB
+"""Of the simulated nats-server."""
 LIMITS = PlaneLimits(
     chunk_bytes=8 * KIB,
     first_flight_bytes=16 * KIB,
@@ -56,8 +61,16 @@ class _WorkerConfig(WorkerConfig):
         return LIMITS
 
 
+class RaisingTensors(EchoTensors):
+    """A model whose every request fails, in more words than a NATS message may have."""
+
+    async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
+        raise EngineError("no such key: " + "x" * 2 * MAX_PAYLOAD)
+        yield
+
+
 class SimulatedWorker:
-    """A worker with a tensor model, `echo`, and a language model, `sim`."""
+    """A worker with the tensor models `echo` and `raising`, and a language model, `sim`."""
 
     def __init__(self, name: str, drain_timeout_s: float = 5.0) -> None:
         self.process = Process(name)
@@ -82,7 +95,7 @@ class SimulatedWorker:
         self._stop.set()
 
     async def _serve(self) -> None:
-        async with open_worker([EchoTensors(), self.engine], self._config) as worker:
+        async with open_worker([EchoTensors(), RaisingTensors(name="raising"), self.engine], self._config) as worker:
             self.worker = worker
             await self._stop.wait()
 
