@@ -60,7 +60,7 @@ def known_flags() -> set[str]:
     found = {"--help", "--version", "--config"}
     for config in CONFIGS:
         found.update(re.findall(r"`(--[a-z0-9-]+)`", markdown_table(config)))
-    for folder in ("common", "frontend", "worker", "local", "benchmarks"):
+    for folder in ("common", "frontend", "worker", "local", "benchmarks", "tests/simulation"):
         for source in (ROOT / folder).rglob("*.py"):
             found.update(ARGUMENT.findall(source.read_text()))
     return found
