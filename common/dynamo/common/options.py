@@ -40,7 +40,9 @@ class NatsOptions:
     tls_key_file: str | None = option(None, metavar="FILE", help="Key of our certificate.")
     reconnect_wait_s: float = 0.25
     """Pause before an attempt to reconnect."""
-    ping_interval_s: float = 5.0
+    ping_interval_s: float = 1.0
+    silence_s: float = 6.0
+    """A connection on which nats-server sends nothing for this long, though pinged, is given up."""
 
     def __post_init__(self) -> None:
         _check_pair("--nats-tls-cert-file", self.tls_cert_file, "--nats-tls-key-file", self.tls_key_file)

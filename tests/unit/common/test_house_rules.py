@@ -19,7 +19,7 @@ STILL_PRIVATE = {
     "tests/integration/test_dispatch_over_nats.py": 1,
     "tests/integration/test_failures_outages.py": 2,
     "tests/integration/test_kv_routing.py": 1,
-    "tests/integration/test_request_plane.py": 20,
+    "tests/integration/test_request_plane.py": 6,
     "tests/integration/test_routing_overrides.py": 2,
     "tests/support/sim_fleet.py": 4,
     "tests/unit/common/test_discovery_view.py": 1,

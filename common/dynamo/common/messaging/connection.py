@@ -1,9 +1,8 @@
 """One NATS connection per process.
 
-nats-py connects, authenticates, reconnects and restores subscriptions, and carries JetStream. The request plane goes past it:
-nats-py copies a payload about six times on its way through, and spends more on a message than the rest of a small request
-costs. So the connection brings its own transport, which nats-py drives: it reads messages of *fast* subscriptions straight
-out of its receive buffer and hands them to their callback, and passes every other byte on to nats-py's parser. Publishing
+nats-py connects, authenticates, pings, and carries JetStream. The request plane goes past it: nats-py copies a payload about six
+times on its way through, and spends more on a message than the rest of a small request costs. So the connection brings its own
+transport (`socket_transport`), which nats-py drives. Fast subscriptions are read out of its receive buffer, and publishing
 writes to the same socket.
 """
 
@@ -12,343 +11,112 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeAlias, cast
-from urllib.parse import ParseResult
 
-import msgspec
-import numpy as np
 from nats.aio.client import Client
-from nats.aio.transport import Transport
 from nats.errors import Error as NatsError
 
-from dynamo.common.errors import Unavailable
-from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.background import running
+from dynamo.common.errors import InvalidRequest, Unavailable
+from dynamo.common.messaging.frames import Body
 from dynamo.common.messaging.login import check_nats, nats_tls_context
+from dynamo.common.messaging.socket_transport import RECEIVE_BYTES, OnMessage, SocketTransport
 from dynamo.common.options import NatsOptions
+
+__all__ = ["Connection", "OnMessage", "Subscription", "connect_nats"]
 
 log = logging.getLogger(__name__)
 
-OnMessage: TypeAlias = Callable[[str, str, memoryview, bool], None]
-"""Called with subject, reply subject, payload, and whether nats-server says that what we published has no subscriber."""
-
-_RECEIVE_BYTES = 128 * 1024
 _SOON_S = 0.001
-_NO_RESPONDERS = b"NATS/1.0 503"
-
-
-def _offers_tls(info: bytes) -> bool:
-    try:
-        return msgspec.json.decode(info[4:].strip(), type=_Info).tls_required
-    except msgspec.MsgspecError:
-        return False
-
-
-class _Info(msgspec.Struct):
-    """What nats-server says of itself, in part."""
-
-    tls_required: bool = False
-
-
-class _SocketTransport(Transport, asyncio.BufferedProtocol):
-    """The socket, seen by nats-py as its transport and by the event loop as a protocol.
-
-    Until nats-py starts its read loop, bytes are kept for `readline`. From then on they are scanned: a message for a fast
-    subscription is dispatched, anything else is queued for `read`.
-    """
-
-    def __init__(self, *, demands_tls: bool = False) -> None:
-        self.fast: dict[bytes, OnMessage] = {}
-        self._demands_tls = demands_tls
-        self._transport: asyncio.Transport | None = None
-        self._reset()
-
-    def _reset(self) -> None:
-        self._buffer = bytearray(_RECEIVE_BYTES)
-        self._view = memoryview(self._buffer)
-        self._begin = 0
-        self._end = 0
-        self._scanning = False
-        self._large: memoryview | None = None
-        self._large_filled = 0
-        self._large_done: Callable[[memoryview], None] | None = None
-        self._queued: list[bytes] = []
-        self._eof = False
-        self._failure: Exception | None = None
-        self._reader: asyncio.Future[None] | None = None
-        self._writable: asyncio.Future[None] | None = None
-        self._paused = False
-        self._closed: asyncio.Future[None] | None = None
-
-    # nats-py's side
-
-    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
-        self._reset()
-        self._closed = None  # until there is a connection: one that was refused will not report its end
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(connect_timeout):
-            await loop.create_connection(lambda: self, uri.hostname or "127.0.0.1", uri.port or 4222)
-
-    async def connect_tls(
-        self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
-    ) -> None:
-        assert self._transport is not None
-        host = uri if isinstance(uri, str) else uri.hostname
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(connect_timeout):
-            transport = await loop.start_tls(self._transport, self, ssl_context, server_hostname=host)
-        assert transport is not None
-        self._transport = transport
-
-    @property
-    def is_open(self) -> bool:
-        """Whether what is written may still arrive. False as soon as the socket is gone, before nats-py has noticed."""
-        return self._transport is not None and not self._eof and not self._transport.is_closing()
-
-    def write(self, payload: bytes) -> None:
-        if self.is_open:
-            assert self._transport is not None
-            self._transport.write(payload)
-
-    def writelines(self, payload: Sequence[Buffer]) -> None:
-        if self.is_open:
-            assert self._transport is not None
-            self._transport.writelines(payload)
-
-    async def drain(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._paused:
-            if self._writable is None:
-                self._writable = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._writable)
-
-    async def readline(self) -> bytes:
-        while True:
-            end = self._buffer.find(b"\n", self._begin, self._end)
-            if end >= 0:
-                line = bytes(self._view[self._begin : end + 1])
-                self._begin = end + 1
-                if self._demands_tls and line.startswith(b"INFO") and not _offers_tls(line):
-                    # nats-py would go on in plain text, with our password: anyone on the way could make it do so.
-                    raise NatsError("nats-server does not offer TLS, without which we do not log in")
-                return line
-            if self._eof:  # nats-py would take an empty answer to its greeting for consent
-                raise ConnectionResetError(
-                    f"nats-server closed the connection before it let us in ({self._failure or 'no reason'})"
-                )
-            await self._more()
-
-    async def read(self, buffer_size: int) -> bytes:
-        if not self._scanning:
-            self._scanning = True
-            self._scan()
-        while not self._queued:
-            if self._failure is not None:
-                raise self._failure
-            if self._eof:
-                return b""
-            await self._more()
-        data = b"".join(self._queued)
-        self._queued.clear()
-        return data
-
-    async def _more(self) -> None:
-        self._reader = asyncio.get_running_loop().create_future()
-        try:
-            await self._reader
-        finally:
-            self._reader = None
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-    async def wait_closed(self) -> None:
-        if self._closed is not None:
-            await self._closed
-
-    def at_eof(self) -> bool:
-        return self._eof and not self._queued
-
-    def __bool__(self) -> bool:
-        return True
-
-    # the event loop's side
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        self._transport.set_write_buffer_limits(high=1024 * 1024)
-        if self._closed is None:  # else TLS was put on top
-            self._closed = asyncio.get_running_loop().create_future()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        if self._large is not None:
-            return self._large[self._large_filled :]
-        if self._end == len(self._buffer):
-            kept = self._end - self._begin
-            if kept > len(self._buffer) // 2:  # a line longer than any that is legal; nats-py's parser will refuse it
-                bigger = bytearray(len(self._buffer) * 2)
-                bigger[:kept] = self._view[self._begin : self._end]
-                self._buffer, self._view = bigger, memoryview(bigger)
-            else:
-                self._view[:kept] = self._view[self._begin : self._end]
-            self._begin, self._end = 0, kept
-        return self._view[self._end :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        if self._large is not None:
-            self._large_filled += nbytes
-            if self._large_filled == self._large.nbytes:
-                large, done = self._large, self._large_done
-                self._large = self._large_done = None
-                assert done is not None
-                done(large[:-2])
-            return
-        self._end += nbytes
-        if self._scanning:
-            self._scan()
-        else:
-            self._wake()
-
-    def eof_received(self) -> bool:
-        self._eof = True
-        self._wake()
-        return False
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._eof = True
-        self._failure = exc
-        if self._closed is not None and not self._closed.done():
-            self._closed.set_result(None)
-        self.resume_writing()
-        self._wake()
-
-    def pause_writing(self) -> None:
-        self._paused = True
-
-    def resume_writing(self) -> None:
-        self._paused = False
-        if self._writable is not None:
-            if not self._writable.done():
-                self._writable.set_result(None)
-            self._writable = None
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    # reading messages
-
-    def _scan(self) -> None:
-        """Takes every whole message out of the receive buffer, and the beginning of one that is not whole yet."""
-        buffer, begin, end = self._buffer, self._begin, self._end
-        while begin < end and self._large is None:
-            eol = buffer.find(b"\r\n", begin, end)
-            if eol < 0:
-                break
-            first = buffer[begin]
-            if first == 0x4D or (first == 0x48 and buffer[begin + 1] == 0x4D):  # MSG or HMSG
-                line = bytes(self._view[begin:eol])
-                begin = self._message(line, eol + 2, end)
-            else:
-                self._queued.append(bytes(self._view[begin : eol + 2]))
-                begin = eol + 2
-        if begin == end and self._large is None:
-            begin = end = 0
-        self._begin, self._end = begin, end
-        if self._queued:
-            self._wake()
-
-    def _message(self, line: bytes, begin: int, end: int) -> int:
-        """Handles the message whose control line was just read and whose payload begins at `begin`; returns where it ends."""
-        parts = line.split()
-        size = int(parts[-1])
-        on_message = self.fast.get(parts[2])
-        if on_message is None:
-            self._queued.append(line + b"\r\n")
-        if end - begin >= size + 2:
-            self._deliver(on_message, parts, memoryview(bytes(self._view[begin : begin + size])))
-            return begin + size + 2
-        # The rest is read straight into its place.
-        large = np.empty(size + 2, np.uint8).data  # uninitialised, which no bytearray is
-        have = end - begin
-        large[:have] = self._view[begin:end]
-        self._large, self._large_filled = large, have
-        self._large_done = lambda payload: self._deliver(on_message, parts, payload)
-        return end
-
-    def _deliver(self, on_message: OnMessage | None, parts: list[bytes], payload: memoryview) -> None:
-        if on_message is None:
-            self._queued.append(payload.tobytes() + b"\r\n")
-            self._wake()
-            return
-        no_responders = False
-        if parts[0] == b"HMSG":
-            headers = int(parts[-2])
-            no_responders = payload[: len(_NO_RESPONDERS)] == _NO_RESPONDERS
-            payload = payload[headers:]
-            reply = parts[3].decode() if len(parts) == 6 else ""
-        else:
-            reply = parts[3].decode() if len(parts) == 5 else ""
-        try:
-            on_message(parts[1].decode(), reply, payload, no_responders)
-        except Exception:  # one bad message must not take the connection down
-            log.exception("a message on %s could not be handled", parts[1].decode(errors="replace"))
+_ATTEMPT_S = 10.0
+"""A client that does not connect within this time is replaced by one that reads the credentials anew."""
+_CLOSE_S = 2.0
+_DEFAULT_MAX_PAYLOAD = 1024 * 1024
+"""As in nats-server, which says so itself when it greets us."""
 
 
 class Connection:
-    """A NATS connection that comes back by itself.
+    """A NATS connection that comes back by itself. Use `connect_nats`.
 
-    While it is away `publish_nowait` refuses; nothing is replayed later behind the caller's back.
+    nats-py gives a client up for good on nearly any error that nats-server reports, on an expired login for one. So no client is
+    asked to reconnect: each time a connection is lost, a new client connects, reads credentials and certificates again, and
+    subscribes to what was subscribed to. While there is no connection `publish_nowait` refuses; nothing is replayed later
+    behind the caller's back.
     """
 
-    def __init__(self, client: Client, transport: _SocketTransport, name: str) -> None:
-        self.client = client
+    def __init__(self, options: NatsOptions, name: str) -> None:
         self.name = name
-        self._transport = transport
-        self.is_open = True
         self.reconnected_at = float("-inf")
         """When the connection last came back, on the loop's clock."""
+        self.lost_at: float | None = None
+        """Since when there is no connection; None while there is one."""
+        self.max_payload = _DEFAULT_MAX_PAYLOAD
+        """Bytes that nats-server takes in one message."""
+        self._options = options
+        self._loop = asyncio.get_running_loop()
+        self._fast: dict[bytes, OnMessage] = {}
+        self._subscriptions: dict[bytes, str] = {}
+        self._last_key = 0
+        self._client = Client()
+        self._transport = SocketTransport(self._fast)
+        self._is_closed = False
+        self._is_up = False
+        self._connected = asyncio.Event()
+        self._lost = asyncio.Event()
         self._on_reconnect: list[Callable[[], None]] = []
         self._delayed: list[bytes] = []
         """Pieces of what `publish_soon` was given and has not gone out."""
         self._delayed_timer: asyncio.TimerHandle | None = None
-        self._connected = asyncio.Event()
-        self._lost = asyncio.Event()
+        self._last_warning = ""
+
+    def __repr__(self) -> str:
+        state = "connected" if self.is_connected else "closed" if self._is_closed else "connecting"
+        return f"<Connection {self.name!r} {state}, {len(self._subscriptions)} subscriptions>"
+
+    @property
+    def client(self) -> Client:
+        """nats-py's client of the present connection, for JetStream. Another one after a reconnect: do not keep it."""
+        return self._client
 
     @property
     def is_connected(self) -> bool:
-        return self._transport.is_open and self._connected.is_set() and self.client.is_connected
+        return self._is_up and self._transport.is_open
+
+    @property
+    def last_read_at(self) -> float:
+        """When nats-server last sent a byte, on the loop's clock. It is pinged every `ping_interval_s`."""
+        return self._transport.last_read_at
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nats-server owes us the response to a ping: then silence of others says nothing about them."""
+        return self._loop.time() - self.last_read_at > 1.5 * self._options.ping_interval_s
 
     async def connected(self) -> None:
-        """Returns once there is a connection."""
+        """Return once there is a connection."""
         await self._connected.wait()
 
     async def lost(self) -> None:
-        """Returns once there is none."""
+        """Return once there is none."""
         await self._lost.wait()
 
-    @property
-    def max_payload(self) -> int:
-        """Bytes that nats-server takes in one message."""
-        return self.client.max_payload
-
     def on_reconnect(self, callback: Callable[[], None]) -> None:
-        """`callback` is called each time the connection has come back and subscriptions are restored."""
+        """Call `callback` each time the connection has come back and subscriptions are restored."""
         self._on_reconnect.append(callback)
+
+    # publishing
 
     def publish_soon(self, subject: str, payload: bytes, reply: str = "") -> bool:
         """As `publish_nowait`, but together with what is sent next, or a millisecond later: for what is not urgent.
 
         Each write wakes nats-server, and each of its writes a reader; together they cost hardly more than one.
         """
-        if not self.is_connected:
+        if not self.is_connected or self._is_too_large(subject, len(payload)):
             return False
         self._delayed += (_head(subject, reply, len(payload)), payload, b"\r\n")
         if self._delayed_timer is None:
-            self._delayed_timer = asyncio.get_running_loop().call_later(_SOON_S, self._send_delayed)
+            self._delayed_timer = self._loop.call_later(_SOON_S, self._send_delayed)
         return True
 
     def _send_delayed(self) -> None:
@@ -358,128 +126,217 @@ class Connection:
             self._delayed.clear()
 
     def publish_nowait(self, subject: str, payload: Body, reply: str = "") -> bool:
-        """Hands one message to the socket. False, and nothing sent, while there is no connection."""
+        """Hand one message to the socket. Return False, and send nothing, without a connection or above `max_payload`."""
         if not self.is_connected:
             return False
         if isinstance(payload, bytes | bytearray | memoryview):
             payload = (payload,)
         size = sum(len(piece) for piece in payload)
+        if size > self.max_payload:
+            return not self._is_too_large(subject, size)
         head = _head(subject, reply, size)
-        if size <= _RECEIVE_BYTES:
+        if size <= RECEIVE_BYTES:
             self._transport.write(b"".join((*self._delayed, head, *payload, b"\r\n")))
         else:
             self._transport.writelines((*self._delayed, head, *payload, b"\r\n"))
         self._delayed.clear()
         return True
 
+    def _is_too_large(self, subject: str, size: int) -> bool:
+        """nats-server would end the connection."""
+        if size <= self.max_payload:
+            return False
+        log.error("a message of %d bytes on %s is not sent: nats-server takes at most %d", size, subject, self.max_payload)
+        return True
+
+    # subscribing
+
     async def subscribe(self, subject: str, on_message: OnMessage) -> Subscription:
-        """`on_message` is called, synchronously, for each message on `subject`. The subscription survives reconnects.
+        """Call `on_message`, synchronously, for each message on `subject`. The subscription survives reconnects.
 
-        Raises Unavailable if the connection was closed.
+        Returns when nats-server has it; without a connection at once. Raises Unavailable if this connection was closed.
         """
-        key = str(self.client._sid + 1).encode()  # known before the server knows it, so that no message comes too early
-        self._transport.fast[key] = on_message
-        try:
-            subscription = await self.client.subscribe(subject, cb=_unused)
-        except NatsError as error:
-            self._forget(key)
-            raise Unavailable(f"{subject} cannot be subscribed to: {error}") from error
-        assert str(subscription._id).encode() == key
-        with suppress(NatsError):  # the connection was lost: it is subscribed to with the next one
-            await self.client.flush()
-        return Subscription(self, subscription, key)
+        if self._is_closed:
+            raise Unavailable(f"{subject} cannot be subscribed to: the connection to NATS is closed")
+        self._last_key += 1
+        key = b"f%d" % self._last_key  # nats-py numbers its own without a letter
+        self._fast[key] = on_message
+        self._subscriptions[key] = subject
+        if self.is_connected:
+            self._transport.write(_subscribe(subject, key))
+            with suppress(NatsError, TimeoutError):  # the connection was lost: it is subscribed to with the next one
+                await self._client.flush()
+        return Subscription(self, key)
 
-    def _down(self) -> None:
-        self._delayed.clear()  # what is late is not sent: readers see the gap and query
-        self._connected.clear()
-        self._lost.set()
+    def _unsubscribe(self, key: bytes) -> None:
+        self._fast.pop(key, None)
+        if self._subscriptions.pop(key, None) is not None and self.is_connected:
+            self._transport.write(b"UNSUB %b\r\n" % key)
 
-    def _up(self) -> None:
-        self._connected.set()
-        self._lost.clear()
-        self.reconnected_at = asyncio.get_running_loop().time()
-        for callback in self._on_reconnect:
-            callback()
+    # staying connected
 
-    def _forget(self, key: bytes) -> None:
-        self._transport.fast.pop(key, None)
+    async def open(self) -> None:
+        """Connect for the first time, however long that takes."""
+        await self._connect()
+        self._up()
 
-
-async def _unused(message: Any) -> None:
-    """nats-py wants a callback; a fast subscription's messages never get as far as that."""
-    raise AssertionError(f"a message on {message.subject} went past its fast subscription")
-
-
-class Subscription:
-    """A fast subscription."""
-
-    def __init__(self, connection: Connection, subscription: Any, key: bytes) -> None:
-        self._connection = connection
-        self._subscription = subscription
-        self._key = key
-
-    async def close(self) -> None:
-        """No message is delivered after this."""
-        self._connection._forget(self._key)
-        if self._connection.client.is_connected:
-            await self._subscription.unsubscribe()
-
-
-@asynccontextmanager
-async def connect_nats(options: NatsOptions, name: str) -> AsyncIterator[Connection]:
-    """A connection; returns when it stands, however long that takes: a server that refuses us may know us a moment later.
-
-    Raises InvalidRequest for a file that cannot be used, and Unavailable for what no waiting mends.
-    """
-    check_nats(options)
-    tls = nats_tls_context(options)
-    client = Client()
-    transport = _SocketTransport(demands_tls=tls is not None)
-    client._transport = transport
-    connection = Connection(client, transport, name)
-
-    async def down() -> None:
-        if connection.is_open:
-            connection._down()
+    async def keep(self) -> None:
+        """Connect again whenever the connection is lost, until cancelled or closed."""
+        while True:
+            await self._watch()
+            if self._is_closed:
+                return
+            self._down()
             log.warning("the NATS connection is lost; reconnecting")
+            await self._discard(self._client, self._transport)
+            await self._connect()
+            log.info("the NATS connection is back")
+            self.reconnected_at = self._loop.time()
+            self._up()
+            for callback in self._on_reconnect:
+                callback()
 
-    async def up() -> None:
-        log.info("the NATS connection is back")
-        connection._up()
+    async def _watch(self) -> None:
+        """Return when the socket is gone; abort it when nats-server has been silent for too long."""
+        interval_s = self._options.ping_interval_s / 2
+        while not self._transport.lost.is_set():
+            slept_at = self._loop.time()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._transport.lost.wait()
+            now = self._loop.time()
+            if now - slept_at > 2 * interval_s:
+                continue  # it was this process that hung: what has come meanwhile is read first
+            if now - max(self.last_read_at, self._transport.opened_at) > self._options.silence_s:
+                log.warning("nats-server has been silent for %.1f s; the connection is given up", self._options.silence_s)
+                self._transport.abort()
+                await self._transport.lost.wait()
 
-    async def failed(error: Exception) -> None:
-        log.warning("NATS: %s", str(error) or type(error).__name__)
+    async def _connect(self) -> None:
+        """Try until a connection stands, is logged in and has all subscriptions."""
+        while True:
+            client = Client()
+            try:
+                tls = nats_tls_context(self._options)
+                transport = SocketTransport(self._fast, demands_tls=tls is not None)
+                client._transport = transport
+            except InvalidRequest as error:  # a certificate that is just being replaced
+                self._warn(error)
+                await asyncio.sleep(self._options.reconnect_wait_s)
+                continue
+            try:
+                async with asyncio.timeout(_ATTEMPT_S):
+                    await self._log_in(client, tls)
+                    transport.write(b"".join(_subscribe(subject, key) for key, subject in self._subscriptions.items()))
+                    await client.flush()
+            except (
+                Exception
+            ) as error:  # of nats-py, of the sockets, of the files with credentials: it may be right a moment later
+                self._warn(error)
+                await self._discard(client, transport)
+                await asyncio.sleep(self._options.reconnect_wait_s)
+                continue
+            except BaseException:
+                transport.abort()
+                raise
+            self._client, self._transport = client, transport
+            self._last_warning = ""
+            return
 
-    try:
+    async def _log_in(self, client: Client, tls: ssl.SSLContext | None) -> None:
+        options = self._options
+
+        async def failed(error: Exception) -> None:
+            self._warn(error)
+
         await client.connect(
             servers=list(options.servers),
-            name=name,
+            name=self.name,
             error_cb=failed,
-            disconnected_cb=down,
-            reconnected_cb=up,
+            allow_reconnect=False,
             max_reconnect_attempts=-1,
             reconnect_time_wait=options.reconnect_wait_s,  # type: ignore[arg-type]  # passed to asyncio.sleep
             ping_interval=options.ping_interval_s,  # type: ignore[arg-type]
-            max_outstanding_pings=2,
+            max_outstanding_pings=2**31,  # `_watch` decides when there were too many
             user=options.user,
             password=options.password,
             token=options.token,
             nkeys_seed=options.nkey_seed_file,
             user_credentials=options.credentials_file,
             tls=tls,
-            drain_timeout=2,
         )
-    except NatsError as error:
-        raise Unavailable(f"NATS refused the connection: {error}") from error
-    connection._connected.set()
+
+    def _warn(self, error: Exception) -> None:
+        """Log why there is no connection: once, while it is for the same reason."""
+        text = str(error) or type(error).__name__
+        if text != self._last_warning:
+            self._last_warning = text
+            log.warning("NATS: %s", text)
+
+    async def _discard(self, client: Client, transport: SocketTransport) -> None:
+        """End what is left of a client whose connection is gone, or never stood."""
+        transport.abort()
+        with suppress(Exception):  # whatever it finds: it is not used any more
+            async with asyncio.timeout(_CLOSE_S):
+                await client.close()
+
+    def _up(self) -> None:
+        self.max_payload = self._client.max_payload
+        self.lost_at = None
+        self._is_up = True
+        self._lost.clear()
+        self._connected.set()
+
+    def _down(self) -> None:
+        self._delayed.clear()  # what is late is not sent: readers see the gap and query
+        self._is_up = False
+        self.lost_at = self._loop.time()
+        self._connected.clear()
+        self._lost.set()
+
+    async def close(self) -> None:
+        """Send what has been published, within a second, and disconnect."""
+        self._is_closed = True
+        self._send_delayed()
+        self._down()
+        with suppress(Exception):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._client.close()
+        self._transport.abort()
+
+
+class Subscription:
+    """A fast subscription."""
+
+    def __init__(self, connection: Connection, key: bytes) -> None:
+        self._connection = connection
+        self._key = key
+
+    async def close(self) -> None:
+        """Unsubscribe. No message is delivered after this."""
+        self._connection._unsubscribe(self._key)
+
+
+@asynccontextmanager
+async def connect_nats(options: NatsOptions, name: str) -> AsyncIterator[Connection]:
+    """Open a connection. Returns when it stands, however long that takes: a server that refuses us may accept us a moment later.
+
+    Raises InvalidRequest for an address or a file that cannot be used.
+    """
+    check_nats(options)
+    connection = Connection(options, name)
     try:
-        yield connection
+        await connection.open()
+        async with running(connection.keep(), "the NATS connection"):
+            yield connection
     finally:
-        connection.is_open = False
-        connection._down()
-        await client.close()
+        await connection.close()
 
 
 def _head(subject: str, reply: str, size: int) -> bytes:
-    """What precedes a message of `size` bytes."""
+    """Return what precedes a message of `size` bytes."""
     return (f"PUB {subject} {reply} {size}\r\n" if reply else f"PUB {subject} {size}\r\n").encode()
+
+
+def _subscribe(subject: str, key: bytes) -> bytes:
+    return b"SUB %b %b\r\n" % (subject.encode(), key)

@@ -1,0 +1,199 @@
+"""The NATS connection over a server that errs, freezes and cuts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import nkeys  # type: ignore[import-untyped]
+import pytest
+from nats.aio.client import Client
+
+from dynamo.common.messaging.connection import Connection, connect_nats
+from dynamo.common.messaging.socket_transport import SocketTransport
+from dynamo.common.options import NatsOptions
+from tests.support.fake_nats import FakeNats, start_fake_nats
+
+
+def options(fake: FakeNats, **more: object) -> NatsOptions:
+    return NatsOptions(
+        **{"servers": (fake.url,), "reconnect_wait_s": 0.01, "ping_interval_s": 0.05, "silence_s": 0.4, **more}  # type: ignore[arg-type]
+    )
+
+
+async def back(connection: Connection, fake: FakeNats, connections: int = 2) -> None:
+    await asyncio.wait_for(fake.connections(connections), 5)
+    await asyncio.wait_for(connection.connected(), 5)
+    assert connection.is_connected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "Stale Connection",
+        "User Authentication Expired",
+        "Authorization Violation",
+        "Account Authentication Expired",
+        "maximum account active connections exceeded",
+        "Maximum Payload Violation",
+        "Slow Consumer Detected",
+        "Parser Error",
+    ],
+)
+async def test_a_connection_comes_back_from_every_error_that_the_server_reports(error: str) -> None:
+    async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
+        fake.clients[0].send(f"-ERR '{error}'".encode())
+        fake.clients[0].writer.close()
+        await back(connection, fake)
+
+
+async def test_an_error_about_one_subject_costs_no_connection() -> None:
+    async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
+        fake.clients[0].send(b"-ERR 'Permissions Violation for Publish to \"x\"'")
+        await asyncio.sleep(0.1)
+        assert connection.is_connected
+        assert len(fake.clients) == 1
+
+
+async def test_a_login_that_expired_is_renewed_with_the_credentials_of_now(tmp_path: Path) -> None:
+    seeds = [nkeys.encode_seed(bytes([number]) * 32, nkeys.PREFIX_BYTE_USER) for number in (1, 2)]
+    file = tmp_path / "seed"
+    file.write_bytes(seeds[0])
+    async with (
+        start_fake_nats(auth_required=True, nonce="abc") as fake,
+        connect_nats(options(fake, nkey_seed_file=str(file)), "test") as connection,
+    ):
+        file.write_bytes(seeds[1])
+        fake.clients[0].send(b"-ERR 'User Authentication Expired'")
+        fake.clients[0].writer.close()
+        await back(connection, fake)
+        public = [nkeys.from_seed(bytearray(seed)).public_key.decode() for seed in seeds]
+        assert [client.connect["nkey"] for client in fake.clients] == public
+
+
+async def test_a_file_with_credentials_that_is_being_replaced_is_waited_for(tmp_path: Path) -> None:
+    seed = nkeys.encode_seed(bytes(32), nkeys.PREFIX_BYTE_USER)
+    file = tmp_path / "seed"
+    file.write_bytes(seed)
+    async with (
+        start_fake_nats(auth_required=True, nonce="abc") as fake,
+        connect_nats(options(fake, nkey_seed_file=str(file)), "test") as connection,
+    ):
+        file.write_bytes(b"")
+        fake.clients[0].cut()
+        await asyncio.wait_for(connection.lost(), 5)
+        await asyncio.sleep(0.05)
+        file.write_bytes(seed)
+        await back(connection, fake)
+
+
+async def test_subscriptions_are_made_again_and_messages_reach_them() -> None:
+    payloads: list[bytes] = []
+    came = asyncio.Event()
+
+    def on_message(subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
+        payloads.append(bytes(payload))
+        came.set()
+
+    returned: list[float] = []
+    async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
+        connection.on_reconnect(lambda: returned.append(connection.reconnected_at))
+        gone = await connection.subscribe("gone", on_message)
+        await connection.subscribe("a.b", on_message)
+        await gone.close()
+        fake.clients[0].cut()
+        await back(connection, fake)
+        subscribed = [line for line in fake.clients[1].lines if line.startswith(b"SUB")]
+        assert [line.split()[1] for line in subscribed] == [b"a.b"]
+        fake.clients[1].send(b"MSG a.b " + subscribed[0].split()[2] + b" 5\r\nhello")
+        await asyncio.wait_for(came.wait(), 5)
+    assert payloads == [b"hello"]
+    assert len(returned) == 1
+
+
+async def test_a_message_above_the_limit_is_not_sent_and_costs_no_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async with start_fake_nats(max_payload=1000) as fake, connect_nats(options(fake), "test") as connection:
+        assert connection.max_payload == 1000
+        assert not connection.publish_nowait("large", [bytes(600), bytes(401)])
+        assert not connection.publish_soon("large", bytes(1001))
+        assert connection.publish_nowait("small", bytes(1000))
+        await asyncio.wait_for(fake.received(b"PUB small 1000"), 5)
+        assert not any(b"large" in line for line in fake.clients[0].lines)
+    assert sum("takes at most 1000" in record.getMessage() for record in caplog.records) == 2
+
+
+async def test_without_a_connection_nothing_is_published() -> None:
+    async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
+        assert connection.lost_at is None
+        fake.clients[0].cut()
+        await asyncio.wait_for(connection.lost(), 5)
+        assert not connection.publish_nowait("a", b"x")
+        assert not connection.publish_soon("a", b"x")
+        assert connection.lost_at is not None
+
+
+@pytest.mark.parametrize("unsent", [0, 40 << 20])
+async def test_a_server_that_freezes_is_left_without_waiting_for_its_socket(unsent: int) -> None:
+    async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
+        fake.freeze()
+        for _ in range(unsent // (1 << 19)):
+            connection.publish_nowait("a", bytes(1 << 19))
+        began = time.monotonic()
+        await back(connection, fake)
+        assert time.monotonic() - began < 3
+
+
+async def test_closing_does_not_wait_for_a_server_that_reads_no_more() -> None:
+    async with start_fake_nats() as fake:
+        async with connect_nats(options(fake, silence_s=60.0), "test") as connection:
+            fake.freeze()
+            for _ in range(80):
+                connection.publish_nowait("a", bytes(1 << 19))
+            began = time.monotonic()
+        assert time.monotonic() - began < 5
+
+
+async def test_a_process_that_hung_itself_does_not_blame_the_server() -> None:
+    async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
+        time.sleep(1.0)  # noqa: ASYNC251  # as a handler might that computes for too long
+        await asyncio.sleep(0.2)
+        assert connection.is_connected
+        assert len(fake.clients) == 1
+
+
+async def test_a_server_that_owes_a_pong_makes_the_connection_silent() -> None:
+    async with start_fake_nats() as fake, connect_nats(options(fake, silence_s=60.0), "test") as connection:
+        await asyncio.sleep(0.12)
+        assert not connection.is_silent
+        fake.freeze()
+        await asyncio.sleep(0.3)
+        assert connection.is_silent
+
+
+async def test_the_same_reason_for_being_away_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    async with start_fake_nats() as fake:
+        port = fake.port
+    async with asyncio.timeout(10):
+        connecting = asyncio.ensure_future(_connect(f"nats://127.0.0.1:{port}"))
+        await asyncio.sleep(0.3)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+    refused = [record for record in caplog.records if "Connect call failed" in record.getMessage()]
+    assert len(refused) == 1
+
+
+async def _connect(url: str) -> None:
+    async with connect_nats(NatsOptions(servers=(url,), reconnect_wait_s=0.01), "test"):
+        pass
+
+
+async def test_nats_py_uses_the_transport_that_it_is_given() -> None:
+    """`Client._transport` is private: the connection sets it before `connect`, and nats-py makes none of its own then."""
+    assert version("nats-py") == "2.16.0", "look whether `connection` and `socket_transport` still fit, then change this line"
+    async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
+        assert isinstance(vars(connection.client)["_transport"], SocketTransport)
+    assert "_transport" in vars(Client())
