@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the configuration classes; with `--check`, fails if it is not what it would write."""
+"""Write docs/configuration.md from the configuration classes; with `--check`, fail if the page is out of date."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
 # Configuration
 
-Every process reads one set of options from four places. A flag wins over an environment variable, a variable over the
+Every process reads one set of options from four places. A flag takes precedence over an environment variable, a variable over the
 configuration file, and the file over the default.
 
-- **Flags.** Switches have a negative form: `--grpc` and `--no-grpc`. `--help` lists everything, `--version` the version.
+- **Flags.** Switches have a negative form: `--grpc` and `--no-grpc`. `--help` lists all, `--version` shows the version.
 - **Environment.** Variables that are set but empty count as unset. Lists are separated by commas.
 - **File.** YAML, named by `--config FILE` or `DYN_CONFIG`. The keys in the tables are paths: `nats.servers` is `servers`
   inside `nats`. One file may serve several processes: keys of another one are accepted and have no effect.
 - **Secrets** are never flags, which every user of a machine can read in its process list. They come from a variable, or from
   a file that a `…-file` flag or `…_FILE` variable names.
 
-What does not fit stops the start with one sentence and exit status 2: an unknown flag, `DYN_…` variable or key of the file
-(with the nearest known name), a value that is out of range, a port that is taken, and an option that is given twice or in both
-the file and the command line with different values.
+What does not fit prevents the start, with one sentence and exit status 2: an unknown flag, `DYN_…` variable or key of the file
+(with the nearest known name), a value out of range, a port in use, and an option that is given twice or with different values in
+the file and on the command line.
 
 ```yaml
 # frontend.yaml: dynamo-frontend --config frontend.yaml
@@ -48,7 +48,7 @@ log:
   format: json
 ```
 
-This page is made from the code by `make docs`.
+This page is generated from the code by `make docs`.
 """
 
 PROCESSES = (

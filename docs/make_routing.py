@@ -36,8 +36,8 @@ def costs() -> list[float]:
         report = LoadReport(active_blocks=held, queued_prefill_tokens=waiting * BLOCK_TOKENS, total_blocks=10_000)
         router.loads.report(instance.id, report, 0.0)
         fleet.append(instance)
-    choice = router.pick(RouteRequest(model="m", booking_id="r", prompt=prompt), fleet, explain=True)
-    by_instance = {str(each["instance"]): float(each["cost"]) for each in choice.candidates}
+    decision = router.pick(RouteRequest(model="m", booking_id="r", prompt=prompt), fleet, explain=True)
+    by_instance = {str(each["instance"]): float(each["cost"]) for each in decision.candidates}
     return [by_instance[f"{instance.id:x}"] for instance in fleet]
 
 

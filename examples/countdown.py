@@ -1,4 +1,4 @@
-"""A decoupled model: one request, many answers, over ModelStreamInfer.
+"""A decoupled model: one request, many responses, over ModelStreamInfer.
 
 `Countdown` counts from `start` down to zero and declares itself in Triton's `config.pbtxt` form, in the file `countdown.pbtxt`
 beside this one. `Words` sends a text back word by word and is declared in YAML, in `words.yaml`.

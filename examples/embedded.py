@@ -1,8 +1,8 @@
-"""A worker and a frontend inside one program, which asks itself one question and ends.
+"""A worker and a frontend inside one program, which sends itself one request and ends.
 
     DYN_ETCD_ENDPOINTS=http://127.0.0.1:2379 DYN_NATS_SERVERS=nats://127.0.0.1:4222 python examples/embedded.py
 
-Both sides belong to the fleet: other frontends can ask this worker, and this frontend other workers.
+Both sides belong to the fleet: other frontends may send requests to this worker, and this frontend to other workers.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ async def until_ready(frontend: Frontend, model: str) -> None:
             await changed.wait()
 
 
-def ask(port: int, text: str) -> str:
+def shout(port: int, text: str) -> str:
     """One request to `shout` over KServe's REST protocol."""
     body = json.dumps({"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": [text]}]}).encode()
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/shout/infer", body, timeout=READY_S) as answer:
-        loud: str = json.load(answer)["outputs"][0]["data"][0]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/shout/infer", body, timeout=READY_S) as response:
+        loud: str = json.load(response)["outputs"][0]["data"][0]
         return loud
 
 
@@ -64,7 +64,7 @@ async def main() -> None:
         tasks.create_task(serve_worker(PythonEngine(Shout), worker, stop=stop))
         async with serve_frontend(frontend) as served:
             await until_ready(served, "shout")
-            print(await asyncio.to_thread(ask, served.http_port, "hello, fleet"))
+            print(await asyncio.to_thread(shout, served.http_port, "hello, fleet"))
         stop.set()  # the worker deregisters, finishes what it has begun, and returns
 
 

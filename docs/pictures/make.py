@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md and README.md: `python docs/pictures/make.py` writes them beside itself."""
+"""Draw the pictures of docs/concepts.md and README.md: `python docs/pictures/make.py` writes them to its own folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Picture:
             self.text(x + width / 2, top + LINE * number, line, "small" if number else "title")
 
     def line(self, points: str, kind: str = "", start: bool = False, end: bool = True) -> None:
-        """A path in SVG's words, with an arrow at its end unless told otherwise."""
+        """Draw an SVG path, with an arrow at its end unless `end` is False."""
         marks = (' marker-start="url(#a)"' if start else "") + (' marker-end="url(#a)"' if end else "")
         self.parts.append(f'<path d="{points}" class="{kind}"{marks}/>')
 
@@ -52,10 +52,10 @@ def fleet() -> Picture:
     drawn = Picture("fleet", 860, 330, "Clients, frontends, NATS, workers and etcd")
     drawn.box(16, 60, 150, 130, "client", "clients", "KServe v2: gRPC, REST", "OpenAI, Anthropic", "HTTP")
     for number, y in enumerate((40, 140)):
-        drawn.box(236, y, 140, 70, "process", f"frontend {number + 1}", "checks, tokenizes,", "chooses a worker")
+        drawn.box(236, y, 140, 70, "process", f"frontend {number + 1}", "validates, tokenizes,", "chooses a worker")
         drawn.line(f"M166 {100 + 50 * number} H200 V{y + 35} H234", start=True)
         drawn.line(f"M376 {y + 35} H444", start=True)
-    drawn.box(446, 40, 96, 170, "store", "NATS", "requests,", "answers,", "cache events,", "loads, files")
+    drawn.box(446, 40, 96, 170, "store", "NATS", "requests,", "responses,", "cache events,", "loads, files")
     workers = (
         ("language model", "vLLM, llama.cpp, sim"),
         ("language model", "vLLM, llama.cpp, sim"),
@@ -69,12 +69,12 @@ def fleet() -> Picture:
     drawn.line("M740 228 V293 H544", "quiet")
     drawn.text(640, 285, "register under a lease", "small")
     drawn.line("M446 293 H306 V212", "quiet")
-    drawn.text(376, 285, "who is there", "small")
+    drawn.text(376, 285, "list and watch", "small")
     return drawn
 
 
 def request() -> Picture:
-    drawn = Picture("request", 860, 520, "Life of a tensor request and of a text request")
+    drawn = Picture("request", 860, 520, "Lifecycle of a tensor request and of a text request")
     lanes = {"client": 80, "frontend": 330, "worker": 600, "engine": 780}
     for name, x in lanes.items():
         drawn.box(x - 60, 12, 120, 34, "client" if name == "client" else "process", name)
@@ -97,7 +97,7 @@ def request() -> Picture:
     note(168, "worker", "joins it with others", "to a batch")
     step(240, "worker", "engine", "a batch")
     step(264, "engine", "worker", "outputs")
-    step(264, "worker", "frontend", "END: the answer's own bytes")
+    step(264, "worker", "frontend", "END: the response's own bytes")
     step(264, "frontend", "client", "ModelInferResponse")
     drawn.text(12, 300, "Text", "title", "start")
     step(308, "client", "frontend", "messages or a prompt")
@@ -107,31 +107,31 @@ def request() -> Picture:
     step(420, "engine", "worker", "tokens of a step")
     step(420, "worker", "frontend", "DATA: tokens of all streams, one message")
     step(420, "frontend", "client", "text, as it comes")
-    step(452, "client", "frontend", "reads slowly, or leaves", "quiet")
+    step(452, "client", "frontend", "reads slowly, or disconnects", "quiet")
     step(452, "frontend", "worker", "less CREDIT, or CANCEL", "quiet")
     step(452, "worker", "engine", "waits, or stops", "quiet")
-    step(490, "worker", "frontend", "END: why it ended, counts")
+    step(490, "worker", "frontend", "END: finish reason, counts")
     step(490, "frontend", "client", "the end")
     return drawn
 
 
 def caches() -> Picture:
-    drawn = Picture("caches", 860, 330, "How a frontend knows what instances have cached")
+    drawn = Picture("caches", 860, 330, "How a frontend follows the KV caches of instances")
     drawn.text(16, 30, "A prompt, cut into blocks; each hash stands for its block and all before it", "small", "start")
     for number, name in enumerate("abcd"):
         drawn.box(16 + 66 * number, 42, 58, 34, "block" if number < 3 else "empty", name)
     drawn.box(16, 112, 380, 200, "process")
     drawn.text(206, 134, "frontend: index from hash to instances", "title")
-    for number, (name, holders) in enumerate((("a", "1, 2"), ("b", "1, 2"), ("c", "1"), ("d", "nobody"))):
+    for number, (name, holders) in enumerate((("a", "1, 2"), ("b", "1, 2"), ("c", "1"), ("d", "none"))):
         drawn.box(36, 146 + 38 * number, 58, 30, "block" if number < 3 else "empty", name)
         drawn.text(110, 166 + 38 * number, holders, "small", "start")
     drawn.text(190, 168, "instance 1: 3 held, but busy", "small", "start")
     drawn.text(190, 198, "instance 2: 2 held, idle", "small", "start")
     drawn.text(190, 228, "cost = prefill left to compute", "small", "start")
-    drawn.text(190, 246, "+ what waits + blocks in use", "small", "start")
+    drawn.text(190, 246, "+ prefill queue + blocks in use", "small", "start")
     drawn.text(190, 280, "the lowest cost wins", "title", "start")
     drawn.line("M146 78 V110")
-    for number, (held, state, kind) in enumerate((("abc", "much waits", "busy"), ("ab", "little waits", "process"))):
+    for number, (held, state, kind) in enumerate((("abc", "long queue", "busy"), ("ab", "short queue", "process"))):
         y = 60 + 140 * number
         drawn.box(610, y, 234, 104, kind)
         drawn.text(727, y + 22, f"instance {number + 1}: {state}", "title")
@@ -144,8 +144,8 @@ def caches() -> Picture:
     drawn.text(548, 82, "load reports", "small")
     drawn.line("M398 284 H608")
     drawn.text(503, 276, "the request", "small")
-    drawn.text(503, 304, "a hole in the numbers: “what", "small")
-    drawn.text(503, 320, "came since?”, or a snapshot", "small")
+    drawn.text(503, 304, "a hole in the numbers:", "small")
+    drawn.text(503, 320, "updates since, or a snapshot", "small")
     return drawn
 
 
