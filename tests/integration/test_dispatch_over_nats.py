@@ -49,8 +49,8 @@ class Fleet:
     workers: list[Worker]
     metrics: FrontendMetrics
 
-    async def call(self) -> int:
-        work = Work(model="adder", verb="infer", body=b"?", metrics=self.metrics.for_model("adder"))
+    async def call(self, body: bytes = b"?") -> int:
+        work = Work(model="adder", verb="infer", body=body, metrics=self.metrics.for_model("adder"))
         deadline = asyncio.get_running_loop().time() + 20
         answer = await self.dispatcher.call(work, Call(account=ANONYMOUS, request_id="r", deadline=deadline))
         return int(bytes(answer), 16)
@@ -106,3 +106,14 @@ async def test_requests_outlive_a_bus_that_goes_away(tmp_path: Path) -> None:
         await server.restart()
         assert set(await asyncio.gather(*calls)) <= {worker.id for worker in f.workers}
         assert await f.call() in {worker.id for worker in f.workers}
+
+
+async def test_a_large_request_that_was_on_its_way_when_the_bus_went_away_is_sent_again(tmp_path: Path) -> None:
+    async with start_nats(tmp_path / "nats") as server, fleet(server.url, 1) as f, asyncio.timeout(60):
+        (worker,) = f.workers
+        call = asyncio.create_task(f.call(bytes(2**20)))
+        await worker.holding.wait()
+        server.kill()
+        await server.restart()
+        worker.go.set()
+        assert await call == worker.id

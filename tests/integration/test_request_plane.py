@@ -246,6 +246,7 @@ async def test_a_missing_instance_is_noticed_at_once(nats_server: NatsServer) ->
         with pytest.raises(InstanceGone) as gone:
             await asyncio.wait_for(stream.result(), 2)
         assert gone.value.instance == nobody
+        assert not gone.value.was_held
         assert not stream.started
 
 
@@ -255,8 +256,9 @@ async def test_requests_under_way_fail_when_their_instance_vanishes(nats_server:
         stream = p.open("held")
         await held.started.wait()
         await p.workers_connection.close()
-        with pytest.raises(InstanceGone):
+        with pytest.raises(InstanceGone) as gone:
             await asyncio.wait_for(stream.result(), 5)
+        assert gone.value.was_held
 
 
 async def test_an_instance_that_hangs_is_given_up(nats_server: NatsServer) -> None:
@@ -264,8 +266,9 @@ async def test_an_instance_that_hangs_is_given_up(nats_server: NatsServer) -> No
         hung = new_instance_id()
         await p.workers_connection.subscribe("dynamo.hung.rpc", lambda subject, reply, payload, no_responders: None)
         stream = p.client.open(hung, "dynamo.hung.rpc", "held", b"")
-        with pytest.raises(InstanceGone, match="does not respond any more"):
+        with pytest.raises(InstanceGone, match="does not respond any more") as gone:
             await asyncio.wait_for(stream.result(), 5)
+        assert gone.value.was_held
 
 
 async def test_a_silent_but_living_request_is_waited_for(nats_server: NatsServer) -> None:

@@ -131,15 +131,24 @@ class NoInstances(Unavailable):
 
 
 class InstanceGone(Unavailable):
-    """The instance left before it finished answering. Safe to retry if no frame was delivered.
+    """The instance left before it had finished the response. Safe to retry if no frame was delivered.
 
     `is_alive`: the process is there, only this request was lost on it or on the way.
+    `was_held`: it may have begun the request, which may be what ended it.
     """
 
-    def __init__(self, instance: int, why: str = "left while it held the request", *, is_alive: bool = False) -> None:
+    def __init__(
+        self,
+        instance: int,
+        why: str = "left while it held the request",
+        *,
+        is_alive: bool = False,
+        was_held: bool = True,
+    ) -> None:
         super().__init__(f"instance {instance:x} {why}")
         self.instance = instance
         self.is_alive = is_alive
+        self.was_held = was_held
 
 
 class ShuttingDown(Unavailable):

@@ -87,6 +87,11 @@ def failing_on(failures: dict[int, DynamoError]) -> Callable[[FakeStream], None]
 
 
 def gone(id_: int) -> InstanceGone:
+    """The request did not reach it."""
+    return InstanceGone(InstanceId(id_), "is gone", was_held=False)
+
+
+def died(id_: int) -> InstanceGone:
     return InstanceGone(InstanceId(id_))
 
 
@@ -187,6 +192,22 @@ async def test_when_all_instances_are_gone_a_request_fails_at_once() -> None:
     with pytest.raises(NoInstances):
         await b.call()
     assert b.client.sent_to == [1, 2, 3]
+
+
+@pytest.mark.parametrize("settings", [ServingOptions(), ServingOptions(retry=RetryOptions(max_attempts=100))])
+async def test_a_request_that_kills_instances_kills_two_at_most(settings: ServingOptions) -> None:
+    instances = [instance(id_) for id_ in range(1, 7)]
+    b = bench(failing_on({id_: died(id_) for id_ in range(1, 7)}), *instances, settings=settings)
+    with pytest.raises(EngineError, match="2 instances died while they held this request, so it is not sent to another one"):
+        await b.call()
+    assert b.client.sent_to == [1, 2]
+    assert not b.router.open
+
+
+async def test_an_instance_that_did_not_get_the_request_did_not_die_of_it() -> None:
+    b = bench(failing_on({1: died(1), 2: gone(2), 3: ShuttingDown("the worker")}), *[instance(id_) for id_ in range(1, 5)])
+    assert await b.call() == b"response"
+    assert b.client.sent_to == [1, 2, 3, 4]
 
 
 # The retry budget

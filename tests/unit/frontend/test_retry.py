@@ -5,11 +5,12 @@ import pytest
 from dynamo.common.errors import DynamoError, EngineError, InstanceGone, NoInstances, Overloaded, ShuttingDown, Unavailable
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import RetryOptions
-from dynamo.frontend.serving.retry import Attempt, RetryBudget, RetryPolicy, Verdict
+from dynamo.frontend.serving.retry import Attempt, RetryBudget, RetryPolicy, Verdict, died_holding
 
-RETRY, WAIT, RAISE, EXPIRE = Verdict.RETRY, Verdict.WAIT, Verdict.RAISE, Verdict.EXPIRE
+RETRY, WAIT, RAISE, EXPIRE, BLAME = Verdict.RETRY, Verdict.WAIT, Verdict.RAISE, Verdict.EXPIRE, Verdict.BLAME
 NOW = 100.0
-GONE = InstanceGone(InstanceId(1))
+GONE = InstanceGone(InstanceId(1), was_held=False)
+DIED = InstanceGone(InstanceId(1))
 LOST = InstanceGone(InstanceId(1), "lost the request", is_alive=True)
 FULL, DRAINING, NONE = Overloaded("full"), ShuttingDown("the worker"), NoInstances("m")
 UNCONNECTED = Unavailable("no connection")
@@ -33,6 +34,12 @@ UNCONNECTED = Unavailable("no connection")
         (GONE, Attempt(deadline=NOW), EXPIRE),
         (GONE, Attempt(deadline=NOW, is_disturbed=True), EXPIRE),
         (EngineError("broken"), Attempt(deadline=NOW), RAISE),
+        # One instance may die of it, a second one is no accident.
+        (DIED, Attempt(deaths=1), RETRY),
+        (DIED, Attempt(deaths=2), BLAME),
+        (DIED, Attempt(deaths=2, is_disturbed=True), BLAME),
+        (DIED, Attempt(deaths=2, deadline=NOW), EXPIRE),
+        (DIED, Attempt(deaths=2, is_delivered=True), RAISE),
         # Where else it could go.
         (FULL, Attempt(is_pinned=True), RAISE),
         (FULL, Attempt(has_alternative=False), RAISE),
@@ -54,6 +61,11 @@ UNCONNECTED = Unavailable("no connection")
 )
 def test_what_follows_a_failed_attempt(error: DynamoError, attempt: Attempt, verdict: Verdict) -> None:
     assert RetryPolicy(RetryOptions(max_attempts=5)).decide(error, attempt, NOW) is verdict
+
+
+@pytest.mark.parametrize(("error", "is_death"), [(DIED, True), (GONE, False), (LOST, False), (FULL, False), (DRAINING, False)])
+def test_an_instance_died_of_a_request_only_if_it_had_it(error: DynamoError, is_death: bool) -> None:
+    assert died_holding(error) is is_death
 
 
 def test_pauses_double_up_to_a_limit_and_are_spread_by_half() -> None:

@@ -25,7 +25,6 @@ from dynamo.common.errors import (
     InvalidRequest,
     Overloaded,
     PayloadTooLarge,
-    Unavailable,
     from_wire,
 )
 from dynamo.common.messaging import frames
@@ -288,7 +287,8 @@ class RequestStream:
             return
         self.last_frame_at = float("-inf")  # probed at the next check
         if not self.started and self._total > self._client.chunk_bytes:
-            self._abort(Unavailable("the connection was lost while the request was on its way"))
+            why = "lost the connection while the request was on its way"
+            self._abort(InstanceGone(self._peer.instance, why, is_alive=True, was_held=False))
 
     def expire(self) -> None:
         """The deadline has passed."""
@@ -389,17 +389,18 @@ class RequestClient:
         self._streams.pop(stream.id, None)
         peer.streams.pop(stream.id, None)
 
-    def fail_instance(self, instance: InstanceId) -> None:
-        """Fail every stream of an instance, and forget it."""
+    def fail_instance(self, instance: InstanceId, gone_since: int | None = None) -> None:
+        """Fail every stream of an instance, and forget it. `gone_since`: the first batch that certainly did not reach it."""
         peer = self._peers.pop(instance, None)
         if peer is not None:
             for stream in list(peer.streams.values()):
-                stream.fail(InstanceGone(instance, "is gone"))
+                was_held = stream.batch >= 0 and (gone_since is None or stream.batch < gone_since)
+                stream.fail(InstanceGone(instance, "is gone", was_held=was_held))
 
     def _abandon_instance(self, peer: _InstancePeer) -> None:
         """As `fail_instance`, for an instance that may only hang: when it wakes, it must not do what others have done by then."""
         for stream in list(peer.streams.values()):
-            stream._abort(InstanceGone(peer.instance, "does not respond any more"))
+            stream._abort(InstanceGone(peer.instance, "does not respond any more", was_held=stream.batch >= 0))
         self.fail_instance(peer.instance)
 
     def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
@@ -444,9 +445,9 @@ class RequestClient:
             return
         batch = int(subject.rsplit(".", 1)[1])
         for stream in [stream for stream in peer.streams.values() if stream.batch == batch]:
-            stream.fail(InstanceGone(instance, "is gone"))
+            stream.fail(InstanceGone(instance, "is gone", was_held=False))
         if not self._in_grace():
-            self.fail_instance(instance)
+            self.fail_instance(instance, batch)
 
     def _in_grace(self) -> bool:
         return self.loop.time() - self._connection.reconnected_at < self.limits.reconnect_grace_s

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import Cancelled, DeadlineExceeded, DynamoError, NoInstances, Overloaded, Unavailable
+from dynamo.common.errors import Cancelled, DeadlineExceeded, DynamoError, EngineError, NoInstances, Overloaded, Unavailable
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.names import InstanceId
@@ -23,7 +23,7 @@ from dynamo.frontend.serving.booking import Booker, Booking
 from dynamo.frontend.serving.call import Call, Client, Instances, Link, Work
 from dynamo.frontend.serving.candidates import Candidates
 from dynamo.frontend.serving.prefix_reuse import PrefixReuse
-from dynamo.frontend.serving.retry import Attempt, Attempts, RetryBudget, RetryPolicy, Verdict
+from dynamo.frontend.serving.retry import Attempt, Attempts, RetryBudget, RetryPolicy, Verdict, died_holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class DispatchedStream:
         Raises `error` if that may not be, by the rules for retries.
         """
         self.started = False
-        self._attempts.number = 0
+        self._attempts.number = self._attempts.deaths = 0
         await self._recover(error, is_delivered=False)
         self._failure = None
         self._work = work
@@ -262,9 +262,11 @@ class DispatchedStream:
         shared, call, attempts = self._shared, self._call, self._attempts
         now = shared.clock()
         work = self._work if self._work.otherwise is None else self._work.otherwise
+        attempts.deaths += died_holding(error)
         failed = [*attempts.failed, self.decision.instance.id]
         attempt = Attempt(
             number=attempts.number + 1,
+            deaths=attempts.deaths,
             is_delivered=is_delivered,
             is_pinned=call.instance is not None,
             has_alternative=bool(shared.candidates.select(work, call, failed)),
@@ -285,6 +287,10 @@ class DispatchedStream:
         match self._shared.policy.decide(error, attempt, now):
             case Verdict.RAISE:
                 raise error
+            case Verdict.BLAME:
+                raise EngineError(
+                    f"{attempt.deaths} instances died while they held this request, so it is not sent to another one"
+                ) from error
             case Verdict.EXPIRE:
                 raise DeadlineExceeded() from error
             case Verdict.WAIT:

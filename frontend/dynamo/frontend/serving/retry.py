@@ -4,7 +4,8 @@ A failed attempt is repeated
 
 1. only if the error says that it may be (`retryable`), and only before the first frame was delivered;
 2. only on another instance, and never if the caller named the instance;
-3. only inside the deadline, `max_attempts` and the retry budget.
+3. only inside the deadline, `max_attempts` and the retry budget;
+4. only once after an instance died while it held the request, which may be what killed it.
 
 After our own NATS connection was away this is different for `reconnect_grace_s`: the instances have lost theirs too, so one that
 seems gone probably comes back. Then requests wait, and may be sent to the same instance again.
@@ -22,6 +23,8 @@ from dynamo.frontend.config import RetryOptions
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
+_MAX_DEATHS = 1
+"""Instances that may die of one request and be taken for unlucky."""
 
 
 class Verdict(Enum):
@@ -31,6 +34,8 @@ class Verdict(Enum):
     """Let time pass while the connection comes back, then send it to any instance."""
     RAISE = "raise"
     """Tell the caller of the error."""
+    BLAME = "blame"
+    """Tell the caller that the request seems to kill instances."""
     EXPIRE = "expire"
     """Tell the caller that its deadline has passed."""
 
@@ -41,6 +46,8 @@ class Attempt:
 
     number: int = 1
     """Instances that have failed the request, this one included."""
+    deaths: int = 0
+    """Instances that died while they held the request, this one included. A moved stream that went on starts at 0 again."""
     was_sent: bool = True
     """False: it failed for want of an instance, or of a connection."""
     is_delivered: bool = False
@@ -68,6 +75,8 @@ class RetryPolicy:
             return Verdict.RAISE
         if attempt.deadline is not None and now >= attempt.deadline:
             return Verdict.EXPIRE
+        if attempt.deaths > _MAX_DEATHS:
+            return Verdict.BLAME
         if attempt.is_disturbed and (isinstance(error, InstanceGone) or not attempt.was_sent):
             return Verdict.WAIT if attempt.gives_up_at is None or now < attempt.gives_up_at else Verdict.RAISE
         if attempt.is_pinned or attempt.number >= self._max_attempts or not attempt.has_alternative:
@@ -80,12 +89,19 @@ class RetryPolicy:
         return min(_FIRST_PAUSE_S * 2.0 ** min(waits, 10), _LONGEST_PAUSE_S) * (0.5 + jitter / 2)
 
 
+def died_holding(error: DynamoError) -> bool:
+    """Return whether `error` says that an instance died while it may have worked on the request."""
+    return isinstance(error, InstanceGone) and error.was_held and not error.is_alive
+
+
 @dataclass(slots=True)
 class Attempts:
     """The failed attempts of one request."""
 
     number: int = 0
     """Instances that have failed it; counted anew after a move."""
+    deaths: int = 0
+    """Of these, the ones that died while they held it."""
     failed: list[InstanceId] = field(default_factory=list)
     """Instances that are not sent it again."""
     waits: int = 0
