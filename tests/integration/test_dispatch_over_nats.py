@@ -89,7 +89,7 @@ async def test_requests_held_by_an_instance_that_vanishes_are_answered_by_anothe
         survivor.go.set()
         calls = [asyncio.create_task(f.call()) for _ in range(20)]
         await victim.holding.wait()
-        await victim.connection.client.close()
+        await victim.connection.close()
         assert set(await asyncio.gather(*calls)) == {survivor.id}
         retries = f.metrics.for_model("adder").retries._value.get()
         assert retries == 10, "half of the requests were on the victim, and nothing goes there any more"
