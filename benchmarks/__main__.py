@@ -1,7 +1,7 @@
 """`make bench FLAGS="[NAME] [FLAGS]"`: the tables that a change to a hot path is measured by.
 
 NAME is a benchmark, with flags of its own (`make bench FLAGS="http --help"`). Without it all but `soak` run, one after the other;
-what may be said of all of them then: `make bench FLAGS=--help`.
+flags for all of them: `make bench FLAGS=--help`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 NAMES = ("bus", "kserve", "http", "router_trace", "router_scale", "router_peer", "soak")
 _TIMED = ("kserve", "http", "router_peer")
-"""Those that run in rounds of some seconds, and beside the peer if there is one."""
+"""Benchmarks that run in rounds of some seconds, and next to the peer if there is one."""
 
 
 def main(arguments: list[str]) -> int:
@@ -34,17 +34,17 @@ def _all(arguments: list[str]) -> Iterator[tuple[str, list[str]]]:
     """What to run, with the flags that each understands."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, usage="%(prog)s [NAME] [FLAGS]")
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter that has NVIDIA Dynamo installed, to measure beside it")
-    parser.add_argument("--rounds", help="of those that run in rounds, in place of their own number")
+    parser.add_argument("--rounds", help="number of rounds, for benchmarks that run in rounds")
     parser.add_argument("--seconds", help="per case, system and round, in place of their own number")
     parser.add_argument("--trace", metavar="FILE", help="for router_trace; otherwise one is made up")
     parser.add_argument("--entries", help="for router_scale: (block, instance) pairs in the index")
-    asked = parser.parse_args(arguments)
-    timed = [f"--{name}={value}" for name in ("peer", "rounds", "seconds") if (value := getattr(asked, name))]
+    options = parser.parse_args(arguments)
+    timed = [f"--{name}={value}" for name in ("peer", "rounds", "seconds") if (value := getattr(options, name))]
     flags = {
         "bus": [],
         **dict.fromkeys(_TIMED, timed),
-        "router_trace": [asked.trace] if asked.trace else [],
-        "router_scale": [f"--entries={asked.entries}"] if asked.entries else [],
+        "router_trace": [options.trace] if options.trace else [],
+        "router_scale": [f"--entries={options.entries}"] if options.entries else [],
     }
     return ((name, flags[name]) for name in NAMES if name in flags)
 

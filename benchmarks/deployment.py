@@ -38,7 +38,7 @@ class System:
 async def process(
     command: Sequence[str], env: dict[str, str], log: Path, cwd: Path | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A child process for the body; asked to end, and killed if it does not."""
+    """Run a child process during the body; end it by SIGTERM, by SIGKILL if it does not."""
     with log.open("wb") as output:
         child = await asyncio.create_subprocess_exec(
             *command, env=env, cwd=cwd, stdout=output, stderr=output, stdin=asyncio.subprocess.DEVNULL
@@ -195,16 +195,16 @@ def words_of(tokenizer: Path) -> list[str]:
 
 
 async def ready(port: int, model: str) -> None:
-    """Returns when a model can be asked over gRPC. Raises TimeoutError."""
+    """Return when a model is ready over gRPC. Raises TimeoutError."""
     async with asyncio.timeout(START_TIMEOUT_S), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        ask = channel.unary_unary(
+        model_ready = channel.unary_unary(
             "/inference.GRPCInferenceService/ModelReady",
             request_serializer=ModelReadyRequest.SerializeToString,
             response_deserializer=ModelReadyResponse.FromString,
         )
         while True:
             try:
-                if (await ask(ModelReadyRequest(name=model), timeout=5)).ready:
+                if (await model_ready(ModelReadyRequest(name=model), timeout=5)).ready:
                     return
             except grpc.aio.AioRpcError:
                 pass
@@ -219,9 +219,9 @@ async def http_ready(port: int) -> None:
             try:
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(request)
-                answer = await reader.read()
+                response = await reader.read()
                 writer.close()
-                if b'"id"' in answer:
+                if b'"id"' in response:
                     return
             except OSError:
                 pass

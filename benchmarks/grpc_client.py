@@ -1,7 +1,7 @@
 """A gRPC client that costs little, so that a benchmark measures the server and not its own client.
 
 It speaks just enough HTTP/2 for unary calls and for streaming calls that send one message: requests are two frames made of
-prepared bytes, and of an answer it reads the frame headers, the message lengths and the status.
+prepared bytes, and of a response it reads the frame headers, the message lengths and the status.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Reply:
     messages: int = 0
     body_bytes: int = 0
     body: bytearray | None = None
-    """The raw answer with gRPC's message prefixes, if the caller asked for it."""
+    """The raw response with gRPC's message prefixes, if the caller wanted it."""
     _missing: int = 0
     _prefix: bytes = b""
 
     def feed(self, data: memoryview) -> None:
-        """Counts messages in the next bytes of the answer."""
+        """Counts messages in the next bytes of the response."""
         self.body_bytes += len(data)
         if self.body is not None:
             self.body += data
@@ -172,16 +172,16 @@ class GrpcConnection(asyncio.Protocol):
         if self._received:
             self._received += data
             received = self._received
-        view, end, at = memoryview(received), len(received), 0
-        while end - at >= 9:
-            upper, lower, kind, flags, stream = _HEAD.unpack_from(received, at)
-            begin = at + 9
+        view, end, position = memoryview(received), len(received), 0
+        while end - position >= 9:
+            upper, lower, kind, flags, stream = _HEAD.unpack_from(received, position)
+            begin = position + 9
             if end - begin < (size := upper << 8 | lower):
                 break
-            at = begin + size
-            self._on_frame(kind, flags, stream & _LARGEST_WINDOW, view[begin:at])
-        if at or received is data:
-            self._received = bytearray(view[at:])
+            position = begin + size
+            self._on_frame(kind, flags, stream & _LARGEST_WINDOW, view[begin:position])
+        if position or received is data:
+            self._received = bytearray(view[position:])
 
     def _on_frame(self, kind: int, flags: int, stream: int, payload: memoryview) -> None:
         if kind == _DATA:
@@ -227,9 +227,9 @@ class GrpcConnection(asyncio.Protocol):
             self._end(reply, int(fields.get("grpc-status", -1)), unquote(fields.get("grpc-message", "")))
 
     def _decoded(self, block: bytes) -> dict[str, str]:
-        known = self._known_headers.get(block)
-        if known is not None:
-            return known
+        cached = self._known_headers.get(block)
+        if cached is not None:
+            return cached
         fields = {str(key): str(value) for key, value in self._decoder.decode(block)}
         if min(block, default=0) >= 0x80:
             self._known_headers[block] = fields

@@ -3,12 +3,12 @@
     python -m benchmarks.http                              ours alone
     python -m benchmarks.http --peer /path/to/python       and the peer installed for that interpreter
 
-Both sides have the same tokenizer, prompts of words that are one token each, and answers of 128 tokens, one SSE event per
+Both sides have the same tokenizer, prompts of words that are one token each, and responses of 128 tokens, one SSE event per
 token (none for the first half of a character). In the fast cases the engines are each side's own simulator without any pace,
-so the servers are what is measured; both make several tokens between two looks at their streams, and `pieces per answer`
-says how finely an answer arrives at the client: fewer pieces are less work for everybody. In the paced cases both workers
-make the first token at once and 40 a second from then on. All answers take the same time then, so clients that start together
-go on asking together: in one case they do, in the other each starts at a moment of its own.
+so the servers are what is measured; both make several tokens between two reads of their streams, and `pieces per response`
+tells how finely a response arrives at the client: fewer pieces are less work for all. In the paced cases both workers
+make the first token at once and 40 a second from then on. All responses take the same time then, so clients that start together
+stay together: in one case they do, in the other each starts at a moment of its own.
 Each round runs every case on every system in turn; the table gives medians over rounds and ratios to the peer.
 """
 
@@ -34,10 +34,10 @@ from benchmarks.measuring import Meter, Result, median, percentile, table
 
 TOKENS = 128
 _PACED_S = 8.0
-"""A paced case takes so long at least: an answer takes 3.2 s."""
+"""A paced case takes so long at least: an response takes 3.2 s."""
 _PROMPTS = 256
 _STEPS_PER_TURN = 16
-"""Of our simulator without a pace, so that its bursts are about as long as those of the peer's: see `pieces per answer`."""
+"""Of our simulator without a pace, so that its bursts are about as long as those of the peer's: see `pieces per response`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Case:
     chat: bool = False
     paced: bool = False
     at_once: bool = False
-    """Of a paced case: all clients ask at the same moment, again and again, instead of each at its own."""
+    """Of a paced case: all clients send at the same moment, again and again, instead of each at its own."""
 
 
 CASES = (
@@ -88,17 +88,17 @@ async def run(case: Case, system: System, words: Sequence[str], seconds: float) 
         for request in itertools.islice(itertools.cycle(requests), number * 7, None):
             if loop.time() >= until or connection.broken:
                 return
-            answer = connection.ask(request)
-            await answer.done
+            response = connection.send(request)
+            await response.done
             if not record:
                 continue
-            if answer.error:
-                result.errors[answer.error] = result.errors.get(answer.error, 0) + 1
+            if response.error:
+                result.errors[response.error] = result.errors.get(response.error, 0) + 1
                 continue
             result.done += 1
-            result.latencies_s.append(answer.ended_at - answer.sent_at)
-            result.first_s.append(answer.first_at - answer.sent_at)
-            result.pieces += answer.pieces
+            result.latencies_s.append(response.ended_at - response.sent_at)
+            result.first_s.append(response.first_at - response.sent_at)
+            result.pieces += response.pieces
 
     async def load(duration: float, record: bool) -> None:
         until = loop.time() + duration
@@ -116,10 +116,10 @@ async def run(case: Case, system: System, words: Sequence[str], seconds: float) 
 def report(results: Sequence[Result], cases: Sequence[Case]) -> str:
     rows = []
     for case in cases:
-        found = [result for result in results if result.case == case.name]
+        of_case = [result for result in results if result.case == case.name]
         base: dict[str, float] = {}
-        for system in sorted({result.system for result in found}, key=lambda name: not name.startswith("peer")):
-            runs = [result for result in found if result.system == system]
+        for system in sorted({result.system for result in of_case}, key=lambda name: not name.startswith("peer")):
+            runs = [result for result in of_case if result.system == system]
             figures = {
                 "rate": median([run.rate for run in runs]) * TOKENS,
                 "cpu": median([1e6 * run.cpu_s["frontend"] / max(1, run.done * TOKENS) for run in runs]),
@@ -135,7 +135,7 @@ def report(results: Sequence[Result], cases: Sequence[Case]) -> str:
             cells += [f"{figures['cpu']:.1f}", ratio["cpu"], f"{latency:.1f}", f"{pieces:.0f}", str(errors)]
             rows.append([case.name, system, *cells])
     head = ["case", "system", "tok/s", "× peer", "first p50 ms", "× peer", "frontend CPU µs/token", "× peer", "p50 ms"]
-    return table([*head, "pieces per answer", "errors"], rows)
+    return table([*head, "pieces per response", "errors"], rows)
 
 
 def worker_command(tokenizer: Path, paced: bool) -> tuple[str, ...]:
@@ -149,14 +149,14 @@ async def systems_under_test(
     stack: AsyncExitStack, arguments: argparse.Namespace, cases: Sequence[Case], tokenizer: Path
 ) -> list[tuple[System, bool]]:
     """Each with whether it has the paced model."""
-    found: list[tuple[System, bool]] = []
+    systems: list[tuple[System, bool]] = []
     for paced in sorted({case.paced for case in cases}):
         system = await stack.enter_async_context(ours(worker_command=worker_command(tokenizer, paced), wait_for=(), name="ours"))
         await http_ready(system.http_port)
-        found.append((system, paced))
+        systems.append((system, paced))
         if arguments.peer:
-            found.append((await stack.enter_async_context(peer(arguments.peer, "paced" if paced else "mocker")), paced))
-    return found
+            systems.append((await stack.enter_async_context(peer(arguments.peer, "paced" if paced else "mocker")), paced))
+    return systems
 
 
 async def main(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""A lean HTTP/1.1 client for streamed answers, so that a benchmark measures servers and not its client."""
+"""A lean HTTP/1.1 client for streamed responses, so that a benchmark measures servers and not its client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TAIL_BYTES = 1000
 
 
 @dataclass(slots=True)
-class Answer:
+class Response:
     """What became of one request."""
 
     sent_at: float
@@ -39,7 +39,7 @@ class HttpConnection(asyncio.Protocol):
         self._acknowledge_at_once = acknowledge_at_once
         self._expected = b'"completion_tokens":%d' % tokens
         self._transport: asyncio.Transport
-        self._answer: Answer | None = None
+        self._response: Response | None = None
         self._head = b""
         self._tail = b""
         self._left: int | None = None
@@ -55,47 +55,47 @@ class HttpConnection(asyncio.Protocol):
     def close(self) -> None:
         self._transport.close()
 
-    def ask(self, request: bytes) -> Answer:
-        """Sends a whole request; `Answer.done` is set at the end of what comes back."""
-        answer = self._answer = Answer(time.perf_counter(), asyncio.get_running_loop().create_future())
+    def send(self, request: bytes) -> Response:
+        """Send a whole request; `Response.done` is set at the end of its response."""
+        response = self._response = Response(time.perf_counter(), asyncio.get_running_loop().create_future())
         self._head = self._tail = b""
         self._transport.write(request)
-        return answer
+        return response
 
     def data_received(self, data: bytes) -> None:
         if self._acknowledge_at_once:  # the kernel forgets it by itself
             self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-        answer = self._answer
-        if answer is None:
+        response = self._response
+        if response is None:
             return
-        answer.pieces += 1
-        if not answer.status:
+        response.pieces += 1
+        if not response.status:
             self._head += data
-            head, found, data = self._head.partition(b"\r\n\r\n")
-            if not found:
+            head, separator, data = self._head.partition(b"\r\n\r\n")
+            if not separator:
                 return
-            answer.status = int(head[9:12])
+            response.status = int(head[9:12])
             length = _LENGTH.search(head.lower())
             self._left = int(length[1]) if length else None
         if events := data.count(_EVENT):
-            answer.first_at = answer.first_at or time.perf_counter()
-            answer.events += events
+            response.first_at = response.first_at or time.perf_counter()
+            response.events += events
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
         if self._left is not None:
             self._left -= len(data)
         if self._left == 0 or (self._left is None and self._tail.endswith(b"\r\n0\r\n\r\n")):
-            whole = answer.status == 200 and b"[DONE]" in self._tail and self._expected in self._tail
-            self._end("" if whole else f"{answer.status} {self._tail[-160:].decode(errors='replace')}")
+            whole = response.status == 200 and b"[DONE]" in self._tail and self._expected in self._tail
+            self._end("" if whole else f"{response.status} {self._tail[-160:].decode(errors='replace')}")
 
     def _end(self, error: str) -> None:
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            answer.ended_at, answer.error, answer.tail = time.perf_counter(), error, self._tail
-            answer.done.set_result(None)
+        response, self._response = self._response, None
+        if response is not None:
+            response.ended_at, response.error, response.tail = time.perf_counter(), error, self._tail
+            response.done.set_result(None)
 
 
 async def connect(port: int, tokens: int, *, acknowledge_at_once: bool = False) -> HttpConnection:
-    """A connection on which every answer must be a stream of so many tokens.
+    """A connection on which every response must be a stream of so many tokens.
 
     `acknowledge_at_once` keeps a server from waiting that sets no TCP_NODELAY.
     """

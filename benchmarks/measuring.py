@@ -56,7 +56,7 @@ class Result:
     cpu_s: dict[str, float] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
     pieces: int = 0
-    """In how many pieces all streamed answers arrived."""
+    """The number of pieces in which all streamed responses arrived."""
 
     @property
     def rate(self) -> float:

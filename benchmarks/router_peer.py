@@ -116,16 +116,16 @@ async def run(part: Part, system: System, model: str, texts: Iterator[str], seco
 
     async def client(connection: HttpConnection, until: float, into: Run) -> None:
         while loop.time() < until and not connection.broken:
-            answer = connection.ask(request(model, next(texts), part.output_tokens))
-            await answer.done
-            if answer.error:
-                into.errors[answer.error] = into.errors.get(answer.error, 0) + 1
+            response = connection.send(request(model, next(texts), part.output_tokens))
+            await response.done
+            if response.error:
+                into.errors[response.error] = into.errors.get(response.error, 0) + 1
                 continue
             into.done += 1
-            into.first_s.append(answer.first_at - answer.sent_at)
-            into.latencies_s.append(answer.ended_at - answer.sent_at)
-            into.prompt_tokens += _number(_PROMPT, answer.tail)
-            into.cached_tokens += _number(_CACHED, answer.tail)
+            into.first_s.append(response.first_at - response.sent_at)
+            into.latencies_s.append(response.ended_at - response.sent_at)
+            into.prompt_tokens += _number(_PROMPT, response.tail)
+            into.cached_tokens += _number(_CACHED, response.tail)
 
     async def load(duration_s: float, into: Run) -> None:
         until = loop.time() + duration_s
@@ -141,8 +141,8 @@ async def run(part: Part, system: System, model: str, texts: Iterator[str], seco
 
 
 def _number(pattern: re.Pattern[bytes], text: bytes) -> int:
-    found = pattern.search(text)
-    return int(found[1]) if found else 0
+    match = pattern.search(text)
+    return int(match[1]) if match else 0
 
 
 def write_timing(path: Path) -> None:
@@ -168,7 +168,7 @@ def _peer_step_ms(prefill_tokens: int, decoding: int) -> float:
 async def systems(part_is_timed: bool, folder: Path, python: str | None) -> AsyncIterator[dict[tuple[str, str], System]]:
     """All systems, by who made it and how it routes."""
     async with AsyncExitStack() as stack:
-        found: dict[tuple[str, str], System] = {}
+        running: dict[tuple[str, str], System] = {}
         for mode in MODES:
             timing = f"timing={folder}/timing.csv" if part_is_timed else "speedup=0"
             sim = f"sim:blocks={BLOCKS},block_size={BLOCK_SIZE},tokenizer={folder}/model/tokenizer.json,{timing}"
@@ -180,14 +180,14 @@ async def systems(part_is_timed: bool, folder: Path, python: str | None) -> Asyn
                 wait_for=("m",),
                 name=f"ours, {mode}",
             )
-            found["ours", mode] = await stack.enter_async_context(own)
+            running["ours", mode] = await stack.enter_async_context(own)
             if python is None:
                 continue
             mocker = ("--num-workers", str(WORKERS), "--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(BLOCKS))
             speed = ("--speedup-ratio", "1" if part_is_timed else "1000000")
             other = peer(python, "mocker", frontend_flags=("--router-mode", mode), mocker_flags=(*mocker, *speed))
-            found["peer", mode] = await stack.enter_async_context(other)
-        yield found
+            running["peer", mode] = await stack.enter_async_context(other)
+        yield running
 
 
 def report(results: dict[tuple[str, str, str], list[Run]]) -> str:
@@ -249,11 +249,11 @@ async def main(arguments: argparse.Namespace) -> None:
             parts = tuple(part for part in parts if arguments.part in part.name)
             if not parts:
                 continue
-            async with systems(parts[0].timed, folder, arguments.peer) as found:
+            async with systems(parts[0].timed, folder, arguments.peer) as running:
                 await asyncio.sleep(2)  # the peer lists a model before all of its workers are there
                 for number in range(arguments.rounds):
                     for part in parts:
-                        for (who, mode), system in found.items():
+                        for (who, mode), system in running.items():
                             done = await run(part, system, "m", texts, arguments.seconds)
                             results.setdefault((part.name, who, mode), []).append(done)
                     print(f"{parts[0].name}: round {number + 1} of {arguments.rounds} done", file=sys.stderr)

@@ -112,9 +112,9 @@ def decide(
         begin = time.thread_time()
         index.match(hashes)
         matches.append(time.thread_time() - begin)
-        known = PromptHashes(b"", BLOCK_SIZE)
-        known.values = hashes
-        request = RouteRequest(model=MODEL, booking_id=str(number), prompt=prompt, hashes=known)
+        prompt_hashes = PromptHashes(b"", BLOCK_SIZE)
+        prompt_hashes.values = hashes
+        request = RouteRequest(model=MODEL, booking_id=str(number), prompt=prompt, hashes=prompt_hashes)
         begin, wall = time.thread_time(), time.perf_counter()
         choice = router.pick(request, fleet)
         picks.append(time.thread_time() - begin)

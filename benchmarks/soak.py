@@ -55,7 +55,7 @@ async def many(count: int, at_once: int, one: Callable[[int], Awaitable[None]]) 
 
 
 async def soak(requests: int, streams: int, rounds: int, at_once: int, grpc_server: str) -> str:
-    """The table of all rounds. Raises when a request fails or is answered wrongly."""
+    """Return the table of all rounds. Raises RuntimeError for a request that fails or gets a wrong response."""
     rows: list[list[str]] = []
     async with ours(grpc_server=grpc_server, models=("echo", "echo:llm"), wait_for=("echo", "echo-llm")) as system:
         pids = {name: pid for name, pid in system.pids.items() if name != "nats"}
@@ -69,12 +69,12 @@ async def soak(requests: int, streams: int, rounds: int, at_once: int, grpc_serv
             infer: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(SERVICE + "ModelInfer")
             stream: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(SERVICE + "ModelStreamInfer")
 
-            async def ask(number: int) -> None:
-                answer = ModelInferResponse.FromString(await infer(tensor_request(number), timeout=60))
-                if answer.id != str(number) or answer.raw_output_contents[0] != _VALUES:
-                    raise RuntimeError(f"request {number} was answered wrongly")
+            async def infer_once(number: int) -> None:
+                response = ModelInferResponse.FromString(await infer(tensor_request(number), timeout=60))
+                if response.id != str(number) or response.raw_output_contents[0] != _VALUES:
+                    raise RuntimeError(f"request {number} got a wrong response")
 
-            async def tell(number: int) -> None:
+            async def stream_once(number: int) -> None:
                 async def sent() -> AsyncIterator[bytes]:
                     yield text_request(number)
 
@@ -85,15 +85,15 @@ async def soak(requests: int, streams: int, rounds: int, at_once: int, grpc_serv
                         if output.name == "text_output":
                             text += b"".join(output.contents.bytes_contents)
                 if text != b"%032d" % number:
-                    raise RuntimeError(f"stream {number} was answered wrongly: {text!r} {message.error_message}")
+                    raise RuntimeError(f"stream {number} got a wrong response: {text!r} {message.error_message}")
 
             look("before", "")
             settled: dict[str, float] = {}
             memory: dict[str, float] = {}
             for round_ in range(1, rounds + 1):
                 begun = time.perf_counter()
-                await many(requests // rounds, at_once, ask)
-                await many(streams // rounds, at_once, tell)
+                await many(requests // rounds, at_once, infer_once)
+                await many(streams // rounds, at_once, stream_once)
                 took_s = time.perf_counter() - begun
                 memory = look(f"round {round_}", f"{(requests + streams) / rounds / took_s:.0f}/s")
                 settled = settled or memory

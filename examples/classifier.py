@@ -2,7 +2,7 @@
 
 Each digit has a prototype, drawn below. The scores of an image are its correlations with the prototypes, whatever its
 brightness and contrast are, tried at nine positions so that a digit may sit a pixel off its place; `probability` is their
-softmax. `probability` carries class names, so a client may ask for the best classes instead of numbers.
+softmax. `probability` carries class names, so a client may request the best classes instead of numbers.
 
     dynamo-worker --model examples/classifier.py:Classifier
 """

@@ -1,4 +1,4 @@
-"""A tensor worker for NVIDIA Dynamo that answers with its inputs. Run by the interpreter that has the peer installed."""
+"""A tensor worker for NVIDIA Dynamo that responds with its inputs. Run by the interpreter that has the peer installed."""
 
 import uvloop
 

@@ -167,8 +167,12 @@ def pair(tmp_path: Path) -> Pair:
             "variable DYN_NAMESPACE: 'prod>' is not usable: the name has the character '>'; "
             "allowed are letters, digits and . _ / -",
         ),
-        (["--nats-servers", "no address"], {}, "--nats-servers: 'no address' is no address of a server: a URL, or host:port"),
-        (["--etcd-endpoints", "etcd:x"], {}, "--etcd-endpoints: 'etcd:x' is no address of a server: a URL, or host:port"),
+        (
+            ["--nats-servers", "no address"],
+            {},
+            "--nats-servers: 'no address' is not the address of a server: a URL, or host:port",
+        ),
+        (["--etcd-endpoints", "etcd:x"], {}, "--etcd-endpoints: 'etcd:x' is not the address of a server: a URL, or host:port"),
         (["--log-level", "loud"], {}, "--log-level: 'loud' names the level 'loud'; there are debug, info, warning and error"),
         (["--config", "none.yaml"], {}, "the configuration file none.yaml cannot be read: No such file or directory"),
     ],

@@ -98,7 +98,7 @@ def option(
     the value and raises ValueError with the end of a sentence ("is not a port"); `from_file` does so for YAML.
     `repeatable` fields are tuples: the flag may be given several times, and each text is split at `separator` (empty:
     not split). `secret` values never come from the command line, where every user of the machine can read them: they
-    get a `…-file` flag and variable besides the variable itself.
+    get a `…-file` flag and variable in addition to the variable itself.
     """
     keys = (file_key,) if isinstance(file_key, str) else file_key
     described = Option(
@@ -132,7 +132,7 @@ def group(title: str, *, prefix: str = "", default: Callable[[], object] | None 
 
 
 def parse_bytes(text: str) -> int:
-    """A size such as `4194304`, `64MiB`, `64M` (binary) or `1GiB`; for `option(parse=…)`."""
+    """Return the bytes of a size such as `4194304`, `64MiB`, `64M` (binary) or `1GiB`; for `option(parse=…)`."""
     units = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
     digits = text.strip().rstrip("BbKkMmGgIi ")
     unit = text.strip()[len(digits) :].strip().lower()
@@ -182,7 +182,7 @@ class _Setting:
 
 
 def load(cls: type[C], argv: Sequence[str], environ: Mapping[str, str], *, program: str, description: str | None = None) -> C:
-    """A `cls` from the arguments (without the program's name) and the environment.
+    """Return a `cls` from the arguments (without the program's name) and the environment.
 
     Raises ConfigError; `--help` and `--version` print and raise SystemExit(0).
     """
@@ -198,18 +198,18 @@ def load(cls: type[C], argv: Sequence[str], environ: Mapping[str, str], *, progr
     from_flags: dict[tuple[str, ...], object] = {}
     _check_variables(cls, settings, environ)
     for setting in settings:
-        if found := flags.given.get(setting.path):
-            from_flags[setting.path] = _from_flags(setting, found)
+        if occurrences := flags.given.get(setting.path):
+            from_flags[setting.path] = _from_flags(setting, occurrences)
             if path is not None and values.get(setting.path, from_flags[setting.path]) != from_flags[setting.path]:
                 key = next(k for k in (*setting.file_keys, *setting.file_file_keys) if _lookup(document, k)[0])
-                raise ConfigError(f"{found[0][0]} and '{key}' in {path} are both given and differ; keep one of them")
+                raise ConfigError(f"{occurrences[0][0]} and '{key}' in {path} are both given and differ; keep one of them")
         values.update(_from_environment(setting, environ))
     values.update(from_flags)
     return _build(cls, (), values)
 
 
 def load_or_exit(cls: type[C], *, program: str, description: str | None = None) -> C:
-    """`load` from `sys.argv` and the environment; what is wrong is printed and ends the process with status 2."""
+    """`load` from `sys.argv` and the environment; an error is printed and ends the process with status 2."""
     try:
         return load(cls, sys.argv[1:], os.environ, program=program, description=description)
     except ConfigError as error:
@@ -217,13 +217,13 @@ def load_or_exit(cls: type[C], *, program: str, description: str | None = None) 
 
 
 def exit_with(program: str, error: Exception) -> NoReturn:
-    """Prints what is wrong with the configuration and ends the process with status 2."""
+    """Print the error as one sentence and end the process with status 2."""
     print(f"{program}: {error}", file=sys.stderr)
     sys.exit(EXIT_CONFIG)
 
 
 def project_version() -> str:
-    """The installed version, or `0+source` for a source tree that was not installed."""
+    """Return the installed version, or `0+source` for a source tree that was not installed."""
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:
@@ -231,12 +231,12 @@ def project_version() -> str:
 
 
 def variables(cls: type[Any]) -> frozenset[str]:
-    """Every environment variable that `cls` reads."""
+    """Return the names of all environment variables that `cls` reads."""
     return frozenset(name for setting in _settings(cls) for name in (*setting.env, *setting.file_env)) | {"DYN_CONFIG"}
 
 
 def markdown_table(cls: type[Any]) -> str:
-    """All options of `cls` as Markdown: one heading and one table per group."""
+    """Return all options of `cls` as Markdown: one heading and one table per group."""
     groups: dict[str, list[_Setting]] = {}
     for setting in _settings(cls):
         groups.setdefault(setting.title, []).append(setting)
@@ -252,7 +252,7 @@ def markdown_table(cls: type[Any]) -> str:
 
 
 def _settings(cls: type[Any], path: tuple[str, ...] = (), within: Group | None = None) -> Iterator[_Setting]:
-    """Yield the settings of `cls`: those of its own group in the order of its fields, then those of other groups."""
+    """Yield the settings of `cls`: first its own group in the order of its fields, then other groups."""
     within = within or Group(_GENERAL)
     hints = typing.get_type_hints(cls)
     others: list[_Setting] = []
@@ -327,7 +327,7 @@ def _to_int(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError("is not a whole number") from None
+        raise ValueError("is not an integer") from None
 
 
 def _to_float(text: str) -> float:
@@ -379,7 +379,7 @@ class _Help(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34, width=110)
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
-        return f"usage: {self._prog} [options]\n\n"  # dozens of flags in one usage line help nobody
+        return f"usage: {self._prog} [options]\n\n"  # dozens of flags in one usage line are unreadable
 
 
 def _read_flags(settings: Sequence[_Setting], argv: Sequence[str], program: str, description: str) -> _Flags:
@@ -471,11 +471,11 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _from_flags(setting: _Setting, found: Sequence[tuple[str, str]]) -> object:
+def _from_flags(setting: _Setting, occurrences: Sequence[tuple[str, str]]) -> object:
     if setting.option.repeatable:
-        return tuple(value for flag, text in found for value in _split(setting, text, flag))
+        return tuple(value for flag, text in occurrences for value in _split(setting, text, flag))
     convert = _read_secret if setting.option.secret else partial(_value, setting)
-    values = [(flag, convert(text, flag)) for flag, text in found]
+    values = [(flag, convert(text, flag)) for flag, text in occurrences]
     for flag, value in values[1:]:
         if value != values[0][1]:
             both = values[0][0] if flag == values[0][0] else f"{values[0][0]} and {flag}"
@@ -509,7 +509,7 @@ def _check_variables(cls: type[Any], settings: Sequence[_Setting], environ: Mapp
 
 
 def _other_classes() -> list[type[Any]]:
-    """Configuration classes of this project's other processes: what they know is no error here, only without effect."""
+    """Return the configuration classes of the project's other processes: their names are no error here, only without effect."""
     return [entry.load() for entry in entry_points(group=ENTRY_POINTS)]
 
 
@@ -517,7 +517,7 @@ def _other_classes() -> list[type[Any]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would silently keep the last."""
+    """Refuses a mapping with a duplicate key, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
@@ -582,12 +582,12 @@ def _unknown_keys(node: Mapping[str, Any], prefix: str, known: frozenset[str]) -
 
 def _from_file(setting: _Setting, document: Mapping[str, Any], path: str) -> dict[tuple[str, ...], object]:
     for key in setting.file_keys:
-        found, value = _lookup(document, key)
-        if found and value is not None:
+        is_set, value = _lookup(document, key)
+        if is_set and value is not None:
             return {setting.path: _file_value(setting, value, f"{path}: '{key}'")}
     for key in setting.file_file_keys:
-        found, value = _lookup(document, key)
-        if found and value is not None:
+        is_set, value = _lookup(document, key)
+        if is_set and value is not None:
             return {setting.path: _read_secret(str(value), f"{path}: '{key}'")}
     return {}
 

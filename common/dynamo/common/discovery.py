@@ -1,4 +1,4 @@
-"""Who serves what, now: what a registration says, and the view that a set of them makes.
+"""Which instances serve which models: the format of a registration, and the view of a set of registrations.
 
 A worker registers each model it serves under its lease (`registration.py`). A frontend lists the prefix, watches from there
 on, and keeps the last known view when etcd is away: that is not a failure, only a stale view (`directory.py`). This module
@@ -57,7 +57,7 @@ _DECODER = msgspec.json.Decoder(Instance)
 
 
 def decode_registration(key: str, value: bytes) -> Instance:
-    """What is registered under `key`; raises InvalidRequest if that is no registration, or one of something else."""
+    """Return the instance registered under `key`. Raises InvalidRequest if the value is not a registration that belongs there."""
     try:
         instance = _DECODER.decode(value)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -72,7 +72,7 @@ def decode_registration(key: str, value: bytes) -> Instance:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Registrations that came and went. One whose content changed is in both."""
+    """Registrations that were added and removed. One whose content changed is in both."""
 
     added: tuple[Instance, ...] = ()
     removed: tuple[Instance, ...] = ()
@@ -99,19 +99,19 @@ class View:
         self._by_model: dict[str, dict[str, Instance]] = {}
         self._by_key: dict[str, Instance] = {}
         self._down: set[InstanceId] = set()
-        # Made when asked for, dropped when something changes. Only names that exist get in: requests choose what is asked.
+        # Filled on demand, cleared by changes. Only registered names get in, since clients choose which names are looked up.
         self._agreeing: dict[str, tuple[Instance, ...]] = {}
         self._serving: dict[str, tuple[Instance, ...]] = {}
         self._names: dict[str, str] | None = None
-        self._complaints: set[str] = set()
+        self._warned: set[str] = set()
 
-    # What is served
+    # Lookup
 
     def instances(self, name: str) -> tuple[Instance, ...]:
-        """Those that serve a model, alias or adapter now, in order of id. The same tuple until something changes."""
-        known = self._serving.get(name)
-        if known is not None:
-            return known
+        """Return the instances that serve a model, alias or adapter now, in order of id; the same tuple until a change."""
+        cached = self._serving.get(name)
+        if cached is not None:
+            return cached
         model = self.model_of(name)
         if model is None:
             return ()
@@ -121,7 +121,7 @@ class View:
         return serving
 
     def model_of(self, name: str) -> str | None:
-        """The model that a name means; None if nobody has registered it."""
+        """Return the model that a name stands for; None if it is not registered."""
         if name in self._by_model:
             return name
         if self._names is None:
@@ -129,27 +129,27 @@ class View:
         return self._names.get(name)
 
     def models(self) -> list[str]:
-        """Names of the registered models, sorted, without aliases and adapters."""
+        """Return the names of the registered models, sorted, without aliases and adapters."""
         return sorted(self._by_model)
 
     def card(self, name: str) -> ModelCard | None:
-        """The card of a model, by any of its names: that of the newest instance."""
+        """Return the card of a model, by any of its names: that of the newest instance."""
         model = self.model_of(name)
         return None if model is None else max(self._agreeing_on(model), key=_age).card
 
     def registered(self) -> Collection[Instance]:
-        """Every registration that agrees with its model's others, those of instances marked down included."""
+        """Return every registration that agrees with the others of its model, including instances that are marked down."""
         return tuple(instance for model in self._by_model for instance in self._agreeing_on(model))
 
     @property
     def keys(self) -> KeysView[str]:
-        """All keys under which something readable is registered."""
+        """The keys of all registrations that can be decoded."""
         return self._by_key.keys()
 
-    # What changes it
+    # Changes
 
     def apply(self, changes: Mapping[str, bytes | None]) -> Change:
-        """Takes over new contents of keys, None for deleted ones. What cannot be read counts as deleted, and is logged."""
+        """Apply new values of keys, None for deleted ones. A value that cannot be decoded counts as deleted, and is logged."""
         added: list[Instance] = []
         removed: list[Instance] = []
         revived: set[InstanceId] = set()
@@ -176,15 +176,15 @@ class View:
         return Change(tuple(added), tuple(removed), frozenset(revived))
 
     def mark_down(self, instance: InstanceId) -> bool:
-        """Leaves an instance out until `mark_up` or until it registers again. False if that changes nothing."""
-        if instance in self._down or all(known.id != instance for known in self._by_key.values()):
+        """Leave an instance out until `mark_up` or until it registers again. Return False if that changes nothing."""
+        if instance in self._down or all(registered.id != instance for registered in self._by_key.values()):
             return False
         self._down.add(instance)
         self._serving.clear()
         return True
 
     def mark_up(self, instance: InstanceId) -> bool:
-        """Ends `mark_down`. False if that changes nothing."""
+        """Undo `mark_down`. Return False if that changes nothing."""
         if instance not in self._down:
             return False
         self._mark_up(instance)
@@ -206,27 +206,27 @@ class View:
 
     def _read(self, key: str, value: bytes | None) -> Instance | None:
         if value is None:
-            self._complaints.discard(key)
+            self._warned.discard(key)
             return None
-        if key.startswith(REPOSITORY_ROOT):  # seen by who follows all namespaces
+        if key.startswith(REPOSITORY_ROOT):  # seen by views of all namespaces
             return None
         try:
             return decode_registration(key, value)
         except DynamoError as error:
-            self._complain(key, f"the registration {key!r} is ignored: {error}")
+            self._warn_once(key, f"the registration {key!r} is ignored: {error}")
             return None
 
-    def _complain(self, key: str, sentence: str) -> None:
-        """Once for each registration; a wrong one stays for as long as its worker lives."""
-        if key not in self._complaints:
-            self._complaints.add(key)
+    def _warn_once(self, key: str, sentence: str) -> None:
+        """Log once for each registration: a wrong one stays for as long as its worker lives."""
+        if key not in self._warned:
+            self._warned.add(key)
             log.warning("%s", sentence)
 
     def _agreeing_on(self, model: str) -> tuple[Instance, ...]:
-        known = self._agreeing.get(model)
-        if known is None:
-            known = self._agreeing[model] = self._agree(self._by_model[model])
-        return known
+        agreeing = self._agreeing.get(model)
+        if agreeing is None:
+            agreeing = self._agreeing[model] = self._agree(self._by_model[model])
+        return agreeing
 
     def _agree(self, registrations: Mapping[str, Instance]) -> tuple[Instance, ...]:
         groups: dict[object, list[Instance]] = {}
@@ -236,7 +236,7 @@ class View:
         chosen = min(groups, key=lambda contract: (-len(groups[contract]), oldest[contract]))
         for key, instance in registrations.items():
             if _contract(instance.card) != chosen:
-                self._complain(
+                self._warn_once(
                     key,
                     f"instance {instance.id:x} serves another '{instance.card.name}' than most others do "
                     "(kind, inputs, outputs, batching or decoupling differ); it is left out",
@@ -253,12 +253,12 @@ class View:
 
 
 def other_names(card: ModelCard) -> Iterable[str]:
-    """Names besides its own by which requests may ask for a model: aliases and adapters."""
+    """Return the other names by which requests may name a model: aliases and adapters."""
     return (*card.aliases, *(card.llm.adapters if card.llm is not None else ()))
 
 
 def _contract(card: ModelCard) -> object:
-    """What requests are checked against before it is known which instance takes them."""
+    """Return what requests are checked against before they are routed to an instance."""
     return card.kind, frozenset(card.inputs), frozenset(card.outputs), card.max_batch_size, card.decoupled
 
 

@@ -5,7 +5,7 @@
     │   └── PayloadTooLarge
     ├── Unauthenticated, Forbidden
     ├── ModelNotFound
-    ├── Unsupported               asked for something this deployment does not do
+    ├── Unsupported               this deployment does not do what the request demands
     ├── Overloaded                try again later; carries when
     │   └── RateLimited           the caller has used what it may use; others are served
     ├── Unavailable               nothing can serve this now
@@ -17,7 +17,7 @@
     └── EngineError               the engine failed; its text may be shown to the caller
 
 `code` is what travels between processes and what each protocol edge maps to its own status (`api/statuses.py`).
-`retryable` says that nothing of the request took effect for the caller, so another instance may be asked.
+`retryable` means that nothing of the request took effect for the caller, so another instance may be tried.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Unavailable(DynamoError):
 
 
 class NoInstances(Unavailable):
-    """The model is known (or was asked for) but no instance that can serve it is attached."""
+    """The model is registered or declared, but no instance that can serve it is attached."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"no instance is serving model '{model}' now")
@@ -192,15 +192,15 @@ _BY_CODE: dict[Code, type[DynamoError]] = {
 
 
 def _shortened(name: str) -> str:
-    """A name that somebody made up, short enough for a sentence."""
+    """Return a client's name for something, short enough for a sentence."""
     return name if len(name) <= _LONGEST_NAME_CHARS else name[: _LONGEST_NAME_CHARS - 1] + "…"
 
 
 def from_wire(code: str, message: str, retryable: bool) -> DynamoError:
     """The error that another process sent, as the nearest class of this tree. An unknown code is an internal error."""
-    known = Code(code) if code in Code._value2member_map_ else Code.INTERNAL
-    cls = _BY_CODE.get(known)
+    error_code = Code(code) if code in Code._value2member_map_ else Code.INTERNAL
+    cls = _BY_CODE.get(error_code)
     error = cls(message) if cls else DynamoError(message)
-    error.code = known
+    error.code = error_code
     error.retryable = retryable
     return error

@@ -34,7 +34,7 @@ class HttpServer:
     _task: asyncio.Task[None]
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new requests; those running may finish for `grace_s` seconds. Idempotent."""
+        """Accept no new requests; running ones may finish for `grace_s` seconds. Idempotent."""
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._server.should_exit = True
         await within(grace_s + 2.0, asyncio.shield(self._task), "the HTTP server's end")
@@ -42,7 +42,7 @@ class HttpServer:
 
 @asynccontextmanager
 async def serve_asgi(listener: socket.socket, app: ASGIApp, tls: ssl.SSLContext | None = None) -> AsyncIterator[HttpServer]:
-    """Serves `app` on a listening socket until the context is left, which cuts what still runs."""
+    """Serve `app` on a listening socket until the context is left, which cuts requests that still run."""
     config = uvicorn.Config(
         app,
         http="httptools",

@@ -1,4 +1,4 @@
-"""How a process lives: its event loop, its memory, the signals that stop it, and the order in which it closes.
+"""The life of a process: its event loop, its memory settings, the signals that stop it, and the order in which it closes.
 
 def main() -> None:
     config = load_or_exit(FrontendConfig, program="dynamo-frontend")
@@ -47,7 +47,7 @@ _TRIM_THRESHOLD_BYTES = 256 * 2**20
 
 
 def run(main: Coroutine[Any, Any, T], *, program: str = "dynamo") -> T:
-    """Runs `main` on a uvloop event loop, with memory settings for large messages, and returns what it returns.
+    """Run `main` on a uvloop event loop, with memory settings for large messages, and return its result.
 
     A ConfigError (a port that is taken, a certificate that cannot be read) is printed as one sentence; status 2. So is the
     failure of a background task, which has been logged with its traceback; status 1.
@@ -65,7 +65,7 @@ def run(main: Coroutine[Any, Any, T], *, program: str = "dynamo") -> T:
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep freed blocks of up to 32 MiB instead of giving them back to the system; False elsewhere.
+    """Make glibc keep freed blocks of up to 32 MiB instead of giving them back to the system; False elsewhere.
 
     A tensor of a few hundred KiB is otherwise a fresh mapping, whose pages the kernel zeroes, for each copy of each request.
     """
@@ -78,15 +78,15 @@ def keep_freed_memory() -> bool:
 
 
 def freeze_garbage() -> None:
-    """Takes everything that lives now out of garbage collection. To call once, when the start is complete."""
+    """Exempt all objects of now from garbage collection. To be called once, when the start is complete."""
     gc.collect()
     gc.freeze()
 
 
 def stop_on_signal(at_once: Callable[[int], None] | None = None) -> asyncio.Event:
-    """An event that the first SIGINT or SIGTERM sets. A second one ends the process at once, or calls `at_once(signal)`.
+    """Return an event that the first SIGINT or SIGTERM sets. A second one ends the process at once, or calls `at_once(signal)`.
 
-    To call on the main thread, inside the running loop.
+    To be called on the main thread, inside the running loop.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -106,14 +106,14 @@ def stop_on_signal(at_once: Callable[[int], None] | None = None) -> asyncio.Even
 
 
 def end_at_once(number: int) -> NoReturn:
-    """Ends the process without closing anything; the status is the shell's for that signal."""
+    """End the process without closing anything, with the status that shells give to that signal."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(128 + number)
 
 
 async def within(timeout_s: float, step: Awaitable[object], what: str) -> bool:
-    """Awaits one step of a shutdown for at most `timeout_s`; when that is not enough, cancels it, logs it, returns False.
+    """Await one step of a shutdown for at most `timeout_s`; past it, cancel the step, log it and return False.
 
     The next step must run whatever the last one did, so an error of the step is logged as well. Cancellation passes through.
     """
@@ -130,9 +130,9 @@ async def within(timeout_s: float, step: Awaitable[object], what: str) -> bool:
 
 
 def open_listener(host: str, port: int, *, flag: str, reuse_port: bool = False) -> socket.socket:
-    """A listening TCP socket; port 0 lets the system choose. Raises ConfigError naming `flag` if it cannot be had.
+    """Return a listening TCP socket; port 0 lets the system choose. Raises ConfigError naming `flag` if it cannot be opened.
 
-    `reuse_port` lets several processes listen on one port, so it hides that somebody else is there already.
+    `reuse_port` lets several processes listen on one port, so it hides that another process listens there already.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

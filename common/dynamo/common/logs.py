@@ -20,7 +20,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def setup_logging(options: LogOptions, stream: TextIO | None = None) -> None:
-    """Sends all records to `stream` (standard error). To call once, before anything else starts."""
+    """Send all records to `stream` (standard error). To be called once, before anything else starts."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if options.format is LogFormat.JSON else TextFormatter())
     root = logging.getLogger()
@@ -29,7 +29,7 @@ def setup_logging(options: LogOptions, stream: TextIO | None = None) -> None:
     root.addHandler(handler)
     levels = dict(parse_log_levels(options.level))
     root.setLevel(levels.pop(""))
-    for name in _QUIET:  # a library's chatter is no news for an operator; its warnings are
+    for name in _QUIET:  # a library's routine messages do not help operators; its warnings do
         logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
@@ -49,7 +49,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record; what was passed as `extra` becomes fields of it."""
+    """One JSON object per record; `extra` becomes fields of it."""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

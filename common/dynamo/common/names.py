@@ -41,7 +41,7 @@ def check_name(name: str, what: str = "model name") -> str:
 
 
 def parse_name(text: str) -> str:
-    """A name that was given as an option; ValueError says what is wrong with it."""
+    """Return `text` if it is a valid name. Raises ValueError with the end of a sentence."""
     try:
         return check_name(text, "name")
     except InvalidRequest as error:
@@ -140,7 +140,7 @@ def loads_subject(namespace: str) -> str:
 
 
 def frontends_subject(namespace: str) -> str:
-    """NATS subject on which the frontends of a namespace tell one another what was set at run time."""
+    """NATS subject on which the frontends of a namespace publish what is set at run time."""
     return f"dynamo.{encode(namespace, 'namespace')}.frontends"
 
 

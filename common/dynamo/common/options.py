@@ -1,4 +1,4 @@
-"""Groups of options that several processes share: where NATS and etcd are, and what is logged."""
+"""Groups of options that several processes share: addresses and credentials of NATS and etcd, logging, tracing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo.common.config import option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsOptions:
-    """Where NATS is and who we are there. Use with `group("NATS", prefix="nats")`."""
+    """Addresses of NATS and credentials for it. Use with `group("NATS", prefix="nats")`."""
 
     servers: tuple[str, ...] = option(
         ("nats://127.0.0.1:4222",),
@@ -36,8 +36,8 @@ class NatsOptions:
         help="Credentials file (JWT and nkey).",
     )
     tls_ca_file: str | None = option(None, metavar="FILE", help="CA certificates to trust; makes the connection use TLS.")
-    tls_cert_file: str | None = option(None, metavar="FILE", help="Our certificate, for servers that ask for one.")
-    tls_key_file: str | None = option(None, metavar="FILE", help="Key of our certificate.")
+    tls_cert_file: str | None = option(None, metavar="FILE", help="Client certificate, for servers that require one.")
+    tls_key_file: str | None = option(None, metavar="FILE", help="Key of the client certificate.")
     reconnect_wait_s: float = 0.25
     """Pause before an attempt to reconnect."""
     ping_interval_s: float = 1.0
@@ -63,7 +63,7 @@ class NatsOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdOptions:
-    """Where etcd is and who we are there. Use with `group("etcd", prefix="etcd")`."""
+    """Addresses of etcd and credentials for it. Use with `group("etcd", prefix="etcd")`."""
 
     endpoints: tuple[str, ...] = option(
         ("http://127.0.0.1:2379",),
@@ -83,10 +83,10 @@ class EtcdOptions:
         None,
         env=("DYN_ETCD_TLS_CERT_FILE", "ETCD_AUTH_CLIENT_CERT"),
         metavar="FILE",
-        help="Our certificate, for servers that ask for one.",
+        help="Client certificate, for servers that require one.",
     )
     tls_key_file: str | None = option(
-        None, env=("DYN_ETCD_TLS_KEY_FILE", "ETCD_AUTH_CLIENT_KEY"), metavar="FILE", help="Key of our certificate."
+        None, env=("DYN_ETCD_TLS_KEY_FILE", "ETCD_AUTH_CLIENT_KEY"), metavar="FILE", help="Key of the client certificate."
     )
     server_name: str | None = None
     """The name that the servers' certificates must have, where it is not the endpoint's host."""
@@ -178,7 +178,7 @@ def _check_addresses(flag: str, addresses: tuple[str, ...], login: str) -> None:
         except ValueError:  # the port is no number, or the host is no IPv6 address
             is_address = False
         if not is_address:
-            raise ValueError(f"{flag}: {address!r} is no address of a server: a URL, or host:port")
+            raise ValueError(f"{flag}: {address!r} is not the address of a server: a URL, or host:port")
 
 
 def _check_pair(first: str, one: str | None, second: str, other: str | None) -> None:

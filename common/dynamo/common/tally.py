@@ -39,7 +39,7 @@ class Spread:
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
-        self._bounds = histogram._upper_bounds[:-1]  # what is above all of them belongs to the bucket +Inf, the last
+        self._bounds = histogram._upper_bounds[:-1]  # larger values belong to the bucket +Inf, the last
         self._counts = [0] * len(histogram._upper_bounds)
         self._total = 0.0
         self._is_empty = True
@@ -73,7 +73,7 @@ class Tally(Collector):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._waiting: list[Amount | Spread] = []
-        registry.register(self)  # collectors are asked in the order of their registration
+        registry.register(self)  # collectors are collected in the order of their registration
 
     def amount(self, metric: Counter | Gauge) -> Amount:
         made = Amount(metric)

@@ -2,10 +2,10 @@
 
     HTTP (alive, not ready) → etcd, NATS → the data plane → gRPC (ready as soon as a worker is there)
 
-On SIGTERM: say not ready, serve on for a moment until that has got around, take nothing new, finish what runs within the drain
-timeout, close. A second signal ends the process at once.
+On SIGTERM: report not ready, serve on for a moment until load balancers have noticed, accept nothing new, finish running requests
+within the drain timeout, close. A second signal ends the process at once.
 
-To have a frontend inside a program of one's own:
+To run a frontend inside another program:
 
     async with serve_frontend(FrontendConfig(grpc=GrpcOptions(enabled=True))) as frontend:
         print(frontend.grpc_port, [card.name for card in frontend.plane.cards()])
@@ -56,7 +56,7 @@ class Frontend:
 
 
 async def run(config: FrontendConfig, *, metrics_folder: str | None = None) -> None:
-    """Serves until SIGINT or SIGTERM, which may come while the process still waits for NATS or etcd.
+    """Serve until SIGINT or SIGTERM, which may come while the process still waits for NATS or etcd.
 
     Raises ConfigError for a port, certificate or credential that cannot be used. With `metrics_folder` this is one of several
     processes on the same ports, whose metrics are added up.
@@ -112,7 +112,7 @@ async def _drain(
     config: FrontendConfig, readiness: Readiness, drain: StreamDrain, http: HttpServer, grpc: GrpcServer | None
 ) -> None:
     readiness.start_draining()
-    await asyncio.sleep(config.settle_s)  # whoever watches our readiness sends no more by then
+    await asyncio.sleep(config.settle_s)  # load balancers that watch the readiness send nothing more by then
     log.info("draining")
     drain.start()
     async with asyncio.TaskGroup() as stops:
@@ -123,7 +123,7 @@ async def _drain(
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raises the one error inside a group as itself: that tasks run side by side in here is no concern of callers."""
+    """Raise the one error inside a group as itself: callers need not know that tasks run side by side in here."""
     try:
         yield
     except BaseExceptionGroup as group:

@@ -1,4 +1,4 @@
-"""Everything a frontend process can be told, as one frozen object built before it starts."""
+"""The configuration of a frontend process: one frozen object, built before the process starts."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class _GrpcService(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_declared_models(value: object) -> tuple[ModelCard, ...]:
-    """The `models` section of a configuration file as cards; ValueError says what is wrong with it."""
+    """The `models` section of a configuration file as cards; Raises ValueError with the end of a sentence."""
     try:
         declared = msgspec.convert(value, tuple[_DeclaredModel, ...])
         cards = tuple(_to_card(model) for model in declared)
@@ -204,7 +204,7 @@ class HttpOptions:
     )
     max_json_depth: int = option(100, minimum=4, maximum=500, help="How deep arrays and objects of a request may nest.")
     keepalive_s: float = option(
-        15.0, minimum=0.1, help="A stream that is silent for so long gets a comment, lest a proxy cuts it."
+        15.0, minimum=0.1, help="A comment is sent on a stream that is silent for so long, so that proxies do not cut it."
     )
     console: bool = option(True, help="Serve `/console`, a page about the fleet.")
     admin_api: bool = option(
@@ -265,7 +265,7 @@ class TextOptions:
         env=("DYN_REQUEST_TEMPLATE",),
         file_key="request_template",
         metavar="FILE",
-        help="JSON with `model`, `temperature` and `max_completion_tokens` for requests that do not say them.",
+        help="JSON with `model`, `temperature` and `max_completion_tokens` for requests that do not set them.",
     )
 
 
@@ -277,7 +277,7 @@ class GrpcOptions:
         None,
         flags=("--grpc", "--kserve-grpc-server", "--kserve-mode"),
         env=("DYN_GRPC", "DYN_KSERVE_GRPC_SERVER"),
-        help="Serve KServe v2 over gRPC, or do not. Unset: if a gRPC port or a section grpc_service in the file asks for it.",
+        help="Serve KServe v2 over gRPC, or do not. Unset: if a gRPC port or a section grpc_service in the file demands it.",
     )
     section: bool = option(
         False, flags=(), env=(), file_key="grpc_service", from_file=_grpc_section, help="Host and ports of this side."
@@ -292,15 +292,15 @@ class GrpcOptions:
     )
     server: GrpcServerChoice = option(
         GrpcServerChoice.AUTO,
-        help="Which server runs: auto takes the native one (extra `fast`) if it is installed, can do all that is asked, and the"
-        " host is this machine's alone; elsewhere it takes grpcio, since native does not bound what strangers send.",
+        help="Which server runs: auto takes the native one (extra `fast`) if it is installed, supports all options given, and the"
+        " host is this machine's alone; elsewhere it takes grpcio, since native does not bound what clients send.",
     )
     workers: int = option(
         1,
         env=("DYN_GRPC_WORKERS", "DYNAMO_GRPC_WORKERS"),
         minimum=1,
         maximum=256,
-        help="Threads that do HTTP/2 work in the native server, where one keeps up with what a process of Python can answer;"
+        help="Threads that do HTTP/2 work in the native server, where one keeps up with what a Python process can serve;"
         " grpcio chooses for itself.",
     )
     max_message_bytes: int = option(
@@ -344,10 +344,10 @@ class GrpcOptions:
     )
     compression: GrpcCompression = option(
         GrpcCompression.NONE,
-        help="Compression of answers to clients that accept it, by grpcio only; compressed requests are always accepted.",
+        help="Compression of responses to clients that accept it, by grpcio only; compressed requests are always accepted.",
     )
     max_connection_age_s: float | None = option(
-        None, minimum=1, help="Connections older than this are closed in peace, so that load can be spread anew."
+        None, minimum=1, help="Connections older than this are closed gracefully, so that load can be spread again."
     )
     tls_cert_file: str | None = option(
         None,
@@ -400,7 +400,7 @@ class TlsOptions:
         env=("DYN_TLS_CERT_FILE", "DYNAMO_TLS_CERT"),
         file_key=("tls.cert_file", "cert_file"),
         metavar="FILE",
-        help="Certificate of the server (PEM); makes gRPC and HTTP speak TLS. Read anew when it changes.",
+        help="Certificate of the server (PEM); makes gRPC and HTTP speak TLS. Read again when it changes.",
     )
     key_file: str | None = option(
         None,
@@ -434,7 +434,7 @@ class AccessOptions:
         env=("DYN_API_KEYS_FILE",),
         file_key="api_keys_file",
         metavar="FILE",
-        help="API keys, hashed, made by dynamo-keys. With it every call but health needs a key. Read anew when it changes.",
+        help="API keys, hashed, made by dynamo-keys. With it every call but health needs a key. Read again when it changes.",
     )
     open_surfaces: tuple[Surface, ...] = option(
         (),
@@ -527,7 +527,7 @@ class KvRouterOptions:
         True, help="Bookings on one instance count shared prefixes once; off: each counts all its blocks."
     )
     block_size: int = 0
-    """Tokens of a KV block; 0: as the instances' cards say."""
+    """Tokens of a KV block; 0: the block size of the instances' cards."""
 
     def __post_init__(self) -> None:
         for name in ("overlap_score_weight", "prefill_load_scale", "temperature", "kv_full_penalty"):
@@ -545,7 +545,7 @@ def check_weight(name: str, value: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """From which load on an instance is busy and gets no more requests. None: never."""
+    """The loads from which on an instance is busy and gets no more requests. None: never."""
 
     active_decode_blocks: float | None = option(
         None,
@@ -568,7 +568,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
-    """How instances are chosen. Those about KV caches matter to `--router-mode kv` only, thresholds to all modes."""
+    """How instances are chosen. Options about KV caches apply to `--router-mode kv` only, thresholds to all modes."""
 
     mode: RouterMode = option(RouterMode.ROUND_ROBIN, help="How an instance is chosen.")
     load_aware: bool = option(
@@ -583,8 +583,8 @@ class RouterOptions:
         flags=("--durable-kv-events", "--router-durable-kv-events"),
         env=("DYN_DURABLE_KV_EVENTS", "DYN_ROUTER_DURABLE_KV_EVENTS"),
         file_key="durable_kv_events",
-        help="Begin with the KV events that workers with the same option have recorded in JetStream, and ask only those "
-        "instances about which the record does not tell everything.",
+        help="Begin with the KV events that workers with the same option have recorded in JetStream, and query only the "
+        "instances for which the record is incomplete.",
     )
     snapshot_threshold: int = option(
         10_000,
@@ -618,7 +618,7 @@ P = TypeVar("P", HttpOptions, GrpcOptions)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryOptions:
-    """Whether instances are asked how they are."""
+    """Whether idle instances are probed."""
 
     wait_s: float | None = option(
         None,
@@ -636,7 +636,7 @@ class CanaryOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryOptions:
-    """What happens to a request whose instance fails: sent again before its first answer, moved after it."""
+    """What happens to a request whose instance fails: it is retried before its first response, and migrated after it."""
 
     migration_limit: int = option(
         3,
@@ -648,15 +648,19 @@ class RetryOptions:
         help="How often one text stream may go on at another instance when its own dies; 0: it fails.",
     )
     max_attempts: int = option(
-        5, flags=("--max-attempts",), minimum=1, maximum=100, help="Instances asked for one request; a move counts anew."
+        5,
+        flags=("--max-attempts",),
+        minimum=1,
+        maximum=100,
+        help="Instances tried for one request; a migration starts a new count.",
     )
     ratio: float = option(
         0.2,
         minimum=0,
         maximum=1,
-        help="Retries and moves allowed per request, over all: a dying fleet is not asked twice.",
+        help="Retries and migrations allowed per request, over all requests: a dying fleet does not get every request twice.",
     )
-    floor_per_s: float = option(10.0, minimum=0, help="Retries and moves allowed per second however few requests there are.")
+    floor_per_s: float = option(10.0, minimum=0, help="Retries and migrations allowed per second however few requests there are.")
     burst: int = 1000
     """Retries saved up at most. An instance's death costs one for each request it held."""
     reconnect_grace_s: float = 5.0
@@ -723,12 +727,12 @@ class ServingOptions:
         env=(),
         file_key="models",
         from_file=parse_declared_models,
-        help="Tensor models known before a worker serves them: metadata is answered, inference is UNAVAILABLE until then.",
+        help="Tensor models declared before a worker serves them: their metadata is served, inference is UNAVAILABLE until then.",
     )
     remember_s: float = 600.0
     """A model that lost its last instance is known for so long: requests for it are unavailable, not unknown."""
     statistics_timeout_s: float = 5.0
-    """How long instances are waited for when they are asked for statistics."""
+    """How long to wait for the statistics of instances."""
     queue: QueueOptions = group("Queue", prefix="queue", default=QueueOptions)
     disaggregation: DisaggregationOptions = group("Disaggregated serving", prefix="disaggregation", default=DisaggregationOptions)
     retry: RetryOptions = group("Retries and migration", prefix="retry", default=RetryOptions)
@@ -749,7 +753,7 @@ class FrontendConfig:
     )
     overload_status: OverloadStatus = option(
         OverloadStatus.UNAVAILABLE,
-        help="HTTP status of refused overload; gRPC says RESOURCE_EXHAUSTED for 429 and UNAVAILABLE otherwise.",
+        help="HTTP status of refused overload; gRPC gives RESOURCE_EXHAUSTED for 429 and UNAVAILABLE otherwise.",
     )
     cache_dir: Path = option(
         Path("~/.cache/dynamo"), help="Where tokenizers and templates are kept that were fetched from the object store."

@@ -1,6 +1,6 @@
 """Several frontend processes on the same ports: the kernel spreads connections over them, their metrics are added up.
 
-The first process only supervises. It stops its children with one SIGTERM when it is told to stop itself, and starts anew a child
+The first process only supervises. It stops its children with one SIGTERM when it is stopped itself, and restarts a child
 that ended by itself, after a pause that grows while children keep ending.
 """
 
@@ -43,9 +43,9 @@ _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def supervise(config: FrontendConfig, program: str) -> int:
-    """Runs `config.processes` frontends until SIGINT or SIGTERM; the exit status. Raises ConfigError for a port that is taken.
+    """Run `config.processes` frontends until SIGINT or SIGTERM; return the exit status.
 
-    A second signal ends all of them at once.
+    Raises ConfigError for a port that is taken. A second signal ends all of them at once.
     """
     try:
         check_nats(config.nats)
@@ -54,7 +54,7 @@ def supervise(config: FrontendConfig, program: str) -> int:
         raise ConfigError(str(error)) from error
     if config.access.keys_file is not None:
         watch_keys(config.access.keys_file)
-    # The children share the ports, which hides that somebody else is there already.
+    # The children share the ports, which hides that another process listens there already.
     open_listener(config.http.host, config.http.port, flag="--http-port").close()
     if config.grpc.wanted:
         check_grpc(config.grpc)
@@ -128,15 +128,15 @@ class _Supervisor:
 
 
 def _serve(config: FrontendConfig, program: str, folder: str) -> None:
-    """What a child process runs."""
+    """Run one frontend in a child process."""
     os.setsid()  # a terminal's Ctrl-C goes to the supervisor alone, or else each of us would count two signals
-    threading.Thread(target=_outlive_no_supervisor, name="supervisor", daemon=True).start()
+    threading.Thread(target=_end_with_supervisor, name="supervisor", daemon=True).start()
     setup_logging(config.log)
     run(app.run(config, metrics_folder=folder), program=program)
 
 
-def _outlive_no_supervisor() -> None:
-    """Stops this process when the supervisor ended without a word.
+def _end_with_supervisor() -> None:
+    """Stop this process when the supervisor has ended without stopping it.
 
     Linux could do that by PR_SET_PDEATHSIG, but sends that signal for each thread of the dead process, and a second SIGTERM ends
     us at once, whatever we are doing.

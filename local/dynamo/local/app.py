@@ -1,4 +1,4 @@
-"""`dynamo-local`: starts a deployment, shows what is served where, asks each model once, and waits for the end."""
+"""`dynamo-local`: starts a deployment, shows what it serves and where, sends each model one request, and waits for the end."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from dynamo.local.view import ServedModel, served_models
 PROMPT = "Write one sentence about the sea."
 
 
-class AskFailed(DynamoError):
-    """A model did not answer its first request; what it said instead is on the screen."""
+class FirstRequestFailed(DynamoError):
+    """The first request to a model failed; its error is on the screen."""
 
 
 async def serve(config: LocalConfig) -> int:
-    """Runs until a signal, the death of a process or, with `once`, the last answer; returns the exit status.
+    """Run until a signal, the end of a process or, with `once`, the last response; return the exit status.
 
-    Raises ConfigError when nothing could be started as asked.
+    Raises ConfigError for a configuration that cannot be used.
     """
     with claimed(config.folder.resolve()):
-        async with open_supervisor(say, config.stop_timeout_s) as supervisor:
+        async with open_supervisor(report, config.stop_timeout_s) as supervisor:
 
             def kill_and_end(number: int) -> None:
                 supervisor.kill()
@@ -46,12 +46,12 @@ async def serve(config: LocalConfig) -> int:
     return EXIT_OK
 
 
-def say(line: str) -> None:
+def report(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
-    """Runs `work`, which is cancelled when `stop` is set."""
+    """Run `work` and cancel it when `stop` is set."""
     task, stopping = awaited(work), awaited(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -65,20 +65,20 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) 
 
 async def _run(config: LocalConfig, supervisor: Supervisor) -> None:
     print(f"dynamo-local: {config.workers} worker(s); data and logs in {config.folder}", flush=True)
-    deployment = await start_deployment(config, supervisor, say)
+    deployment = await start_deployment(config, supervisor, report)
     models = served_models(deployment.instances)
     _show(deployment, models)
     if config.ask:
         for model in models:
-            await supervisor.unless_died(_ask(ask_command(deployment, model, config)))
+            await supervisor.unless_died(_send_first(first_request_command(deployment, model, config)))
     if not config.once:
         print("Ctrl-C stops everything.", flush=True)
         await supervisor.unless_died(asyncio.Event().wait())
 
 
-def ask_command(deployment: Deployment, model: ServedModel, config: LocalConfig) -> list[str]:
-    """A command that sends one request to a model, to be run or to be copied."""
-    text = next((question.text for question in config.questions if question.model == model.card.name), "")
+def first_request_command(deployment: Deployment, model: ServedModel, config: LocalConfig) -> list[str]:
+    """Return a command that sends one request to a model, to be run or to be copied."""
+    text = next((first.text for first in config.first_requests if first.model == model.card.name), "")
     if not text and model.card.kind is ModelKind.LLM:
         text = PROMPT
     return [sys.executable, "-m", "dynamo.local.ask", deployment.grpc, model.card.name, *([text] if text else [])]
@@ -93,7 +93,7 @@ def _show(deployment: Deployment, models: Sequence[ServedModel]) -> None:
     print(f"  HTTP            {deployment.http}/health  /metrics  /v1/models\n", flush=True)
 
 
-async def _ask(command: Sequence[str]) -> None:
+async def _send_first(command: Sequence[str]) -> None:
     print(f"$ {shlex.join([_from_here(Path(command[0])), *command[1:]])}", flush=True)
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
     try:
@@ -103,10 +103,10 @@ async def _ask(command: Sequence[str]) -> None:
         await process.wait()
         raise
     if status != 0:
-        raise AskFailed(f"the request above failed with status {status}")
+        raise FirstRequestFailed(f"the request above failed with status {status}")
     print(flush=True)
 
 
 def _from_here(python: Path) -> str:
-    """The interpreter as one would type it."""
+    """Return the path of the interpreter, relative to the working directory if it is inside."""
     return str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python)

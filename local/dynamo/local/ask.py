@@ -1,4 +1,4 @@
-"""Asks a model once over KServe v2 gRPC and prints the answer as it comes.
+"""Sends a model one request over KServe v2 gRPC and prints the response as it arrives.
 
     python -m dynamo.local.ask 127.0.0.1:8001 smollm2 "Why is the sea salty?"
     python -m dynamo.local.ask 127.0.0.1:8001 classifier @examples/classifier.json
@@ -27,8 +27,8 @@ from dynamo.protos import inference_pb2 as pb
 from dynamo.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 MAX_TOKENS = 48
-READY_S, ANSWER_S = 60.0, 120.0
-_LOOK_S = 0.1
+READY_S, RESPONSE_S = 60.0, 120.0
+_POLL_S = 0.1
 _SHOWN_ELEMENTS = 10
 
 
@@ -52,7 +52,7 @@ class RequestFile(msgspec.Struct):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("dynamo.local.ask", description="Asks a model once over KServe v2 gRPC.")
+    parser = argparse.ArgumentParser("dynamo.local.ask", description="Send a model one request over KServe v2 gRPC.")
     parser.add_argument("address", help="host:port of the gRPC side")
     parser.add_argument("model")
     parser.add_argument("text", nargs="?", default="", help="a prompt, or @FILE with a KServe request in JSON")
@@ -62,7 +62,7 @@ def main() -> None:
         stub = GRPCInferenceServiceStub(channel)
         try:
             _wait_until_ready(stub, arguments.model)
-            metadata = stub.ModelMetadata(pb.ModelMetadataRequest(name=arguments.model), timeout=ANSWER_S)
+            metadata = stub.ModelMetadata(pb.ModelMetadataRequest(name=arguments.model), timeout=RESPONSE_S)
             if {"text_input", "streaming"} <= {tensor.name for tensor in metadata.inputs}:
                 _stream_text(stub, arguments.model, arguments.text or "Hello", arguments.max_tokens)
             else:
@@ -84,7 +84,7 @@ def _wait_until_ready(stub: GRPCInferenceServiceStub, model: str) -> None:
     while not _is_ready(stub, request):
         if time.monotonic() > until:
             _fail(f"model '{model}' was not ready after {READY_S:g} s")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _is_ready(stub: GRPCInferenceServiceStub, request: pb.ModelReadyRequest) -> bool:
@@ -112,7 +112,7 @@ def _stream_text(stub: GRPCInferenceServiceStub, model: str, prompt: str, max_to
 
 
 def text_request(model: str, prompt: str, max_tokens: int) -> pb.ModelInferRequest:
-    """One prompt for a chat model, answered greedily and as a stream."""
+    """Return a request for a streamed, greedy response of a chat model to one prompt."""
     request = pb.ModelInferRequest(model_name=model, id="ask")
     request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
     request.inputs.add(name="streaming", datatype="BOOL", shape=[1])
@@ -124,8 +124,8 @@ def text_request(model: str, prompt: str, max_tokens: int) -> pb.ModelInferReque
 
 
 def _text_pieces(stub: GRPCInferenceServiceStub, request: pb.ModelInferRequest) -> Iterator[str]:
-    for answer in _answers(stub, request, streamed=True):
-        for output, raw in zip(answer.outputs, answer.raw_output_contents, strict=True):
+    for response in _responses(stub, request, streamed=True):
+        for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
             if output.name == "text_output":
                 parts = to_numpy(raw, "BYTES", output.shape).reshape(-1).tolist()
                 yield "".join(part.decode("utf-8", "replace") for part in parts)
@@ -136,30 +136,32 @@ def _text_pieces(stub: GRPCInferenceServiceStub, request: pb.ModelInferRequest) 
 
 def _infer(stub: GRPCInferenceServiceStub, metadata: pb.ModelMetadataResponse, file: str) -> None:
     request = from_file(metadata.name, Path(file)) if file else from_metadata(metadata)
-    config = stub.ModelConfig(pb.ModelConfigRequest(name=metadata.name), timeout=ANSWER_S).config
+    config = stub.ModelConfig(pb.ModelConfigRequest(name=metadata.name), timeout=RESPONSE_S).config
     started = time.monotonic()
-    answers = 0
-    for answer in _answers(stub, request, streamed=config.model_transaction_policy.decoupled):
-        answers += 1
-        for output, raw in zip(answer.outputs, answer.raw_output_contents, strict=True):
+    responses = 0
+    for response in _responses(stub, request, streamed=config.model_transaction_policy.decoupled):
+        responses += 1
+        for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
             array = to_numpy(raw, output.datatype, output.shape)
             print(f"{output.name} {output.datatype} {list(output.shape)}: {shown(array)}", flush=True)
-    print(f"[{answers} answer{'s' if answers != 1 else ''} in {(time.monotonic() - started) * 1000:.1f} ms]")
+    print(f"[{responses} response{'s' if responses != 1 else ''} in {(time.monotonic() - started) * 1000:.1f} ms]")
 
 
-def _answers(stub: GRPCInferenceServiceStub, request: pb.ModelInferRequest, *, streamed: bool) -> Iterator[pb.ModelInferResponse]:
-    """One, or as many as a decoupled model gives, which only a stream can carry."""
+def _responses(
+    stub: GRPCInferenceServiceStub, request: pb.ModelInferRequest, *, streamed: bool
+) -> Iterator[pb.ModelInferResponse]:
+    """Yield the one response, or the responses of a decoupled model, which only a stream can carry."""
     if not streamed:
-        yield stub.ModelInfer(request, timeout=ANSWER_S)
+        yield stub.ModelInfer(request, timeout=RESPONSE_S)
         return
-    for answer in stub.ModelStreamInfer(iter([request]), timeout=ANSWER_S):
-        if answer.error_message:
-            _fail(answer.error_message)
-        yield answer.infer_response
+    for response in stub.ModelStreamInfer(iter([request]), timeout=RESPONSE_S):
+        if response.error_message:
+            _fail(response.error_message)
+        yield response.infer_response
 
 
 def from_file(model: str, file: Path) -> pb.ModelInferRequest:
-    """A KServe REST request as a gRPC one. Raises OSError, DecodeError or InvalidRequest."""
+    """Read a KServe REST request and return it as a gRPC one. Raises OSError, DecodeError or InvalidRequest."""
     content = msgspec.json.decode(file.read_bytes(), type=RequestFile)
     request = pb.ModelInferRequest(model_name=model, id="ask")
     for tensor in content.inputs:
@@ -174,7 +176,7 @@ def from_file(model: str, file: Path) -> pb.ModelInferRequest:
 
 
 def from_metadata(metadata: pb.ModelMetadataResponse) -> pb.ModelInferRequest:
-    """Ones, or the text `hello`, of the declared shapes; a dimension of any size is 1."""
+    """Return a request with ones, or the text `hello`, in the declared shapes; a variable dimension is 1."""
     request = pb.ModelInferRequest(model_name=metadata.name, id="ask")
     for tensor in metadata.inputs:
         shape = [max(size, 1) for size in tensor.shape]
@@ -192,7 +194,7 @@ def _add_input(request: pb.ModelInferRequest, name: str, datatype: str, array: A
 
 
 def shown(array: Array) -> str:
-    """The first elements of a tensor, as text."""
+    """Return the first elements of a tensor as text."""
     elements: Sequence[object] = array.reshape(-1)[:_SHOWN_ELEMENTS].tolist()
     texts = [
         element.decode("utf-8", "replace")

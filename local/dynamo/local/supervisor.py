@@ -14,33 +14,33 @@ from dynamo.local.child import Child
 from dynamo.local.servers import Server
 
 T = TypeVar("T")
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 Process = Child | Server
 
 _LOG_TAIL_LINES = 30
 
 
 class ChildDied(DynamoError):
-    """A process ended though nobody asked it to. The message holds the end of its log."""
+    """A process ended by itself. The message holds the end of its log."""
 
 
 class Supervisor:
     """Knows every process, and notices one that ends by itself."""
 
-    def __init__(self, say: Say, stop_timeout_s: float) -> None:
-        self._say = say
+    def __init__(self, report: Report, stop_timeout_s: float) -> None:
+        self._report = report
         self._stop_timeout_s = stop_timeout_s
         self._stages: list[dict[str, Process]] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._died: asyncio.Future[ChildDied] = asyncio.get_running_loop().create_future()
 
     async def start_server(self, name: str, server: Server) -> None:
-        """A stage of its own. Returns when the server answers; raises ServerFailed."""
+        """Start a server as a stage of its own. Returns when it is ready; raises ServerFailed."""
         await self.unless_died(server.start())
         self._add({name: server})
 
     def start(self, commands: Mapping[str, Sequence[str]], log_folder: Path) -> None:
-        """A stage of processes that run side by side, each logging into a file of its own."""
+        """Start a stage of processes that run side by side, each with a log file of its own."""
         stage: dict[str, Process] = {}
         for name, command in commands.items():
             child = Child(log_folder / f"{name.replace(' ', '-')}.log")
@@ -49,7 +49,7 @@ class Supervisor:
         self._add(stage)
 
     async def unless_died(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; raises ChildDied as soon as one of the processes ends by itself."""
+        """Return the result of `work`. Raises ChildDied as soon as one of the processes ends by itself."""
         task = awaited(work)
         either: set[asyncio.Future[Any]] = {task, self._died}
         try:
@@ -63,7 +63,7 @@ class Supervisor:
                 await asyncio.wait({task})
 
     async def stop(self) -> None:
-        """SIGTERM to the last stage and, when that has ended, to the one before it; SIGKILL to what takes too long."""
+        """Stop the last stage first, then the one before it: SIGTERM, and SIGKILL to processes that take too long."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -71,12 +71,12 @@ class Supervisor:
             stage = self._stages[-1]
             running = [name for name, process in stage.items() if process.is_running]
             if running:
-                self._say(f"stopping {', '.join(running)}")
+                self._report(f"stopping {', '.join(running)}")
             await asyncio.gather(*(process.stop(self._stop_timeout_s) for process in stage.values()))
             self._stages.pop()
 
     def kill(self) -> None:
-        """SIGKILL to all, those first that use the others."""
+        """Send SIGKILL to all processes, the last stage first."""
         for stage in reversed(self._stages):
             for process in stage.values():
                 process.kill()
@@ -94,9 +94,9 @@ class Supervisor:
 
 
 @asynccontextmanager
-async def open_supervisor(say: Say, stop_timeout_s: float) -> AsyncIterator[Supervisor]:
-    """Stops everything at the end, in order; a cancelled or failed stop kills what is left."""
-    supervisor = Supervisor(say, stop_timeout_s)
+async def open_supervisor(report: Report, stop_timeout_s: float) -> AsyncIterator[Supervisor]:
+    """Stop everything at the end, in order; a cancelled or failed stop kills the rest."""
+    supervisor = Supervisor(report, stop_timeout_s)
     try:
         yield supervisor
     finally:

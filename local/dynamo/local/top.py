@@ -69,10 +69,10 @@ class _Decisions(msgspec.Struct, frozen=True):
 
 
 class Counters:
-    """What a scrape said, summed over models; histograms by their upper bounds, cumulative."""
+    """The metrics of one scrape, summed over models; histograms by their upper bounds, cumulative."""
 
-    def __init__(self, text: str, at: float) -> None:
-        self.at = at
+    def __init__(self, text: str, scraped_at: float) -> None:
+        self.scraped_at = scraped_at
         self.values: dict[str, float] = {}
         self.buckets: dict[str, dict[float, float]] = {}
         for family in text_string_to_metric_families(text):
@@ -89,12 +89,12 @@ class Counters:
                     self.values[key] = self.values.get(key, 0.0) + sample.value
 
     def rate(self, name: str, before: Counters) -> float:
-        """Per second since `before`."""
+        """Return the increase per second since `before`."""
         grown = self.values.get(name, 0.0) - before.values.get(name, 0.0)
-        return max(0.0, grown) / max(self.at - before.at, 1e-9)
+        return max(0.0, grown) / max(self.scraped_at - before.scraped_at, 1e-9)
 
     def quantile(self, name: str, share: float, before: Counters) -> float | None:
-        """Of what was observed since `before`, values in a bucket taken as evenly spread; None if nothing was."""
+        """Return a quantile of what was observed since `before`, linear within a bucket; None without observations."""
         old = before.buckets.get(name, {})
         counts = sorted((bound, count - old.get(bound, 0.0)) for bound, count in self.buckets.get(name, {}).items())
         if not counts or counts[-1][1] <= 0:
@@ -116,21 +116,21 @@ class Frontend:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
     def read(self, path: str) -> bytes:
-        """Raises OSError, saying which path could not be read and why."""
+        """Return the body at `path`. Raises OSError with the path and the reason."""
         request = urllib.request.Request(self._url + path, headers=self._headers)  # noqa: S310  # checked by main
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-                data: bytes = answer.read()
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
+                data: bytes = response.read()
                 return data
         except urllib.error.HTTPError as error:
-            said = error.read(300).decode(errors="replace")
-            raise OSError(f"{self._url}{path} answers {error.code}: {said}") from error
+            detail = error.read(300).decode(errors="replace")
+            raise OSError(f"{self._url}{path} responded {error.code}: {detail}") from error
         except (urllib.error.URLError, TimeoutError) as error:
             raise OSError(f"{self._url}{path} cannot be read: {error}") from error
 
 
 def draw(fleet: _Fleet, now: Counters, before: Counters, decisions: Sequence[_Decision]) -> Group:
-    """One screen."""
+    """Return one screen."""
 
     def ms(name: str, share: float) -> str:
         seconds = now.quantile(name, share, before)
@@ -157,9 +157,9 @@ def draw(fleet: _Fleet, now: Counters, before: Counters, decisions: Sequence[_De
     for column in ("cached blocks", "cost"):
         chosen.add_column(column, justify="right")
     for decision in decisions:
-        at = time.strftime("%H:%M:%S", time.localtime(decision.at))
+        decided_at = time.strftime("%H:%M:%S", time.localtime(decision.at))
         chosen.add_row(
-            at, decision.model, decision.instance, decision.reason, str(decision.overlap_blocks), f"{decision.cost:.1f}"
+            decided_at, decision.model, decision.instance, decision.reason, str(decision.overlap_blocks), f"{decision.cost:.1f}"
         )
     return Group(head, "", instances, *(("", chosen) if decisions else ()))
 
@@ -178,7 +178,7 @@ def _figures(instance: _Instance) -> list[str]:
 
 
 def watch(frontend: Frontend, *, once: bool, console: Console) -> None:
-    """Draws until interrupted; with `once`, one screen with the rates of one second. Raises OSError at the first failure only."""
+    """Draw until interrupted; with `once`, one screen with the rates of one second. Raises OSError at the first failure only."""
     fleet = msgspec.json.Decoder(_Fleet)
     decided = msgspec.json.Decoder(_Decisions)
 
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--once", action="store_true", help="print one screen and end")
     given = parser.parse_args(arguments)
     if not given.url.startswith(("http://", "https://")):
-        parser.error(f"{given.url} is no http:// or https:// URL")
+        parser.error(f"{given.url} is not an http:// or https:// URL")
     try:
         key = given.key_file.read_text().strip() if given.key_file else None
         watch(Frontend(given.url, key), once=given.once, console=Console())

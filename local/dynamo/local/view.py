@@ -20,17 +20,17 @@ class ServedModel:
 
 
 async def read_instances(etcd: Etcd, namespace: str) -> list[Instance]:
-    """All registrations of a namespace. Raises EtcdUnavailable."""
+    """Return all registrations of a namespace. Raises EtcdUnavailable."""
     listing = await etcd.range(namespace_prefix(namespace), prefix=True)
     instances = []
     for kv in listing.kvs:
-        with suppress(InvalidRequest):  # somebody else's in an etcd we share; the frontend logs what it cannot read
+        with suppress(InvalidRequest):  # of another program in a shared etcd; the frontend logs what it cannot read
             instances.append(decode_registration(kv.key, kv.value))
     return instances
 
 
 def ready_workers(instances: Iterable[Instance], others: frozenset[InstanceId], models: int) -> int:
-    """How many instances, beside `others`, have registered at least `models` models: a worker registers one by one."""
+    """Return how many instances, apart from `others`, have registered `models` models or more: workers register one by one."""
     counts: dict[InstanceId, int] = {}
     for instance in instances:
         if instance.id not in others:
@@ -39,7 +39,7 @@ def ready_workers(instances: Iterable[Instance], others: frozenset[InstanceId], 
 
 
 def served_models(instances: Iterable[Instance]) -> list[ServedModel]:
-    """By name."""
+    """Return the models that `instances` serve, in order of name."""
     cards: dict[str, ModelCard] = {}
     ids: dict[str, set[InstanceId]] = {}
     for instance in instances:

@@ -163,7 +163,7 @@ def test_a_secret_comes_from_a_variable_or_a_file_but_never_from_a_flag(tmp_path
         (["--weight", "11"], {}, "--weight: 11 is above 10"),
         (["--weight", "nan"], {}, "--weight: 'nan' is not a finite number"),
         (["--threads", "0"], {}, "--threads: 0 is below 1"),
-        (["--threads", "2.5"], {}, "--threads: '2.5' is not a whole number"),
+        (["--threads", "2.5"], {}, "--threads: '2.5' is not an integer"),
         (["--limits-body", "12 XB"], {}, "--limits-body: '12 XB' is not a size such as 4194304 or 64MiB"),
         (["--limits-body", "13"], {}, "--limits-body may not be 13"),
         (["model.gguf"], {}, "unexpected argument 'model.gguf'"),

@@ -12,8 +12,8 @@ from dynamo.common.discovery import Instance
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.local.app import PROMPT, ask_command
-from dynamo.local.config import LocalConfig, Question
+from dynamo.local.app import PROMPT, first_request_command
+from dynamo.local.config import FirstRequest, LocalConfig
 from dynamo.local.deployment import Deployment, choose_port, claimed, frontend_command, worker_command
 from dynamo.local.view import ServedModel, ready_workers, served_models
 
@@ -52,7 +52,7 @@ def test_a_question_names_its_model(tmp_path: Path) -> None:
     file = tmp_path / "image.json"
     file.write_text("{}")
     config = read("--question", "a=why = because?", "--question", f"b=@{file}")
-    assert config.questions == (Question("a", "why = because?"), Question("b", f"@{file}"))
+    assert config.first_requests == (FirstRequest("a", "why = because?"), FirstRequest("b", f"@{file}"))
     with pytest.raises(ConfigError, match="--question: 'why' is not of the form"):
         read("--question", "why")
     with pytest.raises(ConfigError, match="names the file /none, which does not exist"):
@@ -63,9 +63,9 @@ def test_language_models_get_a_prompt_and_others_what_the_user_gave(tmp_path: Pa
     deployment = Deployment("http://127.0.0.1:1", "127.0.0.1:2", tmp_path, ())
     language = ServedModel(ModelCard(name="a", kind=ModelKind.LLM), frozenset())
     tensor = ServedModel(ModelCard(name="b", kind=ModelKind.TENSOR), frozenset())
-    assert ask_command(deployment, language, read())[-3:] == ["127.0.0.1:2", "a", PROMPT]
-    assert ask_command(deployment, language, read("--question", "a=hi"))[-1] == "hi"
-    assert ask_command(deployment, tensor, read())[-1] == "b"
+    assert first_request_command(deployment, language, read())[-3:] == ["127.0.0.1:2", "a", PROMPT]
+    assert first_request_command(deployment, language, read("--question", "a=hi"))[-1] == "hi"
+    assert first_request_command(deployment, tensor, read())[-1] == "b"
 
 
 def test_the_usual_port_gives_way_when_it_is_taken_but_a_wanted_one_does_not() -> None:

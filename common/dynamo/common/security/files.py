@@ -1,4 +1,4 @@
-"""What files hold, read anew when they change, so that keys and certificates can be renewed without a restart."""
+"""Values that are read again when their files change, so that keys and certificates are renewed without a restart."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LOOK_AGAIN_S = 1.0
 
 
 class Watched(Generic[T]):
-    """A value made of some files. Asking for it looks at the files at most once a second, so nothing runs while nobody asks.
+    """A value that is read from files. `current` looks at the files at most once a second; nothing runs in between.
 
-    What cannot be read once the process runs (half of a certificate and its key was replaced, a typing error) is logged and
-    changes nothing. Safe to use from several threads.
+    Files that become unreadable while the process runs (one half of a certificate and its key was replaced, a typing error) are
+    logged and change nothing. Safe to use from several threads.
     """
 
     def __init__(
@@ -34,18 +34,18 @@ class Watched(Generic[T]):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Reads at once. `what` names the files in the log; `read` raises ConfigError."""
+        """Read the files at once. `what` names the files in the log; `read` raises ConfigError."""
         self._what = what
         self._paths = paths
         self._read = read
         self._clock = clock
         self._lock = threading.Lock()
-        self._stamp = self._look()  # before reading: a change in between is seen next time
+        self._stamp = self._look()  # before reading, so that a change in between is noticed next time
         self._value = read()
         self._looked_at = clock()
 
     def current(self) -> T:
-        """The newest value that could be read."""
+        """Return the newest value that could be read."""
         now = self._clock()
         if now - self._looked_at >= _LOOK_AGAIN_S:
             with self._lock:
@@ -65,7 +65,7 @@ class Watched(Generic[T]):
         except ConfigError as error:
             log.error("%s changed and cannot be used, so the old one stays: %s", self._what, error)
         else:
-            log.info("%s changed and was read anew", self._what)
+            log.info("%s changed and was read again", self._what)
 
     def _look(self) -> _Stamp:
         return tuple(_stamp(path) for path in self._paths)
@@ -73,7 +73,7 @@ class Watched(Generic[T]):
 
 def _stamp(path: str | Path) -> tuple[int, int, int] | None:
     try:
-        found = Path(path).stat()  # follows links, by which Kubernetes replaces mounted secrets
+        status = Path(path).stat()  # follows links, by which Kubernetes replaces mounted secrets
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino

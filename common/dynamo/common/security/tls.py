@@ -1,4 +1,4 @@
-"""Certificates for servers and clients. Every new connection has the newest ones; open connections go on with theirs."""
+"""Certificates for servers and clients. Each new connection uses the newest ones; open connections keep theirs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dynamo.common.security.files import Watched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """Of a server, in PEM."""
+    """The PEM files of a server."""
 
     cert: str
-    """Its certificate and those that link it to a well-known one."""
+    """The server's certificate, followed by the chain up to its root."""
     key: str
     client_ca: str | None = None
     """Clients must show a certificate signed by one of these."""
@@ -28,7 +28,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsContents:
-    """What the files held when they were checked."""
+    """The contents of the files when they were checked."""
 
     cert: bytes
     key: bytes
@@ -36,7 +36,7 @@ class TlsContents:
 
 
 def read_contents(files: TlsFiles) -> TlsContents:
-    """The files' bytes, which fit each other. Raises ConfigError."""
+    """Read and check the files. Raises ConfigError if they cannot be read or do not belong together."""
     read_context(files)
     return TlsContents(
         cert=_read(files.cert, "certificate"),
@@ -46,7 +46,7 @@ def read_contents(files: TlsFiles) -> TlsContents:
 
 
 def read_context(files: TlsFiles) -> ssl.SSLContext:
-    """For one server, as the files are now. Raises ConfigError with a sentence that names the file that is wrong."""
+    """Return the context of a server from the current files. Raises ConfigError with a sentence that names the wrong file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     load_pair(context, files.cert, files.key)
@@ -84,7 +84,7 @@ def load_roots(context: ssl.SSLContext, path: str, what: str) -> None:
 
 
 class RenewedContext(ssl.SSLContext):
-    """Stands for whichever context is the newest when a connection is made."""
+    """A context that delegates each new connection to the newest one."""
 
     newest: Watched[ssl.SSLContext]
 
@@ -93,25 +93,25 @@ class RenewedContext(ssl.SSLContext):
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """For a server that outlives its certificate. Raises ConfigError."""
+    """Return a context for a server that outlives its certificate. Raises ConfigError."""
     context = RenewedContext(ssl.PROTOCOL_TLS_SERVER)
     context.newest = Watched(f"the certificate {files.cert}", files.paths, lambda: read_context(files))
     return context
 
 
 def client_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
-    """For a client that reconnects for longer than its certificate is valid. Without `ca` the system's are trusted.
+    """Return a context for a client that outlives its certificate. Without `ca` it trusts the system's certificates.
 
     Raises ConfigError.
     """
 
     def read() -> ssl.SSLContext:
-        found = ssl.create_default_context() if ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context = ssl.create_default_context() if ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         if ca is not None:
-            load_roots(found, ca, "CA")
+            load_roots(context, ca, "CA")
         if cert is not None and key is not None:
-            load_pair(found, cert, key)
-        return found
+            load_pair(context, cert, key)
+        return context
 
     context = RenewedContext(ssl.PROTOCOL_TLS_CLIENT)
     paths = [path for path in (ca, cert, key) if path is not None]

@@ -1,4 +1,4 @@
-"""What `dynamo-local replay` can be told."""
+"""The configuration of `dynamo-local replay`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True)
 class Figures:
-    """Filled while one mode is replayed. Times are virtual unless said otherwise."""
+    """What one replayed mode did. Times are virtual unless stated otherwise."""
 
     requests: int = 0
     rejected: int = 0
@@ -23,7 +23,7 @@ class Figures:
     hit_blocks: int = 0
     preempted: int = 0
     good: int = 0
-    """Requests answered within the goals for TTFT and mean ITL."""
+    """Requests completed within the goals for TTFT and mean ITL."""
     virtual_s: float = 0.0
     wall_s: float = 0.0
     """What the replay took."""
@@ -49,7 +49,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     itl_p99_ms: float
     rejected_share: float
     goodput_rps: float
-    """Requests per second that were answered within the goals."""
+    """Requests per second that were completed within the goals."""
     offered_rps: float
     preempted: int
     pick_p50_us: float

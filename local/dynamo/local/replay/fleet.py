@@ -1,6 +1,6 @@
 """A fleet that exists in virtual time only: real routers, real hashing, real scheduling and caching; the clock is made up.
 
-Workers tell routers about their caches and loads as real ones do: after each step, the load at most every 50 ms.
+Workers publish cache events and loads as real ones do: after each step, the load at most every 50 ms.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Replay:
         ]
 
     def run(self) -> Figures:
-        """Until every request of the trace is answered or rejected."""
+        """Run until every request of the trace is completed or rejected."""
         start = time.perf_counter()
         steps: list[tuple[float, int, _Worker, StepResult]] = []
         count = 0

@@ -40,8 +40,8 @@ def draw(results: Mapping[str, tuple[Figures, Summary]], path: Path) -> None:
     _bars(
         panels[1, 2], "Goodput (line: offered), requests/s", {mode: each.goodput_rps for mode, each in summaries.items()}, colours
     )
-    for at, each in enumerate(summaries.values()):
-        panels[1, 2].plot([at - 0.4, at + 0.4], [each.offered_rps] * 2, color="grey", linestyle=":")
+    for position, each in enumerate(summaries.values()):
+        panels[1, 2].plot([position - 0.4, position + 0.4], [each.offered_rps] * 2, color="grey", linestyle=":")
     panels[1, 2].set_ylim(top=1.15 * max(1.0, *(each.offered_rps for each in summaries.values())))
     figure.savefig(path, dpi=110)
 

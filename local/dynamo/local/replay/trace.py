@@ -3,7 +3,8 @@
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, …]}
 
 `timestamp` is in milliseconds. Each of `hash_ids` stands for 512 tokens; an equal id is an equal block after an equal prefix.
-What prompts said is not known: `expand` makes each id the same 512 token ids wherever it occurs, for real hashing to run on.
+The texts of the prompts are unknown: `expand` makes each id the same 512 token ids wherever it occurs, so that
+real hashing can run on them.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ FIRST_TOKEN = "time_to_first_token_seconds"
 
 
 def test_rates_and_quantiles_are_of_the_time_between_two_scrapes() -> None:
-    before, after = Counters(BEFORE, at=10.0), Counters(AFTER, at=12.0)
+    before, after = Counters(BEFORE, scraped_at=10.0), Counters(AFTER, scraped_at=12.0)
     assert after.rate("requests_total|success", before) == 11  # both models' together
     assert after.rate("requests_total|error", before) == 0
     assert after.quantile(FIRST_TOKEN, 0.2, before) == pytest.approx(0.05)  # the second of four in a bucket up to 0.1
