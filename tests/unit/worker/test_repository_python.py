@@ -1,4 +1,4 @@
-"""ModelRegistry of Triton's Python backend, run in their own processes."""
+"""Models of Triton's Python backend, run in their own processes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+from google.protobuf import text_format
 
-from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, ModelNotFound, Unavailable, Unsupported
+from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, ModelNotFound, Overloaded, Unavailable, Unsupported
+from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
-from dynamo.worker.repository.execution import ModelRequest, closing
+from dynamo.worker.repository import wire
+from dynamo.worker.repository.execution import ModelRequest, ModelResponse, Version, closing
+from dynamo.worker.repository.python_backend import PythonBackend
+from dynamo.worker.repository.stub_process import MAX_UNREAD
 from tests.support.repositories import X_TO_Y, infer, infer_all, opened, python_model, x
 
 HEAD = """
@@ -378,6 +384,168 @@ async def test_a_process_that_dies_fails_its_request_and_is_started_again(tmp_pa
                     assert error.retryable
                     await asyncio.sleep(0.02)
     assert after != before
+
+
+MORTAL = """
+    def execute(self, requests):
+        responses = []
+        for r in requests:
+            value = float(r.inputs()[0].as_numpy().reshape(-1)[0])
+            if value < 0:
+                with open(os.path.join(pb_utils.get_model_dir(), "deaths"), "a") as file:
+                    file.write("x")
+                    deaths = file.tell()
+                if value == -1 or deaths == 1:
+                    os._exit(3)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", 2 * r.inputs()[0].as_numpy())]))
+        return responses
+"""
+
+
+async def test_a_request_whose_process_dies_is_retried_once_and_then_fails(tmp_path: Path) -> None:
+    folder = python_model(tmp_path, "mortal", HEAD + MORTAL)
+    async with opened(tmp_path, "mortal") as models:
+        with pytest.raises(EngineError, match="ended with status 3"):
+            await infer(models, "mortal", x(-1))
+    assert (folder / "1" / "deaths").read_text() == "xx"
+
+
+async def test_a_retry_after_the_death_of_a_process_succeeds(tmp_path: Path) -> None:
+    python_model(tmp_path, "mortal", HEAD + MORTAL)
+    async with opened(tmp_path, "mortal") as models:
+        assert await infer(models, "mortal", x(-2)) == {"y": [-4.0]}
+
+
+async def test_the_other_requests_of_a_batch_whose_process_dies_succeed(tmp_path: Path) -> None:
+    config = X_TO_Y + "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 200000 preferred_batch_size: 3 }"
+    python_model(tmp_path, "mortal", HEAD + MORTAL, config)
+    async with opened(tmp_path, "mortal") as models:
+        rows = [{"x": np.array([[value]], np.float32)} for value in (1, -1, 3)]
+        results = await asyncio.gather(*(infer(models, "mortal", row) for row in rows), return_exceptions=True)
+    assert (results[0], results[2]) == ({"y": [[2.0]]}, {"y": [[6.0]]})
+    assert isinstance(results[1], EngineError) and "ended with status 3" in str(results[1])
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize("error", ["KeyboardInterrupt('stop')", "SystemExit(2)", "Odd('stop')", "asyncio.CancelledError('stop')"])
+async def test_a_base_exception_of_a_model_fails_the_request_and_the_process_goes_on(
+    tmp_path: Path, kind: str, error: str
+) -> None:
+    code = (
+        HEAD.replace("class TritonPythonModel", "class Odd(BaseException):\n    pass\n\nclass TritonPythonModel")
+        + f"""
+    {kind} execute(self, requests):
+        if requests[0].inputs()[0].as_numpy()[0] < 0:
+            raise {error}
+        return [pb_utils.InferenceResponse([tensor([os.getpid() >> 16, os.getpid() & 0xFFFF])]) for _ in requests]
+"""
+    )
+    python_model(tmp_path, "odd", code)
+    async with opened(tmp_path, "odd") as models, asyncio.timeout(30):
+        before = await infer(models, "odd", x(1))
+        with pytest.raises(EngineError, match=error.partition("(")[0].removeprefix("asyncio.")):
+            await infer(models, "odd", x(-1))
+        assert await infer(models, "odd", x(1)) == before
+
+
+class BrokenModels:
+    """The other models of a worker, of which each fails in a way that is not foreseen."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def run(self, model: str, version: str, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+        raise self._error
+
+    def config(self, model: str, version: str) -> ModelConfig:
+        raise self._error
+
+    async def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
+        raise self._error
+
+    async def unload(self, model: str, dependents: bool) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), OSError(116, "stale"), asyncio.CancelledError()])
+async def test_an_unforeseen_error_of_a_called_model_reaches_the_caller(tmp_path: Path, error: BaseException) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        inner = pb_utils.InferenceRequest(model_name="other", inputs=[tensor(1, "x")], requested_output_names=["y"])
+        failed = [inner.exec().has_error()]
+        try:
+            pb_utils.load_model("other")
+        except pb_utils.TritonModelException:
+            failed.append(True)
+        return [pb_utils.InferenceResponse([tensor([*failed])])]
+"""
+    )
+    folder = python_model(tmp_path, "caller", code)
+    config = text_format.Parse((folder / "config.pbtxt").read_text(), ModelConfig())
+    model = await PythonBackend(BrokenModels(error)).open(Version("caller", "1", config, folder))
+    try:
+        async with asyncio.timeout(20):
+            [response] = [each async for each in model.run(ModelRequest(x(1), Context("r")))]
+    finally:
+        await model.close()
+    assert response.outputs["y"].tolist() == [1.0, 1.0]
+
+
+THREADED = """
+    def initialize(self, args):
+        self.sent = 0
+    def execute(self, requests):
+        for r in requests:
+            threading.Thread(target=self.respond, args=(r.get_response_sender(), int(r.inputs()[0].as_numpy()[0]))).start()
+    def respond(self, sender, count):
+        for number in range(abs(count)):
+            sender.send(pb_utils.InferenceResponse([tensor(self.sent)]))
+            self.sent += count < 0
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+async def test_a_slow_reader_delays_no_other_stream_of_its_process_and_stops_its_own(tmp_path: Path) -> None:
+    python_model(tmp_path, "threaded", HEAD + THREADED, DECOUPLED)
+    async with (
+        opened(tmp_path, "threaded") as models,
+        asyncio.timeout(60),
+        closing(models.run("threaded", "", ModelRequest(x(-5000), Context("slow")))) as slow,
+    ):
+        await anext(slow)
+        responses = await infer_all(models, "threaded", x(2000))
+        assert len(responses) == 2000
+        [last] = await infer_all(models, "threaded", x(1))
+        assert last.outputs["y"][0] <= 2 * wire.RESPONSE_WINDOW, "the model waits for the slow reader"
+        assert len([response async for response in slow]) == 4999
+
+
+async def test_a_model_that_ignores_its_slow_reader_fails_that_request_alone(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    async def execute(self, requests):
+        for r in requests:
+            sender = r.get_response_sender()
+            for number in range(int(r.inputs()[0].as_numpy()[0])):
+                sender.send(pb_utils.InferenceResponse([tensor(number)]))
+                await asyncio.sleep(0)
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+    )
+    python_model(tmp_path, "async", code, DECOUPLED)
+    async with (
+        opened(tmp_path, "async") as models,
+        asyncio.timeout(60),
+        closing(models.run("async", "", ModelRequest(x(MAX_UNREAD + 500), Context("slow")))) as slow,
+    ):
+        await anext(slow)
+        assert len(await infer_all(models, "async", x(MAX_UNREAD))) == MAX_UNREAD
+        with pytest.raises(Overloaded, match="too slowly"):
+            async for _ in slow:
+                pass
 
 
 async def test_processes_end_with_their_model(tmp_path: Path) -> None:

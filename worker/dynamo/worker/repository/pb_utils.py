@@ -339,10 +339,15 @@ class InferenceResponseSender:
         self._lock = threading.Lock()
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Send a response. `flags` is TRITONSERVER_RESPONSE_COMPLETE_FINAL with, or after, the last one."""
+        """Send a response. `flags` is TRITONSERVER_RESPONSE_COMPLETE_FINAL with, or after, the last one.
+
+        Blocks while the caller has many responses to read, except on an event loop.
+        """
         final = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         if response is None and not final:
             raise TritonModelException("send needs a response, or the flag TRITONSERVER_RESPONSE_COMPLETE_FINAL")
+        if not final:
+            self._channel.wait_for_credit(self._number)  # before the lock, which `fail` must get
         with self._lock:
             if self._closed:
                 raise TritonModelException("the last response to this request has been sent already")
@@ -374,6 +379,10 @@ class Channel(Protocol):
         ...
 
     def is_cancelled(self, number: int) -> bool: ...
+
+    def wait_for_credit(self, number: int) -> None:
+        """Return when the caller of this request has room for a response, or has left."""
+        ...
 
     def call(self, head: wire.RequestHead, inputs: Sequence[Tensor]) -> CallInProgress: ...
 

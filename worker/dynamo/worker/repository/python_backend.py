@@ -1,7 +1,8 @@
 """Triton's Python backend: `model.py` with a class TritonPythonModel, each instance in a process of its own.
 
-A process runs one `execute` at a time. When one dies, its requests fail, it is started again, and requests that come while no
-process of the model lives are refused so that they go to another worker.
+A process runs one `execute` at a time. When one dies, it is started again, and its requests without a response run once more: a
+request that ends a second process fails. Requests that arrive while no process of the model is alive are refused, so that
+frontends send them to another worker.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,13 +25,16 @@ from dynamo.worker.repository import wire
 from dynamo.worker.repository.batches import batch_policy, rows_of
 from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResponse, Version, closing
 from dynamo.worker.repository.model_config import ModelInstance, config_from_json, config_to_json, instances_of
-from dynamo.worker.repository.stub_process import CallHandlers, ResponseStream, StubProcess, open_stub, to_code
+from dynamo.worker.repository.pb_utils import TritonError
+from dynamo.worker.repository.stub_process import CallHandlers, ProcessDied, ResponseStream, StubProcess, open_stub, to_code
 
 log = logging.getLogger(__name__)
 
 DEFAULT_FILE = "model.py"
 _SHORTEST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
+_RESTART_WAIT_S = 10.0
+"""How long the retry of a request waits for a process."""
 
 
 class PythonBackend:
@@ -81,6 +85,8 @@ class PythonModel:
         """An item None means that no process of the model is alive."""
         self._waiting = 0
         self._alive: set[StubProcess] = set()
+        self._has_process = asyncio.Event()
+        """Set while a process is alive."""
         self._keeping: list[asyncio.Task[None]] = []
         policy = batch_policy(version.config, len(self._instances))
         self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
@@ -90,6 +96,7 @@ class PythonModel:
         started = await asyncio.gather(*map(self._start, self._instances), return_exceptions=True)
         stubs = [stub for stub in started if isinstance(stub, StubProcess)]
         self._alive.update(stubs)
+        self._has_process.set()
         for error in started:
             if isinstance(error, BaseException):
                 raise error
@@ -127,11 +134,12 @@ class PythonModel:
         return stub
 
     async def _keep(self, instance: ModelInstance, stub: StubProcess) -> None:
-        """Starts the process again whenever it has ended."""
+        """Start the process again whenever it has ended."""
         while True:
             await stub.closed.wait()
             self._alive.discard(stub)
             if not self._alive:
+                self._has_process.clear()
                 for _ in range(self._waiting):
                     self._idle.put_nowait(None)
             await stub.end()
@@ -146,6 +154,7 @@ class PythonModel:
                     log.error("instance %s does not start: %s", instance.name, error)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             self._alive.add(stub)
+            self._has_process.set()
             self._idle.put_nowait(stub)
 
     # Requests
@@ -162,27 +171,64 @@ class PythonModel:
         """Return the response to each request, or its error."""
         stub = await self._take()
         start = time.perf_counter_ns()
-        numbers, sinks, over = self._begin(stub, batch.requests)
+        try:
+            results = await self._execute(stub, batch.requests)
+            died = [(index, result) for index, result in enumerate(results) if isinstance(result, ProcessDied)]
+            # Each again by itself, so that the request that ends a process fails alone.
+            again = await asyncio.gather(*(self._execute_again(batch.requests[index], error) for index, error in died))
+            for (index, _), result in zip(died, again, strict=True):
+                results[index] = result
+            return results
+        finally:
+            batch.infer_ns = time.perf_counter_ns() - start
+
+    async def _execute(self, stub: StubProcess, requests: Sequence[ModelRequest]) -> list[ModelResponse | DynamoError]:
+        """Run requests of a model that is not decoupled in one call of `execute`."""
+        numbers, sinks, over = self._begin(stub, requests)
         try:
             await over
             return [await _only(sink, self._version.name) for sink in sinks]
         finally:
-            batch.infer_ns = time.perf_counter_ns() - start
             for number in numbers:
                 stub.forget(number)
 
+    async def _execute_again(self, request: ModelRequest, died: ProcessDied) -> ModelResponse | DynamoError:
+        try:
+            [result] = await self._execute(await self._take_again(request.context, died), [request])
+        except DynamoError as error:
+            return error
+        return result
+
     async def _single(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+        """Run one request; once more if its process dies before it has sent a response."""
         submitted = time.perf_counter_ns()
         stub = await self._take()
-        begun = time.perf_counter_ns()
-        request.context.timings.queue_ns += begun - submitted
+        request.context.timings.queue_ns += time.perf_counter_ns() - submitted
+        has_responded = False
+        try:
+            async with closing(self._stream(stub, request)) as responses:
+                async for response in responses:
+                    has_responded = True
+                    yield response
+            return
+        except ProcessDied as error:
+            if has_responded:
+                raise
+            died = error
+        stub = await self._take_again(request.context, died)
+        async with closing(self._stream(stub, request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _stream(self, stub: StubProcess, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+        start = time.perf_counter_ns()
         [number], [sink], _ = self._begin(stub, [request])
         try:
             async with aclosing(sink.read()) as responses:
                 async for response in responses:
                     yield response
         finally:
-            request.context.timings.infer_ns += time.perf_counter_ns() - begun
+            request.context.timings.infer_ns += time.perf_counter_ns() - start
             stub.forget(number)
 
     async def _take(self) -> StubProcess:
@@ -198,10 +244,25 @@ class PythonModel:
             if stub is not None and stub.is_alive:
                 return stub
 
+    async def _take_again(self, context: Context, died: ProcessDied) -> StubProcess:
+        """Return an idle process for the one retry of a request, waiting for a restart. Raises `died` if that takes too long."""
+        give_up_at = asyncio.get_running_loop().time() + _RESTART_WAIT_S
+        if context.deadline is not None:
+            give_up_at = min(give_up_at, context.deadline)
+        log.warning("%s; its request %s is retried once", died, context.request_id)
+        try:
+            async with asyncio.timeout_at(give_up_at):
+                while True:
+                    await self._has_process.wait()
+                    with suppress(Unavailable):
+                        return await self._take()
+        except TimeoutError:
+            raise died from None
+
     def _begin(
         self, stub: StubProcess, requests: Sequence[ModelRequest]
     ) -> tuple[list[int], list[ResponseStream], asyncio.Future[None]]:
-        """Gives requests to an instance. It is free again when `execute` has returned, whoever still waits by then."""
+        """Send requests to an instance. It is idle again when `execute` has returned, even if responses are still to come."""
         try:
             begun = stub.execute(requests, self._version.name)
         except BaseException:
@@ -226,37 +287,36 @@ async def _only(sink: ResponseStream, model: str) -> ModelResponse | DynamoError
 
 
 async def _serve_call(models: ModelRegistry, stub: StubProcess, call: wire.RequestHead, raws: Sequence[bytes]) -> None:
-    inputs = {head.name: wire.unpack(head, raw) for head, raw in zip(call.inputs, raws, strict=True)}
-    parameters = dict(call.parameters)
-    if call.correlation_id:
-        parameters["sequence_id"] = call.correlation_id
-    deadline = asyncio.get_running_loop().time() + call.timeout_us / 1e6 if call.timeout_us > 0 else None
-    context = Context(call.request_id, deadline, version=call.version)
-    request = ModelRequest(inputs, context, call.outputs, parameters)
+    context = Context(call.request_id, version=call.version)
     try:
-        async with asyncio.timeout_at(deadline), closing(models.run(call.model, call.version, request)) as responses:
-            async for response in responses:
-                wanted = {name: array for name, array in response.outputs.items() if name in (call.outputs or response.outputs)}
-                packed = [wire.pack(name, array) for name, array in wanted.items()]
-                head = wire.Response(
-                    number=call.number,
-                    outputs=tuple(tensor for tensor, _ in packed),
-                    final=False,
-                    parameters=dict(response.parameters),
-                )
-                stub.send(head, [raw for _, raw in packed])
-        stub.send(wire.Response(number=call.number))
-    except TimeoutError:
-        stub.send(wire.Response(number=call.number, error="the timeout of the request has passed"))
-    except DynamoError as error:
-        stub.send(wire.Response(number=call.number, error=str(error), code=to_code(error)))
+        with _errors_to(stub, call.number):
+            if call.timeout_us > 0:
+                context.deadline = asyncio.get_running_loop().time() + call.timeout_us / 1e6
+            inputs = {head.name: wire.unpack(head, raw) for head, raw in zip(call.inputs, raws, strict=True)}
+            parameters = dict(call.parameters)
+            if call.correlation_id:
+                parameters["sequence_id"] = call.correlation_id
+            request = ModelRequest(inputs, context, call.outputs, parameters)
+            async with asyncio.timeout_at(context.deadline), closing(models.run(call.model, call.version, request)) as responses:
+                async for response in responses:
+                    _send_response(stub, call, response)
+            stub.send(wire.Response(number=call.number))
     finally:
         context.cancelled.set()
 
 
+def _send_response(stub: StubProcess, call: wire.RequestHead, response: ModelResponse) -> None:
+    """Send the requested outputs of a response to a call."""
+    wanted = {name: array for name, array in response.outputs.items() if name in (call.outputs or response.outputs)}
+    packed = [wire.pack(name, array) for name, array in wanted.items()]
+    outputs = tuple(tensor for tensor, _ in packed)
+    head = wire.Response(number=call.number, outputs=outputs, final=False, parameters=dict(response.parameters))
+    stub.send(head, [raw for _, raw in packed])
+
+
 async def _serve_control(models: ModelRegistry, stub: StubProcess, control: wire.Control) -> None:
     parameters: dict[str, wire.Parameter] = {}
-    try:
+    with _errors_to(stub, control.number):
         match control.verb:
             case "ready":
                 parameters["ready"] = _is_ready(models, control)
@@ -266,10 +326,26 @@ async def _serve_control(models: ModelRegistry, stub: StubProcess, control: wire
                 await models.unload(control.model, control.dependents)
             case _:
                 raise InvalidRequest(f"there is no {control.verb!r}")
-    except DynamoError as error:
-        stub.send(wire.Response(number=control.number, error=str(error), code=to_code(error)))
-    else:
         stub.send(wire.Response(number=control.number, parameters=parameters))
+
+
+@contextmanager
+def _errors_to(stub: StubProcess, number: int) -> Iterator[None]:
+    """Send every error of the body to the model, which waits for a response to its call `number`."""
+    try:
+        yield
+    except TimeoutError:
+        stub.send(wire.Response(number=number, error="the timeout of the request has passed"))
+    except DynamoError as error:
+        stub.send(wire.Response(number=number, error=str(error), code=to_code(error)))
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # the model cancelled its call, or its process has ended
+            raise
+        stub.send(wire.Response(number=number, error="the request was cancelled", code=TritonError.CANCELLED))
+    except BaseException as error:
+        log.exception("a call of a model failed")
+        stub.send(wire.Response(number=number, error=f"internal error: {type(error).__name__}", code=TritonError.INTERNAL))
 
 
 def _is_ready(models: ModelRegistry, control: wire.Control) -> bool:

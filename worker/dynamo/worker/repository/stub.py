@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -26,6 +27,14 @@ import msgspec
 
 from dynamo.worker.repository import pb_utils, wire
 from dynamo.worker.repository.pb_utils import CallInProgress, InferenceRequest, InferenceResponse, InferenceResponseSender, Tensor
+
+
+@dataclass(slots=True)
+class _Window:
+    """How many responses to a request were sent, and how many may be sent in total."""
+
+    sent: int = 0
+    allowed: int = wire.RESPONSE_WINDOW
 
 
 class Stub:
@@ -41,8 +50,10 @@ class Stub:
         self._numbers = itertools.count(1)
         self._calls: dict[int, CallInProgress] = {}
         self._pending: dict[int, Future[wire.Response]] = {}
-        self._open: set[int] = set()
+        self._open: dict[int, _Window] = {}
         self._cancelled: set[int] = set()
+        self._credit = threading.Condition(self._lock)
+        """Notified when a window grows or a request is cancelled."""
 
     # Channel
 
@@ -54,15 +65,28 @@ class Stub:
 
     def opened(self, number: int) -> None:
         with self._lock:
-            self._open.add(number)
+            self._open[number] = _Window()
 
     def over(self, number: int) -> None:
         with self._lock:
-            self._open.discard(number)
+            self._open.pop(number, None)
             self._cancelled.discard(number)
+            self._credit.notify_all()
 
     def is_cancelled(self, number: int) -> bool:
         return number in self._cancelled
+
+    def wait_for_credit(self, number: int) -> None:
+        """Return when the caller of a request has room for a response, or has left. Does not block an event loop."""
+        with self._credit:
+            window = self._open.get(number)
+            if window is None:
+                return
+            if not _in_event_loop():
+                self._credit.wait_for(
+                    lambda: window.sent < window.allowed or number in self._cancelled or number not in self._open
+                )
+            window.sent += 1
 
     def call(self, head: wire.RequestHead, inputs: Sequence[Tensor]) -> CallInProgress:
         number = next(self._numbers)
@@ -100,6 +124,12 @@ class Stub:
                         with self._lock:
                             if message.number in self._open:
                                 self._cancelled.add(message.number)
+                                self._credit.notify_all()
+                    case wire.Credit():
+                        with self._lock:
+                            if (window := self._open.get(message.number)) is not None:
+                                window.allowed = max(window.allowed, message.total)
+                                self._credit.notify_all()
                     case wire.Response():
                         self._deliver(message, raws)
                     case _:
@@ -173,7 +203,7 @@ class ModelProcess:
     def _report(self, step: Callable[[], str | None]) -> None:
         try:
             ready = wire.Ready(config=step() or "")
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             traceback.print_exc()
             ready = wire.Ready(error=_text(error))
         self._stub.send(ready)
@@ -224,7 +254,7 @@ class ModelProcess:
             position += count
         try:
             returned = self._model.execute(requests)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # whatever it raises is the request's failure, not the end of the process
             return self._failed(order.number, senders, error)
         if inspect.isawaitable(returned):
             self._follow(order.number, senders, returned)
@@ -237,7 +267,7 @@ class ModelProcess:
         async def run() -> None:
             try:
                 returned = await work
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 self._failed(number, senders, error)
             else:
                 self._returned(number, senders, returned)
@@ -251,13 +281,13 @@ class ModelProcess:
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="execute", daemon=True).start()
+            threading.Thread(target=_run_forever, args=(self._loop,), name="execute", daemon=True).start()
         return self._loop
 
     def _returned(self, number: int, senders: Sequence[InferenceResponseSender], returned: Any) -> None:
         try:
             self._send_returned(senders, returned)
-        except Exception as error:
+        except BaseException as error:
             return self._failed(number, senders, error)
         self._stub.send(wire.Done(number))
 
@@ -283,6 +313,23 @@ class ModelProcess:
         for sender in senders:
             sender.fail(_text(error))
         self._stub.send(wire.Done(number, _text(error)))
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop of `async` executes. SystemExit of a task of the model ends it, and the process with it."""
+    try:
+        loop.run_forever()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _text(error: BaseException) -> str:

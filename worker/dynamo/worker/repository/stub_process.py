@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dynamo.common.background import start
@@ -21,6 +22,7 @@ from dynamo.common.errors import (
     EngineError,
     InvalidRequest,
     ModelNotFound,
+    Overloaded,
     Unavailable,
     Unsupported,
 )
@@ -30,8 +32,9 @@ from dynamo.worker.repository.pb_utils import TritonError
 
 log = logging.getLogger(__name__)
 
-MAX_UNREAD = 256
-"""ResponseStream of one request that wait for a slow caller. Past it the process is not listened to until there is room."""
+MAX_UNREAD = 8192
+"""Responses of one request that wait for a slow caller. A model that sends more, beyond its window, fails its request."""
+MAX_UNREAD_BYTES = 256 * 2**20
 _FINALIZE_S = 30.0
 _MODULE = "dynamo.worker.repository.stub"
 
@@ -70,51 +73,68 @@ def to_code(error: DynamoError) -> int:
     return _TO_CODE.get(error.code, TritonError.INTERNAL)
 
 
-class ResponseStream:
-    """What came for one request. Read by its caller, filled by the process."""
+class ProcessDied(EngineError):
+    """The process ended while it had the request."""
 
-    def __init__(self) -> None:
+
+class ResponseStream:
+    """The responses to one request, filled by the process and read by the caller.
+
+    `grant` gives the model credit as the caller reads: it is called with the number of responses that may be sent in total.
+    """
+
+    def __init__(self, grant: Callable[[int], None]) -> None:
         self._items: deque[ModelResponse | DynamoError | None] = deque()
         """None marks the end."""
-        self._news = asyncio.Event()
-        self._room = asyncio.Event()
+        self._unread_bytes = 0
+        self._taken = 0
+        self._grant = grant
+        self._added = asyncio.Event()
         self._closed = False
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the caller has left so much unread that no further response is kept."""
+        return len(self._items) >= MAX_UNREAD or self._unread_bytes > MAX_UNREAD_BYTES
+
     def add(self, item: ModelResponse | DynamoError | None) -> None:
+        """Add a response, an error, or None at the end."""
         if not self._closed:
             self._items.append(item)
-            self._news.set()
-
-    async def room(self) -> None:
-        """Returns when another answer may be read from the process."""
-        while len(self._items) >= MAX_UNREAD and not self._closed:
-            self._room.clear()
-            await self._room.wait()
+            if isinstance(item, ModelResponse):
+                self._unread_bytes += _size_of(item)
+            self._added.set()
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Drop the responses: the caller has left."""
         self._closed = True
         self._items.clear()
-        self._room.set()
 
     async def read(self) -> AsyncGenerator[ModelResponse, None]:
         """Yield the responses. Raises the error that ended the request."""
         while True:
             while not self._items:
-                self._news.clear()
-                await self._news.wait()
+                self._added.clear()
+                await self._added.wait()
             item = self._items.popleft()
-            self._room.set()
             if item is None:
                 return
             if isinstance(item, DynamoError):
                 raise item
+            self._unread_bytes -= _size_of(item)
+            self._taken += 1
+            if self._taken % (wire.RESPONSE_WINDOW // 2) == 0:
+                self._grant(self._taken + wire.RESPONSE_WINDOW)
             yield item
+
+
+def _size_of(response: ModelResponse) -> int:
+    return sum(array.nbytes for array in response.outputs.values())
 
 
 @dataclass(frozen=True, slots=True)
 class CallHandlers:
-    """Who sees to what a model asks of its worker. Both are run as tasks, and end with the process."""
+    """Serve the calls and queries of a model. Both run as tasks, which are cancelled when the process ends."""
 
     call: Callable[[StubProcess, wire.RequestHead, Sequence[bytes]], Awaitable[None]]
     control: Callable[[StubProcess, wire.Control], Awaitable[None]]
@@ -195,7 +215,7 @@ class StubProcess:
     def execute(
         self, requests: Sequence[ModelRequest], model: str
     ) -> tuple[list[int], list[ResponseStream], asyncio.Future[None]]:
-        """Hands requests to one call of `execute`: their numbers, what will come for each, and when the call is over."""
+        """Send requests for one call of `execute`. Return their numbers, their responses, and a future of the call's end."""
         if not self.is_alive:
             raise Unavailable(f"the process of model '{self._name}' has just ended")
         heads, buffers, sinks = [], [], []
@@ -203,7 +223,7 @@ class StubProcess:
             head, raws = _to_wire(next(self._numbers), request, model)
             heads.append(head)
             buffers += raws
-            sinks.append(ResponseStream())
+            sinks.append(ResponseStream(partial(self._grant, head.number)))
         for head, sink in zip(heads, sinks, strict=True):
             self._streams[head.number] = sink
         execution = next(self._numbers)
@@ -219,6 +239,10 @@ class StubProcess:
             if self.is_alive:
                 self.send(wire.CancelRequest(number))
 
+    def _grant(self, number: int, total: int) -> None:
+        if number in self._streams:
+            self.send(wire.Credit(number, total))
+
     def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
         if self.is_alive:
             self._writer.writelines(wire.encode(message, buffers))
@@ -229,7 +253,7 @@ class StubProcess:
         why = "has ended"
         try:
             while True:
-                await self._take(*await self._read())
+                self._take(*await self._read())
         except (asyncio.IncompleteReadError, ConnectionError):
             status = await asyncio.to_thread(self._process.wait)
             why = f"has ended with status {status}"
@@ -246,10 +270,10 @@ class StubProcess:
         message = wire.decode(await self._reader.readexactly(length))
         return message, [await self._reader.readexactly(tensor.size) for tensor in wire.tensors_of(message)]
 
-    async def _take(self, message: wire.Message, raws: list[bytes]) -> None:
+    def _take(self, message: wire.Message, raws: list[bytes]) -> None:
         match message:
             case wire.Response():
-                await self._deliver(message, raws)
+                self._deliver(message, raws)
             case wire.Done():
                 over = self._executions.pop(message.number, None)
                 if over is not None and not over.done():
@@ -270,11 +294,15 @@ class StubProcess:
             case _:
                 raise ValueError(f"it sent a {type(message).__name__}")
 
-    async def _deliver(self, head: wire.Response, raws: list[bytes]) -> None:
+    def _deliver(self, head: wire.Response, raws: list[bytes]) -> None:
         sink = self._streams.get(head.number)
         if sink is None:
             return
-        await sink.room()
+        if sink.is_full and not head.final:
+            sink.add(Overloaded(f"the caller reads the responses of model '{self._name}' too slowly"))
+            del self._streams[head.number]
+            self.send(wire.CancelRequest(head.number))
+            return
         if head.error is not None:
             sink.add(to_error(head.error, head.code))
         elif head.outputs or not head.final:
@@ -296,7 +324,7 @@ class StubProcess:
         self.closed.set()
         text = f"the process of model '{self._name}' {why}"
         for sink in self._streams.values():
-            sink.add(EngineError(text))
+            sink.add(ProcessDied(text))
         self._streams.clear()
         for over in self._executions.values():
             if not over.done():

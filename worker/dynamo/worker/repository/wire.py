@@ -20,6 +20,8 @@ Parameter: TypeAlias = bool | int | float | str
 
 LENGTH = struct.Struct("<I")
 MAX_HEAD_BYTES = 64 * 2**20
+RESPONSE_WINDOW = 256
+"""Responses of one request that a model may send before its caller has read any."""
 
 NUMPY: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
@@ -98,6 +100,13 @@ class CancelRequest(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class Credit(msgspec.Struct, frozen=True, tag=True):
+    """To the model: it may send `total` responses to this request, counted from the first."""
+
+    number: int
+    total: int
+
+
 class Finalize(msgspec.Struct, frozen=True, tag=True):
     """To the model: finalize. The response is Ready."""
 
@@ -153,7 +162,19 @@ class Log(msgspec.Struct, frozen=True, tag=True):
 
 
 Message: TypeAlias = (
-    Start | Complete | Initialize | Execute | CancelRequest | Finalize | Ready | Response | Done | CallModel | Control | Log
+    Start
+    | Complete
+    | Initialize
+    | Execute
+    | CancelRequest
+    | Credit
+    | Finalize
+    | Ready
+    | Response
+    | Done
+    | CallModel
+    | Control
+    | Log
 )
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _ENCODER = msgspec.msgpack.Encoder()
