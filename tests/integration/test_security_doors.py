@@ -521,7 +521,7 @@ async def test_what_administrators_do_is_recorded_under_an_id_that_they_get(
             f"POST /busy_threshold from 127.0.0.1, request {refused.headers['x-request-id']}: refused: "
             "an API key is required, as 'authorization: Bearer KEY' or 'x-api-key: KEY'"
         )
-        assert lines[4].startswith("RepositoryModelLoad 'forged\\nline' from ")
+        assert lines[4].startswith("RepositoryModelLoad from ")  # its message was not looked at
         assert lines[4].endswith("request try-7: refused: the API key is not valid")
         assert len(lines) == 5
         assert not any("\n" in line or key in line for line in lines)

@@ -191,6 +191,24 @@ _BY_CODE: dict[Code, type[DynamoError]] = {
 }
 
 
+def release(error: BaseException) -> None:
+    """Cut the traceback of an error, and its ties to other errors, so that it keeps nothing alive of what failed.
+
+    To be called when it has been logged, and something that outlives the request keeps the error.
+    """
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        pending += (current.__cause__, current.__context__)
+        if isinstance(current, BaseExceptionGroup):
+            pending += current.exceptions
+        current.__traceback__ = current.__cause__ = current.__context__ = None
+
+
 def _shortened(name: str) -> str:
     """Return a client's name for something, short enough for a sentence."""
     return name if len(name) <= _LONGEST_NAME_CHARS else name[: _LONGEST_NAME_CHARS - 1] + "…"

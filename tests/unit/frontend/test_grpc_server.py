@@ -14,6 +14,7 @@ import trustme
 
 from benchmarks.grpc_client import connect, message, request_headers
 from dynamo.common.config import ConfigError
+from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
 from dynamo.frontend.api.rpc.server import channel_arguments, choose_server, serve_grpc
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice
 
@@ -27,8 +28,8 @@ NEEDS_GRPCIO = [
 ]
 
 
-async def echo(data: bytes, context: object) -> bytes:
-    return data
+async def echo(request: bytes | PendingMessage, context: object) -> bytes:
+    return await read_message(request)
 
 
 SERVICES = {"test.Echo": {"Say": grpc.unary_unary_rpc_method_handler(echo)}}

@@ -21,6 +21,7 @@ from dynamo.common.config import ConfigError, load
 from dynamo.common.security.tls import TlsFiles, client_context, read_contents
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.server import serve_http
+from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
 from dynamo.frontend.api.rpc.server import check_grpc, serve_grpc
 from dynamo.frontend.config import FrontendConfig, GrpcOptions, GrpcServerChoice, HttpOptions
 from tests.support.certificates import Pair, issue, write_ca
@@ -28,8 +29,8 @@ from tests.support.certificates import Pair, issue, write_ca
 PROTOCOLS = pytest.mark.parametrize("protocol", ["http", "grpc"])
 
 
-async def echo(data: bytes, context: object) -> bytes:
-    return data
+async def echo(request: bytes | PendingMessage, context: object) -> bytes:
+    return await read_message(request)
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,9 +11,10 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT
 from dynamo.frontend.api.kserve.service import SERVICE, KserveService
 from dynamo.frontend.api.rpc.guard import account_source, guarded
+from dynamo.frontend.api.rpc.handlers import Handlers
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
 from dynamo.frontend.api.rpc.metered import metered
-from dynamo.frontend.api.rpc.server import GrpcServer, Handlers, serve_grpc
+from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.security.accounts import Account

@@ -50,11 +50,14 @@ async def all_text(plane: DataPlane, texts: Sequence[TextRequest], call: Call) -
     """Return all deltas of each prompt, in the order of the prompts, which run concurrently."""
     if len(texts) == 1:
         return [await _text(plane, texts[0], call)]
+    failed: list[BaseException] = []
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(_text(plane, text, call)) for text in texts]
     except* Exception as failures:  # the others were cancelled: a partial response is useless
-        raise first_of(failures) from None
+        failed.append(first_of(failures))
+    if failed:
+        raise failed.pop()  # this frame, which its traceback keeps, must not keep the error
     return [task.result() for task in running]
 
 
@@ -67,7 +70,8 @@ async def _text(plane: DataPlane, text: TextRequest, call: Call) -> list[TextDel
 
 
 def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that made a task group end."""
+    """Return the failure that made a task group end."""
+    failures.__traceback__ = None  # it leads to a frame of the task group that has `failures` as a local variable
     first = failures.exceptions[0]
     return first_of(first) if isinstance(first, BaseExceptionGroup) else first
 

@@ -23,7 +23,7 @@ from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, infer
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request, unload_request
 from dynamo.frontend.api.kserve.stream import KserveStream
-from dynamo.frontend.api.rpc.server import Context, Handlers
+from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import grpc_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
@@ -82,12 +82,12 @@ class KserveService:
         }
 
     def _unary(self, name: str, method: Callable[[bytes], Awaitable[bytes]]) -> grpc.RpcMethodHandler[bytes, bytes]:
-        async def handle(data: bytes, context: Context) -> bytes:
+        async def handle(request: bytes | PendingMessage, context: Context) -> bytes:
             request_id = _client_request_id(context)
             try:
                 if request_id:
                     context.set_trailing_metadata((("x-request-id", request_id),))
-                return await method(data)
+                return await method(await read_message(request))
             except Exception as error:
                 await self._abort(context, error, request_id, name)
 
@@ -95,13 +95,14 @@ class KserveService:
 
     # Inference
 
-    async def _model_infer(self, data: bytes, context: Context) -> bytes:
+    async def _model_infer(self, message: bytes | PendingMessage, context: Context) -> bytes:
         request_id = ""
         explanation: Explanation | None = None
         progress = Progress()
         try:
             caller = _caller(self._account(), context, progress)
             request_id, explanation = caller.request_id, caller.explanation
+            data = message if isinstance(message, bytes) else await message.read()
             request = TensorRequest.parse(data)
             card = self._plane.card(caller.account, request.head.model_name, request.head.model_version)
             call = call_for(request, card, caller, RequestType.UNARY)

@@ -16,7 +16,7 @@ import asyncio
 
 import grpc.aio
 
-from dynamo.common.errors import Cancelled, DynamoError, ShuttingDown
+from dynamo.common.errors import Cancelled, DynamoError, ShuttingDown, release
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.protobuf_wire import tag, varint
@@ -25,7 +25,7 @@ from dynamo.common.tensor_response import ResponseForm
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of
 from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
-from dynamo.frontend.api.rpc.server import Context
+from dynamo.frontend.api.rpc.handlers import Context
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import log_failure, public_message
 from dynamo.frontend.config import GrpcOptions
@@ -73,16 +73,16 @@ class KserveStream:
         Raises the first failure if the caller wants statuses, and ShuttingDown, after all responses, if this process drains.
         """
         stopped: ShuttingDown | None = None
-        failure: BaseException | None = None
+        failed: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 stopped = await self._read_requests(tasks)
         except* Exception as failures:
-            failure = first_of(failures)
-        if isinstance(failure, _ClientGone):
+            failed.append(first_of(failures))
+        if failed and isinstance(failed[0], _ClientGone):
             return
-        if failure is not None:
-            raise failure
+        if failed:
+            raise failed.pop()
         if stopped is not None:
             raise stopped
 
@@ -107,6 +107,7 @@ class KserveStream:
             request = TensorRequest.parse(data)
             card = self._plane.card(self._caller.account, request.head.model_name, request.head.model_version)
         except DynamoError as error:
+            release(error)  # this frame, which its traceback keeps, keeps the error
             problem = error
         turn = after = None
         if card is None or (card.kind is ModelKind.TENSOR and not card.decoupled):
@@ -142,6 +143,7 @@ class KserveStream:
             log_failure(error, request_id, "ModelStreamInfer")
             if self._caller.grpc_errors:
                 raise
+            release(error)
             if after is not None:
                 await after
             await self._send(_failure(request.head if request is not None else ModelInferRequest(), error))
@@ -197,12 +199,15 @@ class KserveStream:
 
         if len(texts) == 1:
             return await stream(0, texts[0])
+        failed: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 for prompt, text in enumerate(texts):
                     tasks.create_task(stream(prompt, text))
         except* Exception as failures:
-            raise first_of(failures) from None
+            failed.append(first_of(failures))
+        if failed:
+            raise failed.pop()
 
     async def _write(self, message: bytes) -> None:
         await self._send(check_size(message, self._options.max_message_bytes))

@@ -14,8 +14,8 @@ from dynamo.common.errors import DynamoError
 from dynamo.common.logs import request_id as logged_id
 from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.guard import Guard, record, record_refusal
+from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES
-from dynamo.frontend.api.rpc.server import Context, Handlers
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.security.surfaces import Surface
@@ -100,26 +100,28 @@ def _guarded(
     async def enter(request: object, context: Context) -> object:
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         request_id = usable_id(headers.get("x-request-id", ""))
-        action = _action(name, request) if is_action else ""
         try:
             account = guard.enter(surface, headers)
         except DynamoError as error:
             request_id = request_id or secrets.token_hex(12)
             if is_action:
-                record_refusal(action, context.peer(), request_id, error)
+                record_refusal(name, context.peer(), request_id, error)
             if surface is Surface.INFERENCE:
                 refused(error)
             await _refuse(context, error, request_id)
         _account.set(account)
         if not is_action:
             return await inner(request, context)
+        assert isinstance(request, bytes | PendingMessage), "actions have unary requests"
+        message = await read_message(request)
+        action = _action(name, message)
         if not request_id:  # the audit record and the response must have the same one
             request_id = secrets.token_hex(12)
             logged_id.set(request_id)
             context.set_trailing_metadata((("x-request-id", request_id),))
         outcome = "failed"
         try:
-            response = await inner(request, context)
+            response = await inner(message, context)
             outcome = "done"
             return response
         finally:
@@ -129,13 +131,13 @@ def _guarded(
     return replaced
 
 
-def _action(name: str, request: object) -> str:
+def _action(name: str, message: bytes) -> str:
     """Return the action for the audit record: the method, and the model if there is one."""
     kind = _WITH_MODEL.get(name)
-    if kind is None or not isinstance(request, bytes):
+    if kind is None:
         return name
     try:
-        model = kind.FromString(request).model_name
+        model = kind.FromString(message).model_name
     except DecodeError:
         return name
     return f"{name} {model[:200]!r}"  # quoted: no line breaks that could forge a record

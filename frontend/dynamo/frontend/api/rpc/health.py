@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha.reflection import ReflectionServicer
 
 from dynamo.common.errors import ModelNotFound, ShuttingDown
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.rpc.server import Context, Handlers
+from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane
@@ -59,14 +59,14 @@ class HealthService:
             ready = self._readiness.is_model_ready(service)
         return ServingStatus.SERVING if ready else ServingStatus.NOT_SERVING
 
-    async def _check(self, data: bytes, context: Context) -> bytes:
-        status = self._status(await _service(data, context))
+    async def _check(self, request: bytes | PendingMessage, context: Context) -> bytes:
+        status = self._status(await _service(request, context))
         if status is ServingStatus.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "service or model not found")
         return _response(status)
 
-    async def _watch(self, data: bytes, context: Context) -> None:
-        service = await _service(data, context)
+    async def _watch(self, request: bytes | PendingMessage, context: Context) -> None:
+        service = await _service(request, context)
         sent: ServingStatus | None = None
         async with aclosing(self._readiness.changes()) as changes:
             async for _ in changes:
@@ -101,7 +101,8 @@ class ReflectionService:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
 
-async def _service(data: bytes, context: Context) -> str:
+async def _service(request: bytes | PendingMessage, context: Context) -> str:
+    data = await read_message(request)
     try:
         return str(health_pb2.HealthCheckRequest.FromString(data).service)
     except DecodeError:

@@ -9,7 +9,7 @@ from time import perf_counter
 import grpc
 import grpc.aio
 
-from dynamo.frontend.api.rpc.server import Context, Handlers
+from dynamo.frontend.api.rpc.handlers import Context, Handlers
 from dynamo.frontend.metrics import GrpcMethodMetrics, GrpcServerMetrics
 
 _OK = "OK"

@@ -17,6 +17,8 @@ from pygrpc_native._server import _fallback_socket
 from pygrpc_native.aio import _Call, _Context
 
 from dynamo.common.background import awaited
+from dynamo.common.errors import release
+from dynamo.frontend.api.rpc.handlers import for_grpcio
 from dynamo.frontend.api.rpc.hardening import make_grpcio_server
 
 _LAST_WRITES_S = 0.2
@@ -42,6 +44,7 @@ class NativeServer(pygrpc_native.aio.Server):
             front.respond(call.call_id, response, initial and list(initial), trailing and list(trailing))
         except Exception as error:
             self._failed(call, context, error)
+            release(error)
         except asyncio.CancelledError:
             # A call that was cancelled by its client or by the shutdown needs no status.
             if not call.cancelled and not self._stopping:
@@ -59,7 +62,7 @@ class NativeServer(pygrpc_native.aio.Server):
         self._fallback_dir, path = _fallback_socket()
         fallback = make_grpcio_server(self._options)
         for service, handlers in streamed.items():
-            fallback.add_registered_method_handlers(service, handlers)
+            fallback.add_registered_method_handlers(service, dict(for_grpcio(handlers)))
         fallback.add_insecure_port(f"unix:{path}")
         await fallback.start()
         self._fallback = fallback

@@ -16,7 +16,6 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import grpc
 import grpc.aio
@@ -25,12 +24,9 @@ from dynamo.common.config import ConfigError
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.security.files import Watched
 from dynamo.common.security.tls import TlsContents, read_contents
+from dynamo.frontend.api.rpc.handlers import Handlers, for_grpcio
 from dynamo.frontend.api.rpc.hardening import make_grpcio_server
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice
-
-Handlers: TypeAlias = Mapping[str, "grpc.RpcMethodHandler[bytes, bytes]"]
-"""Method name → handler, without serializers."""
-Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 _COMPRESSION_LEVEL = {GrpcCompression.NONE: 0, GrpcCompression.GZIP: 1, GrpcCompression.DEFLATE: 3}
 """gRPC core's low level is gzip and its high one deflate, if the client accepts that, else the other one, else neither. Naming
@@ -138,7 +134,8 @@ async def serve_grpc(
     choice = choose_server(options, importlib.util.find_spec("pygrpc_native") is not None)
     server = _make_server(options, choice.server, share_port)
     for service, handlers in services.items():
-        server.add_registered_method_handlers(service, dict(handlers))
+        ready = for_grpcio(handlers) if choice.server is GrpcServerChoice.GRPCIO else handlers
+        server.add_registered_method_handlers(service, dict(ready))
     port = _bind(server, options)
     await server.start()
     secured = "TLS" if options.tls_cert_file is not None else "no TLS"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from dynamo.common.errors import ShuttingDown
-from dynamo.frontend.api.rpc.server import Context
+from dynamo.frontend.api.rpc.handlers import Context
 
 
 class StreamDrain:
