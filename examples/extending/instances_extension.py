@@ -19,7 +19,7 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.kserve.rest.operations import KSERVE_ERRORS
 from dynamo.frontend.api.kserve.rest.paths import Target
-from dynamo.frontend.api.rpc.server import Context, Handlers
+from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
 from dynamo.frontend.api.statuses import grpc_status, public_message
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.security.surfaces import Surface
@@ -36,9 +36,9 @@ def instances_of(plane: DataPlane, account: Account, model: str) -> list[str]:
 def instance_handlers(plane: DataPlane, account: Callable[[], Account]) -> Handlers:
     """Return the gRPC method, from bytes to bytes; in `KserveService` it would be one more of `handlers`."""
 
-    async def model_instances(data: bytes, context: Context) -> bytes:
+    async def model_instances(message: bytes | PendingMessage, context: Context) -> bytes:
         try:
-            request = ModelReadyRequest.FromString(data)
+            request = ModelReadyRequest.FromString(await read_message(message))
             response = RepositoryIndexResponse()
             for instance in instances_of(plane, account(), request.name):
                 response.models.add(name=instance, state="READY")
