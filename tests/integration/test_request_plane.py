@@ -271,6 +271,22 @@ async def test_an_instance_that_hangs_is_given_up(nats_server: NatsServer) -> No
         assert gone.value.was_held
 
 
+async def test_an_instance_that_was_given_up_gives_a_sign_of_life_by_its_next_frame(nats_server: NatsServer) -> None:
+    async with plane(nats_server.url, {}) as p:
+        hung, other = new_instance_id(), new_instance_id()
+        await p.workers_connection.subscribe("dynamo.hung.rpc", lambda subject, reply, payload, no_responders: None)
+        alive: asyncio.Queue[InstanceId] = asyncio.Queue()
+        p.client.on_sign_of_life(alive.put_nowait)
+        with pytest.raises(InstanceGone):
+            await asyncio.wait_for(p.client.open(hung, "dynamo.hung.rpc", "held", b"").result(), 5)
+        for subject in ("garbage", f"{other:x}", f"{hung:x}", f"{hung:x}"):
+            beat = frames.message_head(1) + frames.encode(frames.Beat([1]))
+            p.workers_connection.publish_nowait(f"{p.client.prefix}.{subject}", beat)
+        assert await asyncio.wait_for(alive.get(), 5) == hung
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(alive.get(), 0.1)
+
+
 async def test_a_silent_but_living_request_is_waited_for(nats_server: NatsServer) -> None:
     held = Held()
     async with plane(nats_server.url, {"held": held}) as p:

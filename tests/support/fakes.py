@@ -78,6 +78,10 @@ class FakeDirectory:
         if self._view.mark_down(instance):
             self._notify()
 
+    def mark_up(self, instance: InstanceId) -> None:
+        if self._view.mark_up(instance):
+            self._notify()
+
     def on_change(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
@@ -99,6 +103,7 @@ class FakeLink:
     """The process's own NATS connection; the test cuts and restores it."""
 
     reconnected_at: float = float("-inf")
+    is_silent: bool = False
     _up: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -197,6 +202,15 @@ class FakeClient:
         self.respond = respond
         self.streams: list[FakeStream] = []
         self.opened = asyncio.Event()
+        self._on_sign_of_life: list[Callable[[InstanceId], None]] = []
+
+    def on_sign_of_life(self, callback: Callable[[InstanceId], None]) -> None:
+        self._on_sign_of_life.append(callback)
+
+    def sign_of_life(self, id_: int) -> None:
+        """An instance that was given up sends something."""
+        for callback in self._on_sign_of_life:
+            callback(InstanceId(id_))
 
     def open(
         self,

@@ -241,6 +241,17 @@ async def test_the_router_is_notified_of_deregistered_instances_but_not_of_marke
         assert f.router.gone == [2]
 
 
+async def test_an_instance_that_was_given_up_gets_requests_again_when_it_sends_something() -> None:
+    async with front(FakeDirectory(instance(1)), lambda stream: stream.fail(InstanceGone(InstanceId(1)))) as f:
+        with pytest.raises(InstanceGone):
+            await f.plane.infer(request(), CALL)
+        with pytest.raises(NoInstances):
+            await f.plane.infer(request(), CALL)
+        f.client.sign_of_life(1)
+        f.client.respond = lambda stream: stream.end(b"response")
+        assert await f.plane.infer(request(), CALL) == b"response"
+
+
 # Tensor requests
 
 

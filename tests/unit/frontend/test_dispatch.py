@@ -414,6 +414,23 @@ async def test_the_grace_after_a_reconnect_ends() -> None:
     assert b.directory.down == [1]
 
 
+@in_virtual_time
+async def test_while_our_own_connection_is_silent_no_instance_is_blamed_for_its_silence() -> None:
+    silent = {id_: died(id_) for id_ in (1, 2, 3)}
+    b = bench(failing_on(silent))  # type: ignore[arg-type]
+    b.link.is_silent = True
+
+    def heard() -> None:
+        b.link.is_silent = False
+        silent.clear()
+
+    asyncio.get_running_loop().call_later(6.0, heard)
+    assert await b.call() == b"response"
+    assert 6.0 < asyncio.get_running_loop().time() < 6.6
+    assert b.directory.down == []
+    assert b.retries() > 2
+
+
 # Who can serve
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 
@@ -37,6 +37,7 @@ from dynamo.common.names import InstanceId, responses_prefix
 log = logging.getLogger(__name__)
 
 _NO_HEADERS: dict[str, str] = {}
+_MOST_GIVEN_UP = 1024
 
 
 class RequestStream:
@@ -337,6 +338,9 @@ class RequestClient:
         self._connection = connection
         self._peers: dict[InstanceId, _InstancePeer] = {}
         self._streams: dict[int, RequestStream] = {}
+        self._given_up: dict[InstanceId, None] = {}
+        """Instances that were taken for dead, the last `_MOST_GIVEN_UP` of them."""
+        self._on_sign_of_life: list[Callable[[InstanceId], None]] = []
         self._last = 0
         self._budget = limits.budget_bytes
 
@@ -392,6 +396,9 @@ class RequestClient:
     def fail_instance(self, instance: InstanceId, gone_since: int | None = None) -> None:
         """Fail every stream of an instance, and forget it. `gone_since`: the first batch that certainly did not reach it."""
         peer = self._peers.pop(instance, None)
+        self._given_up[instance] = None
+        if len(self._given_up) > _MOST_GIVEN_UP:
+            self._given_up.pop(next(iter(self._given_up)))
         if peer is not None:
             for stream in list(peer.streams.values()):
                 was_held = stream.batch >= 0 and (gone_since is None or stream.batch < gone_since)
@@ -413,6 +420,8 @@ class RequestClient:
             log.warning("a response on %s was dropped: %s", subject, error)
             return
         self.now = now = self.loop.time()
+        if self._given_up:
+            self._note_sign_of_life(subject)
         streams = self._streams
         for frame in message:
             if isinstance(frame, frames.Data):
@@ -436,6 +445,20 @@ class RequestClient:
                     stream.on_credit(frame)
                 elif isinstance(frame, frames.Error):
                     stream.on_error(frame)
+
+    def on_sign_of_life(self, callback: Callable[[InstanceId], None]) -> None:
+        """Call `callback`, synchronously, when an instance that was given up sends something after all."""
+        self._on_sign_of_life.append(callback)
+
+    def _note_sign_of_life(self, subject: str) -> None:
+        try:
+            instance = InstanceId(int(subject.rsplit(".", 1)[1], 16))
+        except ValueError:  # not of an instance
+            return
+        if instance in self._given_up:
+            del self._given_up[instance]
+            for callback in self._on_sign_of_life:
+                callback(instance)
 
     def _on_no_responders(self, subject: str) -> None:
         """The instance has no subscription: nothing in that batch ran. It may be reconnecting, as we just did."""

@@ -5,7 +5,7 @@ The protocols are what dispatching needs of the directory and of the messaging c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -94,7 +94,11 @@ class Instances(Protocol):
         ...
 
     def mark_down(self, instance: InstanceId) -> None:
-        """Leave out an instance that does not respond, until there is a sign of life of it."""
+        """Leave out an instance that does not respond, until `mark_up` or for some time."""
+        ...
+
+    def mark_up(self, instance: InstanceId) -> None:
+        """End `mark_down`: there was a sign of life of the instance."""
         ...
 
 
@@ -130,12 +134,21 @@ class Client(Protocol):
         deadline: float | None = None,
     ) -> Stream: ...
 
+    def on_sign_of_life(self, callback: Callable[[InstanceId], None]) -> None:
+        """Call `callback`, synchronously, when an instance that was given up sends something after all."""
+        ...
+
 
 class Link(Protocol):
     """The state of this process's own NATS connection."""
 
     @property
     def is_connected(self) -> bool: ...
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nats-server itself does not respond: then the silence of an instance says nothing about it."""
+        ...
 
     @property
     def reconnected_at(self) -> float:

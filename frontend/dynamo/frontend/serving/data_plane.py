@@ -406,6 +406,7 @@ async def open_data_plane(
             metrics.for_model(model).queue_refused(reason)
 
         queue = AdmissionQueue(settings.queue.size, settings.queue.policy, changed, refused)
+    client.on_sign_of_life(directory.mark_up)
     dispatcher = Dispatcher(directory, client, link, router, settings, queue)
     async with TextModels(load_text) as texts:
         repository = None

@@ -40,8 +40,9 @@ class _Shared:
     clock: Callable[[], float]
 
     def is_disturbed(self, now: float) -> bool:
-        """Return whether our own connection is away, or came back so recently that those of the instances may not have."""
-        return not self.link.is_connected or now - self.link.reconnected_at < self.reconnect_grace_s
+        """Return whether our own connection is away or silent, or came back so recently that those of the instances may not."""
+        link = self.link
+        return not link.is_connected or link.is_silent or now - link.reconnected_at < self.reconnect_grace_s
 
 
 class Dispatcher:
@@ -262,7 +263,7 @@ class DispatchedStream:
         shared, call, attempts = self._shared, self._call, self._attempts
         now = shared.clock()
         work = self._work if self._work.otherwise is None else self._work.otherwise
-        attempts.deaths += died_holding(error)
+        attempts.deaths += died_holding(error) and not shared.link.is_silent
         failed = [*attempts.failed, self.decision.instance.id]
         attempt = Attempt(
             number=attempts.number + 1,

@@ -7,8 +7,9 @@ A failed attempt is repeated
 3. only inside the deadline, `max_attempts` and the retry budget;
 4. only once after an instance died while it held the request, which may be what killed it.
 
-After our own NATS connection was away this is different for `reconnect_grace_s`: the instances have lost theirs too, so one that
-seems gone probably comes back. Then requests wait, and may be sent to the same instance again.
+While our own NATS connection is silent, and for `reconnect_grace_s` after it was away, this is different: what seems to be an
+instance's failure is probably ours, or the instances have lost their connections too and come back. Then requests wait, and may
+be sent to the same instance again.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Attempt:
     has_alternative: bool = True
     """There is an instance that has not failed the request."""
     is_disturbed: bool = False
-    """Our own connection is away, or came back so recently that those of the instances may not have."""
+    """Our own connection is away or silent, or came back so recently that those of the instances may not have."""
     deadline: float | None = None
     gives_up_at: float | None = None
     """When the request stops waiting for the connection; None: it has not waited yet."""
