@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorResponse
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_body import decode
+from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.text.rules import llm_of
 from dynamo.frontend.security.surfaces import Surface
@@ -36,7 +36,7 @@ class ContextEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
+        request = await read_json(exchange, self._decoder)
         plane = self._readiness.plane
         llm = llm_of(plane.card(exchange.account, request.model))
         text = await plane.text_model(exchange.account, request.model)

@@ -332,7 +332,7 @@ class FakeText:
         self._default_max_tokens = default_max_tokens
         self.tokenizer = FakeVocabulary()
 
-    def render(self, request: TextRequest) -> str:
+    async def render(self, request: TextRequest) -> str:
         raise NotImplementedError("it has no chat template")
 
     async def to_generate(self, request: TextRequest) -> GenerateRequest:
@@ -358,6 +358,9 @@ class FakeVocabulary:
         return [ord(character) for character in text]
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(_words(tokens))
+
+    async def decode_prompt(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(_words(tokens))
 
     def check_ids(self, tokens: Sequence[int]) -> None:

@@ -53,6 +53,7 @@ def run(main: Coroutine[Any, Any, T], *, program: str = "dynamo") -> T:
     failure of a background task, which has been logged with its traceback; status 1.
     """
     keep_freed_memory()
+    sys.set_int_max_str_digits(640)  # Python's least; the time goes by the square of the digits
     gc.set_threshold(50_000, 20, 50)  # most of what requests make dies by reference count
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

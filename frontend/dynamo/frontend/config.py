@@ -203,6 +203,12 @@ class HttpOptions:
         help="Largest body of a request.",
     )
     max_json_depth: int = option(100, minimum=4, maximum=500, help="How deep arrays and objects of a request may nest.")
+    max_json_values: int = option(
+        1_000_000,
+        minimum=1000,
+        maximum=2**31 - 1,
+        help="Values in a JSON body without tensors; each object, array and key counts as 8. Counted before anything is decoded.",
+    )
     keepalive_s: float = option(
         15.0, minimum=0.1, help="A comment is sent on a stream that is silent for so long, so that proxies do not cut it."
     )

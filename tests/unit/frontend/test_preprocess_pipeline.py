@@ -91,19 +91,19 @@ async def test_parts_of_text_are_joined_and_arguments_of_calls_are_objects() -> 
         {"role": "assistant", "content": "", "tool_calls": [call]},
     )
     text_model = await model()
-    assert text_model.render(text_request(messages=messages)) == "user: a\nb\nassistant: [Bern]\nassistant: "
+    assert await text_model.render(text_request(messages=messages)) == "user: a\nb\nassistant: [Bern]\nassistant: "
 
 
 async def test_a_last_message_of_the_assistant_can_be_continued() -> None:
     text_model = await model()
     begun = (*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "a message: "}]})
-    assert text_model.render(text_request(messages=begun, continues_last=True)) == "user: hi\nassistant: a message:"
+    assert await text_model.render(text_request(messages=begun, continues_last=True)) == "user: hi\nassistant: a message:"
     for messages in (HELLO, (*HELLO, {"role": "assistant", "content": " "}), (*HELLO, {"role": "assistant", "content": None})):
         with pytest.raises(InvalidRequest, match="only a last message that is a text of the assistant"):
-            text_model.render(text_request(messages=messages, continues_last=True))
+            await text_model.render(text_request(messages=messages, continues_last=True))
     deaf = await model(Files(b"{{ messages[0].content }}"))
     with pytest.raises(InvalidRequest, match="cannot continue a message"):
-        deaf.render(text_request(messages=begun, continues_last=True))
+        await deaf.render(text_request(messages=begun, continues_last=True))
 
 
 async def test_max_tokens_is_limited_to_the_room_that_the_prompt_leaves() -> None:
@@ -187,7 +187,7 @@ async def test_a_model_accepts_only_the_media_that_its_card_declares() -> None:
         await text_model.to_generate(text_request("a", media=({"type": "audio"},)))
     with pytest.raises(InvalidRequest, match="'input_audio'"):
         await text_model.to_generate(text_request(messages=({"role": "user", "content": [{"type": "input_audio"}]},)))
-    text_model.render(text_request(messages=({"role": "user", "content": [image, {"type": "text", "text": "what?"}]},)))
+    await text_model.render(text_request(messages=({"role": "user", "content": [image, {"type": "text", "text": "what?"}]},)))
 
 
 async def test_a_model_without_a_chat_template_accepts_prompts_only() -> None:

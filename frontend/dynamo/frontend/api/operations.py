@@ -9,6 +9,7 @@ from dynamo.frontend.api.kserve.rest.operations import kserve_operations
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.operations import openai_operations, read_request_template
 from dynamo.frontend.config import TextOptions
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import OutputParsers
 
@@ -16,9 +17,10 @@ from dynamo.frontend.preprocess.parsers import OutputParsers
 def protocol_operations(readiness: Readiness, text: TextOptions, parsers: OutputParsers = PARSER_REGISTRY) -> list[Operation]:
     """Raises ConfigError for a request template that cannot be read."""
     limits = text.limits
+    offload = Offload()
     template = read_request_template(text.request_template)
     return [
-        *openai_operations(Edge(readiness=readiness, limits=limits, template=template, parsers=parsers)),
-        *anthropic_operations(MessagesEdge(readiness=readiness, limits=limits, parsers=parsers)),
+        *openai_operations(Edge(readiness=readiness, limits=limits, template=template, parsers=parsers, offload=offload)),
+        *anthropic_operations(MessagesEdge(readiness=readiness, limits=limits, parsers=parsers, offload=offload)),
         *kserve_operations(readiness),
     ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -22,13 +23,16 @@ from dynamo.common.generation_rules import check_request
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.detokenize import CONTEXT_TOKENS, Detokenizer
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.template import ChatTemplate
+from dynamo.frontend.preprocess.template_budget import OutOfTime
 from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
 from dynamo.frontend.preprocess.tokenizer import Tokenizer
 
 _MAX_STOP_STRING_CHARS = 1024
-_MANY_MESSAGES = 32
-"""Longer conversations are rendered in a thread."""
+_MANY_MESSAGES = 128
+"""Longer conversations are rendered in a thread, as are those that take more steps than the following."""
+_FEW_STEPS = 8_192
 _CONTINUE = "[goes on here]"
 """Marks the end of the message that the response continues, while the template is rendered."""
 _MODALITIES = {
@@ -50,11 +54,16 @@ class FileReader(Protocol):
 
 
 async def load_text_model(
-    card: ModelCard, store: FileReader, limits: TextLimits | None = None, *, fast_tokenizer: bool = True
+    card: ModelCard,
+    store: FileReader,
+    limits: TextLimits | None = None,
+    *,
+    fast_tokenizer: bool = True,
+    offload: Offload | None = None,
 ) -> TextModel:
     """Load the card's tokenizer and chat template. Raises EngineError if one is invalid.
 
-    `fast_tokenizer` is the argument `fast` of `Tokenizer`.
+    `fast_tokenizer` is the argument `fast` of `Tokenizer`. `offload` renders long conversations; models may share it.
     """
     info = card.llm
     if info is None:
@@ -67,19 +76,22 @@ async def load_text_model(
         return tokenizer, _template(files[1], info, limits) if files[1] else None
 
     tokenizer, template = await asyncio.to_thread(read)
-    return TextModel(card, tokenizer, template, limits)
+    return TextModel(card, tokenizer, template, limits, offload or Offload())
 
 
 class TextModel:
     """The text pipeline of one model card. Any number of requests may use it concurrently."""
 
-    def __init__(self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None, limits: TextLimits) -> None:
+    def __init__(
+        self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None, limits: TextLimits, offload: Offload
+    ) -> None:
         assert card.llm is not None
         self._name = card.name
         self._info = card.llm
         self.tokenizer = tokenizer
         self._template = template
         self._limits = limits
+        self._offload = offload
         eos = tokenizer.token_id(card.llm.eos_token) if card.llm.eos_token else None
         self._eos = card.llm.eos_token_ids or (() if eos is None else (eos,))
         self._max_chars = min(limits.max_prompt_chars, card.llm.context_length * tokenizer.longest_token_chars)
@@ -121,8 +133,17 @@ class TextModel:
             prompt=unpack_tokens(prompt.prompt[-4 * CONTEXT_TOKENS :]),
         )
 
-    def render(self, request: TextRequest) -> str:
-        """Return the conversation of `request` rendered with the chat template. Raises InvalidRequest."""
+    async def render(self, request: TextRequest) -> str:
+        """Return the conversation of `request` rendered with the chat template, in a thread if that takes long.
+
+        Raises InvalidRequest, and Overloaded if too many conversations are waiting for the thread.
+        """
+        if len(request.messages or ()) <= _MANY_MESSAGES:
+            with suppress(OutOfTime):
+                return self._render(request, max_steps=_FEW_STEPS)
+        return await self._offload.run(self._render, request)
+
+    def _render(self, request: TextRequest, max_steps: int | None = None) -> str:
         if self._template is None:
             raise InvalidRequest(f"model '{self._name}' has no chat template; send a prompt", param="messages")
         messages = request.messages or ()
@@ -140,6 +161,7 @@ class TextModel:
             tools=request.tools,
             add_generation_prompt=request.add_generation_prompt and not request.continues_last,
             variables=request.chat_template_kwargs,
+            max_steps=max_steps,
         )
         if not request.continues_last:
             return text
@@ -151,8 +173,7 @@ class TextModel:
     async def _tokens(self, request: TextRequest) -> Sequence[int]:
         prompt = request.prompt
         if prompt is None:
-            many = len(request.messages or ()) > _MANY_MESSAGES
-            text = await asyncio.to_thread(self.render, request) if many else self.render(request)
+            text = await self.render(request)
             tokens: Sequence[int] = await self._encode(text, special_tokens=False)
         elif isinstance(prompt, str):
             tokens = await self._encode(prompt, special_tokens=True)

@@ -31,7 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.frontend.preprocess.template_budget import NODE_BYTES, BoundExceeded, Budget
+from dynamo.frontend.preprocess.template_budget import NODE_BYTES, BoundExceeded, Budget, OutOfTime
 
 MAX_PROMPT_CHARS = 16 << 20
 MAX_STEPS = 2_000_000
@@ -423,15 +423,20 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        max_steps: int | None = None,
     ) -> str:
-        """Return the prompt. `variables` are the template's own options, such as `enable_thinking`. Raises InvalidRequest."""
+        """Return the prompt. `variables` are the template's own options, such as `enable_thinking`.
+
+        Raises InvalidRequest, or OutOfTime if `max_steps` is given and does not suffice.
+        """
         if variables and (reserved := _RESERVED & variables.keys()):
             raise InvalidRequest(
                 f"'chat_template_kwargs' must not set {', '.join(sorted(reserved))}", param="chat_template_kwargs"
             )
         pieces: list[str] = []
         length = 0
-        budget = Budget(steps=self._max_steps, max_bytes=self._max_chars)
+        steps = self._max_steps if max_steps is None else min(max_steps, self._max_steps)
+        budget = Budget(steps=steps, max_bytes=self._max_chars)
         self._environment.budget = budget
         try:
             for piece in self._template.generate(
@@ -447,6 +452,10 @@ class ChatTemplate:
                 pieces.append(piece)
         except InvalidRequest:
             raise
+        except OutOfTime as error:
+            if steps < self._max_steps:
+                raise
+            raise InvalidRequest(f"the chat template was stopped: {error}", param="messages") from error
         except BoundExceeded as error:
             raise InvalidRequest(f"the chat template was stopped: {error}", param="messages") from error
         except Exception as error:  # any error of the template's code, on messages of a shape it does not expect

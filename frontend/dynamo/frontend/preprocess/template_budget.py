@@ -18,12 +18,18 @@ NODE_BYTES: Final = 16
 """What an element counts besides its text."""
 _READ_FACTOR: Final = 64
 _MADE_FACTOR: Final = 16
+_BYTES_PER_STEP: Final = 512
+"""Both take about a microsecond, if the bytes take long."""
 _MAX_DEPTH: Final = 200
 _SCALARS = (bool, int, float, type(None))
 
 
 class BoundExceeded(Exception):
     """The template exceeded one of its bounds, which the message names."""
+
+
+class OutOfTime(BoundExceeded):
+    """The template took more steps, or read more bytes, than this rendering allows."""
 
 
 class Size(NamedTuple):
@@ -40,7 +46,7 @@ class Budget:
     def __init__(self, *, steps: int, max_bytes: int) -> None:
         """`max_bytes` is for each value that the template makes; all of them together may be some times as long."""
         self._steps = steps
-        self._readable = _READ_FACTOR * max_bytes
+        self._readable = min(_READ_FACTOR * max_bytes, _BYTES_PER_STEP * steps)
         self._makeable = _MADE_FACTOR * max_bytes
         self.max_bytes = max_bytes
         self._sizes: dict[int, tuple[object, Size]] = {}
@@ -53,13 +59,13 @@ class Budget:
         """Count operations. Raises BoundExceeded."""
         self._steps -= count
         if self._steps < 0:
-            raise BoundExceeded("its loops and calls do not come to an end")
+            raise OutOfTime("its loops and calls do not come to an end")
 
     def charge(self, count: int) -> None:
         """Count bytes that an operation reads. Raises BoundExceeded."""
         self._readable -= count
         if self._readable < 0:
-            raise BoundExceeded("its operations take too long")
+            raise OutOfTime("its operations take too long")
 
     def check(self, count: int) -> None:
         """Raise BoundExceeded if a result of `count` bytes is too long. To be called before the result is made."""
@@ -71,13 +77,14 @@ class Budget:
         size = self.bytes_of(value)
         self._readable -= size
         if self._readable < 0:
-            raise BoundExceeded("its operations take too long")
+            raise OutOfTime("its operations take too long")
         return size
 
     def made(self, value: object) -> None:
         """Count an operation's result. Raises BoundExceeded."""
         size = self.bytes_of(value)
         self.check(size)
+        self.charge(size)
         self._makeable -= size
         if self._makeable < 0:
             raise BoundExceeded("its values take too much memory")

@@ -21,6 +21,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONG_TEXT_CHARS = 2_000
 _LONG_TEXT_CHARS_FAST = 20_000
 """Longer texts are encoded in a thread: they take more than about a millisecond. The second is for fastokens."""
+_MANY_TOKENS = 2_000
+"""More are decoded in a thread."""
 _ANCHOR = "a"
 """Decoded in front of a token, since some decoders treat the first token of a text differently."""
 
@@ -101,6 +103,17 @@ class Tokenizer:
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
+
+    async def decode_prompt(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return `decode(tokens)`, computed in a thread if there are many; the tokenizer releases the GIL."""
+        if len(tokens) < _MANY_TOKENS:
+            return self.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return await asyncio.to_thread(self._decode_many, tokens, skip_special_tokens)
+
+    def _decode_many(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        # The batch call releases the GIL; `decode` does not.
+        texts: list[str] = self._tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
+        return texts[0]
 
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(token)

@@ -40,6 +40,10 @@ class Vocabulary(Protocol):
 
     def decode(self, tokens: list[int], /, *, skip_special_tokens: bool) -> str: ...
 
+    async def decode_prompt(self, tokens: Sequence[int], /, *, skip_special_tokens: bool) -> str:
+        """Return the text of any number of tokens."""
+        ...
+
     def check_ids(self, tokens: Sequence[int], /) -> None:
         """Raise InvalidRequest if one of `tokens`, which are not empty, is not in the vocabulary."""
         ...
@@ -51,7 +55,7 @@ class TextModel(Protocol):
     @property
     def tokenizer(self) -> Vocabulary: ...
 
-    def render(self, request: TextRequest) -> str:
+    async def render(self, request: TextRequest) -> str:
         """Return the conversation of `request` as the text that the model gets. Raises InvalidRequest."""
         ...
 

@@ -18,6 +18,7 @@ from dynamo.frontend.api.http.routing_operations import RoutingControl
 from dynamo.frontend.config import FrontendConfig, TextOptions
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.repository import open_repositories
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.serving.text_models import LoadText, TextModel
 from dynamo.frontend.wiring.links import Links
@@ -57,9 +58,11 @@ async def open_plane(
 
 
 def _text_loader(store: FileStore, options: TextOptions) -> LoadText:
+    offload = Offload()
+
     async def load(card: ModelCard) -> TextModel:
         from dynamo.frontend.preprocess import pipeline  # heavy; a fleet of tensor models does without
 
-        return await pipeline.load_text_model(card, store, options.limits, fast_tokenizer=options.fast_tokenizer)
+        return await pipeline.load_text_model(card, store, options.limits, fast_tokenizer=options.fast_tokenizer, offload=offload)
 
     return load

@@ -13,12 +13,13 @@ from dynamo.common.generation import FinishReason, Summary
 from dynamo.frontend.api.anthropic.requests import CountRequest, MessagesRequest, PreparedMessages, conversation, to_text
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange
-from dynamo.frontend.api.http.json_body import decode
+from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.api.text.rules import llm_of, new_tool_call_id, parse_delta
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, OutputParsers, Part, Reasoning, ToolCall, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.security.surfaces import Surface
@@ -56,6 +57,8 @@ class MessagesEdge:
 
     readiness: Readiness
     limits: TextLimits = field(default_factory=TextLimits)
+    offload: Offload = field(default_factory=Offload)
+    """For large requests."""
     parsers: OutputParsers = field(default_factory=lambda: OutputParsers({}, {}))
 
     @property
@@ -98,10 +101,11 @@ class CountTokens:
 
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
+        request = await read_json(exchange, self._decoder)
         llm = llm_of(self._edge.plane.card(exchange.account, request.model))
         text = await self._edge.plane.text_model(exchange.account, request.model)
-        prompt = text.render(conversation(request, llm, self._edge.limits))
+        is_large = exchange.has_large_body
+        prompt = await text.render(await self._edge.offload.run_if(is_large, conversation, request, llm, self._edge.limits))
         tokens = await text.tokenizer.encode(prompt, special_tokens=False)
         await exchange.respond(encode({"input_tokens": len(tokens)}))
 
@@ -116,8 +120,9 @@ class Messages:
     async def __call__(self, exchange: Exchange) -> None:
         edge = self._edge
         caller = exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
-        prepared = to_text(request, edge.plane.card(exchange.account, request.model), edge.parsers, edge.limits)
+        request = await read_json(exchange, self._decoder)
+        card = edge.plane.card(exchange.account, request.model)
+        prepared = await edge.offload.run_if(exchange.has_large_body, to_text, request, card, edge.parsers, edge.limits)
         kind = RequestType.STREAM if request.stream else RequestType.UNARY
         generation = edge.plane.generate(prepared.text, caller.call(endpoint=exchange.endpoint, request_type=kind))
         async with exchange.attended(), generation:

@@ -44,6 +44,7 @@ _STREAM_HEADERS: tuple[Header, ...] = (
     (b"x-accel-buffering", b"no"),
 )
 _KEEPALIVE = b": keepalive\n\n"
+_LARGE_BODY_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,8 @@ class Exchange:
         self.status: int | None = None
         """Of the response, once it has begun."""
         self.headers: dict[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.body_bytes = 0
+        """Length of the request's body, once it was read."""
         self.request_id = ""
         """Set by `caller`, at the latest when the response begins, whose headers repeat it."""
         self.explanation: Explanation | None = None
@@ -150,6 +153,11 @@ class Exchange:
         self.explanation = caller.explanation
         return msgspec.structs.replace(caller, request_id=self.request_id)
 
+    @property
+    def has_large_body(self) -> bool:
+        """Whether the body is so long that code which walks through its contents should leave the event loop."""
+        return self.body_bytes > _LARGE_BODY_BYTES
+
     async def body(self) -> bytes:
         """Return the request's JSON body. Raises PayloadTooLarge, InvalidRequest, and Cancelled if the client left."""
         kind = self.headers.get("content-type")
@@ -168,6 +176,7 @@ class Exchange:
             body: bytes = message["body"]
             if len(body) > limit:
                 raise _too_large(limit)
+            self.body_bytes = len(body)
             return body
         return await self._long_body(message, limit)
 
@@ -180,7 +189,7 @@ class Exchange:
                 raise Cancelled()
             part = message.get("body", b"")
             parts.append(part)
-            size += len(part)
+            self.body_bytes = size = size + len(part)
             if size > limit:
                 raise _too_large(limit)
             if not message.get("more_body"):

@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.json_scan import NODE_VALUES, check_json, scan_json, too_deep
 
 T = TypeVar("T")
 
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-_NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
-_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-"""One level down, as the number 1; one level up, as -1."""
 _AT = re.compile(r"(?: - at `(?:key` in `)?\$([^`]*)`)$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
@@ -35,32 +32,27 @@ _WORDS = {
 _BOUNDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 
 
-def decode(decoder: msgspec.json.Decoder[T], body: bytes, max_depth: int) -> T:
-    """Return the request in `body`. Raises InvalidRequest, with the field as `param`."""
+async def read_json(exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
+    """Return the request in the body of `exchange`, which is bounded before it is decoded.
+
+    Raises InvalidRequest, with the field as `param`, and what `Exchange.body` raises.
+    """
+    body = await exchange.body()
+    options = exchange.settings.options
+    await scan_json(body, max_depth=options.max_json_depth, max_values=options.max_json_values)
     try:
-        request = decoder.decode(body)
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     except RecursionError:
-        raise _too_deep(max_depth) from None
-    check_depth(body, max_depth)
-    return request
+        raise too_deep(options.max_json_depth) from None
 
 
 def check_depth(body: bytes, max_depth: int) -> None:
     """Raises InvalidRequest if `body`, which is JSON, nests arrays and objects deeper than `max_depth`."""
-    if body.count(b"[") + body.count(b"{") <= max_depth:
-        return
-    brackets = _STRING.sub(b"", body).translate(_STEPS, _NO_BRACKET)
-    depths = np.cumsum(np.frombuffer(brackets, np.int8), dtype=np.int32)
-    if depths.size and depths.max() > max_depth:
-        raise _too_deep(max_depth)
-
-
-def _too_deep(max_depth: int) -> InvalidRequest:
-    return InvalidRequest(f"the body nests arrays and objects deeper than {max_depth} levels")
+    check_json(body, max_depth=max_depth, max_values=NODE_VALUES * len(body))
 
 
 def invalid(problem: str, params: Mapping[str, str] | None = None) -> InvalidRequest:

@@ -21,7 +21,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import PLAIN_ERRORS, Exchange
-from dynamo.frontend.api.http.json_body import decode
+from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.router.explain import DecisionLog
 from dynamo.frontend.router.explanation import DecisionRecord
@@ -88,7 +88,7 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
 
     async def change_thresholds(exchange: Exchange) -> None:
         exchange.caller()
-        request = decode(decoder, await exchange.body(), exchange.settings.options.max_json_depth)
+        request = await read_json(exchange, decoder)
         await exchange.respond(msgspec.json.encode(_change(readiness.plane, exchange.account, control, request)))
 
     async def list_decisions(exchange: Exchange) -> None:

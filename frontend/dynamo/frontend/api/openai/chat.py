@@ -11,7 +11,7 @@ from msgspec import UNSET
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_body import decode
+from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.openai.chunks import ChatChunks, Head, encode, finish_reason
 from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_usage, write_stream
 from dynamo.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -47,8 +47,9 @@ class ChatCompletions:
         edge = self._edge
         started = edge.clock()
         caller = exchange.caller()
-        request = edge.completed(decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth))
-        prepared = chat_to_text(request, edge.plane.card(exchange.account, request.model), edge.parsers, edge.limits)
+        request = edge.completed(await read_json(exchange, self._decoder))
+        card = edge.plane.card(exchange.account, request.model)
+        prepared = await edge.offload.run_if(exchange.has_large_body, chat_to_text, request, card, edge.parsers, edge.limits)
         call = call_of(request, caller, exchange.endpoint)
         extras = Extras(request, started, edge.clock)
         generation = edge.plane.generate(prepared.texts[0], call)

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_body import decode
+from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.openai.chunks import CompletionChunks, Head, encode
 from dynamo.frontend.api.openai.edge import Edge, Extras, formatted_prompt, last_chunk, wants_usage, write_stream
 from dynamo.frontend.api.openai.logprobs import CompletionLogprobWriter, join_logprobs, prompt_logprobs
@@ -36,7 +36,7 @@ class Completions:
         edge = self._edge
         started = edge.clock()
         caller = exchange.caller()
-        request = edge.completed(decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth))
+        request = edge.completed(await read_json(exchange, self._decoder))
         prepared = completion_to_text(request, edge.plane.card(exchange.account, request.model), edge.limits)
         call = call_of(request, caller, exchange.endpoint)
         extras = Extras(request, started, edge.clock)
@@ -122,7 +122,7 @@ class Completions:
     async def _echo(self, account: Account, prepared: PreparedRequest) -> list[str]:
         """Return the prompt of each choice as text."""
         model = await self._edge.plane.text_model(account, prepared.texts[0].model)
-        return [prompt for text in prepared.texts for prompt in [formatted_prompt(model, text)] * prepared.n]
+        return [prompt for text in prepared.texts for prompt in [await formatted_prompt(model, text)] * prepared.n]
 
 
 class CompletionChoiceBuilder:

@@ -19,6 +19,7 @@ from dynamo.frontend.api.openai.response_objects import Usage
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.text.generations import TextSource
 from dynamo.frontend.config import TextLimits
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.serving.data_plane import DataPlane, Generation
@@ -35,6 +36,8 @@ class Edge:
     limits: TextLimits = field(default_factory=TextLimits)
     template: RequestTemplate = field(default_factory=RequestTemplate)
     parsers: OutputParsers = field(default_factory=lambda: OutputParsers({}, {}))
+    offload: Offload = field(default_factory=Offload)
+    """For large requests."""
     clock: Callable[[], float] = time.time
     """Unix time, seconds."""
 
@@ -116,7 +119,7 @@ class Extras:
             if name == "token_ids":
                 events.append(annotation(name, list(generation.prompt_ids)))
             elif name == "formatted_prompt":
-                events.append(annotation(name, formatted_prompt(text, request)))
+                events.append(annotation(name, await formatted_prompt(text, request)))
             elif name == "request_id":
                 events.append(annotation(name, request_id))
         return events
@@ -163,12 +166,12 @@ def annotation(name: str, value: object) -> bytes:
     return b"event: " + name.encode() + b"\n: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def formatted_prompt(text: TextModel, request: TextRequest) -> str:
+async def formatted_prompt(text: TextModel, request: TextRequest) -> str:
     """Return the prompt as text, with the chat template applied."""
     if request.messages is not None:
-        return text.render(request)
+        return await text.render(request)
     prompt = request.prompt
-    return prompt if isinstance(prompt, str) else text.tokenizer.decode(list(prompt or []), skip_special_tokens=False)
+    return prompt if isinstance(prompt, str) else await text.tokenizer.decode_prompt(prompt or (), skip_special_tokens=False)
 
 
 class _TokenCollector:

@@ -23,7 +23,7 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import bf16_to_float32, element_count, encode_bytes, to_numpy, typed_to_raw
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_body import decode
+from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import EmbeddingRequest
 from dynamo.frontend.api.openai.response_objects import Embedding, Embeddings, EmbeddingUsage
@@ -45,7 +45,7 @@ class EmbeddingsEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         caller = exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
+        request = await read_json(exchange, self._decoder)
         plane, limits = self._edge.plane, self._edge.limits
         card = plane.card(exchange.account, request.model)
         texts = _texts(request, limits.max_embedding_inputs)

@@ -10,7 +10,7 @@ import msgspec
 from dynamo.common.errors import Code, DynamoError, EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_body import decode
+from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.response_events import ResponseObject, ResponseWriter
@@ -36,9 +36,10 @@ class Responses:
         edge = self._edge
         started = edge.clock()
         caller = exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
-        chat = edge.completed(request.to_chat())
-        prepared = chat_to_text(chat, edge.plane.card(exchange.account, chat.model), edge.parsers, edge.limits)
+        request = await read_json(exchange, self._decoder)
+        chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, request.to_chat))
+        card = edge.plane.card(exchange.account, chat.model)
+        prepared = await edge.offload.run_if(exchange.has_large_body, chat_to_text, chat, card, edge.parsers, edge.limits)
         generation = edge.plane.generate(prepared.texts[0], call_of(chat, caller, exchange.endpoint))
         response = _response(request, chat.model, int(started))
         async with exchange.attended(), generation:

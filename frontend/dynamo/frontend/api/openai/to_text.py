@@ -151,7 +151,8 @@ def completion_to_text(request: CompletionRequest, card: ModelCard, limits: Text
             f"{len(prompts)} prompts with {text.n} choices each are more than {limits.max_choices}",
             param="prompt",
         )
-    check_chars(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), limits, "prompt")
+    repeated = text.n if request.echo else 1
+    check_chars(repeated * sum(map(len, prompts)), limits, "prompt")
     return PreparedRequest(texts=tuple(msgspec.structs.replace(text, prompt=prompt) for prompt in prompts), n=text.n)
 
 
@@ -343,9 +344,9 @@ def prompts_of(prompt: str | list[str | int | list[int]], param: str) -> list[st
         return [prompt]
     if not prompt:
         raise InvalidRequest(f"'{param}' must not be empty", param=param)
-    if isinstance(prompt[0], int):
-        if all(isinstance(token, int) for token in prompt):
-            return [prompt]  # type: ignore[list-item]
-    elif all(type(item) is type(prompt[0]) for item in prompt):
+    kinds = {*map(type, prompt)}
+    if kinds == {int}:
+        return [prompt]  # type: ignore[list-item]
+    if len(kinds) == 1:
         return prompt  # type: ignore[return-value]
     raise InvalidRequest(f"'{param}' must not mix texts and token ids", param=param)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_body import decode
+from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import DetokenizeRequest, TokenizeRequest
 from dynamo.frontend.api.openai.response_objects import Detokenized, Tokenized
@@ -17,8 +15,9 @@ from dynamo.frontend.api.text.rules import check_chars, llm_of
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextRequest
 
+_MAX_TOKENS = 1 << 20
 _LONG_TOKENS = 2048
-"""More tokens are detokenized in a thread."""
+"""The texts of more tokens are looked up in a thread."""
 
 
 class Tokenize:
@@ -30,14 +29,15 @@ class Tokenize:
 
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
+        request = await read_json(exchange, self._decoder)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
         llm = llm_of(self._edge.plane.card(exchange.account, request.model))
         text = await self._edge.plane.text_model(exchange.account, request.model)
         if request.messages is not None:
-            messages, media = messages_to_text(request.messages, llm, self._edge.limits)
-            rendered = text.render(
+            offload, is_large = self._edge.offload, exchange.has_large_body
+            messages, media = await offload.run_if(is_large, messages_to_text, request.messages, llm, self._edge.limits)
+            rendered = await text.render(
                 TextRequest(
                     model=request.model,
                     messages=messages,
@@ -52,10 +52,12 @@ class Tokenize:
             prompt = request.prompt or ""
             check_chars(len(prompt), self._edge.limits, "prompt")
             tokens = await text.tokenizer.encode(prompt, special_tokens=request.add_special_tokens is not False)
+        if len(tokens) > _MAX_TOKENS:
+            raise InvalidRequest(f"the prompt has {len(tokens)} tokens; at most {_MAX_TOKENS} are returned", param="prompt")
         strings = None
         if request.return_token_strs:
             texts = TokenTexts(text.tokenizer)
-            strings = [texts[token] for token in tokens]
+            strings = await self._edge.offload.run_if(len(tokens) > _LONG_TOKENS, list, map(texts.__getitem__, tokens))
         response = Tokenized(count=len(tokens), max_model_len=llm.context_length, tokens=tokens, token_strs=strings)
         await exchange.respond(msgspec.json.encode(response))
 
@@ -69,14 +71,10 @@ class Detokenize:
 
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
-        request = decode(self._decoder, await exchange.body(), exchange.settings.options.max_json_depth)
+        request = await read_json(exchange, self._decoder)
         vocabulary = (await self._edge.plane.text_model(exchange.account, request.model)).tokenizer
         tokens = request.tokens
         if tokens:
             vocabulary.check_ids(tokens)
-
-        def text() -> str:
-            return vocabulary.decode(tokens, skip_special_tokens=request.skip_special_tokens is True)
-
-        decoded = text() if len(tokens) <= _LONG_TOKENS else await asyncio.to_thread(text)
+        decoded = await vocabulary.decode_prompt(tokens, skip_special_tokens=request.skip_special_tokens is True)
         await exchange.respond(msgspec.json.encode(Detokenized(decoded)))

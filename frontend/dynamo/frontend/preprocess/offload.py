@@ -1,0 +1,42 @@
+"""Run the Python code that a large request needs without holding up the requests beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from dynamo.common.errors import Overloaded
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_PENDING = 256
+
+
+class Offload:
+    """One thread for work that would take the event loop more than some milliseconds.
+
+    The interpreter changes threads every 5 ms. With one thread beside it, the event loop waits no longer than that for its turn;
+    with the many threads of asyncio's own pool it might wait for each of them. Work that leaves the interpreter, such as
+    tokenization, does not belong here.
+    """
+
+    def __init__(self, max_pending: int = MAX_PENDING) -> None:
+        self._executor = ThreadPoolExecutor(1, "large requests")
+        self._places = threading.Semaphore(max_pending)
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return `function(*args, **kwargs)`, called in the thread. Raises Overloaded if too much is waiting for it."""
+        if not self._places.acquire(blocking=False):
+            raise Overloaded("too many large requests are waiting to be prepared")
+        future = self._executor.submit(function, *args, **kwargs)
+        # Not when the caller is done: what it gave up waiting for still runs.
+        future.add_done_callback(lambda _: self._places.release())
+        return await asyncio.wrap_future(future)
+
+    async def run_if(self, is_large: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return `function(*args, **kwargs)`, called in the thread if `is_large`, else at once."""
+        return await self.run(function, *args, **kwargs) if is_large else function(*args, **kwargs)

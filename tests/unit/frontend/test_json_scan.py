@@ -1,0 +1,101 @@
+"""Bounds of JSON bodies, which are checked before anything is built."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.api.http.json_scan import NODE_VALUES, check_json, scan_json
+
+BLOCK_BYTES = 64 * 1024
+PLENTY = 10**12
+TEXTS = st.text(st.sampled_from('[]{},:"\\\n a\u00e9'), max_size=8)
+DOCUMENTS = st.recursive(
+    st.one_of(st.integers(), st.booleans(), st.none(), TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=4)),
+    max_leaves=20,
+)
+
+
+def depth_of(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(depth_of, value.values()), default=0)
+    return 1 + max(map(depth_of, value), default=0) if isinstance(value, list) else 0
+
+
+def values_of(value: Any) -> int:
+    """The number of values, as they count: commas, and NODE_VALUES for each container and key."""
+    if not isinstance(value, list | dict):
+        return 0
+    inner = list(value.values()) if isinstance(value, dict) else value
+    keys = len(value) if isinstance(value, dict) else 0
+    return max(0, len(value) - 1) + NODE_VALUES * (1 + keys) + sum(map(values_of, inner))
+
+
+def is_accepted(body: bytes, max_depth: int, max_values: int) -> bool:
+    try:
+        check_json(body, max_depth=max_depth, max_values=max_values)
+    except InvalidRequest:
+        return False
+    return True
+
+
+@given(DOCUMENTS, st.integers(0, 40), st.booleans())
+def test_depth_and_values_are_counted_outside_of_strings_across_blocks(document: Any, offset: int, ascii_only: bool) -> None:
+    # The longer text makes the whole one that is looked at in blocks, with a boundary somewhere in the document.
+    filling = '"' + "[{:,\\\\" * 2 + "x" * (BLOCK_BYTES - 16 - offset) + '"'
+    body = f"[{filling},{json.dumps(document, ensure_ascii=ascii_only)}]".encode()
+    depth, values = 1 + depth_of(document), 1 + NODE_VALUES + values_of(document)
+    assert is_accepted(body, depth, values)
+    assert not is_accepted(body, depth - 1, values)
+    assert not is_accepted(body, depth, values - 1)
+
+
+@pytest.mark.parametrize("backslashes", range(6))
+@pytest.mark.parametrize("offset", range(4))
+def test_an_escape_may_lie_across_two_blocks(backslashes: int, offset: int) -> None:
+    text = "x" * (BLOCK_BYTES - 3 - offset) + "\\" * backslashes + '"' + "[[[["
+    body = json.dumps([text, [[]]]).encode()
+    assert is_accepted(body, 3, PLENTY)
+    assert not is_accepted(body, 2, PLENTY)
+
+
+@pytest.mark.parametrize("body", [b"", b'"', b"\\", b'["\\', b"]]]]", b"}{", b"\xff\xfe" * 40_000, b'"\\' * 40_000])
+def test_what_is_not_json_is_left_to_the_decoder(body: bytes) -> None:
+    check_json(body, max_depth=100_000, max_values=PLENTY)
+
+
+@pytest.mark.parametrize("piece", [b"[],", b"{},", b"1,", b'"",', b'{"a":1},', b"[[[[[[[[]]]]]]]],"])
+def test_a_body_of_many_values_is_rejected_before_it_is_built(piece: bytes) -> None:
+    body = b"[" + piece * (32 * 2**20 // len(piece)) + b"0]"
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="too many values"):
+            check_json(body, max_depth=100, max_values=1_000_000)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * 2**20
+
+
+async def test_other_tasks_run_while_a_long_body_is_counted() -> None:
+    body = b'["' + b"[," * (8 * 2**20) + b'"]'
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.ensure_future(other())
+    await scan_json(body, max_depth=100, max_values=PLENTY)
+    task.cancel()
+    assert turns >= 16
