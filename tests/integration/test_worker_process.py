@@ -82,6 +82,16 @@ async def worker_process(
         await process.communicate()
 
 
+async def logged(process: asyncio.subprocess.Process, text: str) -> None:
+    """Return when the process has written `text` to its log."""
+    assert process.stderr is not None
+    async with asyncio.timeout(30):
+        async for line in process.stderr:
+            if text in line.decode():
+                return
+    raise AssertionError(f"the process ended without logging {text!r}")
+
+
 def echo_request(delay_ms: int = 0) -> ModelInferRequest:
     request = ModelInferRequest(model_name="echo", raw_input_contents=[np.arange(4, dtype=np.float32).tobytes()])
     request.inputs.add(name="INPUT0", datatype="FP32", shape=[4])
@@ -219,6 +229,48 @@ async def test_an_engine_is_served_from_a_program_of_ones_own(
             assert [card.name for card in worker.cards] == ["echo", "echo-llm"]
             assert (await caller.infer(instance, echo_request())).model_name == "echo"
         await caller.instances("echo", 0)
+
+
+STUCK = """
+import sys, threading
+from dynamo.worker.engine.python import Tensor
+
+class Stuck:
+    inputs = {"INPUT0": Tensor("FP32", [-1])}
+    outputs = {"OUTPUT0": Tensor("FP32", [-1])}
+    name = "echo"
+
+    def infer(self, INPUT0):
+        print("stuck in infer", file=sys.stderr, flush=True)
+        threading.Event().wait()
+
+    def close(self):
+        threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_a_worker_whose_model_is_stuck_ends_within_its_timeouts_or_at_the_second_signal(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path, signals: int
+) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    timeout_s = "0.2" if signals == 1 else "600"
+    flags = ("--model", f"{tmp_path}/stuck.py:Stuck", "--drain-timeout", timeout_s, "--close-timeout", timeout_s)
+    async with (
+        calling(etcd_server, nats_server, namespace) as caller,
+        worker_process(etcd_server, nats_server, namespace, *flags) as process,
+    ):
+        [instance] = await caller.instances("echo", 1)
+        request = asyncio.create_task(caller.infer(instance, echo_request()))
+        await logged(process, "stuck in infer")
+        process.send_signal(signal.SIGTERM)
+        await logged(process, "draining 1 open requests")
+        for _ in range(signals - 1):
+            process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            assert await process.wait() == (0 if signals == 1 else 128 + signal.SIGTERM)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
 
 
 async def test_serving_ends_when_stop_is_set(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:

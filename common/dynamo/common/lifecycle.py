@@ -24,13 +24,15 @@ import platform
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import uvloop
 
 from dynamo.common.background import TaskFailed
-from dynamo.common.config import ConfigError, exit_with
+from dynamo.common.config import EXIT_CONFIG, ConfigError, exit_with
 
 log = logging.getLogger(__name__)
 
@@ -46,23 +48,60 @@ _MMAP_THRESHOLD_BYTES = 32 * 2**20  # glibc's upper limit for this setting on 64
 _TRIM_THRESHOLD_BYTES = 256 * 2**20
 
 
-def run(main: Coroutine[Any, Any, T], *, program: str = "dynamo") -> T:
+def run(main: Coroutine[Any, Any, T], *, program: str = "dynamo", exit_timeout_s: float | None = None) -> T:
     """Run `main` on a uvloop event loop, with memory settings for large messages, and return its result.
 
     A ConfigError (a port that is taken, a certificate that cannot be read) is printed as one sentence; status 2. So is the
     failure of a background task, which has been logged with its traceback; status 1.
+
+    With `exit_timeout_s`, for a program that ends with `run`: that long after `main` has ended, the process ends even if tasks
+    or threads do not, and a signal ends it at once.
     """
     keep_freed_memory()
     sys.set_int_max_str_digits(640)  # Python's least; the time goes by the square of the digits
     gc.set_threshold(50_000, 20, 50)  # most of what requests make dies by reference count
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(main)
+            if exit_timeout_s is None:
+                return runner.run(main)
+            with _ending_within(exit_timeout_s):
+                return runner.run(main)
     except ConfigError as error:
         exit_with(program, error)
     except TaskFailed as error:
         print(f"{program}: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILURE)
+
+
+@contextmanager
+def _ending_within(timeout_s: float) -> Iterator[None]:
+    """End the process `timeout_s` after the body, whatever still runs then, with the status that the body ended with."""
+    status = EXIT_FAILURE
+    try:
+        yield
+        status = EXIT_OK
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else EXIT_FAILURE
+        raise
+    except ConfigError:
+        status = EXIT_CONFIG
+        raise
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: end_at_once(number))
+        timer = threading.Timer(timeout_s, _leave_behind, (timeout_s, status))
+        timer.daemon = True
+        timer.start()
+
+
+def _leave_behind(timeout_s: float, status: int) -> None:
+    stuck = ", ".join(
+        thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()
+    )
+    log.warning("the process ends with these threads still running after %g s: %s", timeout_s, stuck or "none")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 def keep_freed_memory() -> bool:

@@ -92,6 +92,20 @@ def test_a_process_that_will_not_stop_ends_at_the_second_signal() -> None:
     assert ended.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize(("end", "status"), [("return", 0), ("raise SystemExit(3)", 3)])
+def test_a_process_ends_in_time_with_its_status_though_a_thread_is_stuck(end: str, status: int) -> None:
+    program = f"""
+        import threading
+        from dynamo.common.lifecycle import run
+        async def main():
+            threading.Thread(target=threading.Event().wait, name="stuck").start()
+            {end}
+        run(main(), exit_timeout_s=0.1)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=30, check=False, capture_output=True)
+    assert (ended.returncode, b"0.1 s: stuck" in ended.stderr) == (status, True)
+
+
 async def test_a_shutdown_step_that_takes_too_long_is_cut_and_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert await within(0.01, asyncio.Event().wait(), "draining") is False

@@ -243,7 +243,13 @@ async def test_an_invalid_request_passes_through_as_the_callers_mistake() -> Non
         await infer_all(Raises(InvalidRequest("x is too small")), request({"x": X}))
 
 
-@pytest.mark.parametrize("error", [KeyError("k"), StopIteration(), SystemExit(3), ValueError("bad\nnews")])
+class Odd(BaseException):
+    """An error that `except Exception` does not catch."""
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("k"), StopIteration(), ValueError("bad\nnews"), SystemExit(3), KeyboardInterrupt("stop"), Odd("stop")]
+)
 async def test_any_other_error_names_its_type_and_text_and_is_logged_once(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,13 +260,51 @@ async def test_any_other_error_names_its_type_and_text_and_is_logged_once(
     assert len(caplog.records) == 1
 
 
-async def test_errors_of_async_models_are_reported_the_same_way() -> None:
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt("stop"), Odd("stop")])
+async def test_errors_of_async_models_are_reported_the_same_way(error: BaseException) -> None:
     class Model(Base):
         async def infer(self, x: Any) -> Any:
-            raise asyncio.CancelledError  # as from a task of the model's own that somebody cancelled
+            raise error  # a CancelledError is one of the model's own tasks
 
-    with pytest.raises(EngineError, match="CancelledError"):
+    with pytest.raises(EngineError, match=type(error).__name__):
         await infer_all(Model(), request({"x": X}))
+
+
+@pytest.mark.parametrize("hook", ["load", "close"])
+async def test_a_base_exception_of_load_or_close_is_an_engine_error(hook: str) -> None:
+    def fail(model: Any) -> None:
+        raise KeyboardInterrupt("stop")
+
+    async def live() -> None:
+        engine = PythonEngine(type("Model", (Base,), {"infer": lambda self, x: x, hook: fail}))
+        await engine.start()
+        await engine.close()
+
+    with pytest.raises(EngineError, match="KeyboardInterrupt"):
+        await live()
+
+
+async def test_a_request_can_be_abandoned_though_its_generator_is_stuck_in_a_step() -> None:
+    stuck, released = threading.Event(), threading.Event()
+
+    class Model(Base):
+        decoupled = True
+
+        def infer(self, x: Any) -> Iterator[Any]:
+            stuck.set()
+            released.wait()
+            yield {"y": x}
+
+    engine = PythonEngine(Model)
+    await engine.start()
+    waiting = asyncio.create_task(infer_all(None, request({"x": X}), engine=engine))
+    await asyncio.to_thread(stuck.wait)
+    waiting.cancel()
+    async with asyncio.timeout(20):
+        await asyncio.gather(waiting, return_exceptions=True)
+    assert waiting.cancelled()
+    released.set()
+    await engine.close()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from dynamo.common.background import awaited, running
+from dynamo.common.background import awaited, running, start
 from dynamo.common.config import ConfigError, project_version
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
@@ -212,7 +212,7 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
     identity = Identity(new_instance_id(), config.served_endpoint)
     async with AsyncExitStack() as stack:
         observers = await _open_observers(config, identity, stack)
-        models = await _start_engines(_listed(engines), stack)
+        models = await _start_engines(_listed(engines), config.close_timeout_s, stack)
         observers.status.show_models([model.card.name for model in models])
         nats, etcd = await _connect(config, identity, observers, stack)
         publishers = await _open_publishers(config, identity, models, nats, stack)
@@ -311,11 +311,11 @@ async def _open_observers(config: WorkerConfig, identity: Identity, stack: Async
     return Observers(status, port, metrics, runtime, tracing)
 
 
-async def _start_engines(engines: Sequence[AnyEngine], stack: AsyncExitStack) -> list[ServedModel]:
+async def _start_engines(engines: Sequence[AnyEngine], close_timeout_s: float, stack: AsyncExitStack) -> list[ServedModel]:
     """Start each engine and return its models. Raises InvalidRequest if two models have the same name."""
     models: list[ServedModel] = []
     for engine in engines:
-        models += await _start(engine, stack)
+        models += await _start(engine, close_timeout_s, stack)
     check_names(models)
     return models
 
@@ -372,14 +372,24 @@ async def _register(config: WorkerConfig, offer: Offer, observers: Observers, st
     observers.runtime.etcd_stale.set_function(lambda: not registration.registered.is_set())
 
 
-async def _start(engine: AnyEngine, stack: AsyncExitStack) -> list[ServedModel]:
+async def _start(engine: AnyEngine, close_timeout_s: float, stack: AsyncExitStack) -> list[ServedModel]:
     begun = time.monotonic()
     started = await engine.start()
-    stack.push_async_callback(engine.close)
+    stack.push_async_callback(_close, engine, close_timeout_s)
     cards = [started] if isinstance(started, ModelCard) else list(started)
     for card in cards:
         log.info("model %s is loaded after %.1f s", card.name, time.monotonic() - begun)
     return [ServedModel.of(card.check(), engine) for card in cards]
+
+
+async def _close(engine: AnyEngine, timeout_s: float) -> None:
+    """Close an engine. One that takes too long, because its code is stuck, is left behind: the process ends without it."""
+    name = f"closing the {type(engine).__name__}"
+    task = start(engine.close(), name)
+    await asyncio.wait({task}, timeout=timeout_s)
+    if not task.done():
+        log.warning("%s was not done after %g s and is cut", name, timeout_s)
+        task.cancel()
 
 
 async def _store_files(models: Sequence[ServedModel], nats: Connection) -> None:

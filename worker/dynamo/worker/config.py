@@ -212,6 +212,12 @@ class WorkerConfig:
     drain_timeout_s: float = option(
         30.0, flags=("--drain-timeout",), minimum=0, help="After SIGTERM, requests may finish for this many seconds."
     )
+    close_timeout_s: float = option(
+        40.0,
+        flags=("--close-timeout",),
+        minimum=0,
+        help="After that, an engine may take this many seconds to close; the process ends without one that takes longer.",
+    )
     max_open_requests: int = option(
         4096, minimum=1, maximum=1_000_000, help="Requests open at once; more are refused as overload."
     )

@@ -45,6 +45,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
 from dynamo.common.model_card import ModelCard, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
@@ -63,6 +64,8 @@ T = TypeVar("T")
 Parameter = bool | int | str | float
 
 _END = object()
+_STEP_TIMEOUT_S = 2.0
+"""How long an abandoned request waits for the present step of its generator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class PythonEngine:
         return cls(model_class, name=name, file=file)
 
     async def start(self) -> Sequence[ModelCard]:
-        self._model = await asyncio.to_thread(self._make)
+        self._model = await asyncio.to_thread(_guarded, self._make)
         await _hook(self._model, "load")
         declaration = declaration_of(self._model, self._file)
         card = declaration.to_card(self._name or declaration.name or _snake(type(self._model).__name__))
@@ -253,7 +256,16 @@ class _Caller:
                     if self._pool is None:
                         await asyncio.sleep(0)  # the other requests' turn
             finally:
-                await self._in_thread(steps.close)
+                await self._close_steps(steps)
+
+    async def _close_steps(self, steps: _Steps) -> None:
+        """Close a generator, which waits for its present step, but not for a step that is stuck."""
+        closing = awaited(self._in_thread(steps.close), f"closing a generator of model '{self.card.name}'")
+        done, _ = await asyncio.wait({closing}, timeout=_STEP_TIMEOUT_S)
+        for task in done:
+            task.result()
+        if not done:
+            log.warning("a generator of model '%s' is stuck in a step and is left behind", self.card.name)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run a user's blocking code in the pool, or here if it is inline. Every failure is raised as a DynamoError."""
@@ -268,7 +280,7 @@ class _Caller:
             return work()
         except DynamoError:
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # whatever a model raises is the failure of its request
             raise self._engine_error(error) from error
 
     async def _guarded_await(self, work: Any) -> Any:
@@ -281,7 +293,9 @@ class _Caller:
             if task is not None and task.cancelling():
                 raise
             raise self._engine_error(error) from error
-        except (Exception, SystemExit) as error:
+        except GeneratorExit:
+            raise
+        except BaseException as error:
             raise self._engine_error(error) from error
 
     def _engine_error(self, error: BaseException) -> EngineError:
@@ -401,7 +415,19 @@ async def _hook(model: Any, name: str) -> None:
     if inspect.iscoroutinefunction(hook):
         await hook()
     else:
-        await asyncio.to_thread(hook)
+        await asyncio.to_thread(_guarded, hook)
+
+
+def _guarded(work: Callable[[], T]) -> T:
+    """Call `work` in a thread. Raises EngineError for an error that could not leave the thread, such as SystemExit."""
+    try:
+        return work()
+    except Exception as error:
+        if isinstance(error, StopIteration):
+            raise EngineError("a model raised StopIteration") from error
+        raise
+    except BaseException as error:
+        raise EngineError(f"a model raised {type(error).__name__}: {error}") from error
 
 
 def _snake(name: str) -> str:
