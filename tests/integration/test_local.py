@@ -8,11 +8,17 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.servers import EtcdServer, NatsServer, etcdctl
+from dynamo.common.errors import Unauthenticated
+from dynamo.common.etcd import connect_etcd
+from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.options import EtcdOptions, NatsOptions
+from dynamo.local.logins import LoginsNotSet, make_login, protect_etcd
+from tests.support.servers import EtcdServer, NatsServer, etcdctl, start_etcd
 
 ROOT = Path(__file__).parents[2]
 CLASSIFIER = "examples/classifier.py:Classifier"
@@ -97,6 +103,69 @@ async def test_ctrl_c_drains_everything(tmp_path: Path) -> None:
         assert await local.end() == 0, local.text
         await gone(children)
     assert "deregistering" in (tmp_path / "logs" / "worker-1.log").read_text()
+
+
+async def test_other_users_of_the_machine_have_no_login_at_etcd_and_nats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with launched(command(tmp_path, "--model", "echo")) as local:
+        await local.read_until(RUNNING)
+        addresses = {line.split()[0]: line.split()[1].rstrip(",") for line in local.lines if ", password in " in line}
+        etcd, nats = EtcdOptions(endpoints=(addresses["etcd"],)), NatsOptions(servers=(addresses["nats-server"],))
+        async with connect_etcd(etcd) as client:
+            for call in (client.range("/", prefix=True), client.put("/k", b"1"), client.delete("/", prefix=True)):
+                with pytest.raises(Unauthenticated):
+                    await call
+        wrong = replace(etcd, user="root", password="swordfish")
+        async with connect_etcd(wrong) as client:
+            with pytest.raises(Unauthenticated):
+                await client.range("/", prefix=True)
+        for options in (nats, replace(nats, user="dynamo", password="swordfish")):
+            caplog.clear()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1), connect_nats(options, "stranger"):
+                    pass
+            assert "Authorization Violation" in caplog.text
+        passwords = [(tmp_path / "logins" / name).read_text() for name in ("etcd", "nats")]
+        own = replace(etcd, user="root", password=passwords[0])
+        async with connect_etcd(own) as client:
+            assert (await client.range("/dynamo/v1/", prefix=True)).kvs
+        shown = [Path(f"/proc/{pid}/cmdline").read_text() for pid in local.children()]
+        shown += [local.text, *(file.read_text(errors="replace") for file in tmp_path.rglob("*.log"))]
+        assert not any(password in text for password in passwords for text in shown)
+        local.process.send_signal(signal.SIGINT)
+        assert await local.end() == 0, local.text
+    readable_by_others = {
+        file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_mode & 0o077 and secret_in(file, passwords)
+    }
+    assert readable_by_others == set()
+
+
+async def test_an_etcd_that_others_used_while_it_started_is_refused(tmp_path: Path) -> None:
+    async with start_etcd(tmp_path / "etcd") as server:
+        await asyncio.to_thread(etcdctl, server.endpoint, "put", "/planted", "1")
+        with pytest.raises(LoginsNotSet, match="was used by another program while it started"):
+            await protect_etcd(server.endpoint, make_login("root", tmp_path / "login"))
+
+
+async def test_an_etcd_with_a_login_keeps_it_over_a_restart(tmp_path: Path) -> None:
+    login = make_login("root", tmp_path / "login")
+    server = EtcdServer(tmp_path / "etcd", fsync=False, login=login)
+    await server.start()
+    try:
+        await server.restart()
+        async with connect_etcd(EtcdOptions(endpoints=(server.endpoint,))) as stranger:
+            with pytest.raises(Unauthenticated):
+                await stranger.put("/k", b"1")
+        async with connect_etcd(EtcdOptions(endpoints=(server.endpoint,), user="root", password=login.password)) as client:
+            await client.put("/k", b"1")
+    finally:
+        await server.stop()
+
+
+def secret_in(file: Path, secrets: Sequence[str]) -> bool:
+    content = file.read_bytes()
+    return any(secret.encode() in content for secret in secrets)
 
 
 async def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:

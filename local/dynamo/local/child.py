@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -56,11 +56,12 @@ class Child:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def start(self, command: Sequence[str]) -> None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """Start a process, by default with this process's environment."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as log:
             self._log_start = log.tell()
-            self._process = _spawn(command, log)
+            self._process = _spawn(command, log, environment)
 
     def log(self) -> str:
         """Return the last part of what the current process has logged."""
@@ -104,10 +105,10 @@ class Child:
             self.kill()
 
 
-def _spawn(command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _spawn(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
     launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *command]
     return subprocess.Popen(  # noqa: S603 - our own binaries and flags
-        launch, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        launch, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment
     )
 
 

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,24 @@ from dynamo.common.etcd import Etcd, connect_etcd
 from dynamo.common.names import InstanceId
 from dynamo.common.options import EtcdOptions
 from dynamo.local.config import LocalConfig
+from dynamo.local.logins import Login, make_login
 from dynamo.local.servers import HOST, EtcdServer, NatsServer, free_ports
 from dynamo.local.supervisor import Report, Supervisor
 from dynamo.local.view import read_instances, ready_workers
 
 HTTP_PORT, GRPC_PORT = 8000, 8001
 _POLL_S = 0.1
+_ETCD_VARIABLES = ("DYN_ETCD_", "ETCD_AUTH_")
+_NATS_VARIABLES = ("DYN_NATS_", "NATS_AUTH_")
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """An etcd or a NATS that the processes of the deployment use."""
+
+    urls: tuple[str, ...]
+    login: Login | None = None
+    """None for servers that another program started: their logins are in the environment, which the processes inherit."""
 
 
 class NotReady(DynamoError):
@@ -55,33 +67,36 @@ async def start_deployment(config: LocalConfig, supervisor: Supervisor, report: 
     logs = folder / "logs"
     http = choose_port("--http-port", config.http_port, HTTP_PORT)
     grpc = choose_port("--grpc-port", config.grpc_port, GRPC_PORT)
-    etcd = config.etcd_endpoints or await _start_etcd(supervisor, folder, report)
-    nats = config.nats_servers or await _start_nats(supervisor, folder, report)
+    etcd = Backend(config.etcd_endpoints) if config.etcd_endpoints else await _start_etcd(supervisor, folder, report)
+    nats = Backend(config.nats_servers) if config.nats_servers else await _start_nats(supervisor, folder, report)
+    environment = child_environment(os.environ, etcd, nats)
     shutil.rmtree(logs, ignore_errors=True)
-    async with connect_etcd(EtcdOptions(endpoints=etcd)) as client:
+    async with connect_etcd(_etcd_options(etcd)) as client:
         others = frozenset(instance.id for instance in await read_instances(client, config.namespace))
         workers = {f"worker {number + 1}": worker_command(config, etcd, nats) for number in range(config.workers)}
-        supervisor.start(workers, logs)
-        supervisor.start({"frontend": frontend_command(config, etcd, nats, http, grpc)}, logs)
+        supervisor.start(workers, logs, environment)
+        supervisor.start({"frontend": frontend_command(config, etcd, nats, http, grpc)}, logs, environment)
         report(f"frontend     KServe v2 over gRPC at {HOST}:{grpc}, HTTP at http://{HOST}:{http}")
         report(f"workers      {config.workers}, loading {', '.join(config.models)}")
         instances = await supervisor.unless_died(_all_ready(client, config, others, report))
     return Deployment(f"http://{HOST}:{http}", f"{HOST}:{grpc}", logs, tuple(instances))
 
 
-async def _start_etcd(supervisor: Supervisor, folder: Path, report: Report) -> tuple[str, ...]:
+async def _start_etcd(supervisor: Supervisor, folder: Path, report: Report) -> Backend:
     shutil.rmtree(folder / "etcd", ignore_errors=True)  # it would only hold registrations of instances that have ended
-    server = EtcdServer(folder / "etcd", fsync=False)
+    login = make_login("root", folder / "logins" / "etcd")
+    server = EtcdServer(folder / "etcd", fsync=False, login=login)
     await supervisor.start_server("etcd", server)
-    report(f"etcd         {server.endpoint}")
-    return (server.endpoint,)
+    report(f"etcd         {server.endpoint}, user {login.user}, password in {login.file}")
+    return Backend((server.endpoint,), login)
 
 
-async def _start_nats(supervisor: Supervisor, folder: Path, report: Report) -> tuple[str, ...]:
-    server = NatsServer(folder / "nats")
+async def _start_nats(supervisor: Supervisor, folder: Path, report: Report) -> Backend:
+    login = make_login("dynamo", folder / "logins" / "nats")
+    server = NatsServer(folder / "nats", login=login)
     await supervisor.start_server("nats-server", server)
-    report(f"nats-server  {server.url}")
-    return (server.url,)
+    report(f"nats-server  {server.url}, user {login.user}, password in {login.file}")
+    return Backend((server.url,), login)
 
 
 async def _all_ready(client: Etcd, config: LocalConfig, others: frozenset[InstanceId], report: Report) -> list[Instance]:
@@ -102,7 +117,7 @@ async def _all_ready(client: Etcd, config: LocalConfig, others: frozenset[Instan
         raise NotReady(f"{text}; --start-timeout allows more, and {config.folder}/logs may show why") from None
 
 
-def worker_command(config: LocalConfig, etcd: tuple[str, ...], nats: tuple[str, ...]) -> list[str]:
+def worker_command(config: LocalConfig, etcd: Backend, nats: Backend) -> list[str]:
     models = [part for model in config.models for part in ("--model", model)]
     threads = []
     if not any(flag.startswith("--threads") for flag in config.worker_flags):
@@ -110,16 +125,34 @@ def worker_command(config: LocalConfig, etcd: tuple[str, ...], nats: tuple[str, 
     return [*_python("dynamo.worker", config, etcd, nats), *models, *threads, *config.worker_flags]
 
 
-def frontend_command(config: LocalConfig, etcd: tuple[str, ...], nats: tuple[str, ...], http: int, grpc: int) -> list[str]:
+def frontend_command(config: LocalConfig, etcd: Backend, nats: Backend, http: int, grpc: int) -> list[str]:
     ports = ["--grpc", "--http-port", str(http), "--grpc-port", str(grpc)]
     return [*_python("dynamo.frontend", config, etcd, nats), *ports, *config.frontend_flags]
 
 
-def _python(module: str, config: LocalConfig, etcd: tuple[str, ...], nats: tuple[str, ...]) -> list[str]:
+def _python(module: str, config: LocalConfig, etcd: Backend, nats: Backend) -> list[str]:
     return [
         *(sys.executable, "-m", module, "--namespace", config.namespace),
-        *("--etcd-endpoints", ",".join(etcd), "--nats-servers", ",".join(nats)),
+        *("--etcd-endpoints", ",".join(etcd.urls), *_login_flags("etcd", etcd.login)),
+        *("--nats-servers", ",".join(nats.urls), *_login_flags("nats", nats.login)),
     ]
+
+
+def _login_flags(server: str, login: Login | None) -> list[str]:
+    return [] if login is None else [f"--{server}-user", login.user, f"--{server}-password-file", str(login.file)]
+
+
+def child_environment(environ: Mapping[str, str], etcd: Backend, nats: Backend) -> dict[str, str]:
+    """Return `environ` without logins and certificates that are meant for other servers than those started here."""
+    started_here = ((etcd, _ETCD_VARIABLES), (nats, _NATS_VARIABLES))
+    prefixes = tuple(prefix for server, names in started_here if server.login is not None for prefix in names)
+    return {name: value for name, value in environ.items() if not name.startswith(prefixes)}
+
+
+def _etcd_options(etcd: Backend) -> EtcdOptions:
+    if etcd.login is None:
+        return EtcdOptions(endpoints=etcd.urls)
+    return EtcdOptions(endpoints=etcd.urls, user=etcd.login.user, password=etcd.login.password)
 
 
 def choose_port(flag: str, wanted: int | None, usual: int) -> int:
@@ -141,7 +174,7 @@ def choose_port(flag: str, wanted: int | None, usual: int) -> int:
 def claimed(folder: Path) -> Iterator[None]:
     """Hold the folder's lock during the body. Raises ConfigError if another deployment holds it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
     except OSError as error:
         raise ConfigError(f"--folder {folder} cannot be used: {error.strerror}") from error

@@ -21,12 +21,15 @@ from pathlib import Path
 
 from dynamo.common.errors import Unsupported
 from dynamo.local.child import Child, ServerFailed
+from dynamo.local.logins import Login, protect_etcd
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.02
 _PORT_ATTEMPTS = 8
+_BCRYPT_COST = 4
+"""The lowest: a random password of 256 bits needs no slow hash."""
 
 
 class _PortTaken(Exception):
@@ -188,19 +191,36 @@ class EtcdServer(Server):
         port: int = 0,
         tls: ServerTls | None = None,
         fsync: bool = True,
+        login: Login | None = None,
         extra_flags: Sequence[str] = (),
     ) -> None:
-        """`port` 0: a free one. Without `fsync` a power failure may lose data; starting and writing are much faster."""
+        """`port` 0: a free one. `login`: of a user `root`, without which nothing can be read or written.
+
+        Without `fsync` a power failure may lose data; starting and writing are much faster.
+        """
         super().__init__("etcd", folder / "etcd.log", (port, 0))
         self._binary = etcd_binary()
         self._data_dir = folder / "data"
         self._tls = tls
+        self._login = login
+        self._is_protected = False
         self._flags = [*(() if fsync else ("--unsafe-no-fsync",)), *extra_flags]
 
     @property
     def endpoint(self) -> str:
         """The address for clients: `http://127.0.0.1:2379`."""
         return self._client_url(self.port)
+
+    async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Start etcd; at the first start with a login, also make it demand the login. Raises ServerFailed, LoginsNotSet."""
+        await super().start(timeout_s)
+        if self._login is not None and not self._is_protected:
+            try:
+                await protect_etcd(self.endpoint, self._login)
+            except BaseException:
+                self.kill()
+                raise
+            self._is_protected = True
 
     def _client_url(self, port: int) -> str:
         return f"{'https' if self._tls else 'http'}://{HOST}:{port}"
@@ -217,6 +237,8 @@ class EtcdServer(Server):
             *("--listen-metrics-urls", f"http://{HOST}:{ports[1]}"),
             *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
         ]
+        if self._login is not None:
+            command += ["--bcrypt-cost", str(_BCRYPT_COST)]
         if self._tls is not None:
             command += ["--cert-file", str(self._tls.cert_file), "--key-file", str(self._tls.key_file)]
             if self._tls.ca_file is not None:
@@ -246,15 +268,22 @@ class NatsServer(Server):
         jetstream: bool = True,
         max_payload_bytes: int | None = None,
         tls: ServerTls | None = None,
+        login: Login | None = None,
         config: str = "",
     ) -> None:
-        """`port` 0: a free one. `config`: further lines of the server's configuration file, such as `authorization`."""
+        """`port` 0: a free one. `login`: the only one that is accepted.
+
+        `config`: further lines of the server's configuration file, such as `authorization`.
+        """
         super().__init__("nats-server", folder / "nats-server.log", (port,))
         self._binary = nats_binary()
         self._folder = folder
         self._tls = tls
         self._server_name = f"dynamo-{secrets.token_hex(6)}"
         lines = [config]
+        if login is not None:
+            user, password = json.dumps(login.user), json.dumps(login.password)
+            lines.append(f"authorization {{ user: {user}, password: {password} }}")
         if jetstream:
             lines.append(f"jetstream {{ store_dir: {json.dumps(str(folder / 'jetstream'))} }}")
         if max_payload_bytes is not None:
@@ -273,7 +302,8 @@ class NatsServer(Server):
     def _command(self, ports: tuple[int, ...]) -> list[str]:
         self._folder.mkdir(parents=True, exist_ok=True)
         config_file = self._folder / "nats-server.conf"
-        config_file.touch(mode=0o600)  # it may hold passwords
+        config_file.touch(mode=0o600)
+        config_file.chmod(0o600)  # it may hold passwords, and may have been there
         config_file.write_text(self._config)
         listen = ["--addr", HOST, "--port", str(ports[0]), "--server_name", self._server_name]
         # Large messages make much garbage: collecting it less often saves a third of the CPU time of a 1 MiB tensor.

@@ -39,12 +39,14 @@ class Supervisor:
         await self.unless_died(server.start())
         self._add({name: server})
 
-    def start(self, commands: Mapping[str, Sequence[str]], log_folder: Path) -> None:
+    def start(
+        self, commands: Mapping[str, Sequence[str]], log_folder: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Start a stage of processes that run side by side, each with a log file of its own."""
         stage: dict[str, Process] = {}
         for name, command in commands.items():
             child = Child(log_folder / f"{name.replace(' ', '-')}.log")
-            child.start(command)
+            child.start(command, environment)
             stage[name] = child
         self._add(stage)
 

@@ -14,10 +14,11 @@ from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.local.app import PROMPT, first_request_command
 from dynamo.local.config import FirstRequest, LocalConfig
-from dynamo.local.deployment import Deployment, choose_port, claimed, frontend_command, worker_command
+from dynamo.local.deployment import Backend, Deployment, child_environment, choose_port, claimed, frontend_command, worker_command
+from dynamo.local.logins import make_login
 from dynamo.local.view import ServedModel, ready_workers, served_models
 
-ETCD, NATS = ("http://127.0.0.1:1",), ("nats://127.0.0.1:2",)
+ETCD, NATS = Backend(("http://127.0.0.1:1",)), Backend(("nats://127.0.0.1:2",))
 
 
 def read(*argv: str) -> LocalConfig:
@@ -34,7 +35,7 @@ def test_several_models_and_workers_can_be_asked_for() -> None:
     command = worker_command(config, ETCD, NATS)
     assert command[:3] == [sys.executable, "-m", "dynamo.worker"]
     assert command.count("--model") == 2 and command[-1] == "--drain-timeout=5"
-    assert command[command.index("--etcd-endpoints") + 1] == ETCD[0]
+    assert command[command.index("--etcd-endpoints") + 1] == ETCD.urls[0]
 
 
 def test_workers_share_the_processors_unless_told_otherwise() -> None:
@@ -46,6 +47,33 @@ def test_the_frontend_serves_grpc_on_the_chosen_ports() -> None:
     command = frontend_command(read("--frontend-flag=--router-mode=random"), ETCD, NATS, 1, 2)
     assert "--grpc" in command and command[command.index("--grpc-port") + 1] == "2"
     assert command[-1] == "--router-mode=random"
+
+
+def test_passwords_are_in_files_and_never_in_arguments(tmp_path: Path) -> None:
+    etcd = Backend(ETCD.urls, make_login("root", tmp_path / "logins" / "etcd"))
+    nats = Backend(NATS.urls, make_login("dynamo", tmp_path / "logins" / "nats"))
+    assert etcd.login is not None and nats.login is not None
+    command = worker_command(read(), etcd, nats)
+    assert command[command.index("--etcd-user") + 1] == "root"
+    assert command[command.index("--nats-password-file") + 1] == str(tmp_path / "logins" / "nats")
+    for login in (etcd.login, nats.login):
+        assert login.file.read_text() == login.password and len(login.password) >= 32
+        assert login.file.stat().st_mode & 0o777 == 0o600 and login.file.parent.stat().st_mode & 0o777 == 0o700
+        assert login.password not in " ".join(command) and login.password not in repr(etcd) + repr(nats)
+    assert make_login("root", etcd.login.file).password != etcd.login.password, "each start has its own"
+
+
+def test_children_inherit_logins_of_other_programs_servers_only(tmp_path: Path) -> None:
+    environ = {
+        "DYN_NATS_TOKEN": "t",
+        "NATS_AUTH_USERNAME": "u",
+        "DYN_ETCD_TLS_CA_FILE": "ca",
+        "ETCD_AUTH_USERNAME": "u",
+        "HOME": "/",
+    }
+    nats = Backend(NATS.urls, make_login("dynamo", tmp_path / "nats"))
+    assert child_environment(environ, ETCD, NATS) == environ
+    assert child_environment(environ, ETCD, nats).keys() == {"DYN_ETCD_TLS_CA_FILE", "ETCD_AUTH_USERNAME", "HOME"}
 
 
 def test_a_question_names_its_model(tmp_path: Path) -> None:
