@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -14,10 +15,15 @@ import pytest
 from google.protobuf import json_format
 from onnx import TensorProto, helper
 
+from dynamo.common.background import running
 from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, ModelNotFound, PayloadTooLarge, Unsupported
-from dynamo.common.repository import LoadRequest, ModelState
+from dynamo.common.repository import ControlMode, LoadRequest, ModelState
 from dynamo.protos.model_config_pb2 import ModelConfig
-from dynamo.worker.repository.models import RepositoryModels
+from dynamo.worker.repository.control import RepositoryControl
+from dynamo.worker.repository.engine import RepositoryEngine
+from dynamo.worker.repository.layout import Fingerprint
+from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
+from dynamo.worker.serve import Service
 from tests.support.repositories import DOUBLE, EXAMPLES, X_TO_Y, infer, model_with_config, opened, python_model, x
 
 SLOW = """
@@ -349,6 +355,54 @@ async def test_a_name_that_two_repositories_have_is_refused(tmp_path: Path) -> N
     async with opened(tmp_path / "a", also=(tmp_path / "b",)) as models:
         with pytest.raises(InvalidRequest, match="several repositories"):
             await models.load_model(LoadRequest(model="times"))
+
+
+class FlakyModels(RepositoryModels):
+    """A repository on a network file system where each operation fails the first time."""
+
+    def __init__(self, settings: RepositorySettings) -> None:
+        self.failing: set[str] = set()
+        super().__init__(settings)
+        self.failing = {"list", "fingerprints", "load"}
+
+    def fail_once(self, operation: str) -> None:
+        if operation in self.failing:
+            self.failing.discard(operation)
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    def list_names(self) -> list[str]:
+        self.fail_once("list")
+        return super().list_names()
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        self.fail_once("fingerprints")
+        return super().fingerprints()
+
+    async def load_model(self, request: LoadRequest) -> tuple[str, ...]:
+        self.fail_once("load")
+        return await super().load_model(request)
+
+
+async def test_polling_continues_after_errors_of_the_file_system(tmp_path: Path) -> None:
+    settings = RepositorySettings(folders=(tmp_path,))
+    engine = RepositoryEngine(settings, ControlMode.POLL)
+    engine.models = models = FlakyModels(settings)
+    python_model(tmp_path, "double")
+    published = asyncio.Event()
+
+    async def register() -> None:
+        published.set()
+
+    service = Service([])
+    control = RepositoryControl(engine, service, register)
+    try:
+        async with asyncio.timeout(20), running(control.watch(0.01), "repository"):
+            while not service.models:
+                await published.wait()
+                published.clear()
+        assert models.failing == set()
+    finally:
+        await models.close()
 
 
 # Parameters of a load

@@ -15,6 +15,7 @@ from dynamo.common.messaging.server import Handler
 from dynamo.common.model_card import ModelCard
 from dynamo.common.repository import LOAD, UNLOAD, ControlMode, Loaded, LoadRequest, UnloadRequest
 from dynamo.worker.repository.engine import RepositoryEngine
+from dynamo.worker.repository.layout import Fingerprint
 from dynamo.worker.serve import IncomingRequest, ServedModel, Service
 from dynamo.worker.statistics import VersionStatistics
 
@@ -89,7 +90,7 @@ class RepositoryControl:
     # Polling
 
     async def watch(self, every_s: float) -> None:
-        """Looks at the folders again and again, until cancelled; in the mode POLL it loads and unloads what has changed."""
+        """Scan the folders every `every_s` seconds, until cancelled; in the mode POLL load and unload what has changed."""
         models = self._engine.models
         seen = self._engine.seen
         while True:
@@ -99,21 +100,26 @@ class RepositoryControl:
                     await self.publish()
                 if self._engine.mode is ControlMode.POLL:
                     fingerprints = await asyncio.to_thread(models.fingerprints)
-                    await self._follow(seen, fingerprints)
-                    seen = fingerprints
-            except InvalidRequest as error:
+                    seen = await self._follow(seen, fingerprints)
+            except (InvalidRequest, OSError) as error:  # a network file system fails now and then
                 log.error("the repository cannot be read: %s", error)
 
-    async def _follow(self, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    async def _follow(self, before: Mapping[str, Fingerprint], now: Mapping[str, Fingerprint]) -> dict[str, Fingerprint]:
+        """Load what has changed and unload what was removed. Return the fingerprints of the models that need no other attempt."""
         models = self._engine.models
+        seen = dict(now)
         for name in sorted(now):
             if now[name] != before.get(name):
                 try:
                     await models.load_model(LoadRequest(model=name))
                 except DynamoError:
                     continue  # logged, and in the index; it is tried again when the files change
+                except OSError as error:
+                    log.error("model '%s' cannot be read, and is tried again: %s", name, error)
+                    del seen[name]
         for name in sorted(before.keys() - now.keys()):
             await models.forget(name)
+        return seen
 
 
 def _decode(incoming: IncomingRequest, kind: type[T]) -> T:

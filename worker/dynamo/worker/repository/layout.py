@@ -29,12 +29,11 @@ def model_folders(repositories: Sequence[Path]) -> dict[str, list[Path]]:
     folders: dict[str, list[Path]] = {}
     for repository in repositories:
         try:
-            entries = sorted(repository.iterdir())
+            for entry in sorted(repository.iterdir()):
+                if entry.is_dir() and not entry.name.startswith((".", "__")):
+                    folders.setdefault(entry.name, []).append(entry)
         except OSError as error:
             raise InvalidRequest(f"the model repository {repository} cannot be read: {error.strerror or error}") from error
-        for entry in entries:
-            if entry.is_dir() and not entry.name.startswith((".", "__")):
-                folders.setdefault(entry.name, []).append(entry)
     return folders
 
 
