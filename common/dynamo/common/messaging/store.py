@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import re
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from nats.errors import Error as NatsError
@@ -16,6 +18,8 @@ from nats.js.object_store import ObjectStore
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.connection import Connection
+
+log = logging.getLogger(__name__)
 
 BUCKET = "dynamo-models"
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -75,13 +79,21 @@ class FileStore:
     def _read_cached(self, key: str) -> bytes | None:
         try:
             data = (self._cache / key).read_bytes()
-        except FileNotFoundError:
+        except OSError:
             return None
         return data if file_key(data) == key else None
 
     def _write_cached(self, key: str, data: bytes) -> None:
-        self._cache.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self._cache)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(name).replace(self._cache / key)  # several processes share the cache
+        """Keep a file on disk. If that fails, as on a full disk, the file is fetched again the next time."""
+        name = ""
+        try:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._cache)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(name).replace(self._cache / key)  # several processes share the cache
+        except OSError as error:
+            log.warning("the model file %s… cannot be cached in %s: %s", key[:12], self._cache, error)
+            if name:
+                with suppress(OSError):
+                    os.unlink(name)
