@@ -105,6 +105,18 @@ def test_a_report_replaces_the_bookings_it_reflects() -> None:
     assert read(table, 0.05)[0] == (8, 120, 43)
 
 
+def test_reports_of_several_models_of_an_instance_add_up() -> None:
+    table = LoadTable()
+    full = LoadReport(waiting=5, running=3, active_blocks=15, total_blocks=16, queued_prefill_tokens=40)
+    for now in (1.0, 2.0):
+        table.report(A, full, now, "full")
+        table.report(A, LoadReport(total_blocks=8), now, "idle")
+        assert read(table, now)[0] == (8, 40, 15)
+        assert table.read(table.rows(FLEET), now)[0].usage == 15 / 24
+    table.report(A, LoadReport(total_blocks=16), 3.0, "full")
+    assert read(table, 3.0)[0] == (0, 0, 0)
+
+
 def test_a_booking_that_no_report_names_is_reflected_after_a_while() -> None:
     table = LoadTable(settle_s=1.0)
     table.book("r", A, 0.0, prefill_tokens=100)

@@ -249,7 +249,7 @@ class KvFeed:
             log.warning("a load report on %s cannot be read: %s", subject, error)
             return
         report: LoadReport = message.report
-        self._loads.report(instance, report, self._loop.time())
+        self._loads.report(instance, report, self._loop.time(), message.model)
         self._directory.mark_up(instance)
         source = self._sources.get((instance, message.model))
         if source is not None:

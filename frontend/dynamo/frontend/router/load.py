@@ -13,7 +13,7 @@ books the bookings that its siblings publish.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -86,7 +86,15 @@ class InstanceLoad:
 
     __slots__ = (
         *("active", "active_blocks", "booked", "booked_extra_blocks", "booked_prefill_tokens", "booked_requests", "report"),
-        *("estimated", "reported_at", "total_blocks", "unreflected", "unreflected_blocks", "unreflected_prefill_tokens"),
+        *(
+            "estimated",
+            "reported_at",
+            "reports",
+            "total_blocks",
+            "unreflected",
+            "unreflected_blocks",
+            "unreflected_prefill_tokens",
+        ),
     )
 
     def __init__(self) -> None:
@@ -98,6 +106,9 @@ class InstanceLoad:
         self.booked_prefill_tokens = 0
         self.booked_extra_blocks = 0
         self.report: LoadReport | None = None
+        """The last report, or the sum of the last ones of all models if the instance serves several."""
+        self.reports: dict[str, LoadReport] = {}
+        """The last report of each model."""
         self.reported_at = -math.inf
         self.unreflected: dict[_Booking, None] = {}
         self.unreflected_prefill_tokens = 0
@@ -231,13 +242,14 @@ class LoadTable:
 
     # Reports, and bookings of siblings
 
-    def report(self, instance: InstanceId, report: LoadReport, now: float) -> None:
-        """Apply the load report of an instance."""
+    def report(self, instance: InstanceId, report: LoadReport, now: float, model: str = "") -> None:
+        """Apply the load report of one model of an instance. The reports of its other models stay."""
         load = self._load(instance)
-        load.report = report
+        load.reports[model] = report
+        load.report = total = report if len(load.reports) == 1 else _sum(load.reports.values())
         load.reported_at = now
-        if report.total_blocks:
-            load.total_blocks = report.total_blocks
+        if total.total_blocks:
+            load.total_blocks = total.total_blocks
         if load.unreflected:
             accepted = frozenset(unpack_hashes(report.accepted))
             settled = now - self._settle_s
@@ -382,3 +394,15 @@ class LoadTable:
         if booking.prefilling:
             load.unreflected_prefill_tokens -= booking.prefill_tokens
         load.unreflected_blocks -= booking.new_blocks + booking.extra_blocks
+
+
+def _sum(reports: Collection[LoadReport]) -> LoadReport:
+    """Return the load of several models of one instance, which share its processors."""
+    return LoadReport(
+        waiting=sum(report.waiting for report in reports),
+        running=sum(report.running for report in reports),
+        active_blocks=sum(report.active_blocks for report in reports),
+        total_blocks=sum(report.total_blocks for report in reports),
+        queued_prefill_tokens=sum(report.queued_prefill_tokens for report in reports),
+        step_ms=max(report.step_ms for report in reports),
+    )
