@@ -60,7 +60,7 @@ def decode_registration(key: str, value: bytes) -> Instance:
     """Return the instance registered under `key`. Raises InvalidRequest if the value is not a registration that belongs there."""
     try:
         instance = _DECODER.decode(value)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError, too
         raise InvalidRequest(f"it cannot be read: {error}") from None
     instance.card.check()
     if instance.key != key:

@@ -84,7 +84,7 @@ def decode_repository(key: str, value: bytes) -> RepositoryInstance:
     """Decode the registration under `key`. Raises InvalidRequest if it is malformed or belongs to another key."""
     try:
         instance = _DECODER.decode(value)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError, too
         raise InvalidRequest(f"it cannot be read: {error}") from None
     if instance.key != key:
         raise InvalidRequest(f"its content belongs under {instance.key}")

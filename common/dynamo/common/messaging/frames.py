@@ -169,7 +169,7 @@ def decode(message: Buffer) -> list[Frame]:
     """The frames of a message. Their bodies are views into it. Raises InvalidRequest for anything that is not a message."""
     try:
         return _decoder.decode(message)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError, too
         raise InvalidRequest(f"not a message of the request plane: {error}") from None
 
 

@@ -266,7 +266,7 @@ class LoadTable:
         self._siblings[event.origin] = now
         match event.step:
             case Step.BOOKED:
-                blocks = unpack_hashes(event.blocks)
+                blocks = list(dict.fromkeys(unpack_hashes(event.blocks)))  # a block counts once, whatever others send
                 instance = InstanceId(event.instance)
                 if (event.origin, event.key) in self._others:
                     self._release(self._others[event.origin, event.key])

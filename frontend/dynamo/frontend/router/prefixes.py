@@ -46,7 +46,7 @@ class PrefixCounts:
         counts = self._counts
         left = len(blocks)
         for block in reversed(blocks):
-            count = counts.pop(block)
+            count = counts.pop(block, 1)  # absent where prompts of other processes contradict one another
             if count > 1:
                 counts[block] = count - 1
                 break

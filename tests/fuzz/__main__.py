@@ -1,0 +1,68 @@
+"""`python -m tests.fuzz [TARGET …]`: fuzz decoders, guided by coverage.
+
+Each target runs in a process of its own, for `--runs` inputs or `--seconds`, whichever ends first. An input that raises what it may
+not is written to the target's folder in the corpus, where the tests find it again. Exit status 1 if there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+CORPUS = Path(__file__).with_name("corpus")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Fuzz decoders, guided by coverage.")
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help="of tests/fuzz/targets.py; all of them by default")
+    parser.add_argument("--runs", type=int, default=1_000_000, help="inputs for each target")
+    parser.add_argument("--seconds", type=int, default=600, help="at most so long for each target")
+    parser.add_argument("--jobs", type=int, default=2, help="targets at a time")
+    parser.add_argument("--in-process", action="store_true", help="fuzz the one target that is named, in this process")
+    arguments = parser.parse_args(argv)
+    if arguments.in_process:
+        fuzz(arguments.targets[0], arguments.runs, arguments.seconds)
+    names = arguments.targets or sorted(path.name for path in CORPUS.iterdir() if path.is_dir())
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        failed = [name for name, good in zip(names, pool.map(lambda name: run(name, arguments), names), strict=True) if not good]
+    if failed:
+        print("failed:", *failed)
+    return 1 if failed else 0
+
+
+def run(name: str, arguments: argparse.Namespace) -> bool:
+    """Fuzz one target in a process of its own; return whether nothing was found."""
+    limits = ["--runs", str(arguments.runs), "--seconds", str(arguments.seconds)]
+    command = [sys.executable, "-m", "tests.fuzz", name, "--in-process", *limits]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("Done ", "#")) or "stat::" in line]
+    print(f"{name}: {'ok' if done.returncode == 0 else 'FAILED'}; {lines[-1] if lines else ''}", flush=True)
+    if done.returncode != 0:
+        print(done.stdout[-4000:], done.stderr[-4000:], sep="\n")
+    return done.returncode == 0
+
+
+def fuzz(name: str, runs: int, seconds: int) -> None:
+    """Does not return."""
+    import atheris
+
+    with atheris.instrument_imports(include=["dynamo"]):
+        from tests.fuzz.targets import TARGETS
+
+    target = TARGETS[name]
+    folder = CORPUS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as found:  # what libFuzzer collects, and what is kept in the repository
+        options = [f"-runs={runs}", f"-max_total_time={seconds}", "-max_len=4096", "-timeout=10", "-rss_limit_mb=2048"]
+        options += [f"-artifact_prefix={folder}/", "-print_final_stats=1"]
+        atheris.Setup([sys.argv[0], *options, found, str(folder)], target)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

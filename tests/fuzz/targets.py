@@ -1,0 +1,203 @@
+"""The decoders of foreign bytes, and which errors they may raise."""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+
+from dynamo.common.discovery import decode_registration
+from dynamo.common.errors import DynamoError
+from dynamo.common.generation import delta_decoder, request_decoder, summary_decoder, unpack_tokens
+from dynamo.common.kv.events import load_message_decoder, read_message, snapshot_decoder
+from dynamo.common.messaging import frames
+from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.repository import decode_repository
+from dynamo.common.tensor_request import RequestChecker, TensorRequest, parse_response
+from dynamo.common.tensor_response import ResponseForm
+from dynamo.frontend.api.anthropic.requests import MessagesRequest
+from dynamo.frontend.api.http import json_body
+from dynamo.frontend.api.kserve.rest.bodies import split
+from dynamo.frontend.api.kserve.rest.requests import read_request
+from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest
+from dynamo.frontend.api.openai.response_requests import ResponsesRequest
+from dynamo.frontend.router.load import BookingEvent, LoadTable
+from dynamo.worker.kv.vllm_events import Translator, decode_batch
+from dynamo.worker.repository.model_config import check_supported, config_from_json, instances_of, read_config
+from dynamo.worker.tokenizers.gguf import GgufModel, parse_metadata
+from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
+
+MAX_DEPTH = 64
+CARD = ModelCard(
+    name="m",
+    kind=ModelKind.TENSOR,
+    inputs=(
+        TensorSpec(name="x", datatype="FP32", shape=(-1, 2)),
+        TensorSpec(name="s", datatype="BYTES", shape=(-1,), optional=True),
+    ),
+    outputs=(TensorSpec(name="y", datatype="FP32", shape=(-1, 2)),),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One decoder."""
+
+    run: Callable[[bytes], object]
+    errors: tuple[type[Exception], ...] = (DynamoError,)
+    """What it may raise; anything else is a defect."""
+
+    def __call__(self, data: bytes) -> bool:
+        """Return whether `data` was accepted."""
+        try:
+            self.run(data)
+        except self.errors:
+            return False
+        return True
+
+
+def tensor_request(data: bytes) -> None:
+    """A ModelInferRequest from a gRPC client: parsed, checked, the form of its response derived."""
+    request = TensorRequest.parse(data)
+    RequestChecker(CARD).check(request)
+    ResponseForm.of(request, CARD)
+
+
+def tensor_response(data: bytes) -> None:
+    """A ModelInferResponse from a worker."""
+    parse_response(data)
+
+
+def plane_message(data: bytes) -> None:
+    """A message of the request plane."""
+    frames.decode(data)
+
+
+def kv_events(data: bytes) -> None:
+    """KV updates of an instance, as routers read them."""
+    read_message(data)
+
+
+def kv_snapshot(data: bytes) -> None:
+    snapshot_decoder.decode(data)
+
+
+def load_report(data: bytes) -> None:
+    load_message_decoder.decode(data)
+
+
+_bookings = msgspec.msgpack.Decoder(list[BookingEvent])
+
+
+def bookings(data: bytes) -> None:
+    """Bookings of another frontend, applied."""
+    table = LoadTable("own")
+    for event in _bookings.decode(data):
+        table.apply(event, 1.0)
+    table.expire_siblings(100.0)
+
+
+def generation(data: bytes) -> None:
+    """A text request as a worker reads it, and deltas and summaries as a frontend reads them."""
+    kind, rest = data[:1], data[1:]
+    if kind == b"r":
+        unpack_tokens(request_decoder.decode(rest).prompt)
+    else:
+        (delta_decoder if kind == b"d" else summary_decoder).decode(rest)
+
+
+def registration(data: bytes) -> None:
+    """What is found in etcd: a key, a line break, a value."""
+    key, _, value = data.partition(b"\n")
+    decode_registration(key.decode(errors="surrogateescape"), value)
+
+
+def repository(data: bytes) -> None:
+    key, _, value = data.partition(b"\n")
+    decode_repository(key.decode(errors="surrogateescape"), value)
+
+
+def vllm_events(data: bytes) -> None:
+    """A batch of KV events from vLLM, translated."""
+    batch = decode_batch(data)
+    translator = Translator()
+    for event in batch.events:
+        translator.translate(event)
+
+
+_json = {
+    b"c": msgspec.json.Decoder(ChatRequest),
+    b"p": msgspec.json.Decoder(CompletionRequest),
+    b"r": msgspec.json.Decoder(ResponsesRequest),
+    b"m": msgspec.json.Decoder(MessagesRequest),
+}
+
+
+def json_request(data: bytes) -> None:
+    """A body of OpenAI's or Anthropic's API; the first byte says which."""
+    json_body.decode(_json.get(data[:1], _json[b"c"]), data[1:], MAX_DEPTH)
+
+
+def rest_request(data: bytes) -> None:
+    """A KServe request over REST: the length of its JSON in two bytes, JSON, binary tensors."""
+    length = int.from_bytes(data[:2], "big")
+    body = data[2:]
+    parts = split(body, str(length) if length else None)
+    request, _ = read_request(parts, CARD, "m", "", MAX_DEPTH)
+    RequestChecker(CARD).check(request)
+
+
+def gguf(data: bytes) -> None:
+    """The header of a GGUF file, and what is read out of it."""
+    model = GgufModel(parse_metadata(data))
+    _ = (model.name, model.context_length, model.kv_values_per_token)
+
+
+def sentencepiece(data: bytes) -> None:
+    SentencePieceModel.read(data)
+
+
+def model_config(data: bytes) -> None:
+    """A `config.pbtxt`, or after a brace a configuration in JSON."""
+    if data[:1] == b"{":
+        config = config_from_json(data.decode(errors="replace"))
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".pbtxt") as file:
+            file.write(data)
+            file.flush()
+            config = read_config(Path(file.name))
+    check_supported(config)
+    list(instances_of(config))
+
+
+_ON_THE_BUS = (DynamoError, ValueError, RecursionError)
+"""What readers of messages from other processes catch: msgspec's errors and UnicodeDecodeError are ValueErrors."""
+
+_IN_A_FILE = (DynamoError, ValueError, struct.error)
+"""What `read_metadata` turns into a sentence."""
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {
+        "tensor_request": Target(tensor_request),
+        "tensor_response": Target(tensor_response),
+        "plane_message": Target(plane_message),
+        "kv_events": Target(kv_events, _ON_THE_BUS),
+        "kv_snapshot": Target(kv_snapshot, _ON_THE_BUS),
+        "load_report": Target(load_report, _ON_THE_BUS),
+        "bookings": Target(bookings, _ON_THE_BUS),
+        "generation": Target(generation, _ON_THE_BUS),
+        "registration": Target(registration),
+        "repository": Target(repository),
+        "vllm_events": Target(vllm_events),
+        "json_request": Target(json_request),
+        "rest_request": Target(rest_request),
+        "gguf": Target(gguf, _IN_A_FILE),
+        "sentencepiece": Target(sentencepiece),
+        "model_config": Target(model_config),
+    }
+)
