@@ -1,6 +1,6 @@
 """`python -m tests.fuzz [TARGET …]`: fuzz decoders, guided by coverage.
 
-Each target runs in a process of its own, for `--runs` inputs or `--seconds`, whichever ends first. An input that raises what it may
+Each target runs in a process of its own, for `--runs` inputs or `--seconds`, whichever ends first. Input that raises what it may
 not is written to the target's folder in the corpus, where the tests find it again. Exit status 1 if there was one.
 """
 

@@ -22,6 +22,7 @@ from dynamo.common.tensor_request import RequestChecker, TensorRequest, parse_re
 from dynamo.common.tensor_response import ResponseForm
 from dynamo.frontend.api.anthropic.requests import MessagesRequest
 from dynamo.frontend.api.http import json_body
+from dynamo.frontend.api.http.json_scan import check_json
 from dynamo.frontend.api.kserve.rest.bodies import split
 from dynamo.frontend.api.kserve.rest.requests import read_request
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest
@@ -33,6 +34,7 @@ from dynamo.worker.tokenizers.gguf import GgufModel, parse_metadata
 from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
 
 MAX_DEPTH = 64
+MAX_VALUES = 1000
 CARD = ModelCard(
     name="m",
     kind=ModelKind.TENSOR,
@@ -140,6 +142,7 @@ _json = {
 
 def json_request(data: bytes) -> None:
     """A body of OpenAI's or Anthropic's API; the first byte says which."""
+    check_json(data[1:], max_depth=MAX_DEPTH, max_values=MAX_VALUES)
     json_body.decode(_json.get(data[:1], _json[b"c"]), data[1:], MAX_DEPTH)
 
 

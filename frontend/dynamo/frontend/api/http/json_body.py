@@ -40,6 +40,11 @@ async def read_json(exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
     body = await exchange.body()
     options = exchange.settings.options
     await scan_json(body, max_depth=options.max_json_depth, max_values=options.max_json_values)
+    return decode(decoder, body, options.max_json_depth)
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes, max_depth: int) -> T:
+    """Return the request in a body that was scanned. Raises InvalidRequest, with the field as `param`."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -47,7 +52,7 @@ async def read_json(exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     except RecursionError:
-        raise too_deep(options.max_json_depth) from None
+        raise too_deep(max_depth) from None
 
 
 def check_depth(body: bytes, max_depth: int) -> None:
