@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -132,7 +133,7 @@ def vllm_events(data: bytes) -> None:
         translator.translate(event)
 
 
-_json = {
+_json: Mapping[bytes, msgspec.json.Decoder[Any]] = {
     b"c": msgspec.json.Decoder(ChatRequest),
     b"p": msgspec.json.Decoder(CompletionRequest),
     b"r": msgspec.json.Decoder(ResponsesRequest),
