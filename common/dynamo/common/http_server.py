@@ -1,67 +1,170 @@
-"""One HTTP port, served inside the process's event loop. uvicorn installs no signal handlers: the process's own decide."""
+"""One HTTP port, served inside the process's event loop.
+
+async with serve_asgi(listener, app) as server:
+    ...
+    server.start_draining()        # each response is the last on its connection
+    await server.stop(grace_s=30)
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
+import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from email.utils import formatdate
 from typing import TYPE_CHECKING
 
-import uvicorn
-
-from dynamo.common.lifecycle import within
+from dynamo.common.background import Tasks, running
+from dynamo.common.http_connection import HttpConnection, HttpLimits, HttpRequest
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+_log = logging.getLogger(__name__)
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+_CHECK_S = 1.0
+_BACKLOG = 2048
+_HANDSHAKE_S = 10.0
+_OTHER_FILES = 256
+"""File descriptors that are left for everything but HTTP connections."""
 
 
-@dataclass(frozen=True, slots=True)
 class HttpServer:
     """A port that is being served."""
 
-    port: int
-    _server: _Server
-    _task: asyncio.Task[None]
+    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+        self.limits = limits
+        self.draining = False
+        self.date = b""
+        self.port = 0
+        self._app = app
+        self._loop = asyncio.get_running_loop()
+        self._connections: set[HttpConnection] = set()
+        self._refused: set[HttpConnection] = set()
+        self._max_connections = min(limits.max_connections, max(16, _open_files() - _OTHER_FILES))
+        self._requests = Tasks()
+        self._listener: asyncio.Server | None = None
+        self._quiet = asyncio.Event()
+        """No request is being served."""
+        self._empty = asyncio.Event()
+        """There are no connections."""
+        self._quiet.set()
+        self._empty.set()
+        self._stopped = False
+
+    @property
+    def open_connections(self) -> int:
+        """The number of connections that count against the limit."""
+        return len(self._connections)
+
+    async def listen(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        self.port = listener.getsockname()[1]
+        self._tick()
+        self._listener = await self._loop.create_server(
+            lambda: HttpConnection(self, self._app, self._loop),
+            sock=listener,
+            ssl=tls,
+            backlog=_BACKLOG,
+            ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
+        )
+
+    def start_draining(self) -> None:
+        """Let each response be the last on its connection, so that clients leave before `stop` closes the rest. Idempotent."""
+        self.draining = True
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no new requests; running ones may finish for `grace_s` seconds. Idempotent."""
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
-        self._server.should_exit = True
-        await within(grace_s + 2.0, asyncio.shield(self._task), "the HTTP server's end")
+        """Accept no more connections, let requests finish for `grace_s` seconds, then close all connections. Idempotent."""
+        self.start_draining()
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._listener is not None:
+            self._listener.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._quiet.wait()
+                self._close_idle()
+                await self._empty.wait()
+        if len(self._requests):
+            _log.warning("%d HTTP request(s) are cut off: they did not finish within %g s", len(self._requests), grace_s)
+        await self._requests.close()
+        self._close_idle()
+        await asyncio.sleep(0)
+        for connection in (*self._connections, *self._refused):
+            connection.abort()
+
+    def _close_idle(self) -> None:
+        for connection in (*self._connections, *self._refused):
+            connection.close_if_idle()
+
+    async def keep_time(self) -> None:
+        """Keep the date current and apply the time limits of connections."""
+        while True:
+            await asyncio.sleep(min(_CHECK_S, self.limits.head_timeout_s / 4))
+            self._tick()
+            now = self._loop.time()
+            for connection in (*self._connections, *self._refused):
+                connection.check(now)
+
+    def _tick(self) -> None:
+        self.date = f"date: {formatdate(usegmt=True)}\r\n".encode()
+
+    # Called by connections
+
+    def opened(self, connection: HttpConnection) -> bool:
+        if len(self._connections) < self._max_connections:
+            self._connections.add(connection)
+            self._empty.clear()
+            return True
+        if len(self._refused) < _OTHER_FILES // 2:
+            self._refused.add(connection)
+        else:
+            connection.abort()
+        return False
+
+    def closed(self, connection: HttpConnection) -> None:
+        self._connections.discard(connection)
+        self._refused.discard(connection)
+        if not self._connections:
+            self._empty.set()
+
+    def serve(self, request: HttpRequest) -> None:
+        self._quiet.clear()
+        self._requests.start(self._run(request))
+
+    async def _run(self, request: HttpRequest) -> None:
+        try:
+            await request.run()
+        finally:
+            if len(self._requests) == 1:
+                self._quiet.set()
+
+
+def _open_files() -> int:
+    """Raise the limit of open files as far as the system permits, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or soft < hard:
+        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        if soft < wanted:
+            with suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                soft = wanted
+    return soft
 
 
 @asynccontextmanager
-async def serve_asgi(listener: socket.socket, app: ASGIApp, tls: ssl.SSLContext | None = None) -> AsyncIterator[HttpServer]:
-    """Serve `app` on a listening socket until the context is left, which cuts requests that still run."""
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=1,
-        ssl_context_factory=None if tls is None else lambda config, default: tls,
-    )
-    server = _Server(config)
-    async with asyncio.TaskGroup() as tasks:  # a server that breaks down takes the process with it
-        task = tasks.create_task(server.serve(sockets=[listener]), name="HTTP server")
-        http = HttpServer(listener.getsockname()[1], server, task)
-        try:
-            yield http
-        finally:
-            await http.stop(0.0)
-            if not task.done():
-                task.cancel()
+async def serve_asgi(
+    listener: socket.socket, app: ASGIApp, tls: ssl.SSLContext | None = None, limits: HttpLimits | None = None
+) -> AsyncIterator[HttpServer]:
+    """Serve `app` on a listening socket until the context is left, which cuts off requests that still run."""
+    server = HttpServer(app, limits or HttpLimits())
+    await server.listen(listener, tls)
+    try:
+        async with running(server.keep_time(), "HTTP server"):
+            yield server
+    finally:
+        await server.stop(0.0)

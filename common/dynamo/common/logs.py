@@ -15,7 +15,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that the current task works on; set by each protocol edge and by the worker's serving loop."""
 trace_id: ContextVar[str] = ContextVar("trace_id", default="")
 
-_QUIET = ("asyncio", "grpc", "httpx", "nats", "uvicorn", "uvicorn.access", "uvicorn.error", "huggingface_hub", "filelock")
+_QUIET = ("asyncio", "grpc", "httpx", "nats", "huggingface_hub", "filelock")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 

@@ -15,10 +15,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
+from dynamo.common.http_connection import HttpConnection
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensors import decode_bytes
 from dynamo.frontend.config import TextLimits, TextOptions
@@ -113,11 +113,7 @@ async def test_the_client_sees_its_own_exceptions() -> None:
 async def test_small_writes_are_not_delayed_by_the_kernel() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
         await edge.post("/v1/completions", {"model": "talker", "prompt": "x"})
-        protocols = [
-            protocol
-            for protocol in gc.get_objects()
-            if isinstance(protocol, HttpToolsProtocol) and protocol.transport is not None
-        ]
+        protocols = [protocol for protocol in gc.get_objects() if isinstance(protocol, HttpConnection)]
         connections = [protocol.transport.get_extra_info("socket") for protocol in protocols]
         delays = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in connections if one.fileno() >= 0]
     assert delays

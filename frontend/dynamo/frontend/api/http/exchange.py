@@ -23,6 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from dynamo.common.background import start
 from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge
+from dynamo.common.http_connection import ON_HALF_CLOSE
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
@@ -238,9 +239,11 @@ class Exchange:
     async def events(self) -> AsyncIterator[EventStream]:
         """A stream of server-sent events. Its head goes with the first event, so that an earlier failure has its own status."""
         self.stream = stream = EventStream(self._send, self._id, self.settings.options.keepalive_s)
+        self._scope[ON_HALF_CLOSE] = stream.comment
         try:
             yield stream
         finally:
+            del self._scope[ON_HALF_CLOSE]
             stream.close()
 
     async def refuse(self, error: BaseException, status: int, form: ErrorForm, headers: tuple[Header, ...] = ()) -> None:
@@ -332,10 +335,15 @@ class EventStream:
         headers = [*_STREAM_HEADERS, *self._headers()]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    def _tick(self) -> None:
-        # A comment may wait for a slow client, as any write may; while it does, no other is needed.
-        if self._idle and (self._writing is None or self._writing.done()):
+    def comment(self) -> None:
+        """Send a comment, which clients ignore."""
+        # It may wait for a slow client, as any write may; while it does, no other is needed.
+        if self._writing is None or self._writing.done():
             self._writing = start(self.write(_KEEPALIVE), "keep-alive comment")
+
+    def _tick(self) -> None:
+        if self._idle:
+            self.comment()
         self._idle = True
         self._timer = self._loop.call_later(self._interval_s, self._tick)
 

@@ -1,0 +1,600 @@
+"""One HTTP/1.1 connection, parsed by httptools, whose requests are served by an ASGI application one after another.
+
+A client costs no more than `HttpLimits` permits, with a key or without: heads have a bound and a deadline, bodies a least rate,
+idle connections and unread responses a timeout. The server calls `check` on each connection once a second, which is cheaper than
+timers of each request.
+
+A connection is closed as follows.
+
+1. Responses that are the last on their connection say `Connection: close`.
+2. If the request's body has not been read to its end, the connection is closed for writing only and what still comes is discarded
+   for a moment: a reset would make the client lose the response.
+3. A client that closes its side after the request still gets the response. It is sent `100 Continue` meanwhile, which clients
+   ignore, or in a stream what the application has for this (`ON_HALF_CLOSE`); one that is gone resets the connection, which ends
+   the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+from urllib.parse import unquote
+
+import httptools
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Scope
+
+_log = logging.getLogger(__name__)
+
+ON_HALF_CLOSE = "dynamo.on_half_close"
+"""Where an application puts, in a request's scope, a function that writes something harmless into its streamed response."""
+
+_HIGH_WATER_BYTES = 64 * 1024
+"""A body of which more has come than this, and which nothing reads, stops the reading of its connection."""
+_SKIPPED_BYTES = 64 * 1024
+"""So much of a body that nothing reads is skipped for the sake of the connection; more closes it."""
+_LINGER_S = 2.0
+_LINGER_BYTES = 16 * 2**20
+_PROBE_S = 0.1
+_INVALID_NAME = re.compile(rb'[\x00-\x20\x7f()<>@,;:\\\[\]={}"]')
+_INVALID_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_HEAD_TOO_LARGE = "The head of the request is too large."
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def _status_line(status: int) -> bytes:
+    try:
+        phrase = http.HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return f"HTTP/1.1 {status} {phrase}\r\n".encode()
+
+
+_STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """What one client, and all of them together, may occupy."""
+
+    max_connections: int = 8192
+    max_head_bytes: int = 64 * 1024
+    """Of a request line and its headers."""
+    head_timeout_s: float = 10.0
+    """From the connection, or the first byte of a later request, to the end of the head."""
+    idle_timeout_s: float = 75.0
+    """Between two requests."""
+    min_body_bytes_per_s: int = 1024
+    """Averaged over `body_window_s`, while the server waits for the client."""
+    body_window_s: float = 10.0
+    unread_timeout_s: float = 300.0
+    """A client that reads nothing of a response for so long is disconnected."""
+
+
+class Connections(Protocol):
+    """The server that a connection belongs to."""
+
+    limits: HttpLimits
+    draining: bool
+    """Each response is the last on its connection."""
+    date: bytes
+    """The header `Date`, as a line."""
+
+    def opened(self, connection: HttpConnection) -> bool:
+        """Count a new connection; False if there are too many."""
+        ...
+
+    def closed(self, connection: HttpConnection) -> None: ...
+
+    def serve(self, request: HttpRequest) -> None:
+        """Run the application for a request."""
+        ...
+
+
+class HttpConnection(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, server: Connections, app: ASGIApp, loop: asyncio.AbstractEventLoop) -> None:
+        self.app = app
+        self.loop = loop
+        self._server = server
+        self._limits = server.limits
+        self._parser: Any = httptools.HttpRequestParser(self)  # None after the connection: the two hold each other
+        self._transport: asyncio.Transport
+        self._is_tls = False
+        self._addresses: dict[str, Any] = {}
+
+        self._current: HttpRequest | None = None
+        """The request that is being served."""
+        self._parsing: HttpRequest | None = None
+        """The last request whose head has come; its body may not have."""
+        self._queue: deque[HttpRequest] = deque()
+        """Requests that came before the response to the one ahead of them."""
+
+        self._deadline: float | None = None
+        """Of the head, of an idle connection, or of lingering, on the event loop's clock."""
+        self._in_head = True
+        self._url: list[bytes] = []
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head_bytes = 0
+        self._head_is_too_large = False
+        self._received_bytes = 0
+        """In this window of the body, or while lingering."""
+        self._window_start = 0.0
+        self._eof = False
+        """The client has closed its side."""
+        self._lingering = False
+        self._failed = False
+        """The last bytes were no HTTP; nothing more is parsed."""
+        self._reading_paused = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._unread_since: float | None = None
+        self._probe: asyncio.TimerHandle | None = None
+
+    # Called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
+        self._is_tls = transport.get_extra_info("sslcontext") is not None
+        self._addresses = {
+            "client": _address(transport.get_extra_info("peername")),
+            "server": _address(transport.get_extra_info("sockname")),
+            "scheme": "https" if self._is_tls else "http",
+        }
+        self._deadline = self.loop.time() + self._limits.head_timeout_s
+        if not self._server.opened(self):
+            self._refuse(503, "too many connections", (b"retry-after: 1\r\n",))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.closed(self)
+        if self._probe is not None:
+            self._probe.cancel()
+        for request in (self._current, *self._queue):
+            if request is not None:
+                request.disconnect()
+        self._queue.clear()
+        self._writable.set()
+        self._parser = None
+
+    def eof_received(self) -> bool:
+        self._eof = True
+        last = self._parsing
+        if self._current is None or last is None or last.more_body or self._head_bytes or self._lingering or self._is_tls:
+            return False  # closes the transport
+        last.keep_alive = False
+        self._probe_client(_PROBE_S)
+        return True
+
+    def _probe_client(self, again_s: float | None) -> None:
+        """Send what only a client that is still there accepts. The reset of another is noticed by the next write."""
+        request = self._current
+        if request is None or self._transport.is_closing():
+            return
+        if request.started:
+            request.scope.get(ON_HALF_CLOSE, _nothing)()
+        elif request.version == "1.1":
+            self._transport.write(_CONTINUE)
+        if again_s is not None:
+            self._probe = self.loop.call_later(again_s, self._probe_client, None)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+        self._unread_since = self.loop.time()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+        self._unread_since = None
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering or self._failed:
+            self._received_bytes += len(data)
+            if self._received_bytes > _LINGER_BYTES:
+                self._transport.abort()
+            return
+        if self._in_head:
+            if not self._head_bytes and self._parsing is not None:  # the first byte of another request
+                self._deadline = self.loop.time() + self._limits.head_timeout_s
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._failed = True  # what follows is another protocol; the request is served as if it had not asked for it
+            if self._parsing is not None:
+                self._parsing.keep_alive = self._parsing.more_body = False
+                self._parsing.event.set()
+            return
+        except httptools.HttpParserError:
+            if self._head_is_too_large:
+                return self._fail(431, _HEAD_TOO_LARGE)
+            return self._fail(400, "Invalid HTTP request received.")
+        if self._in_head and self._head_bytes > self._limits.max_head_bytes:
+            self._fail(431, _HEAD_TOO_LARGE)
+
+    def _fail(self, status: int, message: str) -> None:
+        """Refuse what was received last. A request that is complete is served first, then the connection is closed."""
+        if self._failed:
+            return
+        self._failed = True
+        request = self._parsing
+        if request is not None and request.more_body:  # its body will never be complete
+            request.disconnect()
+            if request is not self._current or request.started:
+                return self._close()
+        elif request is not None and self._current is not None:
+            request.keep_alive = False
+            return
+        self._refuse(status, message)
+
+    def _refuse(self, status: int, message: str, headers: tuple[bytes, ...] = ()) -> None:
+        self._failed = True
+        if self.is_closing:
+            return
+        body = message.encode()
+        head = [
+            _STATUS_LINES[status],
+            self._server.date,
+            b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body),
+            *headers,
+            b"\r\n",
+            body,
+        ]
+        self._transport.write(b"".join(head))
+        self._linger()
+
+    # Called by the parser
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._url, self._headers = [], []
+
+    def on_url(self, url: bytes) -> None:
+        self._url.append(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            self._headers.append((name.lower(), value))
+        else:  # a trailer: it has no meaning here, and may not be endless either
+            self._head_bytes += len(name) + len(value)
+            if self._head_bytes > self._limits.max_head_bytes:
+                self._head_is_too_large = True
+                raise ValueError(_HEAD_TOO_LARGE)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._deadline = None
+        url = b"".join(self._url)
+        size = len(url) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+        self._head_bytes = 0
+        if size > self._limits.max_head_bytes:
+            self._head_is_too_large = True
+            raise ValueError(_HEAD_TOO_LARGE)
+        parsed = httptools.parse_url(url)
+        raw_path = parsed.path or b"/"
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": self._parser.get_http_version(),
+            "method": self._parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": unquote(raw_path.decode("utf-8", "replace")),
+            "raw_path": raw_path,
+            "query_string": parsed.query or b"",
+            "headers": self._headers,
+            **self._addresses,
+        }
+        request = HttpRequest(self, scope, keep_alive=self._parser.should_keep_alive())
+        self._parsing = request
+        self._received_bytes, self._window_start = 0, self.loop.time()
+        if self._current is None:
+            self._start(request)
+        else:
+            self._queue.append(request)
+            self.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        request = self._parsing
+        assert request is not None
+        self._received_bytes += len(body)
+        request.received_bytes += len(body)
+        if request.complete:
+            return
+        request.parts.append(body)
+        request.pending_bytes += len(body)
+        if request.pending_bytes > _HIGH_WATER_BYTES:
+            self.pause_reading()
+        request.event.set()
+
+    def on_message_complete(self) -> None:
+        request = self._parsing
+        assert request is not None
+        self._in_head = True
+        self._head_bytes = 0
+        request.more_body = False
+        request.event.set()
+        if request.complete and self._current is None:
+            self._idle()
+
+    # Called by requests
+
+    @property
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    @property
+    def is_last_response(self) -> bool:
+        """Nothing more is served after the request at hand."""
+        return self._server.draining or ((self._eof or self._failed) and not self._queue)
+
+    @property
+    def date(self) -> bytes:
+        return self._server.date
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    async def writable(self) -> None:
+        await self._writable.wait()
+
+    def is_writable(self) -> bool:
+        return self._writable.is_set()
+
+    def pause_reading(self) -> None:
+        if not self._reading_paused and not self._eof and not self.is_closing:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._reading_paused and not self._eof and not self.is_closing:
+            self._reading_paused = False
+            self._received_bytes, self._window_start = 0, self.loop.time()
+            self._transport.resume_reading()
+
+    def response_complete(self, request: HttpRequest) -> None:
+        """Go on with the next request, or close the connection."""
+        self._current = None
+        if self.is_closing:
+            return
+        if not request.keep_alive:
+            return self._linger() if request.more_body else self._close()
+        self.resume_reading()
+        if self._queue:
+            self._start(self._queue.popleft())
+        elif not request.more_body:
+            self._idle()
+
+    def abort(self) -> None:
+        """Close the connection so that the client notices that its response is incomplete."""
+        self._transport.abort()
+
+    # Called by the server
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        return self._transport
+
+    @property
+    def is_busy(self) -> bool:
+        """A request is being served."""
+        return self._current is not None
+
+    def close_if_idle(self) -> None:
+        if self._current is None:
+            self._close()
+
+    def check(self, now: float) -> None:
+        """Apply the limits that concern time."""
+        limits = self._limits
+        if self._unread_since is not None and now - self._unread_since > limits.unread_timeout_s:
+            self._transport.abort()
+        elif self._deadline is not None and now > self._deadline:
+            if self._lingering:
+                self._transport.abort()
+            elif self._head_bytes:
+                self._fail(408, "The head of the request did not arrive in time.")
+            else:
+                self._close()
+        elif self._parsing is not None and self._parsing.more_body and not self._reading_paused and not self._lingering:
+            if now - self._window_start < limits.body_window_s:
+                return
+            if self._received_bytes < limits.min_body_bytes_per_s * (now - self._window_start):
+                self._fail(408, "The body of the request did not arrive in time.")
+            self._received_bytes, self._window_start = 0, now
+
+    def _start(self, request: HttpRequest) -> None:
+        self._current = request
+        self._server.serve(request)
+
+    def _idle(self) -> None:
+        """Wait for another request, of which some bytes may have come already."""
+        if self._server.draining or self._eof or self._failed:
+            return self._close()
+        wait_s = self._limits.head_timeout_s if self._head_bytes else self._limits.idle_timeout_s
+        self._deadline = self.loop.time() + wait_s
+
+    def _close(self) -> None:
+        self._transport.close()
+
+    def _linger(self) -> None:
+        """Close the connection for writing, and discard what the client still sends for a moment."""
+        if self._lingering or self._transport.is_closing():
+            return
+        self._lingering = True
+        self._received_bytes = 0
+        self._deadline = self.loop.time() + _LINGER_S
+        if self._eof:
+            return self._close()
+        self.resume_reading()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+
+
+class HttpRequest:
+    """One request: what ASGI calls `scope`, `receive` and `send`."""
+
+    __slots__ = (
+        "_chunked", "_connection", "_expects_continue", "_head", "_left", "complete", "content_length", "disconnected", "event",
+        "keep_alive", "more_body", "parts", "pending_bytes", "received_bytes", "scope", "started", "version",
+    )  # fmt: skip
+
+    def __init__(self, connection: HttpConnection, scope: Scope, *, keep_alive: bool) -> None:
+        self.scope = scope
+        self.version: str = scope["http_version"]
+        self.parts: list[bytes] = []
+        """The part of the body that has come and that the application has not received, of `pending_bytes` bytes."""
+        self.pending_bytes = 0
+        self.more_body = True
+        self.received_bytes = 0
+        self.content_length: int | None = None
+        self.event = asyncio.Event()
+        self.keep_alive = keep_alive
+        self.disconnected = False
+        self.started = False
+        """The head of the response has been given, though perhaps not been written."""
+        self.complete = False
+        """So has its end."""
+        self._connection = connection
+        self._expects_continue = False
+        self._head = b""
+        self._chunked = False
+        self._left = 0
+        """Bytes of the response's body that are missing."""
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit():
+                self.content_length = int(value)
+            elif name == b"expect" and value.lower() == b"100-continue":
+                self._expects_continue = self.version == "1.1"
+
+    async def run(self) -> None:
+        """Let the application respond; respond for it if it fails to."""
+        connection = self._connection
+        try:
+            await connection.app(self.scope, self.receive, self.send)
+        except Exception:
+            _log.exception("%s %s failed unforeseen", self.scope["method"], self.scope["path"])
+        finally:
+            if not self.complete and not self.disconnected and not connection.is_closing:
+                if self.started and not self._head:
+                    connection.abort()
+                else:
+                    self._head = b""
+                    self.keep_alive = False
+                    self._respond_500()
+
+    def _respond_500(self) -> None:
+        body = b"Internal Server Error"
+        head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self._connection.write(_STATUS_LINES[500] + self._connection.date + head + body)
+        self._end()
+
+    def disconnect(self) -> None:
+        """The client is gone, or no longer worth waiting for."""
+        self.disconnected = True
+        self.event.set()
+
+    async def receive(self) -> Message:
+        if self._expects_continue and not self.started and not self._connection.is_closing:
+            self._expects_continue = False
+            self._connection.write(_CONTINUE)
+        if not self.disconnected and not self.complete and not (self.parts or self.event.is_set()):
+            self._connection.resume_reading()
+            await self.event.wait()
+        self.event.clear()
+        if self.disconnected or self.complete:
+            self.event.set()
+            return {"type": "http.disconnect"}
+        body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+        self.parts.clear()
+        self.pending_bytes = 0
+        if self.more_body:
+            self._connection.resume_reading()
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
+
+    async def send(self, message: Message) -> None:
+        connection = self._connection
+        if not connection.is_writable() and not self.disconnected:
+            await connection.writable()
+        if self.disconnected or connection.is_closing:
+            return
+        if message["type"] == "http.response.start":
+            if self.started:
+                raise RuntimeError("the response has been started already")
+            self.started = True
+            self._head = self._make_head(message["status"], message.get("headers", ()))
+        elif not self.started or self.complete:
+            raise RuntimeError(f"'{message['type']}' is not possible now")
+        else:
+            self._send_body(message.get("body", b""), is_last=not message.get("more_body", False))
+
+    def _make_head(self, status: int, headers: Any) -> bytes:
+        connection = self._connection
+        lines = [_STATUS_LINES[status], connection.date]
+        length: int | None = None
+        for name, value in headers:
+            if _INVALID_NAME.search(name) or _INVALID_VALUE.search(value):
+                raise RuntimeError(f"the header {name!r} of a response is invalid")
+            if name == b"content-length":
+                length = int(value)
+            lines.append(b"%b: %b\r\n" % (name, value))
+        no_body = self.scope["method"] == "HEAD" or status in (204, 304)
+        if length is None and not no_body:
+            if self.version == "1.0":
+                self.keep_alive = False  # the end of the connection is that of the body
+            else:
+                self._chunked = True
+                lines.append(b"transfer-encoding: chunked\r\n")
+        self._left = -1 if no_body or length is None else length
+        if self.more_body:
+            missing = None if self.content_length is None else self.content_length - self.received_bytes
+            if self._expects_continue or missing is None or missing > _SKIPPED_BYTES:
+                self.keep_alive = False
+        if connection.is_last_response:
+            self.keep_alive = False
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        elif self.version == "1.0":
+            lines.append(b"connection: keep-alive\r\n")
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+    def _send_body(self, body: Any, *, is_last: bool) -> None:
+        if self.scope["method"] == "HEAD":
+            body = b""
+        elif self._left >= 0:
+            self._left -= len(body)
+            if self._left < 0 or (is_last and self._left):
+                raise RuntimeError("the response's body does not have the length that its head says")
+        head, self._head = self._head, b""
+        if self._chunked:
+            end = b"0\r\n\r\n" if is_last else b""
+            data = b"".join((head, b"%x\r\n" % len(body), body, b"\r\n", end)) if body else head + end
+        elif not head:
+            data = body
+        elif len(body) < _HIGH_WATER_BYTES:
+            data = head + body
+        else:  # not worth a copy
+            self._connection.write(head)
+            data = body
+        if len(data):
+            self._connection.write(data)
+        if is_last:
+            self._end()
+
+    def _end(self) -> None:
+        self.started = self.complete = True
+        self.event.set()
+        self._connection.response_complete(self)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _address(name: Any) -> tuple[str, int] | None:
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) and len(name) >= 2 else None
