@@ -232,7 +232,7 @@ async def test_a_limit_is_one_for_all_protocols_and_says_when_to_come_back(
 
 
 async def test_tokens_of_all_protocols_go_to_one_budget(doors_with: Open, key_file: KeyFile) -> None:
-    key = key_file.add("team", tokens_per_minute=30)
+    key = key_file.add("team", tokens_per_minute=60)
     async with doors_with() as doors:
         first = await doors.post(
             "/v1/completions", {"model": "echo-llm", "prompt": "ten tokens", "max_tokens": 10}, x_api_key=key
@@ -244,18 +244,43 @@ async def test_tokens_of_all_protocols_go_to_one_budget(doors_with: Open, key_fi
         assert not [d for d in [x async for x in read_all(stream)] if pb.ModelStreamInferResponse.FromString(d).error_message]
         refused = await doors.post("/v1/chat/completions", HTTP_REQUESTS["/v1/chat/completions"], x_api_key=key)
         assert refused.status_code == 429
-        assert "has used its 30 tokens per minute" in refused.text
+        assert "of its 60 tokens per minute left" in refused.text
         assert 1 <= int(refused.headers["retry-after"]) <= 60
 
 
-async def test_the_prompts_of_a_batch_are_one_request(doors_with: Open, key_file: KeyFile) -> None:
-    key = key_file.add("team", concurrent_requests=1)
+async def test_prompts_and_choices_count_as_requests_at_once(doors_with: Open, key_file: KeyFile) -> None:
+    key = key_file.add("team", concurrent_requests=3)
     async with doors_with() as doors:
+        for body in ({"prompt": ["one", "two", "three", "four"]}, {"prompt": "one", "n": 4}, {"prompt": ["one", "two"], "n": 2}):
+            response = await doors.post("/v1/completions", {"model": "echo-llm", "max_tokens": 4, **body}, x_api_key=key)
+            assert response.status_code == 400
+            assert "this request has more than 3 prompts and choices" in response.text
         for stream in (False, True):
             body = {"model": "echo-llm", "prompt": ["one", "two", "three"], "max_tokens": 4, "stream": stream}
             answer = await doors.post("/v1/completions", body, x_api_key=key)
             assert answer.status_code == 200, answer.text
             assert "error" not in answer.text
+
+
+async def test_tokenizing_counts_as_a_request_at_once(doors_with: Open, key_file: KeyFile) -> None:
+    key = key_file.add("team", concurrent_requests=1)
+    bodies: dict[str, dict[str, object]] = {
+        "/tokenize": {"prompt": "some words"},
+        "/detokenize": {"tokens": [1]},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "some words"}]},
+    }
+    async with doors_with() as doors:
+        stream = doors.stream(x_api_key=key)
+        await stream.write(infer_request(delay_ms=60_000))
+        await busy(doors, key)
+        for path, body in bodies.items():
+            refused = await doors.post(path, {"model": "echo-llm", **body}, x_api_key=key)
+            assert (path, refused.status_code) == (path, 429), refused.text
+        stream.cancel()
+        await free_again(doors, key)
+        for path, body in bodies.items():
+            response = await doors.post(path, {"model": "echo-llm", **body}, x_api_key=key)
+            assert (path, response.status_code) == (path, 200), response.text
 
 
 async def known(doors: Doors, key: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -13,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.common.config import ConfigError
-from dynamo.common.errors import Forbidden, RateLimited, Unauthenticated
+from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthenticated
 from dynamo.common.security.files import Watched
-from dynamo.frontend.security.accounts import KeyAccount
+from dynamo.frontend.security.accounts import KeyAccount, Ticket
 from dynamo.frontend.security.keys import ApiKey, Limits, entry_for, make_key, parse_keys, read_keys
 from dynamo.frontend.security.surfaces import SCOPES, Scope, Surface, parse_restrictions
 
@@ -161,26 +162,49 @@ def test_requests_at_once_are_counted_until_their_tickets_are_closed() -> None:
         team.admit("m", object())
     first.close()
     first.close()
-    assert team.running == 1
+    assert team.sequences == 1
     third = team.admit("m", object())
     for ticket in (second, third):
         ticket.close()
-    assert team.running == 0
+    assert team.sequences == 0
 
 
-def test_the_prompts_of_one_request_count_as_one() -> None:
-    team, call = account(concurrent_requests=1, requests_per_s=1), object()
-    parts = [team.admit("m", call) for _ in range(3)]
-    assert team.running == 1
-    for part in parts[:2]:
+def test_prompts_and_choices_count_as_requests_at_once() -> None:
+    team, batch = account(concurrent_requests=5), object()
+    parts = [team.admit("m", batch, 2) for _ in range(2)]
+    assert team.sequences == 4
+    with pytest.raises(RateLimited, match="may have 5 requests at once"):
+        team.admit("m", object(), 2)
+    with pytest.raises(InvalidRequest, match="more than 5 prompts and choices, and the API key 'team' may have 5"):
+        team.admit("m", batch, 2)
+    with pytest.raises(InvalidRequest):
+        team.admit("m", object(), 6)
+    for part in parts:
         part.close()
-    with pytest.raises(RateLimited):
+    assert team.sequences == 0
+
+
+def test_prompts_and_choices_count_for_the_rate_and_a_batch_is_admitted_as_a_whole() -> None:
+    clock = Clock()
+    team, batch = account(clock, requests_per_s=2), object()
+    for _ in range(3):
+        team.admit("m", batch, 2)
+    with pytest.raises(RateLimited) as error:
         team.admit("m", object())
-    parts[2].close()
-    assert team.running == 0
+    assert error.value.retry_after_s == pytest.approx((6 - 2 + 1) / 2)
 
 
-def test_tokens_are_paid_afterwards_and_come_back_in_a_minute() -> None:
+def test_work_that_is_no_request_counts_as_a_request_at_once_only() -> None:
+    team = account(concurrent_requests=1, requests_per_s=1)
+    with team.occupy():
+        with pytest.raises(RateLimited, match="1 requests at once"):
+            team.occupy()
+        with pytest.raises(RateLimited, match="1 requests at once"):
+            team.admit("m", object())
+    team.admit("m", object()).close()
+
+
+def test_tokens_that_were_not_reserved_are_paid_afterwards_and_come_back_in_a_minute() -> None:
     clock = Clock()
     team = account(clock, tokens_per_minute=60)
     ticket = team.admit("m", object())
@@ -193,13 +217,71 @@ def test_tokens_are_paid_afterwards_and_come_back_in_a_minute() -> None:
     team.admit("m", object()).close()
 
 
+def reserve_all(team: KeyAccount, prompt: int, output: int | None, count: int = 50) -> list[Ticket]:
+    """Tickets of those of `count` requests that are admitted at once."""
+    tickets = []
+    for _ in range(count):
+        with contextlib.suppress(RateLimited):
+            ticket = team.admit("m", object())
+            ticket.reserve(prompt, output)
+            tickets.append(ticket)
+    return tickets
+
+
+def test_a_burst_of_requests_reserves_what_it_may_use_and_does_not_overdraw_the_budget() -> None:
+    team = account(Clock(), tokens_per_minute=1000)
+    assert len(reserve_all(team, 1, 200)) == 4
+
+
+def test_tokens_that_were_reserved_and_not_used_are_given_back() -> None:
+    team = account(Clock(), tokens_per_minute=1000)
+    for ticket in reserve_all(team, 50, 200):
+        ticket.charge(50)
+        ticket.charge(10)
+        ticket.close()
+    assert len(reserve_all(team, 50, 200)) == 3  # 4 * 60 are used
+
+
+def test_a_request_pays_for_what_it_uses_above_its_reservation() -> None:
+    team = account(Clock(), tokens_per_minute=1000)
+    (ticket,) = reserve_all(team, 100, 100, count=1)
+    ticket.charge(950)
+    ticket.close()
+    assert reserve_all(team, 1, 50) == []
+    assert len(reserve_all(team, 1, 49)) == 1
+
+
+def test_a_request_that_may_use_more_than_the_budget_needs_all_of_it() -> None:
+    clock = Clock()
+    team = account(clock, tokens_per_minute=60)
+    (ticket,) = reserve_all(team, 10, 4096)
+    ticket.charge(11)
+    ticket.close()
+    assert reserve_all(team, 10, 4096) == []
+    clock.now += 11
+    assert len(reserve_all(team, 10, 4096)) == 1
+
+
+def test_the_refusal_of_a_reservation_says_what_is_left() -> None:
+    team = account(Clock(), tokens_per_minute=60)
+    (ticket,) = reserve_all(team, 10, 20, count=1)
+    with pytest.raises(RateLimited, match="'team' has 30 of its 60 tokens per minute left, and this request may use 50") as error:
+        team.reserve(10, 40)
+    assert error.value.retry_after_s == pytest.approx(20)
+    ticket.close()
+
+
+def test_requests_without_a_limit_reserve_a_share_of_the_budget() -> None:
+    assert len(reserve_all(account(Clock(), tokens_per_minute=1000), 0, None)) == 10
+
+
 def test_a_refused_request_costs_nothing() -> None:
     clock = Clock()
     team = account(clock, models=("llama-*",), requests_per_s=1)
     with pytest.raises(Forbidden, match="may not use model 'adder'"):
         team.admit("adder", object())
     team.admit("llama-1b", object()).close()
-    assert team.running == 0
+    assert team.sequences == 0
 
 
 def test_models_are_matched_as_they_are_written() -> None:

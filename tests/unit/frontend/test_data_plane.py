@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import (
     DynamoError,
+    Forbidden,
     InstanceGone,
     InvalidRequest,
     ModelNotFound,
@@ -23,7 +24,9 @@ from dynamo.common.names import InstanceId
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.config import DisaggregationOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
+from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.serving.text_models import LoadText, TextModel
@@ -250,6 +253,32 @@ async def test_an_instance_that_was_given_up_gets_requests_again_when_it_sends_s
         f.client.sign_of_life(1)
         f.client.respond = lambda stream: stream.end(b"response")
         assert await f.plane.infer(request(), CALL) == b"response"
+
+
+async def test_a_key_of_one_model_reaches_no_other_by_any_kind_of_request() -> None:
+    """The parts of an ensemble are models of their own: who may use the ensemble alone reaches them only through it."""
+    ensemble, part = instance(1, tensor_card("ensemble")), instance(2, tensor_card("part"))
+    async with front(FakeDirectory(ensemble, part, instance(3, llm_card())), lambda stream: stream.end(b"response")) as f:
+        account = KeyAccount(ApiKey(name="team", salt=b"", digest=b"", models=("ensemble",)))
+        call = Call(account=account, request_id="r")
+        assert await f.plane.infer(request("ensemble"), call) == b"response"
+        assert [card.name for card in f.plane.cards(account)] == ["ensemble"]
+        for refused in ("part", "missing"):
+            with pytest.raises(Forbidden, match=f"may not use model '{refused}'"):
+                f.plane.card(account, refused)
+        with pytest.raises(Forbidden):
+            await f.plane.infer(request("part"), call)
+        with pytest.raises(Forbidden):
+            async with f.plane.infer_stream(request("part"), call):
+                pass
+        with pytest.raises(Forbidden):
+            async with f.plane.generate(TextRequest(model="talker", prompt="hi"), call):
+                pass
+        with pytest.raises(Forbidden):
+            await f.plane.text_model(account, "talker")
+        with pytest.raises(Forbidden):
+            await f.plane.statistics(account, "part")
+        assert f.client.sent_to == [1]
 
 
 # Tensor requests

@@ -106,24 +106,25 @@ def test_a_request_that_is_not_admitted_counts_as_refused_and_is_over() -> None:
             raise AssertionError("it was admitted")
         first.succeed()
     assert requests.outcomes() == {"": 1, "rate_limit": 1}
-    assert (requests.running(), account.running) == (0, 0)
+    assert (requests.running(), account.sequences) == (0, 0)
 
 
 @pytest.mark.parametrize("failure", [None, InvalidRequest("no")])
 def test_the_account_has_the_request_until_its_end(failure: DynamoError | None) -> None:
     requests, account = Requests(), limited(concurrent_requests=1)
     with requests.scope(call(account)) as scope:
-        assert account.running == 1
+        assert account.sequences == 1
         scope.succeed() if failure is None else scope.fail(failure)
-        assert account.running == 0
+        assert account.sequences == 0
 
 
-def test_the_prompts_of_a_traced_batch_are_one_request_of_the_account() -> None:
-    requests, account = Requests(), limited(concurrent_requests=1)
+def test_the_prompts_of_a_traced_batch_are_admitted_as_one_request() -> None:
+    requests, account = Requests(), limited(requests_per_s=1)
     batch = call(account)
     with requests.scope(batch) as first, requests.scope(batch) as second:
         assert first.call.headers == second.call.headers == {"traceparent": "ours"}
-        assert account.running == 1
+        with pytest.raises(RateLimited), requests.scope(call(account)):
+            pass
 
 
 def test_an_edge_can_tell_whether_a_request_was_begun() -> None:
@@ -136,7 +137,7 @@ def test_an_edge_can_tell_whether_a_request_was_begun() -> None:
 def test_tokens_are_counted_for_the_metrics_and_for_the_account() -> None:
     requests, account = Requests(), limited(tokens_per_minute=100)
     with requests.scope(call(account)) as scope:
-        scope.prompt(60)
+        scope.prompt(60, 40)
         scope.tokens(40)
         scope.succeed(cached_tokens=16)
         assert scope.output_tokens == 40
@@ -144,3 +145,26 @@ def test_tokens_are_counted_for_the_metrics_and_for_the_account() -> None:
         pass
     for name, value in (("input_sequence_tokens_sum", 60), ("output_tokens_total", 40), ("cached_tokens_sum", 16)):
         assert requests.registry.get_sample_value(f"dynamo_frontend_{name}", {"model": "m"}) == value
+
+
+def test_an_estimate_of_tokens_is_reserved_until_the_request_ends() -> None:
+    requests, account = Requests(), limited(tokens_per_minute=100)
+    estimated = Call(request_id="r", account=account, expected_tokens=60)
+    with requests.scope(estimated) as scope:
+        with pytest.raises(RateLimited), requests.scope(Call(request_id="s", account=account, expected_tokens=60)):
+            pass
+        scope.succeed()
+    with requests.scope(Call(request_id="t", account=account, expected_tokens=100)):
+        pass
+
+
+def test_a_request_that_may_use_more_tokens_than_are_left_is_refused() -> None:
+    requests, account = Requests(), limited(tokens_per_minute=100)
+    with requests.scope(call(account)) as first:
+        first.prompt(10, 40)
+        with pytest.raises(RateLimited), requests.scope(call(account)) as second:
+            second.prompt(10, 80)
+        first.tokens(1)
+        first.succeed()
+    with requests.scope(call(account)) as third:
+        third.prompt(10, 79)

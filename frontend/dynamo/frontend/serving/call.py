@@ -50,6 +50,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Router settings of this request."""
     explanation: Explanation | None = None
     """Collects why instances were chosen; None: the caller did not request that."""
+    expected_tokens: int = 0
+    """An estimate, reserved in the account until the request ends, for models that alone can count tokens."""
     endpoint: str = "tensor"
     """The API that the request came by, for metrics: one of a fixed set of names."""
     request_type: RequestType = RequestType.UNARY

@@ -186,7 +186,7 @@ class DataPlane:
         model = self._find(request.model, "")
         if model.card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{model.card.name}' takes tensors; it does not generate text")
-        scope = RequestScope(model.metrics, model.card.name, request.model, call, self._tracing)
+        scope = RequestScope(model.metrics, model.card.name, request.model, call, self._tracing, request.n)
         limit = self._settings.retry.migration_limit
         return Generation(self._dispatcher, self._disaggregation, self._texts, model.metrics, limit, model.card, request, scope)
 

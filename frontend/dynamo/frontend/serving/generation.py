@@ -162,7 +162,8 @@ class Generation:
             except TimeoutError:
                 raise DeadlineExceeded() from None
             self._prompt = self._addressed(prompt)
-            self._scope.prompt(self._prompt.prompt_tokens)
+            limit = self._request.stop.max_tokens
+            self._scope.prompt(prompt.prompt_tokens, None if limit is None else self._prompt.n * (prompt.stop.max_tokens or 0))
             self._unfinished = set(range(self._prompt.n))
             self._received = [array("I") for _ in range(self._prompt.n)]
             self._vocabulary = text.tokenizer

@@ -28,12 +28,17 @@ class RequestScope:
     Leaving it before `succeed` or `fail` is a failure too: by the exception that left it, or by its caller's cancelling.
     """
 
-    __slots__ = ("_metrics", "_model", "_name", "_ticket", "_timer", "_tracing", "call", "input_tokens", "is_over")
+    __slots__ = ("_metrics", "_model", "_name", "_sequences", "_ticket", "_timer", "_tracing", "call", "input_tokens", "is_over")
 
     _timer: RequestTimer
 
-    def __init__(self, metrics: ModelMetrics, model: str, name: str, call: Call, tracing: Tracing | None) -> None:
-        """`model` is the name in the card; `name`, an alias or adapter perhaps, is the one that the request uses."""
+    def __init__(
+        self, metrics: ModelMetrics, model: str, name: str, call: Call, tracing: Tracing | None, sequences: int = 1
+    ) -> None:
+        """`model` is the name in the card; `name`, an alias or adapter perhaps, is the one that the request uses.
+
+        `sequences` is how many responses are generated side by side.
+        """
         self.call = call
         """The caller's, with a trace context of its own once the scope is entered."""
         self.is_over = False
@@ -43,6 +48,7 @@ class RequestScope:
         self._model = model
         self._name = name
         self._tracing = tracing
+        self._sequences = sequences
         self._ticket: Ticket | None = None
 
     def __repr__(self) -> str:
@@ -50,7 +56,7 @@ class RequestScope:
         return f"<RequestScope {self.call.request_id} of model {self._model!r}, {state}, {self.input_tokens} input tokens>"
 
     def __enter__(self) -> Self:
-        """Raises Unauthenticated, Forbidden, RateLimited."""
+        """Raises Unauthenticated, Forbidden, RateLimited, and InvalidRequest for more sequences than the caller may have."""
         call, span = self.call, None
         call.progress.started = True
         log.debug("request begins: %s of model '%s'", call.endpoint, self._name)
@@ -65,7 +71,9 @@ class RequestScope:
                 self.call = msgspec.structs.replace(call, span=span, headers=span.headers(call.headers))
         self._timer = self._metrics.start(call.endpoint, call.request_type, span)
         try:
-            self._ticket = call.account.admit(self._name, call)
+            self._ticket = call.account.admit(self._name, call, self._sequences)
+            if call.expected_tokens:
+                self._ticket.reserve(call.expected_tokens, 0)
         except BaseException as error:
             self.fail(error)
             raise
@@ -79,11 +87,15 @@ class RequestScope:
     def output_tokens(self) -> int:
         return self._timer.output_tokens
 
-    def prompt(self, tokens: int) -> None:
-        """The prompt has so many tokens, which count against the account."""
-        self.input_tokens = tokens
+    def prompt(self, tokens: int, output_tokens: int | None) -> None:
+        """The prompt has so many tokens, and all sequences of the response together at most `output_tokens`; None: no limit.
+
+        Both are reserved in the account, and what is not used is given back at the end. Raises RateLimited.
+        """
         if self._ticket is not None:
+            self._ticket.reserve(tokens, output_tokens)
             self._ticket.charge(tokens)
+        self.input_tokens = tokens
 
     def responded(self) -> None:
         """The first part of the response has arrived; `tokens` implies it."""

@@ -102,11 +102,12 @@ class CountTokens:
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
         request = await read_json(exchange, self._decoder)
-        llm = llm_of(self._edge.plane.card(exchange.account, request.model))
-        text = await self._edge.plane.text_model(exchange.account, request.model)
-        is_large = exchange.has_large_body
-        prompt = await text.render(await self._edge.offload.run_if(is_large, conversation, request, llm, self._edge.limits))
-        tokens = await text.tokenizer.encode(prompt, special_tokens=False)
+        with exchange.account.occupy():
+            llm = llm_of(self._edge.plane.card(exchange.account, request.model))
+            text = await self._edge.plane.text_model(exchange.account, request.model)
+            is_large = exchange.has_large_body
+            prompt = await text.render(await self._edge.offload.run_if(is_large, conversation, request, llm, self._edge.limits))
+            tokens = await text.tokenizer.encode(prompt, special_tokens=False)
         await exchange.respond(encode({"input_tokens": len(tokens)}))
 
 

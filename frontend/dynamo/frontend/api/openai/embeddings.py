@@ -33,6 +33,8 @@ from dynamo.frontend.metrics import RequestType
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
 TOKENS_OUTPUT = "prompt_tokens"
+_CHARS_PER_TOKEN = 4
+"""Of common text, for an estimate; the model counts."""
 _FLOATS = frozenset(("FP16", "BF16", "FP32", "FP64"))
 
 
@@ -49,9 +51,11 @@ class EmbeddingsEndpoint:
         plane, limits = self._edge.plane, self._edge.limits
         card = plane.card(exchange.account, request.model)
         texts = _texts(request, limits.max_embedding_inputs)
-        check_chars(sum(map(len, texts)), limits, "input")
+        chars = sum(map(len, texts))
+        check_chars(chars, limits, "input")
         tensors = to_tensors(texts, request.model, card)
         call = caller.call(endpoint=exchange.endpoint, request_type=RequestType.UNARY)
+        call = msgspec.structs.replace(call, expected_tokens=chars // _CHARS_PER_TOKEN + len(texts))
         async with exchange.attended():
             response = await plane.infer(tensors, call)
         vectors, tokens = from_tensors(bytes(response), len(texts))

@@ -30,6 +30,11 @@ class Tokenize:
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
         request = await read_json(exchange, self._decoder)
+        with exchange.account.occupy():
+            response = await self._tokenized(exchange, request)
+        await exchange.respond(msgspec.json.encode(response))
+
+    async def _tokenized(self, exchange: Exchange, request: TokenizeRequest) -> Tokenized:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
         llm = llm_of(self._edge.plane.card(exchange.account, request.model))
@@ -58,8 +63,7 @@ class Tokenize:
         if request.return_token_strs:
             texts = TokenTexts(text.tokenizer)
             strings = await self._edge.offload.run_if(len(tokens) > _LONG_TOKENS, list, map(texts.__getitem__, tokens))
-        response = Tokenized(count=len(tokens), max_model_len=llm.context_length, tokens=tokens, token_strs=strings)
-        await exchange.respond(msgspec.json.encode(response))
+        return Tokenized(count=len(tokens), max_model_len=llm.context_length, tokens=tokens, token_strs=strings)
 
 
 class Detokenize:
@@ -72,9 +76,10 @@ class Detokenize:
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
         request = await read_json(exchange, self._decoder)
-        vocabulary = (await self._edge.plane.text_model(exchange.account, request.model)).tokenizer
         tokens = request.tokens
-        if tokens:
-            vocabulary.check_ids(tokens)
-        decoded = await vocabulary.decode_prompt(tokens, skip_special_tokens=request.skip_special_tokens is True)
+        with exchange.account.occupy():
+            vocabulary = (await self._edge.plane.text_model(exchange.account, request.model)).tokenizer
+            if tokens:
+                vocabulary.check_ids(tokens)
+            decoded = await vocabulary.decode_prompt(tokens, skip_special_tokens=request.skip_special_tokens is True)
         await exchange.respond(msgspec.json.encode(Detokenized(decoded)))
