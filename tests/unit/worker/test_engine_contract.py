@@ -123,6 +123,10 @@ async def test_the_card_holds_what_frontends_and_routers_need(started: Started) 
     assert llm.block_size > 0 and llm.total_blocks * llm.block_size >= CONTEXT
 
 
+async def test_an_engine_shows_its_model_in_a_debugger(started: Started) -> None:
+    assert started.card.name in repr(started.engine)
+
+
 async def test_a_generation_is_deltas_and_then_a_summary(started: Started) -> None:
     result = await generate(started.engine, make_request(started.noise(1, 20), 12))
     assert len(result.tokens()) == 12

@@ -100,10 +100,10 @@ def test_a_sentencepiece_model_is_read_where_the_library_has_no_fast_tokenizer(t
     is_bpe = delimited(b"\x12", b"\x18\x02")
     model = tmp_path / "tokenizer.model"
     model.write_bytes(b"".join(piece(*each) for each in pieces) + is_bpe)
-    from dynamo.worker.engine.vllm import _tokenizer_files
+    from dynamo.worker.engine.vllm import tokenizer_files
 
     slow = SimpleNamespace(vocab_file=str(model), add_bos_token=True, chat_template="{{ messages }}")
-    file, template = _tokenizer_files(slow)
+    file, template = tokenizer_files(slow)
     assert Tokenizer.from_buffer(file).encode("a a").tokens == ["<s>", "▁a", "▁a"]
     assert template == b"{{ messages }}"
 

@@ -274,6 +274,9 @@ class Offer:
         self._started_at = time.time()
         self._hidden = False
 
+    def __repr__(self) -> str:
+        return f"<Offer of {self._identity.instance:x}, {self.service}, hidden={self._hidden}>"
+
     def registrations(self) -> list[Registered]:
         """Return what etcd is to hold now: each model, and the index of the repository."""
         if self._hidden:

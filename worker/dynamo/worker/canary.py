@@ -26,6 +26,7 @@ _TOKEN = 1
 _GIVEN_UP_S = 30.0
 """After this time the probe is given up and the engine is told to abort it."""
 _LOOK_S = 0.1
+_CLOSE_S = 2.0
 
 
 class Canary:
@@ -45,6 +46,10 @@ class Canary:
         self._seen = 0
         self._alive_at = self._loop.time()
         self._probe: asyncio.Task[DynamoError | None] | None = None
+
+    def __repr__(self) -> str:
+        probing = self._probe is not None and not self._probe.done()
+        return f"<Canary of {self._request.model}, progress={self.progress}, probing={probing}>"
 
     async def probe(self, idle_s: float) -> None:
         """Return once the engine is known to work: it made progress in the last `idle_s` seconds, or generates a token now.
@@ -91,7 +96,7 @@ class Canary:
     async def close(self) -> None:
         if self._probe is not None:
             self._probe.cancel()
-            await asyncio.gather(self._probe, return_exceptions=True)
+            await asyncio.wait({self._probe}, timeout=_CLOSE_S)  # a hung engine may not end its iterator
 
 
 class CanaryRequest(msgspec.Struct, frozen=True):

@@ -108,6 +108,9 @@ class KvPublisher:
         """Number of each update without acknowledgement → when it was published."""
         engine.on_step(self.stepped)
 
+    def __repr__(self) -> str:
+        return f"<KvPublisher of {self.model}, kv_number={self.engine.kv.number}, unrecorded={len(self._unrecorded)}>"
+
     def accepted(self, booking: str) -> None:
         """The engine got the request of `booking`, the id under which a frontend booked it."""
         self._accepted.append(request_key(booking))

@@ -41,6 +41,9 @@ class Registration:
         """Keys that may be in etcd, including those of failed attempts."""
         self._changed = asyncio.Event()
 
+    def __repr__(self) -> str:
+        return f"<Registration of {sorted(self._wanted)}, registered={self.registered.is_set()}>"
+
     async def update(self, instances: Sequence[Registered], timeout_s: float = 5.0) -> bool:
         """Register `instances` from now on instead of the former ones. Return True when etcd has them.
 

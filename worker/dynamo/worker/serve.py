@@ -75,6 +75,9 @@ class ServedModel:
     def of(cls, card: ModelCard, engine: Engine | TensorEngine) -> ServedModel:
         return cls(card, engine, {version: VersionStatistics(card.name, version) for version in card.versions})
 
+    def __repr__(self) -> str:
+        return f"<ServedModel {self.card.name} of {self.engine!r}>"
+
     @property
     def names(self) -> Iterator[str]:
         """Yield every name under which requests may name the model."""
@@ -129,6 +132,9 @@ class Service:
         for model in models:
             self.put(model)
         self._loop = asyncio.get_running_loop()
+
+    def __repr__(self) -> str:
+        return f"<Service of {[model.card.name for model in self.models]}>"
 
     def put(self, model: ServedModel) -> None:
         """Serve `model` from now on. It replaces the model of its name if that is served by the same engine.

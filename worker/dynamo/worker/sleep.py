@@ -55,6 +55,9 @@ class Sleeper:
         self._turn = asyncio.Lock()
         self._closed = False
 
+    def __repr__(self) -> str:
+        return f"<Sleeper, sleeping={self.is_sleeping}, away={self.is_away}>"
+
     async def sleep(self) -> None:
         """Return when all engines sleep, which may be the case already.
 

@@ -81,6 +81,9 @@ class Status:
         self._was_registered = False
         self._draining = False
 
+    def __repr__(self) -> str:
+        return f"<Status of {self._instance:x}, {self.state}, connected={self.is_connected}>"
+
     def show_models(self, names: Sequence[str]) -> None:
         """Show `names` as the models that are served now."""
         self._models = names

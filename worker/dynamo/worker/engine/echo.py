@@ -77,6 +77,9 @@ class EchoTensors:
             if inputs.get(name) != (tensor.datatype, tuple(tensor.shape)):
                 raise InvalidRequest(f"an echo model has no input equal to its output '{name}'")
 
+    def __repr__(self) -> str:
+        return f"<EchoTensors {self._name}>"
+
     async def start(self) -> Sequence[ModelCard]:
         return [self._declaration.to_card(self._name)]
 
@@ -125,6 +128,9 @@ class EchoTokens:
         self._name = name
         self._tokenizer = tokenizer or byte_tokenizer()
         self._running = 0
+
+    def __repr__(self) -> str:
+        return f"<EchoTokens {self._name}, running={self._running}>"
 
     async def start(self) -> ModelCard:
         template, tokenizer = self.files()

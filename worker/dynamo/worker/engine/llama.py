@@ -234,6 +234,9 @@ class LlamaEngine:
         self.kv = KvState()
         self._kept = PrefixCacheMirror(self.kv, BLOCK_TOKENS, slots=self._slots, aside_tokens=0)
 
+    def __repr__(self) -> str:
+        return f"<LlamaEngine {self._name}, waiting={len(self._waiting)}, running={len(self._running)}>"
+
     async def start(self) -> ModelCard:
         """Load the model. Raises InvalidRequest or Unsupported for a file that is not a usable GGUF model, or not with this
         context.

@@ -47,6 +47,9 @@ class PrefixCacheMirror:
         self._references: dict[int, int] = {}
         """How many kept sequences have a block."""
 
+    def __repr__(self) -> str:
+        return f"<PrefixCacheMirror, sequences={len(self._kept)}, blocks={len(self._references)}>"
+
     @property
     def blocks(self) -> set[int]:
         """The sequence hashes of all blocks that are kept."""

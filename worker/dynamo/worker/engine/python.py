@@ -98,6 +98,9 @@ class PythonEngine:
         self._caller: _Caller | None = None
         self._batcher: Batcher | None = None
 
+    def __repr__(self) -> str:
+        return f"<PythonEngine of {'nothing yet' if self._caller is None else self._caller.card.name}>"
+
     @classmethod
     def load(cls, target: str, *, name: str = "") -> PythonEngine:
         """Return an engine for `module:Class` or `path/to/file.py:Class`. Raises InvalidRequest if there is no such class."""

@@ -174,6 +174,9 @@ class VllmEngine:
         self._stack = AsyncExitStack()
         self.kv = KvState()
 
+    def __repr__(self) -> str:
+        return f"<VllmEngine {self._name}, open={self._open}>"
+
     async def start(self) -> ModelCard:
         """Start vLLM. Raises InvalidRequest for a model or settings that it cannot serve, EngineError when it fails to start."""
         async with AsyncExitStack() as stack:
@@ -226,7 +229,7 @@ class VllmEngine:
         self._ranks = config.parallel_config.data_parallel_size
         self._total_blocks = cache.num_gpu_blocks or 0  # of all ranks
         self._traced = config.observability_config.otlp_traces_endpoint is not None
-        files = _tokenizer_files(tokenizer)
+        files = tokenizer_files(tokenizer)
         self._files = [file for file in files if file]
         tokenizer_file, template = files
         eos = _eos_ids(model, tokenizer)
@@ -416,7 +419,7 @@ def _publishes(config: Any) -> bool:
     return bool(is_published and config.cache_config.enable_prefix_caching)
 
 
-def _tokenizer_files(tokenizer: Any) -> tuple[bytes, bytes]:
+def tokenizer_files(tokenizer: Any) -> tuple[bytes, bytes]:
     """Return `tokenizer.json` and the chat template; empty if the model has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = Path(getattr(tokenizer, "vocab_file", None) or "")

@@ -65,6 +65,9 @@ class KvFollower:
         self.lost = 0
         """Batches that could not be recovered."""
 
+    def __repr__(self) -> str:
+        return f"<KvFollower of rank {self._source.rank}, next={self._next}, lost={self.lost}>"
+
     async def follow(self, events: zmq.asyncio.Socket) -> None:
         """Apply events as they arrive, forever."""
         while True:

@@ -43,6 +43,9 @@ class RepositoryEngine:
         self._load = tuple(load)
         self._exit_on_error = exit_on_error
 
+    def __repr__(self) -> str:
+        return f"<RepositoryEngine, mode={self.mode}, {self.models}>"
+
     async def start(self) -> Sequence[ModelCard]:
         """Load the models. Raises InvalidRequest for a model that does not load, except in the mode POLL or without
         `exit_on_error`.

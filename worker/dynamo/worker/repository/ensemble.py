@@ -56,6 +56,9 @@ class Ensemble:
         self._outputs = [output.name for output in config.output]
         self._models = models
 
+    def __repr__(self) -> str:
+        return f"<Ensemble {self._name} of {[step.model_name for step in self._steps]}>"
+
     async def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
         flow = _Flow(request.inputs, self._steps)
         steps = [awaited(self._run_step(step, flow, request)) for step in self._steps]

@@ -36,6 +36,9 @@ class LoadedModel:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    def __repr__(self) -> str:
+        return f"<LoadedModel {self.name}, versions={list(self._versions)}, open_requests={self._open}>"
+
     @property
     def name(self) -> str:
         return self.card.name

@@ -101,6 +101,9 @@ class RepositoryModels:
         }
         self.rescan()
 
+    def __repr__(self) -> str:
+        return f"<RepositoryModels in {[str(folder) for folder in self._settings.folders]}, loaded={sorted(self._loaded)}>"
+
     def attach(self, host: Host) -> None:
         """Report changes to `host` from now on."""
         self._host = host

@@ -90,6 +90,9 @@ class OnnxModel:
         if self._batcher is not None:
             self._batcher.start()
 
+    def __repr__(self) -> str:
+        return f"<OnnxModel {self._name}>"
+
     async def close(self) -> None:
         if self._batcher is not None:
             await self._batcher.close()

@@ -91,6 +91,11 @@ class PythonModel:
         policy = batch_policy(version.config, len(self._instances))
         self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
 
+    def __repr__(self) -> str:
+        return (
+            f"<PythonModel {self._version.name}/{self._version.version}, processes={len(self._alive)}, waiting={self._waiting}>"
+        )
+
     async def start(self) -> None:
         """Start the processes. Raises EngineError with the error of the model."""
         started = await asyncio.gather(*map(self._start, self._instances), return_exceptions=True)

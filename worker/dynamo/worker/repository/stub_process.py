@@ -92,6 +92,9 @@ class ResponseStream:
         self._added = asyncio.Event()
         self._closed = False
 
+    def __repr__(self) -> str:
+        return f"<ResponseStream, unread={len(self._items)}, unread_bytes={self._unread_bytes}, taken={self._taken}>"
+
     @property
     def is_full(self) -> bool:
         """Whether the caller has left so much unread that no further response is kept."""
@@ -163,6 +166,10 @@ class StubProcess:
         self._executions: dict[int, asyncio.Future[None]] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._reading = start(self._read_all(), f"stub of {name}")
+
+    def __repr__(self) -> str:
+        state = f"alive={self.is_alive}, streams={len(self._streams)}, calls={len(self._calls)}"
+        return f"<StubProcess {self._process.pid} of {self._name}, {state}>"
 
     @property
     def is_alive(self) -> bool:

@@ -32,6 +32,9 @@ class BlockManager:
         self.removed: list[int] = []
         """Sequence hashes that were evicted since the caller last emptied this list."""
 
+    def __repr__(self) -> str:
+        return f"<BlockManager, active={self.active}, idle={len(self._idle)}, total={self.total}>"
+
     @property
     def active(self) -> int:
         """Blocks that sequences use."""

@@ -99,6 +99,9 @@ class SimEngine:
         self.kv = KvState()
         self._step_callbacks: list[Callable[[], None]] = []
 
+    def __repr__(self) -> str:
+        return f"<SimEngine {self.config.name}, {self.load()}>"
+
     async def start(self) -> ModelCard:
         config, scheduler = self.config, self.config.scheduler
         self._ranks = [_Rank(number, config) for number in range(config.data_parallel_size)]

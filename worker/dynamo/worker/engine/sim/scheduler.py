@@ -135,6 +135,9 @@ class Scheduler:
         self._order = 0
         self._keep_free = int(config.watermark * config.total_blocks)
 
+    def __repr__(self) -> str:
+        return f"<Scheduler, waiting={self.waiting}, running={len(self.running)}, {self.blocks}>"
+
     @property
     def waiting(self) -> int:
         return len(self._waiting)
