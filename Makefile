@@ -2,7 +2,7 @@
 # make test         all tests (about 10 minutes)
 # make unit         tests of single parts (about 3 minutes); pytest prints the seconds and the ten slowest
 # make integration  tests with real processes, a real etcd and a real nats-server (about 7 minutes)
-# make test-vllm    tests that need vLLM (about 4 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
+# make test-vllm    tests that need vLLM (about 3 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
 # make simulate     500 new histories of a fleet under faults, in simulated time (2 minutes); SEEDS=0-19999 FLAGS="--results FILE"
 # make fuzz         a million inputs for each decoder of foreign bytes, guided by coverage; FLAGS="--seconds 20 gguf" for less
 # make lint         format, rules, types, import contracts
