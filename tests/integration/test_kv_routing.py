@@ -7,7 +7,9 @@ from contextlib import AsyncExitStack
 
 from dynamo.common.generation import Stop
 from dynamo.common.kv.events import KvMessage, KvUpdate, message_encoder
+from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.names import Endpoint
+from dynamo.common.options import NatsOptions
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
@@ -41,10 +43,11 @@ async def test_lost_repeated_and_stale_updates_are_made_up_for(
         await until(f.is_exact)
         # A repeated one changes nothing; one from far ahead makes the frontend ask.
         subject = Endpoint(namespace=namespace).kv_subject(instance)
-        connection = f.workers[0].requests._connection
-        for number in (0, 0, 900):
-            connection.publish_nowait(subject, message_encoder.encode(KvMessage("sim", KvUpdate(number))))
-        connection.publish_nowait(subject, b"\xc1 not a message")
+        async with connect_nats(NatsOptions(servers=(nats_server.url,)), "other") as connection:
+            for number in (0, 0, 900):
+                connection.publish_nowait(subject, message_encoder.encode(KvMessage("sim", KvUpdate(number))))
+            connection.publish_nowait(subject, b"\xc1 not a message")
+            await connection.client.flush()
         await f.ask(prompt(3))
         f.engines[instance].kv.store([4])  # the last one is lost: the load report tells that there was one
         f.engines[instance].kv.take_update()

@@ -149,7 +149,7 @@ async def deployment(etcd: EtcdServer, nats: NatsServer, namespace: str, workers
 
 def router_inside(door: Door) -> Router:
     """The one that is neither there to measure nor to explain."""
-    measured = door.frontend.plane._dispatcher._router
+    measured = door.frontend.plane.router
     assert isinstance(measured, MeasuredRouter) and isinstance(measured.inner, ExplainingRouter)
     return measured.inner.inner
 

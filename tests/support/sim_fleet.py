@@ -14,6 +14,7 @@ from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
 from dynamo.frontend.config import FrontendConfig, HttpOptions, KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.router.base import RouterWrapper
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
@@ -102,9 +103,10 @@ class SimFleet:
 
     def router(self, frontend: int = 0) -> KvRouter:
         """The router that chooses, out of those that watch it."""
-        router: object = self.frontends[frontend].plane._dispatcher._router
-        while not isinstance(router, KvRouter):
-            router = vars(router).get("inner") or vars(router)["_router"]
+        router = self.frontends[frontend].plane.router
+        while isinstance(router, RouterWrapper):
+            router = router.inner
+        assert isinstance(router, KvRouter)
         return router
 
     async def ask(self, prompt: str, frontend: int = 0, tokens: int = 4) -> tuple[InstanceId, int, Summary]:
@@ -121,9 +123,7 @@ class SimFleet:
     def answer_no_questions(self) -> None:
         """From now on no worker tells what it holds, if asked."""
         for worker in self.workers:
-            handlers = worker.requests._handlers
-            assert isinstance(handlers, dict)
-            del handlers["snapshot"], handlers["events_since"]
+            del worker.requests.handlers["snapshot"], worker.requests.handlers["events_since"]
 
     def is_exact(self, frontend: int = 0) -> bool:
         """Whether the frontend's index holds just what every engine holds."""

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.errors import DeadlineExceeded, NoInstances, Overloaded
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
+from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.config import QueueOptions, QueuePolicy, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RoutingDecision
@@ -17,6 +18,7 @@ from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.data_plane import open_data_plane
 from dynamo.frontend.serving.dispatch import Dispatcher
 from dynamo.frontend.serving.text_models import TextModel
+from dynamo.protos.inference_pb2 import ModelInferRequest
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, RecordingRouter, instance
 from tests.support.virtual_time import in_virtual_time
 
@@ -259,19 +261,20 @@ async def test_metrics_say_how_many_wait_and_why_others_may_not() -> None:
     settings = ServingOptions(queue=QueueOptions(size=1))
     directory = FakeDirectory(instance(1))
     async with open_data_plane(directory, client, FakeLink(), router, load_text, metrics, settings) as plane:
-        dispatcher = plane._dispatcher
-        work = Work(model="adder", verb="infer", body=b"", metrics=metrics.for_model("adder"))
+        head = ModelInferRequest(model_name="adder")
+        head.inputs.add(name="x", datatype="INT32", shape=[1])
+        request = TensorRequest.build(head, [bytes(4)])
 
         def count(name: str, **labels: str) -> float:
             return registry.get_sample_value(f"dynamo_frontend_router_queue_{name}", {"model": "adder", **labels}) or 0.0
 
-        running = asyncio.create_task(dispatcher.call(work, Call(account=ANONYMOUS, request_id="running")))
+        running = asyncio.create_task(plane.infer(request, Call(account=ANONYMOUS, request_id="running")))
         await asyncio.sleep(0.01)
-        expiring = asyncio.create_task(dispatcher.call(work, Call(account=ANONYMOUS, request_id="expiring", deadline=now() + 1)))
+        expiring = asyncio.create_task(plane.infer(request, Call(account=ANONYMOUS, request_id="expiring", deadline=now() + 1)))
         await asyncio.sleep(0.01)
         assert count("requests") == 1
         with pytest.raises(Overloaded):
-            await dispatcher.call(work, Call(account=ANONYMOUS, request_id="one too many"))
+            await plane.infer(request, Call(account=ANONYMOUS, request_id="one too many"))
         with pytest.raises(DeadlineExceeded):
             await expiring
         assert count("requests") == 0

@@ -71,7 +71,7 @@ async def view_of(*changes: Reset | Events) -> RepositoryView:
     etcd: Any = FakeEtcd(*changes)
     view = RepositoryView(etcd, "dynamo")
     async for change in etcd.watch("/dynamo/v1/%repositories/dynamo/"):
-        view._apply(change)
+        view.apply(change)
     return view
 
 
@@ -95,7 +95,7 @@ async def test_news_that_are_older_than_a_look_at_the_store_change_nothing() -> 
     view = RepositoryView(etcd, "dynamo")  # type: ignore[arg-type]
     etcd.listing = Listing((registered(1, revision=8, state="READY"),), 9)
     await view.refresh(1.0)
-    view._apply(Events((Put(registered(1, revision=3)), Deleted(registered(1).key, 4)), 4))
+    view.apply(Events((Put(registered(1, revision=3)), Deleted(registered(1).key, 4)), 4))
     [one] = view.instances()
     assert one.entries[0].state is ModelState.READY
     etcd.listing = None
@@ -127,7 +127,7 @@ class Fleet:
         etcd = FakeEtcd(Reset(kvs, 1))
         view = RepositoryView(etcd, "dynamo")  # type: ignore[arg-type]
         for change in etcd.changes:
-            view._apply(change)
+            view.apply(change)
         return Repository(view, self.ask, self.models, 5.0)
 
 

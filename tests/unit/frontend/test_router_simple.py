@@ -17,6 +17,7 @@ from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.select import make_router
 from dynamo.frontend.router.simple import Direct, RandomChoice, RoundRobin
 from tests.support.fakes import instance
+from tests.support.memory import kept_objects
 
 REQUEST = RouteRequest("adder")
 
@@ -91,7 +92,7 @@ def test_round_robin_keeps_nothing_of_instances_that_are_gone() -> None:
     for id_ in range(100):
         router.pick(REQUEST, fleet(id_))
         router.removed(InstanceId(id_))
-    assert not router._turns
+    assert kept_objects(router) == kept_objects(RoundRobin())
 
 
 def test_random_takes_everyone_about_as_often() -> None:

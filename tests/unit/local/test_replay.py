@@ -100,7 +100,7 @@ def test_a_prompt_longer_than_a_whole_cache_is_rejected_and_its_booking_released
     rows = [Row(0, 1, list(range(50))), Row(1, 1, [1])]
     replay = Replay(rows, ReplayMode.KV, ReplayConfig(workers=1, blocks=50))
     assert replay.run().rejected == 1
-    assert len(replay._tables[0]) == 0
+    assert len(replay.load_tables[0]) == 0
 
 
 def test_equal_ids_are_equal_tokens_and_others_are_not() -> None:

@@ -334,7 +334,8 @@ class RequestServer:
         self.inline_bytes = min(self.chunk_bytes, frames.INLINE_BYTES)
         self._connection = connection
         self._subject = subject
-        self._handlers = handlers
+        self.handlers = dict(handlers)
+        """By verb; a request for another verb is refused."""
         self._peers: dict[str, _CallerPeer] = {}
         self._open = 0
         self._held_bytes = 0
@@ -403,7 +404,7 @@ class RequestServer:
     def _on_open(self, peer: _CallerPeer, frame: frames.Open) -> None:
         if frame.stream in peer.requests:
             return
-        handler = self._handlers.get(frame.verb)
+        handler = self.handlers.get(frame.verb)
         request = Incoming(self, peer, frame, handler or _unknown_verb)
         peer.requests[frame.stream] = request
         self._open += 1

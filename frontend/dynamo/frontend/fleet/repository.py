@@ -75,7 +75,7 @@ class RepositoryView:
                 async with aclosing(self._etcd.watch(self._prefix)) as changes:
                     async for change in changes:
                         pauses = backoff(_LONGEST_PAUSE_S)
-                        self._apply(change)
+                        self.apply(change)
             except DynamoError as error:
                 log.error("the model repositories cannot be followed; trying on: %s", error)
             await asyncio.sleep(next(pauses))
@@ -90,7 +90,7 @@ class RepositoryView:
             return
         self._take_over(listing.kvs, listing.revision)
 
-    def _apply(self, change: Reset | Events) -> None:
+    def apply(self, change: Reset | Events) -> None:
         if isinstance(change, Reset):
             if change.history_lost:
                 self._registered.clear()

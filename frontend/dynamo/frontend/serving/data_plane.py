@@ -122,6 +122,11 @@ class DataPlane:
 
     # Models
 
+    @property
+    def router(self) -> Router:
+        """The router that requests meet: those that measure and explain, around the one that decides."""
+        return self._dispatcher.router
+
     def server_ready(self) -> bool:
         """Return whether some model is ready, and this process is not about to stop."""
         return not self._draining and any(map(self.model_ready, self._cards))

@@ -60,7 +60,7 @@ class Dispatcher:
         settings = settings or ServingOptions()
         retry, clock = settings.retry, asyncio.get_running_loop().time
         self._client = client
-        self._router = router
+        self.router = router
         self._timeout_s = settings.request_timeout_s
         self._clock = clock
         self._shared = _Shared(
@@ -122,7 +122,7 @@ class Dispatcher:
         """An instance deregistered."""
         self._shared.candidates.removed(instance)
         self.reuse.forget(instance)
-        self._router.removed(instance)
+        self.router.removed(instance)
 
 
 class DispatchedStream:

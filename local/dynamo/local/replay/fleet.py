@@ -73,10 +73,11 @@ class Replay:
         self._live: dict[SimSequence, _Live] = {}
         options = router_options(config.router, mode)
         share: Callable[[BookingEvent], None] | None = self._share if options.replica_sync else None
-        self._tables = [LoadTable(f"frontend-{number}", share) for number in range(config.frontends)]
+        self.load_tables = [LoadTable(f"frontend-{number}", share) for number in range(config.frontends)]
+        """The loads of all instances, as each frontend knows them."""
         self._routers = [
             make_router(options, table, lambda: self._now, rng=random.Random(config.seed + number))
-            for number, table in enumerate(self._tables)
+            for number, table in enumerate(self.load_tables)
         ]
 
     def run(self) -> Figures:
@@ -108,7 +109,7 @@ class Replay:
         return figures
 
     def _share(self, event: BookingEvent) -> None:
-        for table in self._tables:
+        for table in self.load_tables:
             table.apply(event, self._now)
 
     def _arrive(self, number: int, row: Row) -> _Worker | None:
@@ -190,7 +191,7 @@ class Replay:
             accepted=pack_hashes(worker.accepted_before + worker.accepted),
         )
         worker.accepted_before, worker.accepted = worker.accepted, []
-        for table in self._tables:
+        for table in self.load_tables:
             table.report(worker.instance.id, report, self._now)
 
 
