@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from google.protobuf.message import DecodeError
 
-from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound, Unsupported
+from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound, PayloadTooLarge, Unsupported
+from dynamo.common.message_limits import MessageScanner
 from dynamo.common.model_card import ModelCard, TensorSpec
 from dynamo.common.protobuf_wire import BYTES, FIXED32, FIXED64, VARINT, read_varint, tag, varint
 from dynamo.common.tensors import (
@@ -23,7 +24,10 @@ from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, Model
 
 MAX_TENSORS = 4096
 MAX_PARAMETERS = 1024
+_MAX_TOP_FIELDS = 3 * MAX_TENSORS + MAX_PARAMETERS + 64
+"""Fields at the top of a message: inputs, outputs, raw tensors, parameters, and a few more."""
 _MAX_CACHED_SHAPES = 1024
+_QUICK_BYTES = 512 * 1024
 SMALL_BYTES = 16 * 1024
 """Up to this size, letting protobuf copy is faster than scanning for the tensors, and one buffer is faster than several."""
 
@@ -43,12 +47,18 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
     """`raw_input_contents`; views into `raw` where that is large."""
 
     @classmethod
-    def parse(cls, data: Buffer) -> TensorRequest:
-        """Parse a serialized ModelInferRequest. Raises InvalidRequest if it is none."""
+    def parse(cls, data: Buffer, scanner: MessageScanner | None = None) -> TensorRequest:
+        """Parse a serialized ModelInferRequest. Raises InvalidRequest if it is none, PayloadTooLarge if it has too many parts.
+
+        `scanner` checks its parts before they are parsed, if they are large; it is needed for messages of clients.
+        """
         try:
             if len(data) > SMALL_BYTES:
                 pieces, raw_inputs = _split(memoryview(data), _RAW_INPUT)
-                return cls(data, ModelInferRequest.FromString(b"".join(pieces)), raw_inputs)
+                rest = data if not raw_inputs and isinstance(data, bytes) else b"".join(pieces)
+                if scanner is not None and len(rest) > SMALL_BYTES:
+                    scanner.check(rest)
+                return cls(data, ModelInferRequest.FromString(rest), raw_inputs)
             head = ModelInferRequest.FromString(data)  # type: ignore[arg-type]  # takes any buffer
         except (DecodeError, ValueError, IndexError):
             raise InvalidRequest("the message is not a ModelInferRequest") from None
@@ -105,9 +115,12 @@ def _split(message: memoryview, raw_field: int) -> tuple[list[memoryview], list[
     """
     rest: list[memoryview] = []
     raws: list[memoryview] = []
-    kept = position = 0
+    kept = position = fields = 0
     size = len(message)
     while position < size:
+        fields += 1
+        if fields > _MAX_TOP_FIELDS:
+            raise PayloadTooLarge(f"the message has more than {_MAX_TOP_FIELDS} fields")
         start = position
         key, position = read_varint(message, position)
         wire_type = key & 7
@@ -167,15 +180,20 @@ class _Declared:
 class RequestChecker:
     """Checks requests against one model card. Make one per card; checking a small request takes a few microseconds."""
 
-    __slots__ = ("_inputs", "_max_batch", "_model", "_outputs", "_required", "_versions")
+    __slots__ = ("_has_bytes", "_inputs", "_max_batch", "_model", "_outputs", "_required", "_versions")
 
     def __init__(self, card: ModelCard) -> None:
         self._model = card.name
         self._versions = frozenset(("", *card.versions))
         self._max_batch = card.max_batch_size
         self._inputs = {spec.name: _Declared(spec) for spec in card.inputs}
+        self._has_bytes = any(spec.datatype == "BYTES" for spec in card.inputs)
         self._required = sum(not spec.optional for spec in card.inputs)
         self._outputs = frozenset(spec.name for spec in card.outputs)
+
+    def is_slow(self, request: TensorRequest) -> bool:
+        """Return whether `check` may take long, since it looks at many elements: then it belongs in a thread."""
+        return len(request.raw) > _QUICK_BYTES and (self._has_bytes or not request.raw_inputs)
 
     def check(self, request: TensorRequest) -> None:
         """Check that a request fits the model.

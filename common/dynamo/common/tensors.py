@@ -300,14 +300,21 @@ def check_contents(contents: InferTensorContents, kind: DataType, count: int, wh
     if len(elements) != count:
         raise InvalidRequest(f"{what} has {len(elements)} elements in its contents where its shape needs {count}")
     if kind.name in _NARROW and count:
-        low, high = _NARROW[kind.name]
-        values = np.fromiter(elements, np.int64, count)
+        _check_range(elements, kind, what)
+
+
+def _check_range(elements: Sequence[int], kind: DataType, what: str) -> None:
+    low, high = _NARROW[kind.name]
+    for start in range(0, len(elements), _STEP_ELEMENTS):
+        values = np.array(elements[start : start + _STEP_ELEMENTS], np.int64)
         outside = (values < low) | (values > high)
         if outside.any():
-            position = int(outside.argmax())
-            raise InvalidRequest(f"{what} has the value {values[position]} at {position}, outside the range of {kind.name}")
+            offset = int(outside.argmax())
+            raise InvalidRequest(f"{what} has the value {values[offset]} at {start + offset}, outside the range of {kind.name}")
 
 
+_STEP_ELEMENTS = 1 << 15
+"""Elements converted in one call of numpy, which lets no other thread run: about 2 ms."""
 _NARROW = {"UINT8": (0, 2**8 - 1), "UINT16": (0, 2**16 - 1), "INT8": (-(2**7), 2**7 - 1), "INT16": (-(2**15), 2**15 - 1)}
 """Datatypes whose field in InferTensorContents is wider than they are."""
 

@@ -14,6 +14,7 @@ import msgspec
 from dynamo.common.config import group, option, parse_bytes, parse_port
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation_rules import MAX_CHOICES, MAX_LOGPROBS
+from dynamo.common.message_limits import MessageLimits
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, TraceOptions
@@ -320,6 +321,7 @@ class GrpcOptions:
         metavar="SIZE",
         help="Largest message in either direction.",
     )
+    limits: MessageLimits = group("KServe gRPC", prefix="grpc", default=MessageLimits)
     max_metadata_bytes: int = option(
         64 * 1024, parse=parse_bytes, minimum=8192, maximum=16 * MIB, help="Largest metadata of a call."
     )

@@ -174,7 +174,7 @@ class DataPlane:
                 raise Unsupported(
                     f"model '{card.name}' is decoupled: a request may have any number of responses, so use a stream"
                 )
-            model.checker.check(request)
+            await _check(model.checker, request)
             response = await self._dispatcher.call(_infer(request, model, name, version), scope.call)
             scope.succeed()
             return response
@@ -337,6 +337,14 @@ class DataPlane:
             self._metrics.describe(cards[0], instances=len(cards), migration_limit=self._settings.retry.migration_limit)
 
 
+async def _check(checker: RequestChecker, request: TensorRequest) -> None:
+    """Raise what `checker` raises, without holding up the event loop."""
+    if checker.is_slow(request):
+        await asyncio.to_thread(checker.check, request)
+    else:
+        checker.check(request)
+
+
 class TensorResponses:
     """The responses to one tensor request. Leaving it early cancels the request at the instance."""
 
@@ -351,7 +359,7 @@ class TensorResponses:
         head, scope = self._request.head, self._scope
         scope.__enter__()
         try:
-            self._model.checker.check(self._request)
+            await _check(self._model.checker, self._request)
             work = _infer(self._request, self._model, head.model_name, head.model_version)
             self._stream = self._dispatcher.stream(work, scope.call)
         except BaseException as error:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError, Message
 
-from dynamo.common.errors import InvalidRequest, ShuttingDown, Unsupported
+from dynamo.common.errors import ShuttingDown, Unsupported
 from dynamo.common.logs import request_id as logged_id
+from dynamo.common.message_limits import MessageScanner, parse_message
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.health import Readiness
@@ -36,7 +36,6 @@ from dynamo.protos import inference_pb2 as pb
 
 SERVICE = "inference.GRPCInferenceService"
 
-M = TypeVar("M", bound=Message)
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +56,7 @@ class KserveService:
         self._drain = drain
         self._options = options
         self._account = account
+        self._scanner = MessageScanner(pb.ModelInferRequest, options.limits)
         self._overload = overload
         self._live = pb.ServerLiveResponse(live=True).SerializeToString()
         self._metadata = kserve_messages.server_metadata().SerializeToString()
@@ -103,7 +103,7 @@ class KserveService:
             caller = _caller(self._account(), context, progress)
             request_id, explanation = caller.request_id, caller.explanation
             data = message if isinstance(message, bytes) else await message.read()
-            request = TensorRequest.parse(data)
+            request = TensorRequest.parse(data, self._scanner)
             card = self._plane.card(caller.account, request.head.model_name, request.head.model_version)
             call = call_for(request, card, caller, RequestType.UNARY)
             request_id = call.request_id
@@ -123,7 +123,7 @@ class KserveService:
         try:
             caller = _caller(self._account(), context)
             request_id, explanation = caller.request_id, caller.explanation
-            await KserveStream(self._plane, self._drain, self._options, context, caller).run()
+            await KserveStream(self._plane, self._drain, self._scanner, self._options, context, caller).run()
             if request_id or explanation is not None:
                 context.set_trailing_metadata(_trailing_metadata(caller))
         except Exception as error:
@@ -139,7 +139,7 @@ class KserveService:
         return pb.ServerReadyResponse(ready=self._readiness.is_ready()).SerializeToString()
 
     async def _model_ready(self, data: bytes) -> bytes:
-        request = _parse(pb.ModelReadyRequest, data)
+        request = parse_message(pb.ModelReadyRequest, data)
         ready = self._readiness.is_model_ready(request.name, request.version)
         return pb.ModelReadyResponse(ready=ready).SerializeToString()
 
@@ -149,21 +149,21 @@ class KserveService:
         return self._metadata
 
     async def _model_metadata(self, data: bytes) -> bytes:
-        request = _parse(pb.ModelMetadataRequest, data)
+        request = parse_message(pb.ModelMetadataRequest, data)
         return kserve_messages.model_metadata(
             self._plane.card(self._account(), request.name, request.version)
         ).SerializeToString()
 
     async def _model_config(self, data: bytes) -> bytes:
-        request = _parse(pb.ModelConfigRequest, data)
+        request = parse_message(pb.ModelConfigRequest, data)
         return kserve_messages.model_config(self._plane.card(self._account(), request.name, request.version)).SerializeToString()
 
     async def _model_statistics(self, data: bytes) -> bytes:
-        request = _parse(pb.ModelStatisticsRequest, data)
+        request = parse_message(pb.ModelStatisticsRequest, data)
         return (await self._plane.statistics(self._account(), request.name, request.version)).SerializeToString()
 
     async def _repository_index(self, data: bytes) -> bytes:
-        request = _parse(pb.RepositoryIndexRequest, data)
+        request = parse_message(pb.RepositoryIndexRequest, data)
         check_repository(request.repository_name)
         account = self._account()
         entries = self._plane.repository_index(account)
@@ -174,13 +174,13 @@ class KserveService:
         return index.SerializeToString()
 
     async def _repository_model_load(self, data: bytes) -> bytes:
-        request = _parse(pb.RepositoryModelLoadRequest, data)
+        request = parse_message(pb.RepositoryModelLoadRequest, data)
         check_repository(request.repository_name)
         await self._plane.load_model(self._account(), load_request(request.model_name, request.parameters))
         return pb.RepositoryModelLoadResponse(model_name=request.model_name, isLoaded=True).SerializeToString()
 
     async def _repository_model_unload(self, data: bytes) -> bytes:
-        request = _parse(pb.RepositoryModelUnloadRequest, data)
+        request = parse_message(pb.RepositoryModelUnloadRequest, data)
         check_repository(request.repository_name)
         await self._plane.unload_model(self._account(), unload_request(request.model_name, request.parameters))
         return pb.RepositoryModelUnloadResponse(model_name=request.model_name, isUnloaded=True).SerializeToString()
@@ -230,13 +230,6 @@ def _explanation_metadata(explanation: Explanation) -> tuple[tuple[str, str], ..
     """Return the explanation of routing decisions as metadata."""
     text = explanation.to_json()
     return ((EXPLAIN, text.decode()),) if text else ()
-
-
-def _parse(message: type[M], data: bytes) -> M:
-    try:
-        return message.FromString(data)
-    except DecodeError:
-        raise InvalidRequest(f"the message is not a {message.DESCRIPTOR.name}") from None
 
 
 def _refusing(why: str) -> Callable[[bytes], Awaitable[bytes]]:

@@ -18,6 +18,7 @@ import grpc.aio
 
 from dynamo.common.errors import Cancelled, DynamoError, ShuttingDown, release
 from dynamo.common.logs import request_id as logged_id
+from dynamo.common.message_limits import MessageScanner
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.protobuf_wire import tag, varint
 from dynamo.common.tensor_request import TensorRequest
@@ -55,9 +56,18 @@ class _ClientGone(Cancelled):
 class KserveStream:
     """One ModelStreamInfer call."""
 
-    def __init__(self, plane: DataPlane, drain: StreamDrain, options: GrpcOptions, context: Context, caller: Caller) -> None:
+    def __init__(
+        self,
+        plane: DataPlane,
+        drain: StreamDrain,
+        scanner: MessageScanner,
+        options: GrpcOptions,
+        context: Context,
+        caller: Caller,
+    ) -> None:
         self._plane = plane
         self._drain = drain
+        self._scanner = scanner
         self._options = options
         self._context = context
         self._caller = caller
@@ -104,7 +114,7 @@ class KserveStream:
         card: ModelCard | None = None
         problem: DynamoError | None = None
         try:
-            request = TensorRequest.parse(data)
+            request = TensorRequest.parse(data, self._scanner)
             card = self._plane.card(self._caller.account, request.head.model_name, request.head.model_version)
         except DynamoError as error:
             release(error)  # this frame, which its traceback keeps, keeps the error

@@ -205,7 +205,8 @@ def _inputs(request: TensorRequest) -> dict[str, list[Any]]:
     return elements_by_name
 
 
-_TEXT = frozenset(("text_input", "messages", "stop"))
+_MAX_ELEMENTS = {"text_input": MAX_CHOICES, "messages": MAX_CHOICES, "stop": MAX_STOP_STRINGS}
+_TEXT = frozenset(_MAX_ELEMENTS)
 _BOOL = frozenset((*FLAGS, *_STREAM))
 
 
@@ -226,6 +227,8 @@ def _elements(tensor: ModelInferRequest.InferInputTensor, raw: bytes | bytearray
     count = element_count(tensor.shape, what)
     if name in _ONE_INPUTS and count != 1:
         raise InvalidRequest(f"{what} has the shape {list(tensor.shape)}; it must have one element", param=name)
+    if name in _TEXT and count > _MAX_ELEMENTS[name]:
+        raise InvalidRequest(f"{what} has {count} elements; at most {_MAX_ELEMENTS[name]} are allowed", param=name)
     if name in _TEXT and (count == 0 or sum(size != 1 for size in tensor.shape) > 1):
         raise InvalidRequest(f"{what} has the shape {list(tensor.shape)}; it must be [n] or [n, 1]", param=name)
     contents = tensor.contents if tensor.HasField("contents") else None

@@ -8,10 +8,10 @@ from contextvars import ContextVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
-from dynamo.common.errors import DynamoError
+from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.logs import request_id as logged_id
+from dynamo.common.message_limits import parse_message
 from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.guard import Guard, record, record_refusal
 from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
@@ -137,8 +137,8 @@ def _action(name: str, message: bytes) -> str:
     if kind is None:
         return name
     try:
-        model = kind.FromString(message).model_name
-    except DecodeError:
+        model = parse_message(kind, message).model_name
+    except InvalidRequest:
         return name
     return f"{name} {model[:200]!r}"  # quoted: no line breaks that could forge a record
 

@@ -7,12 +7,12 @@ from contextlib import aclosing
 from enum import IntEnum
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import ReflectionServicer
 
-from dynamo.common.errors import ModelNotFound, ShuttingDown
+from dynamo.common.errors import InvalidRequest, ModelNotFound, ShuttingDown
+from dynamo.common.message_limits import parse_message
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
 from dynamo.frontend.api.rpc.streams import StreamDrain
@@ -92,11 +92,11 @@ class ReflectionService:
     async def _info(self, unused: object, context: Context) -> None:
         try:
             while (data := await self._drain.read(context)) is not None:
-                request = reflection_pb2.ServerReflectionRequest.FromString(data)
+                request = parse_message(reflection_pb2.ServerReflectionRequest, data)
                 for response in self._servicer.ServerReflectionInfo(iter((request,)), context):
                     await context.write(response.SerializeToString())
-        except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message is not a ServerReflectionRequest")
+        except InvalidRequest as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except ShuttingDown as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
@@ -104,9 +104,9 @@ class ReflectionService:
 async def _service(request: bytes | PendingMessage, context: Context) -> str:
     data = await read_message(request)
     try:
-        return str(health_pb2.HealthCheckRequest.FromString(data).service)
-    except DecodeError:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message is not a HealthCheckRequest")
+        return str(parse_message(health_pb2.HealthCheckRequest, data).service)
+    except InvalidRequest as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
 
 def _response(status: ServingStatus) -> bytes:

@@ -1,0 +1,120 @@
+"""Limits on the parts of protobuf messages, checked before anything is parsed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.common.errors import DynamoError, InvalidRequest, PayloadTooLarge
+from dynamo.common.message_limits import MessageLimits, MessageScanner, parse_message
+from dynamo.common.protobuf_wire import delimited, tag
+from dynamo.common.tensor_request import RequestChecker, TensorRequest
+from dynamo.common.tensors import check_contents, datatype_named
+from dynamo.protos import inference_pb2 as pb
+from tests.support.fakes import tensor_card
+
+Tensor = pb.ModelInferRequest.InferInputTensor
+MIB = 2**20
+UNKNOWN = bytes((15 << 3, 0))
+SCANNER = MessageScanner(pb.ModelInferRequest)
+
+
+def tensor_with(contents: bytes) -> bytes:
+    return delimited(tag(pb.ModelInferRequest, "inputs"), delimited(tag(Tensor, "contents"), contents))
+
+
+def contents_of(field: str, payload: bytes) -> bytes:
+    return delimited(tag(pb.InferTensorContents, field), payload)
+
+
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "empty inputs": lambda: delimited(tag(pb.ModelInferRequest, "inputs"), b"") * (30 * MIB),
+    "unknown fields": lambda: UNKNOWN * (30 * MIB),
+    "unknown fields of an input": lambda: delimited(tag(pb.ModelInferRequest, "inputs"), UNKNOWN * (30 * MIB)),
+    "empty parameters": lambda: delimited(tag(pb.ModelInferRequest, "parameters"), b"") * (30 * MIB),
+    "empty strings": lambda: tensor_with(contents_of("bytes_contents", b"") * (30 * MIB)),
+    "packed integers": lambda: tensor_with(contents_of("int_contents", bytes(60 * MIB))),
+    "packed booleans": lambda: tensor_with(contents_of("bool_contents", bytes(60 * MIB))),
+    "unpacked integers": lambda: tensor_with(b"\x10\x00" * (30 * MIB)),
+    "dimensions": lambda: delimited(tag(pb.ModelInferRequest, "inputs"), delimited(tag(Tensor, "shape"), bytes(60 * MIB))),
+    "a long name": lambda: delimited(tag(pb.ModelInferRequest, "model_name"), b"a" * (60 * MIB)),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(bomb: str) -> None:
+    data = BOMBS[bomb]()
+    started = time.thread_time()
+    with pytest.raises(PayloadTooLarge):
+        TensorRequest.parse(data, SCANNER)
+    assert time.thread_time() - started < 0.2  # some 10 ms; parsing takes from one to eighty seconds
+
+
+def test_the_limits_hold_exactly() -> None:
+    scanner = MessageScanner(pb.ModelInferRequest, MessageLimits(max_message_fields=3, max_packed_integers=4, max_name_bytes=5))
+    request = pb.ModelInferRequest(model_name="a" * 5)
+    request.inputs.add(shape=[1, 1, 1, 300])
+    scanner.check(request.SerializeToString())
+    for change in (
+        lambda r: setattr(r, "model_name", "a" * 6),
+        lambda r: r.inputs[0].shape.append(1),
+        lambda r: setattr(r, "id", "x"),
+        lambda r: r.inputs[0].contents.int_contents.append(1),
+    ):
+        changed = pb.ModelInferRequest()
+        changed.CopyFrom(request)
+        change(changed)
+        with pytest.raises(PayloadTooLarge):
+            scanner.check(changed.SerializeToString())
+
+
+def test_large_typed_floats_and_parameters_are_accepted() -> None:
+    request = pb.ModelInferRequest(model_name="m")
+    request.inputs.add(name="x", shape=[MIB]).contents.fp32_contents.extend(np.zeros(MIB).tolist())
+    request.parameters["text"].string_param = "a" * MIB
+    assert TensorRequest.parse(request.SerializeToString(), SCANNER).head == request
+
+
+@given(st.binary(max_size=200))
+def test_the_scan_accepts_what_the_parser_accepts_apart_from_groups(noise: bytes) -> None:
+    scanner = MessageScanner(pb.ModelInferRequest)
+    try:
+        scanner.check(noise)
+        accepted = True
+    except (ValueError, IndexError):
+        accepted = False
+    try:
+        pb.ModelInferRequest.FromString(noise)
+    except Exception:
+        return
+    has_group = not accepted and any(octet & 7 in (3, 4) for octet in noise)
+    assert accepted or has_group
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_parsed_or_refused(noise: bytes) -> None:
+    try:
+        parse_message(pb.RepositoryModelLoadRequest, noise * 200)
+    except DynamoError as error:
+        assert isinstance(error, InvalidRequest)
+
+
+def test_range_checks_of_many_elements_name_the_first_wrong_one() -> None:
+    values = [1] * 100_000
+    values[70_000] = 300
+    contents = pb.InferTensorContents(uint_contents=values)
+    with pytest.raises(InvalidRequest, match="a tensor has the value 300 at 70000, outside the range of UINT8"):
+        check_contents(contents, datatype_named("UINT8"), len(values))
+
+
+def test_only_checks_of_many_elements_are_slow() -> None:
+    checker = RequestChecker(tensor_card())
+    small = TensorRequest.build(pb.ModelInferRequest(), [bytes(10)])
+    large = TensorRequest.build(pb.ModelInferRequest(), [bytes(MIB)])
+    typed = TensorRequest(bytes(MIB), pb.ModelInferRequest(), ())
+    assert [checker.is_slow(request) for request in (small, large, typed)] == [False, False, True]
