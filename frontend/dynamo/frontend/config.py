@@ -203,6 +203,15 @@ class HttpOptions:
         metavar="SIZE",
         help="Largest body of a request.",
     )
+    max_json_bytes: int = option(
+        4 * MIB,
+        flags=("--http-max-json-size",),
+        parse=parse_bytes,
+        minimum=1024,
+        maximum=2**31 - 1,
+        metavar="SIZE",
+        help="Largest body without tensors: conversations and prompts, with the images in them.",
+    )
     max_json_depth: int = option(100, minimum=4, maximum=500, help="How deep arrays and objects of a request may nest.")
     max_json_values: int = option(
         1_000_000,

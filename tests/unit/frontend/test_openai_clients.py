@@ -237,6 +237,22 @@ async def test_invalid_tokens_are_rejected(path: str, body: dict[str, Any], stat
         await edge.error(path, body, status)
 
 
+async def test_long_texts_are_tokenized_and_detokenized_as_short_ones_are() -> None:
+    text = "né " * 5000
+    async with open_http_edge() as edge:
+        tokenized = (await edge.post("/tokenize", {"model": "talker", "prompt": text, "return_token_strs": True})).json()
+        back = (await edge.post("/detokenize", {"model": "talker", "tokens": tokenized["tokens"]})).json()
+    assert tokenized["tokens"] == list(tokens_of(text))
+    assert len(tokenized["token_strs"]) == tokenized["count"]
+    assert back == {"prompt": text}
+
+
+async def test_more_tokens_than_a_response_may_hold_are_rejected() -> None:
+    async with open_http_edge() as edge:
+        error = await edge.error("/tokenize", {"model": "talker", "prompt": "a" * (2**20 + 1)})
+    assert error["message"] == "the prompt has 1048577 tokens; at most 1048576 are returned"
+
+
 # The description
 
 

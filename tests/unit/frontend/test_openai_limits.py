@@ -184,6 +184,40 @@ async def test_json_may_be_nested_up_to_the_limit() -> None:
     assert error["message"] == "the body nests arrays and objects deeper than 20 levels"
 
 
+async def test_json_without_tensors_has_a_limit_of_its_own() -> None:
+    body = json.dumps(HELLO | {"user": "x" * 2000}).encode()
+    json_type = {"content-type": "application/json"}
+    async with open_http_edge(respond=Speaker(), http=HttpOptions(max_json_bytes=len(body))) as edge:
+        assert (await edge.http.post(CHAT, content=body, headers=json_type)).status_code == 200
+        response = await edge.http.post(CHAT, content=body + b" ", headers=json_type)
+    assert response.status_code == 413
+    assert HttpOptions().max_json_bytes == 4 * 2**20
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        {"chat_template_kwargs": {"a": [[]] * 150}},
+        {"chat_template_kwargs": {str(number): 0 for number in range(150)}},
+        {"chat_template_kwargs": {"a": [1] * 1000}},
+        {"an unknown field": [{}] * 150},
+        {"messages": [{"role": "user", "content": "a"}] * 50},
+    ],
+)
+async def test_a_body_with_too_many_values_is_rejected_before_it_is_decoded(many: dict[str, Any]) -> None:
+    async with open_http_edge(respond=Speaker(), http=HttpOptions(max_json_values=1000)) as edge:
+        error = await edge.error(CHAT, HELLO | many)
+        assert (await edge.post(CHAT, HELLO | {"user": "[],{}:" * 1000})).status_code == 200
+    assert error["message"].startswith("the body has too many values; at most 1000 are allowed")
+
+
+async def test_the_prompts_that_are_echoed_count_for_each_choice() -> None:
+    request = {"model": "talker", "prompt": "x" * 50, "echo": True, "n": 4, "temperature": 1, "max_tokens": 1}
+    async with open_http_edge(respond=Speaker(), text=TextOptions(limits=TextLimits(max_prompt_chars=199))) as edge:
+        assert (await edge.error("/v1/completions", request))["param"] == "prompt"
+        assert (await edge.post("/v1/completions", request | {"n": 3})).status_code == 200
+
+
 async def test_settings_bound_what_a_request_may_demand() -> None:
     limits = TextLimits(max_messages=2, max_prompt_chars=10, max_choices=2, max_stop_strings=1, max_logprobs=1, max_best_of=2)
     message = {"role": "user", "content": "12345"}

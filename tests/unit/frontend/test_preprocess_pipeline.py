@@ -1,4 +1,5 @@
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unava
 from dynamo.common.generation import Delta, FinishReason, Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.frontend.config import TextLimits
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.pipeline import TextModel, load_text_model
 from dynamo.frontend.preprocess.text import TextRequest
 
@@ -31,6 +33,8 @@ def byte_tokens() -> bytes:
     return model.to_str().encode()
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
 BOS, EOS = 256, 257
 INFO = LlmInfo(context_length=CONTEXT, tokenizer="t", chat_template="c", bos_token="<s>", eos_token="</s>", eos_token_ids=(EOS,))
 HELLO = ({"role": "user", "content": "hi"},)
@@ -82,6 +86,38 @@ async def test_a_long_conversation_is_rendered_as_a_short_one_is() -> None:
     text_model = await model(context_length=100_000)
     tokens = await ids(text_model, text_request(messages=HELLO * 500))
     assert text_model.tokenizer.decode(tokens, skip_special_tokens=False) == "user: hi\n" * 500 + "assistant: "
+
+
+class RecordingOffload(Offload):
+    """Counts what leaves the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        self.calls += 1
+        return await super().run(function, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "content", "calls"),
+    [
+        (TEMPLATE, 1, "hi", 0),
+        (TEMPLATE, 100, "hi", 0),
+        (TEMPLATE, 500, "hi", 1),
+        (TEMPLATE, 1, "x" * 5_000_000, 1),
+        ("{% for number in range(9999) %}{% endfor %}x", 1, "hi", 1),
+        ("{% set a = 'x' * 99999 %}{% for number in range(99) %}{% if a + 'y' == a %}{% endif %}{% endfor %}x", 1, "hi", 1),
+    ],
+)
+async def test_a_rendering_that_takes_long_leaves_the_event_loop(template: str, messages: int, content: str, calls: int) -> None:
+    offload = RecordingOffload()
+    card = ModelCard(name="talker", kind=ModelKind.LLM, llm=INFO)
+    text_model = await load_text_model(card, Files(template.encode()), offload=offload)
+    prompt = await text_model.render(text_request(messages=({"role": "user", "content": content},) * messages))
+    assert prompt
+    assert offload.calls == calls
 
 
 async def test_parts_of_text_are_joined_and_arguments_of_calls_are_objects() -> None:

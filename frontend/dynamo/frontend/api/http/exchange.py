@@ -160,15 +160,19 @@ class Exchange:
         return self.body_bytes > _LARGE_BODY_BYTES
 
     async def body(self) -> bytes:
-        """Return the request's JSON body. Raises PayloadTooLarge, InvalidRequest, and Cancelled if the client left."""
+        """Return the request's JSON body, which has no tensors in it.
+
+        Raises PayloadTooLarge, InvalidRequest, and Cancelled if the client left.
+        """
         kind = self.headers.get("content-type")
         if kind is not None and not _is_json(kind):
             raise InvalidRequest(f"the content type is {kind[:80]!r}; it must be 'application/json'")
-        return await self.any_body()
+        options = self.settings.options
+        return await self.any_body(min(options.max_json_bytes, options.max_body_bytes))
 
-    async def any_body(self) -> bytes:
-        """Return the request's body, of any content type. Raises as `body` does."""
-        limit = self.settings.options.max_body_bytes
+    async def any_body(self, max_bytes: int | None = None) -> bytes:
+        """Return the request's body, of any content type. `max_bytes` is `max_body_bytes` by default. Raises as `body` does."""
+        limit = self.settings.options.max_body_bytes if max_bytes is None else max_bytes
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit:
             raise _too_large(limit)

@@ -19,6 +19,8 @@ NODE_VALUES = 8
 """Each object, array and key counts as so many numbers, which is what it costs."""
 _BLOCK_BYTES = 64 * 1024
 _BLOCKS_PER_TURN = 16
+_LONG_BYTES = 2**20
+"""Longer bodies are counted in blocks right away."""
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
@@ -76,7 +78,9 @@ def _scan(body: bytes | memoryview, max_depth: int, max_values: int) -> Iterator
 
 
 def _is_harmless(body: bytes, max_depth: int, max_values: int) -> bool:
-    """Whether `body` is within the bounds even if everything in its strings counted."""
+    """Whether `body`, which is not long, is within the bounds even if everything in its strings counted."""
+    if len(body) > _LONG_BYTES:
+        return False
     opened = body.count(b"[") + body.count(b"{")
     return opened <= max_depth and body.count(b",") + NODE_VALUES * (body.count(b":") + opened) <= max_values
 
