@@ -7,12 +7,14 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+import trustme
 
 from dynamo.common.errors import Forbidden
-from dynamo.common.etcd import Etcd, connect_etcd
+from dynamo.common.etcd import Etcd, EtcdUnavailable, connect_etcd
 from dynamo.common.options import EtcdOptions
+from tests.support.certificates import issue, write_ca
 from tests.support.doors import TENSOR, Doors, open_doors
-from tests.support.servers import EtcdServer, NatsServer, etcdctl, start_etcd
+from tests.support.servers import EtcdServer, NatsServer, ServerTls, etcdctl, start_etcd
 
 LOGINS = {
     "frontend": {"user": "frontend", "password": "f4sesame"},
@@ -112,3 +114,43 @@ async def lost_and_registered_again(server: EtcdServer, doors: Doors) -> None:
             if found.count("/dynamo/v1/") == 2 and doors.frontend.readiness.is_model_ready("echo"):
                 return
             await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("wrong", ["authority", "host", "date"])
+async def test_an_etcd_with_a_wrong_certificate_is_not_used(tmp_path: Path, wrong: str) -> None:
+    ca, other = trustme.CA(), trustme.CA()
+    ca_file = write_ca(ca, tmp_path / "ca.pem")
+    good = issue(ca, tmp_path, "good")
+    names = ("elsewhere.example", "127.0.0.2") if wrong == "host" else ()
+    bad = issue(other if wrong == "authority" else ca, tmp_path, "bad", *names, expired=wrong == "date")
+    for pair, is_let_in in ((good, True), (bad, False)):
+        async with start_etcd(tmp_path / pair.cert.stem, tls=ServerTls(pair.cert, pair.key)) as server:
+            options = EtcdOptions(
+                endpoints=(server.endpoint,),
+                tls_ca_file=str(ca_file),
+                user="root",
+                password="r4sesame",
+                timeout_s=2,
+                connect_timeout_s=1,
+            )
+            async with connect_etcd(options) as client:
+                if is_let_in:
+                    await client.put("/k", b"1")
+                    continue
+                with pytest.raises(EtcdUnavailable) as caught:
+                    await client.put("/k", b"1")
+            assert "r4sesame" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ["authority", "date", "none"])
+async def test_a_client_with_a_wrong_certificate_is_refused_by_etcd(tmp_path: Path, wrong: str) -> None:
+    ca, other = trustme.CA(), trustme.CA()
+    ca_file, server_pair = write_ca(ca, tmp_path / "ca.pem"), issue(ca, tmp_path, "server")
+    client_pair = issue(other if wrong == "authority" else ca, tmp_path, "client", "worker@example", expired=wrong == "date")
+    own = {} if wrong == "none" else {"tls_cert_file": str(client_pair.cert), "tls_key_file": str(client_pair.key)}
+    async with start_etcd(tmp_path / "etcd", tls=ServerTls(server_pair.cert, server_pair.key, ca_file)) as server:
+        limits = {"timeout_s": 2.0, "connect_timeout_s": 1.0}
+        options = EtcdOptions(endpoints=(server.endpoint,), tls_ca_file=str(ca_file), **own, **limits)  # type: ignore[arg-type]
+        async with connect_etcd(options) as client:
+            with pytest.raises(EtcdUnavailable):
+                await client.put("/k", b"1")

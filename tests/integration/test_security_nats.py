@@ -11,15 +11,18 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx2
 import nats
 import nkeys  # type: ignore[import-untyped]
 import pytest
 import trustme
 
+from dynamo.common.errors import DynamoError
 from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.options import NatsOptions
 from tests.support.certificates import issue, write_ca
-from tests.support.servers import ServerTls, start_nats
+from tests.support.servers import EtcdServer, ServerTls, start_nats
+from tests.support.sim_fleet import SimFleet
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "k8s" / "base" / "platform" / "nats" / "nats.conf"
 
@@ -139,6 +142,43 @@ async def test_tls_in_both_directions(tmp_path: Path, caplog: pytest.LogCaptureF
         await refused(NatsOptions(servers=(server.url,), tls_ca_file=str(ca_file)), caplog, words="CERTIFICATE_REQUIRED")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("authority", "unable to get local issuer certificate"),
+        ("host", "certificate is not valid for '127.0.0.1'"),
+        ("date", "certificate has expired"),
+    ],
+)
+async def test_a_nats_server_with_a_wrong_certificate_gets_no_password(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str, words: str
+) -> None:
+    ca, other = trustme.CA(), trustme.CA()
+    ca_file = write_ca(ca, tmp_path / "ca.pem")
+    names = ("elsewhere.example", "127.0.0.2") if wrong == "host" else ()
+    pair = issue(other if wrong == "authority" else ca, tmp_path, "server", *names, expired=wrong == "date")
+    config = "authorization { user: me, password: sesame }\ntrace: true"
+    async with start_nats(tmp_path / "nats", jetstream=False, tls=ServerTls(pair.cert, pair.key), config=config) as server:
+        options = NatsOptions(servers=(server.url,), user="me", password="sesame", tls_ca_file=str(ca_file))
+        await refused(options, caplog, "sesame", words=words)
+        assert "CONNECT" not in server.log()
+
+
+@pytest.mark.parametrize("wrong", ["authority", "date"])
+async def test_a_client_with_a_wrong_certificate_is_refused_by_nats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    ca, other = trustme.CA(), trustme.CA()
+    ca_file, server_pair = write_ca(ca, tmp_path / "ca.pem"), issue(ca, tmp_path, "server")
+    client = issue(other if wrong == "authority" else ca, tmp_path, "client", "worker@example", expired=wrong == "date")
+    tls = ServerTls(server_pair.cert, server_pair.key, ca_file)
+    async with start_nats(tmp_path / "nats", jetstream=False, tls=tls) as server:
+        own = {"tls_cert_file": str(client.cert), "tls_key_file": str(client.key)}
+        options = NatsOptions(servers=(server.url,), tls_ca_file=str(ca_file), **own)  # type: ignore[arg-type]
+        words = {"authority": "UNKNOWN_CA", "date": "CERTIFICATE_EXPIRED"}[wrong]
+        await refused(options, caplog, words=words)
+
+
 async def test_a_password_is_not_sent_to_a_server_that_offers_no_tls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ca_file = write_ca(trustme.CA(), tmp_path / "ca.pem")
     config = "authorization { user: me, password: sesame }\ntrace: true"
@@ -197,17 +237,21 @@ ALLOWED = {
 }
 
 
+LOGINS = {"frontend": {"user": "frontend", "password": "f"}, "worker": {"user": "worker", "password": "w"}}
+
+
 def deployed_permissions() -> str:
-    """The permissions of the deployment's nats.conf, as they stand there."""
+    """Return the permissions of the deployment's nats.conf, as they stand there, for the users of LOGINS."""
+    users = "authorization { users: [ {user: frontend, password: f, permissions: $frontend_may}, "
+    users += "{user: worker, password: w, permissions: $worker_may} ] }"
     text = DEPLOYED.read_text()
-    return "\n".join(re.findall(r"^(?:frontend|worker)_may \{.*?^\}", text, re.DOTALL | re.MULTILINE))
+    permissions = re.findall(r"^(?:frontend|worker)_may \{.*?^\}", text, re.DOTALL | re.MULTILINE)
+    return "\n".join([*permissions, users])
 
 
 @pytest.mark.parametrize("role", ["frontend", "worker"])
 async def test_a_role_of_the_deployment_is_refused_what_it_does_not_need(tmp_path: Path, role: str) -> None:
-    users = "authorization { users: [ {user: frontend, password: f, permissions: $frontend_may}, "
-    users += "{user: worker, password: w, permissions: $worker_may} ] }"
-    async with start_nats(tmp_path, config=f"{deployed_permissions()}\n{users}") as server:
+    async with start_nats(tmp_path, config=deployed_permissions()) as server:
         violations: asyncio.Queue[str] = asyncio.Queue()
 
         async def failed(error: Exception) -> None:
@@ -235,3 +279,38 @@ async def test_a_role_of_the_deployment_is_refused_what_it_does_not_need(tmp_pat
                 assert f'permissions violation for {noun} to "{subject.lower()}"' in violation
         assert client.is_connected, "a violation costs the message, not the connection"
         await client.close()
+
+
+async def test_a_deployment_serves_with_the_permissions_of_its_roles(
+    tmp_path: Path, etcd_server: EtcdServer, namespace: str
+) -> None:
+    """Everything that the roles do at NATS: requests, files, KV events and their record, bookings, thresholds, loads."""
+    async with start_nats(tmp_path, config=deployed_permissions()) as server:
+        fleet = SimFleet(etcd_server, server, namespace, durable=True, logins=LOGINS)
+        async with fleet.worker(), fleet.worker():
+            async with fleet.frontend(replica_sync=True, snapshot_threshold=1), fleet.frontend(replica_sync=True):
+                for number in range(4):
+                    await fleet.ask("the same prompt " * 20 + str(number))
+                    await fleet.ask("the same prompt " * 20 + str(number), frontend=1)
+                http = f"http://127.0.0.1:{fleet.frontends[0].http_port}"
+                async with httpx2.AsyncClient(base_url=http) as client:
+                    changed = {"model": "sim", "active_prefill_tokens_threshold": 9000}
+                    assert (await client.post("/busy_threshold", json=changed)).status_code == 200
+                    assert (await client.get("/console/fleet")).status_code == 200
+                    assert (await client.get("/v2/models/sim/stats")).status_code == 200
+                await asyncio.sleep(1.2)  # a load report, a snapshot
+            async with fleet.frontend(reset_states=True):
+                await fleet.ask("after the record was cleared")
+        assert "Violation" not in server.log_file.read_text()
+
+
+@pytest.mark.parametrize("role", ["frontend", "worker"])
+async def test_a_role_may_not_act_as_the_other(tmp_path: Path, etcd_server: EtcdServer, namespace: str, role: str) -> None:
+    """A process that logs in with the password of the other role cannot serve; nats-server refuses what it tries."""
+    other = {"frontend": "worker", "worker": "frontend"}[role]
+    async with start_nats(tmp_path, config=deployed_permissions()) as server:
+        fleet = SimFleet(etcd_server, server, namespace, logins=LOGINS | {role: LOGINS[other]})
+        with pytest.raises((DynamoError, TimeoutError)):
+            async with asyncio.timeout(5), fleet.worker(), fleet.frontend():
+                await fleet.ask("hello")
+        assert "Violation" in server.log_file.read_text()

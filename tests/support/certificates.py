@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import trustme
@@ -22,10 +23,12 @@ class Pair:
         _replace(self.cert, b"".join(pem.bytes() for pem in issued.cert_chain_pems))
 
 
-def issue(ca: trustme.CA, folder: Path, name: str, *identities: str) -> Pair:
-    """A pair signed by `ca`, for 127.0.0.1 and localhost unless told otherwise."""
+def issue(ca: trustme.CA, folder: Path, name: str, *identities: str, expired: bool = False) -> Pair:
+    """Return a pair signed by `ca`, by default for 127.0.0.1 and localhost, valid now or until yesterday."""
     pair = Pair(folder / f"{name}.pem", folder / f"{name}.key")
-    pair.write(ca.issue_cert(*(identities or ("127.0.0.1", "localhost"))))
+    now = datetime.now(UTC)
+    begin, end = (now - timedelta(days=2), now - timedelta(days=1)) if expired else (None, None)
+    pair.write(ca.issue_cert(*(identities or ("127.0.0.1", "localhost")), not_before=begin, not_after=end))
     return pair
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynamo.common.generation import Sampling, Stop, Summary
 from dynamo.common.names import Endpoint, InstanceId
@@ -43,6 +43,8 @@ class SimFleet:
     durable: bool = False
     status: StatusOptions = field(default_factory=StatusOptions)
     drain_timeout_s: float = 5
+    logins: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"frontend": {}, "worker": {}})
+    """Options of each role for its connection to NATS."""
     model: str = "sim"
     make: Callable[[], SimEngine | LlamaEngine] = lambda: SimEngine(sim_config(SIM, "sim", None, None))
     frontends: list[Frontend] = field(default_factory=list)
@@ -60,7 +62,7 @@ class SimFleet:
             status=self.status,
             log=LogOptions(),
             etcd=EtcdOptions(endpoints=(self.etcd.endpoint,)),
-            nats=NatsOptions(servers=(self.nats.url,)),
+            nats=NatsOptions(servers=(self.nats.url,), **self.logins["worker"]),
         )
         async with open_worker(engine, config) as worker:
             self.workers.append(worker)
@@ -91,7 +93,7 @@ class SimFleet:
             settle_s=0,
             log=LogOptions(),
             etcd=EtcdOptions(endpoints=(self.etcd.endpoint,)),
-            nats=NatsOptions(servers=(self.nats.url,)),
+            nats=NatsOptions(servers=(self.nats.url,), **self.logins["frontend"]),
         )
         async with serve_frontend(config) as frontend:
             await until(lambda: len(frontend.plane.models.instances(self.model)) == len(self.workers))

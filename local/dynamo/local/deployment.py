@@ -87,7 +87,7 @@ async def _start_etcd(supervisor: Supervisor, folder: Path, report: Report) -> B
     login = make_login("root", folder / "logins" / "etcd")
     server = EtcdServer(folder / "etcd", fsync=False, login=login)
     await supervisor.start_server("etcd", server)
-    report(f"etcd         {server.endpoint}, user {login.user}, password in {login.file}")
+    report(f"etcd         {server.endpoint}, user {login.user}, password in {_from_here(login.file)}")
     return Backend((server.endpoint,), login)
 
 
@@ -95,8 +95,13 @@ async def _start_nats(supervisor: Supervisor, folder: Path, report: Report) -> B
     login = make_login("dynamo", folder / "logins" / "nats")
     server = NatsServer(folder / "nats", login=login)
     await supervisor.start_server("nats-server", server)
-    report(f"nats-server  {server.url}, user {login.user}, password in {login.file}")
+    report(f"nats-server  {server.url}, user {login.user}, password in {_from_here(login.file)}")
     return Backend((server.url,), login)
+
+
+def _from_here(path: Path) -> Path:
+    """Return `path` relative to the working directory if it is inside."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 async def _all_ready(client: Etcd, config: LocalConfig, others: frozenset[InstanceId], report: Report) -> list[Instance]:
