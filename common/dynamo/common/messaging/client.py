@@ -29,15 +29,21 @@ from dynamo.common.errors import (
 )
 from dynamo.common.messaging import frames
 from dynamo.common.messaging.connection import Connection
-from dynamo.common.messaging.frames import INLINE_BYTES, Body, Buffer, Pieces, size_of
+from dynamo.common.messaging.frames import INLINE_BYTES, Body, Buffer, Pieces, batched, size_of
 from dynamo.common.messaging.limits import FRAME_COST, PlaneLimits
 from dynamo.common.messaging.outbox import Outbox
+from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import InstanceId, responses_prefix
 
 log = logging.getLogger(__name__)
 
 _NO_HEADERS: dict[str, str] = {}
-_MOST_GIVEN_UP = 1024
+_PER_FRAME = 1000
+"""Streams named in one frame."""
+_WITNESSES = 3
+"""So many other instances are probed before one is taken for gone."""
+_WITHOUT_WITNESSES = 3
+"""If none of them responds either, the time until then is so many times as long."""
 
 
 class RequestStream:
@@ -48,6 +54,7 @@ class RequestStream:
 
     __slots__ = (
         "_allowed",
+        "_allowed_upload",
         "_body",
         "_client",
         "_expected",
@@ -101,6 +108,7 @@ class RequestStream:
         self._body = body
         self._upload: Pieces | None = None
         self._upload_index = 0
+        self._allowed_upload = 0
         self._unacknowledged = 0
         self._total = size_of(body)
         self._granted = 0
@@ -179,29 +187,39 @@ class RequestStream:
         total, body = self._total, self._body
         flight = min(total, limits.first_flight_bytes, max(0, limits.unacknowledged_bytes - self._peer.unacknowledged))
         self._granted = self._allowed = client.grant()
-        self._unacknowledged = flight
+        self._unacknowledged = self._allowed_upload = flight
         self._peer.unacknowledged += flight
         if flight == total <= client.inline_bytes and isinstance(body, bytes):  # most requests take this short way
             whole = memoryview(body)
-            return frames.encode(frames.Open(self.id, self._verb, self._headers, left_ms, total, flight, self._granted, whole))
+            frame = frames.Open(self.id, self._verb, self._headers, left_ms, total, flight, self._granted, whole)
+            encoded = frames.encode(frame)
+            return encoded if self._is_head_allowed(len(encoded) - total) else None
         self._upload = Pieces(body)
         first = self._upload.take(min(flight, client.chunk_bytes))
         frame = frames.Open(self.id, self._verb, self._headers, left_ms, total, flight, self._granted)
+        if not self._is_head_allowed(len(frames.encode(frame))):
+            return None
         if flight > client.chunk_bytes:
-            client.loop.call_soon(self._send_chunks, flight)
+            client.loop.call_soon(self._send_chunks)
         return frames.encode_with_body(frame, first)
 
-    def _send_chunks(self, allowed: int) -> None:
-        """Sends of the body what may be sent when `allowed` bytes of it may."""
-        upload = self._upload
-        if upload is None:  # all of it went with the first frame
-            return
-        while not self._over:
-            size = min(upload.left, self._client.chunk_bytes, allowed - (self._total - upload.left))
+    def _send_chunks(self) -> bool:
+        """Send as much of the body as may be sent. Return whether there was anything to send."""
+        upload, has_sent = self._upload, False
+        while upload is not None and not self._over:
+            size = min(upload.left, self._client.chunk_bytes, self._allowed_upload - (self._total - upload.left))
             if size <= 0:
-                return
+                break
             self._send(frames.encode_with_body(frames.Chunk(self.id, self._upload_index), upload.take(size)))
             self._upload_index += 1
+            has_sent = True
+        return has_sent
+
+    def _is_head_allowed(self, size: int) -> bool:
+        limit = self._client.limits.max_head_bytes
+        if size > limit:
+            self.fail(InvalidRequest(f"the headers of the request have {size} bytes; at most {limit} are allowed"))
+        return size <= limit
 
     def _send(self, frame: bytes | list[Buffer]) -> None:
         self._peer.outbox.add(frame)
@@ -216,9 +234,12 @@ class RequestStream:
 
     def on_credit(self, frame: frames.Credit) -> None:
         self._acknowledge()
-        self._send_chunks(frame.total)
+        self._allowed_upload = max(self._allowed_upload, frame.total)
+        if not self._send_chunks() and self._upload is not None:  # it waits for what has been sent: is that lost?
+            self._send(frames.encode(frames.Chunk(self.id, self._upload_index)))
 
     def on_chunk(self, frame: frames.Chunk) -> None:
+        self._expected += 1
         self._parts.append(frame.body)
         self._parts_bytes += frame.body.nbytes
         if frame.index != len(self._parts) - 1:
@@ -277,6 +298,13 @@ class RequestStream:
         if self._owed * 4 >= self._granted:
             self.send_credit()
 
+    def on_blocked(self, known_credit: int, seq: int) -> None:
+        """The instance waits for credit: what it has sent is lost, or the last CREDIT is, or the reader is slow."""
+        if seq != self._expected:
+            self._on_gap()
+        elif known_credit < self._allowed:
+            self.send_credit()
+
     def send_credit(self) -> None:
         """Tells the instance how much it may have sent by now."""
         self._owed = 0
@@ -284,12 +312,8 @@ class RequestStream:
 
     def on_reconnect(self) -> None:
         """The connection was lost and is back: the last frames, in either direction, may be lost."""
-        if self.batch < 0:
-            return
-        self.last_frame_at = float("-inf")  # probed at the next check
-        if not self.started and self._total > self._client.chunk_bytes:
-            why = "lost the connection while the request was on its way"
-            self._abort(InstanceGone(self._peer.instance, why, is_alive=True, was_held=False))
+        if self.batch >= 0:
+            self.last_frame_at = float("-inf")  # probed at the next check
 
     def expire(self) -> None:
         """The deadline has passed."""
@@ -313,15 +337,47 @@ class RequestStream:
 class _InstancePeer:
     """An instance as this client knows it."""
 
-    __slots__ = ("instance", "outbox", "probed_at", "streams", "unacknowledged")
+    __slots__ = (
+        "absent_batch",
+        "absent_since",
+        "heard_at",
+        "instance",
+        "is_suspect",
+        "outbox",
+        "probed_at",
+        "streams",
+        "unacknowledged",
+        "unanswered_s",
+        "unknown",
+        "used_at",
+    )
 
-    def __init__(self, instance: InstanceId, outbox: Outbox) -> None:
+    def __init__(self, instance: InstanceId, outbox: Outbox, now: float) -> None:
         self.instance = instance
         self.outbox = outbox
         self.streams: dict[int, RequestStream] = {}
         self.unacknowledged = 0
+        self.used_at = now
+        """When it last had a stream."""
+        self.heard_at = float("-inf")
+        """When its last frame came."""
         self.probed_at: float | None = None
-        """When the first probe left that has not been answered."""
+        """When the first probe left since it was heard."""
+        self.unanswered_s = 0.0
+        """How long it has owed a response, while this process could have heard it."""
+        self.absent_since: float | None = None
+        """When nats-server first said that it has no subscription; None since it was heard."""
+        self.absent_batch = 0
+        """The batch of which it said so."""
+        self.is_suspect = False
+        """A stream failed because it is gone; it has not been heard since."""
+        self.unknown: set[int] = set()
+        """Streams that it still works on and that are over here."""
+
+    def heard(self, now: float) -> None:
+        self.heard_at = now
+        self.probed_at = self.absent_since = None
+        self.unanswered_s = 0.0
 
 
 class RequestClient:
@@ -332,15 +388,14 @@ class RequestClient:
         self.loop = asyncio.get_running_loop()
         self.now = self.loop.time()
         """The loop's clock, read once per message rather than once per frame."""
-        self.chunk_bytes = min(limits.chunk_bytes, connection.max_payload // 2)
-        self.inline_bytes = min(self.chunk_bytes, INLINE_BYTES)
         self.prefix = responses_prefix(namespace, secrets.token_hex(8))
         self._connection = connection
-        self._peers: dict[InstanceId, _InstancePeer] = {}
-        self._streams: dict[int, RequestStream] = {}
-        self._given_up: dict[InstanceId, None] = {}
-        """Instances that were taken for dead, the last `_MOST_GIVEN_UP` of them."""
+        self._fit_chunks()
+        self._unreadable = Unreadable("a message of an instance")
         self._on_sign_of_life: list[Callable[[InstanceId], None]] = []
+        self._peers: dict[InstanceId, _InstancePeer] = {}
+        self._peers_by_subject: dict[str, _InstancePeer] = {}
+        self._streams: dict[int, RequestStream] = {}
         self._last = 0
         self._budget = limits.budget_bytes
 
@@ -370,8 +425,9 @@ class RequestClient:
         self._last += 1
         peer = self._peers.get(instance)
         if peer is None:
-            peer = self._peers[instance] = _InstancePeer(
-                instance, Outbox(self._connection, subject, f"{self.prefix}.{instance:x}.{{}}".format)
+            outbox = Outbox(self._connection, subject, f"{self.prefix}.{instance:x}.{{}}".format)
+            peer = self._peers[instance] = self._peers_by_subject[f"{self.prefix}.{instance:x}"] = _InstancePeer(
+                instance, outbox, self.now
             )
         stream = RequestStream(self, peer, self._last, verb, body, headers, deadline)
         if stream._total > self.limits.max_body_bytes:
@@ -393,22 +449,9 @@ class RequestClient:
         self._streams.pop(stream.id, None)
         peer.streams.pop(stream.id, None)
 
-    def fail_instance(self, instance: InstanceId, gone_since: int | None = None) -> None:
-        """Fail every stream of an instance, and forget it. `gone_since`: the first batch that certainly did not reach it."""
-        peer = self._peers.pop(instance, None)
-        self._given_up[instance] = None
-        if len(self._given_up) > _MOST_GIVEN_UP:
-            self._given_up.pop(next(iter(self._given_up)))
-        if peer is not None:
-            for stream in list(peer.streams.values()):
-                was_held = stream.batch >= 0 and (gone_since is None or stream.batch < gone_since)
-                stream.fail(InstanceGone(instance, "is gone", was_held=was_held))
-
-    def _abandon_instance(self, peer: _InstancePeer) -> None:
-        """As `fail_instance`, for an instance that may only hang: when it wakes, it must not do what others have done by then."""
-        for stream in list(peer.streams.values()):
-            stream._abort(InstanceGone(peer.instance, "does not respond any more", was_held=stream.batch >= 0))
-        self.fail_instance(peer.instance)
+    def on_sign_of_life(self, callback: Callable[[InstanceId], None]) -> None:
+        """Call `callback`, synchronously, when an instance that was taken for gone sends something after all."""
+        self._on_sign_of_life.append(callback)
 
     def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
         """Handle a message of responses."""
@@ -417,109 +460,166 @@ class RequestClient:
         try:
             message = frames.decode(payload)
         except InvalidRequest as error:
-            log.warning("a response on %s was dropped: %s", subject, error)
-            return
+            return self._unreadable.drop(subject, error)
         self.now = now = self.loop.time()
-        if self._given_up:
-            self._note_sign_of_life(subject)
-        streams = self._streams
+        peer = self._peers_by_subject.get(subject)
+        if peer is None:
+            return  # it had no streams for a long time
+        peer.heard(now)
+        if peer.is_suspect:
+            peer.is_suspect = False
+            for callback in self._on_sign_of_life:
+                callback(peer.instance)
+        streams = peer.streams
         for frame in message:
             if isinstance(frame, frames.Data):
                 if stream := streams.get(frame.stream):
                     stream.last_frame_at = now
                     stream.on_data(frame)
+                else:
+                    peer.unknown.add(frame.stream)
             elif isinstance(frame, frames.End):
                 if stream := streams.get(frame.stream):
                     stream.on_end(frame)
             elif isinstance(frame, frames.Beat):
-                for id_ in frame.streams:
-                    if stream := streams.get(id_):
-                        stream.last_frame_at = now
+                self._on_beat(peer, frame)
             elif isinstance(frame, frames.Known):
-                self._on_known(subject, frame)
-            elif stream := streams.get(frame.stream) if not isinstance(frame, frames.Probe) else None:
+                self._on_known(peer, frame)
+            elif isinstance(frame, frames.Chunk | frames.Credit | frames.Error):
+                stream = streams.get(frame.stream)
+                if stream is None:
+                    if not isinstance(frame, frames.Error):
+                        peer.unknown.add(frame.stream)
+                    continue
                 stream.last_frame_at = now
                 if isinstance(frame, frames.Chunk):
                     stream.on_chunk(frame)
                 elif isinstance(frame, frames.Credit):
                     stream.on_credit(frame)
-                elif isinstance(frame, frames.Error):
+                else:
                     stream.on_error(frame)
 
-    def on_sign_of_life(self, callback: Callable[[InstanceId], None]) -> None:
-        """Call `callback`, synchronously, when an instance that was given up sends something after all."""
-        self._on_sign_of_life.append(callback)
+    def _on_beat(self, peer: _InstancePeer, frame: frames.Beat) -> None:
+        for id_ in frame.streams:
+            if stream := peer.streams.get(id_):
+                stream.last_frame_at = self.now
+            else:
+                peer.unknown.add(id_)
+        for id_, known_credit, seq in frame.blocked:
+            if stream := peer.streams.get(id_):
+                stream.last_frame_at = self.now
+                stream.on_blocked(known_credit, seq)
+            else:
+                peer.unknown.add(id_)
 
-    def _note_sign_of_life(self, subject: str) -> None:
-        try:
-            instance = InstanceId(int(subject.rsplit(".", 1)[1], 16))
-        except ValueError:  # not of an instance
-            return
-        if instance in self._given_up:
-            del self._given_up[instance]
-            for callback in self._on_sign_of_life:
-                callback(instance)
+    def _on_known(self, peer: _InstancePeer, frame: frames.Known) -> None:
+        for id_ in frame.streams:
+            if stream := peer.streams.get(id_):
+                stream.last_frame_at = self.now
+            else:
+                peer.unknown.add(id_)
+        for id_ in frame.unknown:  # its last frame would have come before this one
+            if stream := peer.streams.get(id_):
+                stream.fail(InstanceGone(peer.instance, "does not know the request any more", is_alive=True))
 
     def _on_no_responders(self, subject: str) -> None:
-        """The instance has no subscription: nothing in that batch ran. It may be reconnecting, as we just did."""
-        instance = InstanceId(int(subject.split(".")[-2], 16))
-        peer = self._peers.get(instance)
+        """The instance has no subscription: nothing in that batch ran. It may be reconnecting, or we just did."""
+        peer = self._peers_by_subject.get(subject.rpartition(".")[0])
         if peer is None:
             return
-        batch = int(subject.rsplit(".", 1)[1])
-        for stream in [stream for stream in peer.streams.values() if stream.batch == batch]:
-            stream.fail(InstanceGone(instance, "is gone", was_held=False))
-        if not self._in_grace():
-            self.fail_instance(instance, batch)
+        now = self.loop.time()
+        batch = int(subject.rpartition(".")[2])
+        unsent = [stream for stream in peer.streams.values() if stream.batch == batch]
+        for stream in unsent:
+            stream.fail(InstanceGone(peer.instance, "is gone", was_held=False))
+        peer.is_suspect = peer.is_suspect or bool(unsent)
+        if self._in_grace():
+            return
+        if peer.absent_since is None:
+            peer.absent_since, peer.absent_batch = now, batch
+        elif now - peer.absent_since >= self.limits.absent_grace_s:
+            self._fail_streams(peer, "is gone", unsent_since=peer.absent_batch)
 
     def _in_grace(self) -> bool:
         return self.loop.time() - self._connection.reconnected_at < self.limits.reconnect_grace_s
 
-    def _on_known(self, subject: str, frame: frames.Known) -> None:
-        peer = self._peers.get(InstanceId(int(subject.rsplit(".", 1)[1], 16)))
-        if peer is None or peer.probed_at is None:
-            return
-        peer.probed_at = None
-        for id_ in frame.streams:
-            if stream := peer.streams.get(id_):
-                stream.last_frame_at = self.now
-        for id_ in frame.unknown:  # its last word would have come before this one
-            if stream := peer.streams.get(id_):
-                stream.fail(InstanceGone(peer.instance, "does not know the request any more", is_alive=True))
+    def _fail_streams(self, peer: _InstancePeer, why: str, unsent_since: int | None = None) -> None:
+        """Fail all streams of an instance. `unsent_since`: the first batch that certainly did not reach it.
+
+        It may only hang: when it wakes, it must not do what others have done by then.
+        """
+        peer.is_suspect = peer.is_suspect or bool(peer.streams)
+        for stream in list(peer.streams.values()):
+            was_held = stream.batch >= 0 and (unsent_since is None or stream.batch < unsent_since)
+            stream._abort(InstanceGone(peer.instance, why, was_held=was_held))
 
     async def watch(self) -> None:
-        """Probe silent streams, for ever."""
-        interval = self.limits.probe_after_s / 4
+        """Probe silent streams and repeat what may have been lost, for ever."""
+        interval_s = self.limits.probe_after_s / 4
         while True:
-            await asyncio.sleep(interval)
+            await asyncio.sleep(interval_s)
             if self._connection.is_connected:
                 self.now = self.loop.time()
                 for peer in list(self._peers.values()):
-                    self._check(peer)
+                    self._check(peer, interval_s)
 
-    def _check(self, peer: _InstancePeer) -> None:
-        if not peer.streams:
-            self._peers.pop(peer.instance)
-            peer.outbox.flush()
-            return
+    def _check(self, peer: _InstancePeer, interval_s: float) -> None:
+        if peer.unknown:  # a CANCEL was lost, or is still on its way
+            for id_ in peer.unknown:
+                peer.outbox.add(frames.encode(frames.Cancel(id_)))
+            peer.unknown.clear()
+        if peer.streams:
+            peer.used_at = self.now
+        elif self.now - peer.used_at > self.limits.peer_kept_s:
+            return self._forget_peer(peer)
         silent_before = self.now - self.limits.probe_after_s
         silent = [id_ for id_, stream in peer.streams.items() if stream.batch >= 0 and stream.last_frame_at < silent_before]
-        if not silent:
-            peer.probed_at = None
-            return
+        if silent or peer.is_suspect or peer.absent_since is not None or peer.probed_at is not None:
+            self._probe(peer, silent, interval_s)
+        elif peer.streams and self.now - peer.outbox.flushed_at > self.limits.keepalive_s:
+            peer.outbox.add(frames.encode(frames.Probe([])))
+
+    def _probe(self, peer: _InstancePeer, silent: list[int], interval_s: float) -> None:
         if peer.probed_at is None:
             peer.probed_at = self.now
-        elif self.now - peer.probed_at > self.limits.gone_after_s and not self._in_grace():
-            self._abandon_instance(peer)
-            return
+        elif not self._connection.is_silent:  # else it may be we who do not hear
+            peer.unanswered_s += interval_s
+            if peer.streams and peer.unanswered_s > self.limits.gone_after_s and not self._in_grace() and self._is_alone(peer):
+                return self._fail_streams(peer, "does not respond any more")
         for id_ in silent:
             peer.streams[id_].send_credit()  # the instance may be waiting for one that was lost
-        peer.outbox.add(frames.encode(frames.Probe(silent)))
+        for ids in batched(silent, _PER_FRAME) if silent else ([],):
+            peer.outbox.add(frames.encode(frames.Probe(ids)))
+
+    def _is_alone(self, peer: _InstancePeer) -> bool:
+        """Whether an instance that does not respond may be judged: others do, or did not either for a long time."""
+        assert peer.probed_at is not None
+        others = [
+            other for other in self._peers.values() if other is not peer and not other.is_suspect and other.absent_since is None
+        ]
+        if not others or peer.unanswered_s > _WITHOUT_WITNESSES * self.limits.gone_after_s:
+            return True
+        if any(other.heard_at > peer.probed_at for other in others):
+            return True
+        for other in others[:_WITNESSES]:
+            other.outbox.add(frames.encode(frames.Probe([])))
+        return False
+
+    def _forget_peer(self, peer: _InstancePeer) -> None:
+        self._peers.pop(peer.instance)
+        self._peers_by_subject.pop(f"{self.prefix}.{peer.instance:x}")
+        peer.outbox.flush()
+
+    def _fit_chunks(self) -> None:
+        self.chunk_bytes = min(self.limits.chunk_bytes, self._connection.max_payload // 2)
+        self.inline_bytes = min(self.chunk_bytes, INLINE_BYTES)
 
     def on_reconnect(self) -> None:
         """Send what waited for the connection, and probe everything that was under way when it was lost."""
+        self._fit_chunks()
         for peer in list(self._peers.values()):
-            peer.probed_at = None
+            peer.probed_at = peer.absent_since = None
+            peer.unanswered_s = 0.0
             for stream in list(peer.streams.values()):
                 stream.on_reconnect()
             peer.outbox.flush()

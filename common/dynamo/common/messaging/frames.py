@@ -7,22 +7,22 @@ into the message: it is written to the socket from where it lies (`Body`).
 | frame | direction | meaning |
 |---|---|---|
 | OPEN | to the instance | a request: its verb, headers, what is left of its deadline, body size, first bytes of the body |
-| CHUNK | both | the next part of a body; a response's parts precede their DATA or END, whose own body is then empty |
+| CHUNK | both | the next part of a body; a response's parts precede their DATA or END. If empty: all before it has been sent |
 | CREDIT | both | so many bytes of this stream, counted from its beginning, may be sent; a later one makes up for a lost one |
 | CANCEL | to the instance | the caller is gone or too late: stop within one step |
 | DATA | to the caller | one response |
 | END | to the caller | the last frame of a request that succeeded: the trailer, or a unary response |
 | ERROR | to the caller | the last frame of a request that failed |
-| BEAT | to the caller | these silent streams are still being worked on |
-| PROBE | to the instance | are you there, and do you know these streams? |
+| BEAT | to the caller | these silent streams are still being worked on, and these wait for credit |
+| PROBE | to the instance | are you there, and do you know these streams? An empty one also says that the caller is there |
 | KNOWN | to the caller | the response to PROBE: which of them are open and which are not |
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -69,12 +69,14 @@ class Cancel(msgspec.Struct, array_like=True, tag=3, frozen=True, gc=False):
 class Data(msgspec.Struct, array_like=True, tag=4, frozen=True, gc=False):
     stream: int
     seq: int
+    """How many CHUNK and DATA frames of this stream came before: a lost one shows, the last one too."""
     body: memoryview = memoryview(b"")
 
 
 class End(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
     stream: int
     seq: int
+    """As in DATA."""
     body: memoryview = memoryview(b"")
 
 
@@ -88,6 +90,8 @@ class Error(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
 
 class Beat(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False):
     streams: list[int]
+    blocked: list[tuple[int, int, int]] = []
+    """Streams that wait for credit: id, the total of credit that the instance knows of, and the `seq` of the next DATA."""
 
 
 class Probe(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
@@ -171,6 +175,15 @@ def decode(message: Buffer) -> list[Frame]:
         return _decoder.decode(message)
     except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError, too
         raise InvalidRequest(f"not a message of the request plane: {error}") from None
+
+
+T = TypeVar("T")
+
+
+def batched(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    """Yield `items` in lists of at most `size`."""
+    for start in range(0, len(items), size):
+        yield list(items[start : start + size])
 
 
 class Pieces:

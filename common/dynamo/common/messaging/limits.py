@@ -41,3 +41,15 @@ class PlaneLimits:
     """An instance that answered no probe for this long is taken as gone."""
     reconnect_grace_s: float = 5.0
     """After an own reconnect, a peer without subscription may still be reconnecting."""
+    absent_grace_s: float = 1.0
+    """A peer whose subscription is missing gets this long to come back, as after a short reconnect of its own."""
+    keepalive_s: float = 5.0
+    """A caller with open requests says that it is there at least this often."""
+    caller_gone_after_s: float = 30.0
+    """The requests of a caller that sent nothing for this long are cancelled."""
+    peer_kept_s: float = 60.0
+    """An instance without streams is kept in mind this long."""
+    max_head_bytes: int = 32 * KIB
+    """Verb and headers of a request; longer ones are refused."""
+    max_error_chars: int = 4 * KIB
+    """Longer texts of errors are cut."""

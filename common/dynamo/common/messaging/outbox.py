@@ -38,12 +38,13 @@ class Outbox:
         self._connection = connection
         self._reply = reply
         self._loop = asyncio.get_running_loop()
-        self._most_bytes = connection.max_payload - _MARGIN_BYTES
+
         self._batch = 0
         self._waiting: list[Opening | list[Buffer] | bytes] = []
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
-        self._flushed_at = float("-inf")
+        self.flushed_at = float("-inf")
+        """When the last message left."""
 
     def add(self, frame: Opening | list[Buffer] | bytes, *, patient: bool = False) -> None:
         """Queues one frame: encoded, in pieces, or to be encoded when it leaves."""
@@ -53,7 +54,7 @@ class Outbox:
         if patient:
             if self._timer is not None:
                 return
-            due = self._flushed_at + PATIENCE_S
+            due = self.flushed_at + PATIENCE_S
             if due > self._loop.time():
                 self._timer = self._loop.call_at(due, self.flush)
                 return
@@ -70,7 +71,7 @@ class Outbox:
             return
         waiting, self._waiting = self._waiting, []
         self._batch += 1
-        self._flushed_at = self._loop.time()
+        self.flushed_at = self._loop.time()
         pieces: list[Buffer] = []
         frames = size = 0
         for frame in waiting:
@@ -79,7 +80,7 @@ class Outbox:
             if encoded is None:
                 continue
             length = len(encoded) if isinstance(encoded, bytes) else sum(map(len, encoded))
-            if size and size + length > self._most_bytes:
+            if size and size + length > self._connection.max_payload - _MARGIN_BYTES:
                 self._send(frames, pieces)
                 pieces, frames, size = [], 0, 0
             if isinstance(encoded, bytes):

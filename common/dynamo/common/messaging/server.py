@@ -27,13 +27,16 @@ from dynamo.common.errors import (
 )
 from dynamo.common.messaging import frames
 from dynamo.common.messaging.connection import Connection
-from dynamo.common.messaging.frames import Body, Buffer, Pieces
+from dynamo.common.messaging.frames import Body, Buffer, Pieces, batched
 from dynamo.common.messaging.limits import FRAME_COST, PlaneLimits
 from dynamo.common.messaging.outbox import Outbox
+from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import Endpoint, InstanceId
 
 log = logging.getLogger(__name__)
 
+_PER_FRAME = 1000
+"""Streams named in one frame."""
 _LEAST_CHUNK_BYTES = 4 * 1024
 """A window smaller than this is not worth a message of its own, unless it holds all that is left. A caller speaks up when a
 quarter of its window is used, the smallest of which is four times this, so that neither waits for the other."""
@@ -58,6 +61,7 @@ class Incoming:
         "_seq",
         "_server",
         "_size",
+        "_stalled",
         "_task",
         "_timer",
         "_window",
@@ -89,6 +93,7 @@ class Incoming:
         self._parts: list[memoryview] = []
         self._missing = frame.size - frame.body.nbytes
         self._flight = frame.flight - frame.body.nbytes
+        self._stalled = False
         self._granted = 0
         self._allowed_body = frame.flight
         self._allowed = frame.window
@@ -168,6 +173,8 @@ class Incoming:
                     return
                 outbox.add(frames.encode_with_body(frames.Chunk(self.id, self._chunk_index), body.take(size)))
                 self._chunk_index += 1
+                self._seq += 1
+                self.has_sent = True
                 self._window -= size + FRAME_COST
             self._outgoing.popleft()
             self._chunk_index = 0
@@ -185,7 +192,10 @@ class Incoming:
     def fail(self, error: DynamoError) -> None:
         """Send the last frame of a request that failed."""
         retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
-        frame = frames.Error(self.id, error.code.value, str(error), error.retryable, retry_after_s)
+        text, max_chars = str(error), self._server.limits.max_error_chars
+        if len(text) > max_chars:  # it may quote the request
+            text = text[: max_chars - 1] + "…"
+        frame = frames.Error(self.id, error.code.value, text, error.retryable, retry_after_s)
         self._peer.outbox.add(frames.encode(frame))
         self._ended = True
         self._outgoing.clear()
@@ -194,16 +204,20 @@ class Incoming:
     # running
 
     def on_chunk(self, frame: frames.Chunk) -> None:
-        ungranted = min(frame.body.nbytes, self._flight)
-        self._flight -= ungranted
-        self._release_credit(frame.body.nbytes - ungranted)
-        if not self._parts:
-            self._parts.append(memoryview(self.body))
+        self._parts = self._parts or [memoryview(self.body)]
+        if self.is_whole or frame.index != len(self._parts) - 1 or frame.body.nbytes > self._missing:
+            return self.fail(Unavailable("part of the request was lost on the way"))
+        if not frame.body.nbytes:
+            return  # the caller says that it has sent all before this, and it has come
+        self._stalled = False
         self._parts.append(frame.body)
         self._missing -= frame.body.nbytes
-        if frame.index != len(self._parts) - 2 or self._missing < 0:
-            self.fail(Unavailable("part of the request was lost on the way"))
-        elif not self._missing:
+        ungranted = min(frame.body.nbytes, self._flight)
+        self._flight -= ungranted
+        used = min(frame.body.nbytes - ungranted, self._granted)
+        self._granted -= used
+        self._server.uploads.release(used)
+        if not self._missing:
             self.body = b"".join(self._parts)
             self._parts.clear()
             self.start()
@@ -211,10 +225,6 @@ class Incoming:
     @property
     def is_whole(self) -> bool:
         return not self._missing
-
-    def _release_credit(self, size: int) -> None:
-        self._granted -= size
-        self._server.uploads.release(size)
 
     def start(self) -> None:
         self._task = awaited(self._run())  # the request keeps it, and `_run` turns every failure into an ERROR frame
@@ -254,8 +264,9 @@ class Incoming:
         """Called once, when the server forgets the request."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._granted:
-            self._release_credit(self._granted)
+        if self._missing or self._granted:
+            granted, self._granted = self._granted, 0
+            self._server.uploads.forget(self, granted)
 
     @property
     def held_bytes(self) -> int:
@@ -265,18 +276,24 @@ class Incoming:
         """Let the caller send `size` more bytes of the body."""
         self._granted += size
         self._allowed_body += size
+        self._send_credit()
+
+    def _send_credit(self) -> None:
         self._peer.outbox.add(frames.encode(frames.Credit(self.id, self._allowed_body)))
         self.has_sent = True
 
-    @property
-    def is_blocked(self) -> bool:
-        """Waits for credit."""
-        return bool(self._outgoing)
+    def check_upload(self) -> None:
+        """Say again how much may be sent if nothing came since the last call: either the CREDIT was lost, or a CHUNK."""
+        if self.is_whole:
+            return
+        if self._stalled:
+            self._send_credit()
+        self._stalled = True
 
-    def on_reconnect(self) -> None:
-        """The connection was lost and is back: parts of a body that was on its way may be missing."""
-        if not self.is_whole:
-            self.fail(Unavailable("the connection was lost while the request was on its way"))
+    @property
+    def blocked(self) -> tuple[int, int, int] | None:
+        """What BEAT says of a request that waits for credit; None if it does not."""
+        return (self.id, self._allowed, self._seq) if self._outgoing else None
 
 
 Handler: TypeAlias = Callable[[Incoming], Awaitable[None]]
@@ -285,43 +302,55 @@ Handler: TypeAlias = Callable[[Incoming], Awaitable[None]]
 class _CallerPeer:
     """A caller as this instance knows it."""
 
-    __slots__ = ("outbox", "requests")
+    __slots__ = ("absent_since", "has_spoken", "outbox", "requests", "silent_s")
 
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
         self.requests: dict[int, Incoming] = {}
+        self.has_spoken = True
+        """It sent something since the last BEAT."""
+        self.silent_s = 0.0
+        """How long it has sent nothing, while this process could have heard it."""
+        self.absent_since: float | None = None
+        """When nats-server first said that it has no subscription; None since it was heard."""
 
 
 class UploadCredits:
-    """Shares the budget among the bodies that are on their way, first come first served."""
+    """Shares the budget among the bodies that are on their way, in turns."""
 
     def __init__(self, budget: int) -> None:
         self._free = budget
         self._max_share = budget // 8
-        self._waiting: deque[tuple[Incoming, int]] = deque()
+        self._waiting: dict[Incoming, int] = {}
+        """How many bytes each may still ask for, in the order of their turns."""
 
     @property
     def free_bytes(self) -> int:
         return self._free
 
     def request_credit(self, request: Incoming, size: int) -> None:
-        self._waiting.append((request, size))
+        self._waiting[request] = size
         self._grant()
 
     def release(self, size: int) -> None:
+        """Take back what a request has used."""
         self._free += size
         self._grant()
 
+    def forget(self, request: Incoming, unused: int) -> None:
+        """Take back what a request that is over has not used; grant it nothing more."""
+        self._waiting.pop(request, None)
+        self.release(unused)
+
     def _grant(self) -> None:
         while self._waiting and self._free > 0:
-            request, size = self._waiting.popleft()
-            if request.cancelled.is_set():
-                continue
+            request = next(iter(self._waiting))
+            size = self._waiting.pop(request)
             share = min(size, self._max_share, self._free)
             self._free -= share
-            request.grant(share)
             if size > share:
-                self._waiting.append((request, size - share))
+                self._waiting[request] = size - share
+            request.grant(share)
 
 
 class RequestServer:
@@ -330,9 +359,8 @@ class RequestServer:
     def __init__(self, connection: Connection, subject: str, handlers: Mapping[str, Handler], limits: PlaneLimits) -> None:
         self.limits = limits
         self.loop = asyncio.get_running_loop()
-        self.chunk_bytes = min(limits.chunk_bytes, connection.max_payload // 2)
-        self.inline_bytes = min(self.chunk_bytes, frames.INLINE_BYTES)
         self._connection = connection
+        self._fit_chunks()
         self._subject = subject
         self.handlers = dict(handlers)
         """By verb; a request for another verb is refused."""
@@ -343,6 +371,7 @@ class RequestServer:
         self._refusal: ShuttingDown | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._unreadable = Unreadable("a message to an instance")
 
     @property
     def open_requests(self) -> int:
@@ -352,6 +381,10 @@ class RequestServer:
     def free_upload_bytes(self) -> int:
         """Credit for request bodies that no request holds."""
         return self.uploads.free_bytes
+
+    def _fit_chunks(self) -> None:
+        self.chunk_bytes = min(self.limits.chunk_bytes, self._connection.max_payload // 2)
+        self.inline_bytes = min(self.chunk_bytes, frames.INLINE_BYTES)
 
     def refuse_new(self) -> None:
         """Refuse requests from now on, with an error that lets the caller try another instance."""
@@ -367,18 +400,18 @@ class RequestServer:
         """Handle a message of frames from a caller."""
         if no_responders:
             return self._on_caller_gone(subject)
-        address = reply.rsplit(".", 1)[0]
+        address = reply.rpartition(".")[0]
         try:
             message = frames.decode(payload)
         except InvalidRequest as error:
-            log.warning("a message for %s was dropped: %s", reply or "no reply subject", error)
-            return
-        if not address:
-            log.warning("a message without a reply subject was dropped")
-            return
+            return self._unreadable.drop(subject, error)
         peer = self._peers.get(address)
         if peer is None:
+            if address.count(".") < 2:
+                return self._unreadable.drop(subject, f"{reply!r} is no reply subject")
             peer = self._peers[address] = _CallerPeer(self._outbox(address))
+        peer.has_spoken = True
+        peer.absent_since = None
         for frame in message:
             if isinstance(frame, frames.Open):
                 self._on_open(peer, frame)
@@ -442,17 +475,29 @@ class RequestServer:
             self._idle.set()
 
     def _on_caller_gone(self, subject: str) -> None:
-        """The caller has no subscription. Unless it is reconnecting, as we just did, it is gone."""
-        if self.loop.time() - self._connection.reconnected_at < self.limits.reconnect_grace_s:
+        """The caller has no subscription. It is gone, unless it is reconnecting, as we just did, and comes back."""
+        now = self.loop.time()
+        if now - self._connection.reconnected_at < self.limits.reconnect_grace_s:
             return
-        client = subject.rsplit(".", 1)[1]
-        for address in [address for address in self._peers if address.split(".")[-2] == client]:
-            peer = self._peers.pop(address)
-            for request in list(peer.requests.values()):
-                request.stop()
+        client = subject.rpartition(".")[2]
+        for address, peer in list(self._peers.items()):
+            if address.split(".")[-2] == client:
+                if peer.absent_since is None:
+                    peer.absent_since = now
+                elif now - peer.absent_since >= self.limits.absent_grace_s:
+                    self._drop(address, peer)
+
+    def _drop(self, address: str, peer: _CallerPeer) -> None:
+        """Stop the requests of a caller that is gone."""
+        self._peers.pop(address, None)
+        for request in list(peer.requests.values()):
+            request.stop()
 
     async def beat(self) -> None:
-        """Tell callers, for ever, which silent requests are still being worked on. Finds out which callers are gone."""
+        """Tell callers, for ever, which silent requests are still being worked on or wait for credit.
+
+        Repeats what may have been lost, and finds out which callers are gone.
+        """
         while True:
             await asyncio.sleep(self.limits.beat_s)
             if not self._connection.is_connected:
@@ -460,18 +505,40 @@ class RequestServer:
             for address, peer in list(self._peers.items()):
                 if not peer.requests:
                     del self._peers[address]
-                    continue
-                silent = [request.id for request in peer.requests.values() if not (request.has_sent or request.is_blocked)]
-                for request in peer.requests.values():
-                    request.has_sent = False
-                if silent:
-                    peer.outbox.add(frames.encode(frames.Beat(silent)))
+                elif self._is_silent(peer):
+                    log.warning("a caller has been silent for %g s; its requests are cancelled", peer.silent_s)
+                    self._drop(address, peer)
+                else:
+                    self._beat(peer)
+
+    def _is_silent(self, peer: _CallerPeer) -> bool:
+        if peer.has_spoken:
+            peer.has_spoken = False
+            peer.silent_s = 0.0
+        elif not self._connection.is_silent:  # else it may be we who do not hear
+            peer.silent_s += self.limits.beat_s
+        return peer.silent_s > self.limits.caller_gone_after_s
+
+    def _beat(self, peer: _CallerPeer) -> None:
+        silent: list[int] = []
+        blocked: list[tuple[int, int, int]] = []
+        for request in peer.requests.values():
+            request.check_upload()
+            if request.has_sent:
+                request.has_sent = False
+            elif (waiting := request.blocked) is not None:
+                blocked.append(waiting)
+            else:
+                silent.append(request.id)
+        for ids in batched(silent, _PER_FRAME):
+            peer.outbox.add(frames.encode(frames.Beat(ids)))
+        for some in batched(blocked, _PER_FRAME):
+            peer.outbox.add(frames.encode(frames.Beat([], some)))
 
     def on_reconnect(self) -> None:
-        """What waited for the connection leaves."""
+        """Send what waited for the connection."""
+        self._fit_chunks()
         for peer in self._peers.values():
-            for request in list(peer.requests.values()):
-                request.on_reconnect()
             peer.outbox.flush()
 
     def stop_all(self) -> None:
