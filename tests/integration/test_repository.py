@@ -75,7 +75,7 @@ async def becomes_true(condition: Callable[[], object], timeout_s: float = 30.0)
 
 
 async def indexed(client: Client, model: str, state: str | None, reason: str = "", timeout_s: float = 30.0) -> str:
-    """Returns when the index says so of a model, with the reason in full; None: it says nothing of it."""
+    """Return when the index has this state and full reason of a model; None: the index does not list it."""
     index: dict[str, tuple[str, str]] = {}
     try:
         async with asyncio.timeout(timeout_s):
@@ -86,7 +86,7 @@ async def indexed(client: Client, model: str, state: str | None, reason: str = "
                     return seen[1]
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        raise AssertionError(f"the index says {index}") from None
+        raise AssertionError(f"the index is {index}") from None
 
 
 def connect(front: FrontendProcess) -> grpc.aio.Channel:
@@ -261,7 +261,7 @@ async def test_a_worker_that_is_killed_leaves_no_processes(
 
 
 def is_alive(pid: int) -> bool:
-    """A process that nobody has waited for is dead all the same."""
+    """Return whether a process is alive. One that is not reaped yet is dead all the same."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except FileNotFoundError:

@@ -43,7 +43,7 @@ async def order(worker: Worker, path: str) -> None:
 
 
 class Served:
-    """Requests without a pause, and who answered them. One that fails fails the test."""
+    """Sends requests without a pause and counts them by instance. A failed request fails the test."""
 
     def __init__(self, fleet: SimFleet) -> None:
         self.by: Counter[InstanceId] = Counter()
@@ -85,7 +85,7 @@ async def test_one_of_two_sleeps_and_wakes_under_load_without_a_failed_request(
         await until(lambda: [instance.id for instance in f.frontends[0].plane.models.instances("sim")] == [awake.instance])
         before = served.by[sleepy.instance]
         await served.more(awake.instance, 60)
-        assert served.by[sleepy.instance] <= before + 8, "but what it had answered and nobody had read"
+        assert served.by[sleepy.instance] <= before + 8, "except responses that were not read yet"
         assert not f.router().index("sim").held(sleepy.instance)
         await order(sleepy, "/wake_up")
         await served.more(sleepy.instance)

@@ -337,7 +337,7 @@ async def test_an_engine_that_does_not_start_ends_the_serving_and_closes_those_b
 
 
 class Mortal(EchoTensors):
-    """Serves until it is told to die."""
+    """Serves until the test makes it fail."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ async def test_a_caller_that_leaves_stops_the_engine(nats_server: NatsServer, na
 
 
 class Gate:
-    """A model that answers when it is let."""
+    """A model that responds when the test allows it."""
 
     name = "echo"
     inputs = outputs = {"INPUT0": Tensor("FP32", [-1])}  # noqa: RUF012

@@ -20,7 +20,7 @@ async def health(http: httpx2.AsyncClient) -> tuple[int, dict[str, Any]]:
 
 
 async def becomes(http: httpx2.AsyncClient, status: int, within_s: float = 30.0) -> dict[str, Any]:
-    """What /health says once it has this status."""
+    """Return the body of /health once it has this status."""
     async with asyncio.timeout(within_s):
         while True:
             try:

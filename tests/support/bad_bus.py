@@ -1,4 +1,4 @@
-"""Workers that publish their KV caches over a bus that loses, repeats, delays and reorders, until it is told to be good."""
+"""Workers that publish their KV caches over a bus that loses, repeats, delays and reorders, until `be_good` is called."""
 
 from __future__ import annotations
 

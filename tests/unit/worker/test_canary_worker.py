@@ -15,7 +15,7 @@ from dynamo.worker.engine.base import Context, EngineLoad
 
 IDLE_S = 1000.0
 NOW = 0.0
-"""As `idle_s`: what was answered before does not count."""
+"""As `idle_s`: earlier progress does not count."""
 
 
 class Engine:

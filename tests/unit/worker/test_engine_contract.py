@@ -40,7 +40,7 @@ class Started:
     card: ModelCard
 
     def noise(self, seed: int, length: int) -> list[int]:
-        """Tokens that are neither special nor, in the real model, parts of characters: llama.cpp tells nothing about those."""
+        """Tokens that are neither special nor, in the real model, parts of characters: llama.cpp does not report those."""
         chosen = random.Random(seed)
         vocabulary = range(5_000, 45_000) if self.kind == "llama" else range(100, 250)
         return chosen.choices(vocabulary, k=length)
@@ -102,7 +102,7 @@ async def generate(engine: Engine, request: GenerateRequest) -> Generation:
     summaries: list[Summary] = []
     async with asyncio.timeout(WAIT_S):
         async for item in engine.generate(request, Context("test")):
-            assert not summaries, "the summary is the last word"
+            assert not summaries, "the summary comes last"
             summaries.append(item) if isinstance(item, Summary) else deltas.append(item)
     [summary] = summaries
     return Generation(deltas, summary)
@@ -154,7 +154,7 @@ async def test_a_greedy_generation_continues_elsewhere_with_the_same_tokens(star
 async def test_a_stop_token_ends_a_generation_and_is_not_part_of_it(started: Started) -> None:
     prompt = started.noise(4, 30)
     tokens = (await generate(started.engine, make_request(prompt, 16))).tokens()
-    position = next((place for place in range(1, len(tokens)) if tokens[place] not in tokens[:place]), 0)
+    position = next((index for index in range(1, len(tokens)) if tokens[index] not in tokens[:index]), 0)
     result = await generate(
         started.engine, make_request(prompt, stop=Stop(max_tokens=16, token_ids=(tokens[position],), ignore_eos=True))
     )
@@ -243,7 +243,7 @@ async def test_requests_beyond_the_batch_size_wait(started: Started) -> None:
 
 async def test_an_abandoned_generation_frees_its_slot(started: Started) -> None:
     engine = started.engine
-    for seed in range(SEQUENCES + 1):  # the last one would find no place
+    for seed in range(SEQUENCES + 1):  # the last one would find no slot
         async with (
             asyncio.timeout(WAIT_S),
             aclosing(engine.generate(make_request(started.noise(seed, 20), 400), Context("test"))) as items,

@@ -160,11 +160,11 @@ def test_merges_and_special_tokens_are_taken_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pre", "says", "expected"),
+    ("pre", "add_bos", "expected"),
     [("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("llama-bpe", False, False)],
 )
-def test_bos_begins_a_prompt_if_the_file_or_the_family_says_so(pre: str, says: bool | None, expected: bool) -> None:
-    more = {} if says is None else {"tokenizer.ggml.add_bos_token": says}
+def test_bos_begins_a_prompt_if_the_file_or_the_model_family_has_it(pre: str, add_bos: bool | None, expected: bool) -> None:
+    more = {} if add_bos is None else {"tokenizer.ggml.add_bos_token": add_bos}
     model = byte_level_model(pre, **more)
     assert model.add_bos is expected
     assert (load(model).encode("a").ids[0] == model.bos_token_id) is expected
@@ -291,8 +291,8 @@ def test_a_real_file_tokenizes_as_llama_cpp_does() -> None:
     for sample in random_texts(300):
         body = json.dumps({"content": sample, "parse_special": True, "add_special": False}).encode()
         request = urllib.request.Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request) as answer:
-            assert tokenizer.encode(sample, add_special_tokens=False).ids == json.load(answer)["tokens"], sample
+        with urllib.request.urlopen(request) as response:
+            assert tokenizer.encode(sample, add_special_tokens=False).ids == json.load(response)["tokens"], sample
 
 
 @pytest.mark.real_model

@@ -50,7 +50,7 @@ def test_the_rest_after_a_shared_prefix_is_overwritten_unless_it_is_most_of_the_
     record = Record()
     record.add(tokens(0, 32), [1])
     record.add(tokens(0, 16) + tokens(500, 16), [1], cached_tokens=16)
-    assert record.cached_blocks(tokens(0, 32)) == 4, "the second answer took over the slot"
+    assert record.cached_blocks(tokens(0, 32)) == 4, "the second sequence took over the slot"
     record.add(tokens(0, 8) + tokens(700, 24), [1], cached_tokens=8)
     assert record.cached_blocks(tokens(0, 16) + tokens(500, 16)) == 8, "a quarter was shared: it was put aside"
     assert record.cached_blocks(tokens(0, 8) + tokens(700, 24)) == 8
@@ -69,7 +69,7 @@ def test_a_cache_miss_removes_the_blocks_from_the_record() -> None:
     record.add(tokens(0, 32), [1])
     record.add(tokens(900, 32), [1])
     record.add(tokens(0, 24) + tokens(300, 8), [1], cached_tokens=8)
-    assert record.cached_blocks(tokens(0, 32)) == 6, "only what the new answer has computed again"
+    assert record.cached_blocks(tokens(0, 32)) == 6, "only what the new sequence has computed again"
     assert record.cached_blocks(tokens(900, 32)) == 8, "others are not concerned"
     record.add(tokens(900, 4), [1], cached_tokens=0)
     assert record.cached_blocks(tokens(900, 32)) == 8, "a prompt of one block is computed in any case"

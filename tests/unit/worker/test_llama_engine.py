@@ -1,4 +1,4 @@
-"""The llama engine with the small language model: what it answers is not the question, but how."""
+"""The llama engine with the small language model: how it generates, not what."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def test_more_requests_than_slots_wait_in_line_and_are_counted(engine: Lla
 
 async def test_an_abandoned_generation_frees_its_slot_within_a_step(engine: LlamaEngine) -> None:
     endless = make_request(noise(4, 20), stop=Stop(ignore_eos=True))
-    # An answer in the other slot is the clock: both slots do their steps together, however slow the machine is.
+    # A generation in the other slot is the clock: both slots do their steps together, however slow the machine is.
     async with aclosing(engine.generate(endless, Context("clock"))) as clock:  # type: ignore[type-var]
         await anext(clock)
         for _ in range(3):
@@ -313,7 +313,7 @@ async def test_guided_output_matches_its_grammar(loaded: Loaded, guided: dict[st
 
 
 @pytest.mark.parametrize(
-    ("prompt", "settings", "says"),
+    ("prompt", "settings", "message"),
     [
         ([], {}, "no tokens"),
         ([49_152], {}, "49152"),
@@ -345,9 +345,9 @@ async def test_guided_output_matches_its_grammar(loaded: Loaded, guided: dict[st
     ],
 )
 async def test_an_invalid_parameter_is_refused_by_name(
-    engine: LlamaEngine, prompt: list[int], settings: dict[str, Any], says: str
+    engine: LlamaEngine, prompt: list[int], settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=says):
+    with pytest.raises(InvalidRequest, match=message):
         await generate(engine, make_request(prompt, **settings))
 
 

@@ -32,7 +32,7 @@ Read = Callable[..., float | None]
 
 
 class Busy:
-    """A language model that says how busy it is."""
+    """A language model that reports a load."""
 
     async def start(self) -> ModelCard:
         return ModelCard(name="m", kind=ModelKind.LLM, llm=LlmInfo(context_length=100, tokenizer=""))

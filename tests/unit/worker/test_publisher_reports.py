@@ -1,4 +1,4 @@
-"""When a worker tells how busy its engine is, in virtual time."""
+"""When a worker reports the load of its engine, in virtual time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ME = InstanceId(7)
 
 
 class StatedEngine:
-    """As busy as the test says."""
+    """An engine whose load the test sets."""
 
     def __init__(self) -> None:
         self.kv = KvState()
@@ -66,7 +66,7 @@ class Worker:
 
 @asynccontextmanager
 async def worker() -> AsyncIterator[Worker]:
-    """One that has just told its load for the first time, as an idle one does."""
+    """A worker that has just reported its load for the first time, as an idle one does."""
     engine, bus = StatedEngine(), Bus()
     async with publishing(bus, ENDPOINT, ME, [("m", engine)]) as publishers:
         await asyncio.sleep(0)

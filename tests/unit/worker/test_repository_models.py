@@ -257,7 +257,7 @@ async def test_steps_run_as_their_tensors_come_whatever_their_order(tmp_path: Pa
         ([step("two", {"x": "x"}, {"q": "y"})], "", "maps the output 'q'"),
         ([step("two", {}, {"y": "y"})], "", "gives the model no input 'x'"),
         ([step("two", {"x": "x"}, {"y": "y"})] * 2, "", "comes from two places"),
-        ([step("nobody", {"x": "x"}, {"y": "y"})], "", "needs model 'nobody'"),
+        ([step("missing", {"x": "x"}, {"y": "y"})], "", "needs model 'missing'"),
         ([step("both", {"x": "x"}, {"y": "y"})], "", "need each other"),
         ([step("two", {"x": "x"}, {"y": "y"})], "max_batch_size: 4", "model 'two' takes 0"),
         ([], "", "has no steps"),
@@ -340,7 +340,7 @@ async def test_loading_again_changes_over_without_a_gap_and_a_failure_changes_no
 
 async def test_missing_models_are_not_found(tmp_path: Path) -> None:
     async with opened(tmp_path) as models:
-        for work in (models.load_model(LoadRequest(model="nobody")), models.unload_model("nobody")):
+        for work in (models.load_model(LoadRequest(model="missing")), models.unload_model("missing")):
             with pytest.raises(ModelNotFound):
                 await work
         assert models.index() == ()

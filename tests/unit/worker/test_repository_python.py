@@ -44,33 +44,33 @@ async def test_a_model_gets_its_arguments_and_finds_its_own_files(tmp_path: Path
     def execute(self, requests):
         import beside
         config = json.loads(self.args["model_config"])
-        told = {
+        args = {
             "config": config["parameters"]["key"]["string_value"], "dims": config["input"][0]["dims"],
             "kind": self.args["model_instance_kind"], "name": self.args["model_instance_name"],
             "version": self.args["model_version"], "model": self.args["model_name"], "beside": beside.VALUE,
             "folder": os.path.basename(pb_utils.get_model_dir()), "repository": os.path.basename(self.args["model_repository"]),
         }
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([json.dumps(told)], np.object_))]) for _ in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([json.dumps(args)], np.object_))]) for _ in requests]
 """
     )
     config = (
         X_TO_Y.replace('"y" data_type: TYPE_FP32', '"y" data_type: TYPE_STRING')
         + 'parameters: { key: "key" value: { string_value: "v" } }'
     )
-    folder = python_model(tmp_path, "told", code, config)
+    folder = python_model(tmp_path, "args", code, config)
     (folder / "1" / "beside.py").write_text("VALUE = 5")
-    async with opened(tmp_path, "told") as models:
-        [arguments] = (await infer(models, "told", x(1)))["y"]
-    assert json.loads(arguments) == {
+    async with opened(tmp_path, "args") as models:
+        [args] = (await infer(models, "args", x(1)))["y"]
+    assert json.loads(args) == {
         "config": "v",
         "dims": [-1],
         "kind": "CPU",
-        "name": "told_0_0",
+        "name": "args_0_0",
         "version": "1",
-        "model": "told",
+        "model": "args",
         "beside": 5,
         "folder": "1",
-        "repository": "told",
+        "repository": "args",
     }
 
 
@@ -93,11 +93,11 @@ async def test_tensors_of_every_datatype_come_and_go_unchanged(tmp_path: Path) -
     inputs = {kind: np.array([[0, 1], [1, 0]]).astype(dtype) for kind, dtype in zip(kinds, numpy, strict=False)}
     inputs["STRING"] = np.array([[b"", b"\xff\x00"], ["ä".encode(), b"long " * 500]], object)
     async with opened(tmp_path, "same") as models:
-        [responses] = await infer_all(models, "same", inputs)
+        [response] = await infer_all(models, "same", inputs)
         empty = await infer_all(models, "same", {name: array[:0] for name, array in inputs.items()})
     for name, array in inputs.items():
-        assert responses.outputs[f"o{name}"].dtype.kind == array.dtype.kind
-        np.testing.assert_array_equal(responses.outputs[f"o{name}"], array)
+        assert response.outputs[f"o{name}"].dtype.kind == array.dtype.kind
+        np.testing.assert_array_equal(response.outputs[f"o{name}"], array)
         assert empty[0].outputs[f"o{name}"].shape == (0, 2)
 
 
@@ -107,17 +107,17 @@ async def test_the_parameters_of_a_request_reach_the_model(tmp_path: Path) -> No
         + """
     def execute(self, requests):
         [r] = requests
-        told = [r.request_id(), r.correlation_id(), r.flags(), r.priority(), r.timeout(), r.requested_output_names(),
+        args = [r.request_id(), r.correlation_id(), r.flags(), r.priority(), r.timeout(), r.requested_output_names(),
                 json.loads(r.parameters()), r.model_name(), r.model_version(), r.is_cancelled()]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([json.dumps(told)], np.object_))], parameters={"n": 3})]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([json.dumps(args)], np.object_))], parameters={"n": 3})]
 """
     )
-    python_model(tmp_path, "told", code, X_TO_Y.replace('"y" data_type: TYPE_FP32', '"y" data_type: TYPE_STRING'))
-    async with opened(tmp_path, "told") as models:
+    python_model(tmp_path, "args", code, X_TO_Y.replace('"y" data_type: TYPE_FP32', '"y" data_type: TYPE_STRING'))
+    async with opened(tmp_path, "args") as models:
         parameters = {"sequence_id": "s-1", "sequence_start": True, "priority": 2, "timeout": 900, "mine": 1.5}
-        [responses] = await infer_all(models, "told", x(1), parameters=parameters, outputs=["y"])
-    assert responses.outputs["y"].tolist() == [b'["request-7", "s-1", 1, 2, 900, ["y"], {"mine": 1.5}, "told", 1, false]']
-    assert responses.parameters == {"n": 3}
+        [response] = await infer_all(models, "args", x(1), parameters=parameters, outputs=["y"])
+    assert response.outputs["y"].tolist() == [b'["request-7", "s-1", 1, 2, 900, ["y"], {"mine": 1.5}, "args", 1, false]']
+    assert response.parameters == {"n": 3}
 
 
 async def test_an_error_of_a_model_is_that_error_to_its_caller_only(tmp_path: Path) -> None:
@@ -269,9 +269,9 @@ async def test_a_model_calls_other_models_and_queries_the_repository(tmp_path: P
         once = pb_utils.get_output_tensor_by_name(inner.exec(), "y").as_numpy()
         many = pb_utils.InferenceRequest(model_name="counter", inputs=inputs, requested_output_names=["y"])
         total = sum(float(found.output_tensors()[0].as_numpy()[0]) for found in many.exec(decoupled=True))
-        bad = pb_utils.InferenceRequest(model_name="nobody", inputs=inputs, requested_output_names=["y"]).exec()
+        bad = pb_utils.InferenceRequest(model_name="missing", inputs=inputs, requested_output_names=["y"]).exec()
         assert bad.has_error() and bad.error().code() == pb_utils.TritonError.NOT_FOUND, bad.error()
-        ready = [pb_utils.is_model_ready("double"), pb_utils.is_model_ready("double", "2"), pb_utils.is_model_ready("nobody")]
+        ready = [pb_utils.is_model_ready("double"), pb_utils.is_model_ready("double", "2"), pb_utils.is_model_ready("missing")]
         return [pb_utils.InferenceResponse([tensor([*once, total, *ready])])]
 """
     )

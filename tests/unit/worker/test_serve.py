@@ -41,7 +41,7 @@ def card(**changes: object) -> ModelCard:
 
 
 class Scripted:
-    """A tensor engine that gives the answers, or raises the error, that a test wants."""
+    """A tensor engine that gives the responses, or raises the error, that a test wants."""
 
     def __init__(self, *responses: TensorResponse | Exception) -> None:
         self.responses = responses
@@ -185,7 +185,7 @@ async def test_a_slow_caller_holds_its_own_stream_back() -> None:
 
 
 class Endless:
-    """A language model that never stops, and says when it was told to."""
+    """A language model that never stops, and sets an event when it is closed."""
 
     def __init__(self) -> None:
         self.started = asyncio.Event()

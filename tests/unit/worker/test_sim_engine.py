@@ -203,7 +203,7 @@ async def test_ranks_have_caches_of_their_own() -> None:
     async with started(data_parallel_size=2) as engine:
         await collect(engine, make_request(data_parallel_rank=0))
         assert (await collect(engine, make_request(data_parallel_rank=1)))[1].cached_tokens == 0
-        # A block that both hold is told once.
+        # A block that both ranks cache is published once.
         change = engine.kv.take_update()
         assert change is not None
         stored = change.stored_hashes

@@ -48,7 +48,7 @@ class Awake:
 class Sleepy(Awake):
     def check_sleep(self) -> None:
         if not self.can_sleep:
-            raise Unsupported("it was told to stay awake")
+            raise Unsupported("it is configured to stay awake")
 
     async def sleep(self) -> None:
         self._do("sleeps")
@@ -219,10 +219,10 @@ async def test_other_levels_are_refused(level: str) -> None:
 async def test_no_engine_sleeps_if_one_cannot() -> None:
     never, not_now = Worker(Awake), Worker()
     not_now.engine.can_sleep = False
-    for worker, says in ((never, "(Awake) cannot sleep"), (not_now, "told to stay awake")):
+    for worker, message in ((never, "(Awake) cannot sleep"), (not_now, "configured to stay awake")):
         async with worker.client() as http:
             response = await http.post("/sleep")
-            assert response.status_code == 501 and says in response.json()["error"]
+            assert response.status_code == 501 and message in response.json()["error"]
             assert (await http.post("/wake_up")).status_code == 200
         assert worker.steps == []
 

@@ -119,7 +119,7 @@ async def test_the_eos_token_ends_a_generation_and_is_not_part_of_it(started: St
 async def test_unset_parameters_have_the_models_defaults(started: Started) -> None:
     open_ = make_request(text("what"), 12, sampling=Sampling())
     assert (await generate(started, open_))[0] == (await generate(started, make_request(text("what"), 12)))[0], (
-        "greedy, as it says"
+        "greedy, as its settings say"
     )
 
 
@@ -169,7 +169,7 @@ async def test_guided_output_matches_its_grammar(started: Started, guided: dict[
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"sampling": Sampling(temperature=-1.0)}, "temperature"),
         ({"sampling": Sampling(top_p=2.0)}, "top_p"),
@@ -180,8 +180,8 @@ async def test_guided_output_matches_its_grammar(started: Started, guided: dict[
         ({"adapter": "rude"}, "rude"),
     ],
 )
-async def test_what_vllm_refuses_is_an_invalid_request(started: Started, settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(InvalidRequest, match=says):
+async def test_what_vllm_refuses_is_an_invalid_request(started: Started, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         await generate(started, make_request(text("x"), **settings))
     with pytest.raises(InvalidRequest):
         await generate(started, make_request([5, 100_000]))
@@ -229,7 +229,7 @@ async def test_an_important_request_overtakes_those_that_wait(started: Started) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ("--no-such-thing", "no-such-thing"),
         ("--block-size many", "block-size"),
@@ -237,8 +237,8 @@ async def test_an_important_request_overtakes_those_that_wait(started: Started) 
         ("--lora-modules nameless", "NAME=PATH"),
     ],
 )
-async def test_arguments_that_vllm_does_not_know_are_refused(tmp_path: Path, arguments: str, says: str) -> None:
-    with pytest.raises(InvalidRequest, match=says):
+async def test_arguments_that_vllm_does_not_know_are_refused(tmp_path: Path, arguments: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         make_engine(str(tmp_path), EngineKind.VLLM, engine_args=arguments)
 
 

@@ -42,7 +42,7 @@ def block(first: int) -> int:
 
 
 class Publisher:
-    """Keeps all batches for replay, except those it is told to lose."""
+    """Keeps all batches for replay, except those that the test drops."""
 
     def __init__(self, folder: Path, context: zmq.asyncio.Context) -> None:
         self.source = KvSource(0, f"ipc://{folder}/events", f"ipc://{folder}/replay")
@@ -74,7 +74,7 @@ class Publisher:
             await self._events.send_multipart([b"", number.to_bytes(8, "big"), payload])
 
     async def followed(self) -> None:
-        """Returns when somebody has subscribed: what is published before is lost to them."""
+        """Return when a reader has subscribed: it does not get what is published before."""
         async with asyncio.timeout(10):
             await self._events.recv()
 

@@ -204,6 +204,7 @@ class StubProcess:
         await asyncio.wait((self._reading,))
         self._writer.close()
         self._process.kill()  # nothing happens if it has ended
+        self.closed.set()
         await asyncio.to_thread(self._process.wait)
 
     async def _order(self, order: wire.Message) -> wire.Ready:
