@@ -83,6 +83,14 @@ def test_every_module_has_a_layer_in_the_import_contracts(package: str) -> None:
     assert children == set(layers_of(".".join(["dynamo", root, *filter(None, [inner])])))
 
 
+@pytest.mark.parametrize("package", ["frontend", "worker"])
+def test_the_module_map_names_every_layer(package: str) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    module_map = page[page.index("## Layers and modules") : page.index("## Names on the wire")]
+    named = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"`([^`]+)`", module_map))))
+    assert set(layers_of(f"dynamo.{package}")) - {"__main__", "paths"} - named == set()
+
+
 def layers_of(container: str) -> list[str]:
     """Return the modules in the layers of the contract for `container`, which has to name them all."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
