@@ -354,7 +354,7 @@ class FakeText:
 class FakeVocabulary:
     """Prompts are characters, responses are numbers."""
 
-    async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, *, special_tokens: bool, max_tokens: int | None = None) -> list[int]:
         return [ord(character) for character in text]
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:

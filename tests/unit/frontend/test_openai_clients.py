@@ -250,7 +250,7 @@ async def test_long_texts_are_tokenized_and_detokenized_as_short_ones_are() -> N
 async def test_more_tokens_than_a_response_may_hold_are_rejected() -> None:
     async with open_http_edge() as edge:
         error = await edge.error("/tokenize", {"model": "talker", "prompt": "a" * (2**20 + 1)})
-    assert error["message"] == "the prompt has 1048577 tokens; at most 1048576 are returned"
+    assert error["message"] == "the prompt has 1048577 tokens; at most 1048576 are allowed"
 
 
 # The description

@@ -1,3 +1,4 @@
+import tracemalloc
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,8 +13,8 @@ from dynamo.common.generation import Delta, FinishReason, Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.offload import Offload
-from dynamo.frontend.preprocess.pipeline import TextModel, load_text_model
-from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.preprocess.pipeline import MAX_PROMPT_LOGPROBS, TextModel, load_text_model
+from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
 
 CONTEXT = 100
 TEMPLATE = (
@@ -155,6 +156,27 @@ async def test_a_prompt_that_leaves_no_room_is_rejected_with_the_numbers(prompt:
     with pytest.raises(InvalidRequest, match=rf"{len(prompt)} tokens.* {CONTEXT} tokens") as caught:
         await (await model()).to_generate(text_request(prompt))
     assert caught.value.param == "prompt"
+
+
+async def test_too_many_tokens_are_counted_before_a_list_is_made_of_them() -> None:
+    text_model = await model(context_length=10_000)
+    text = "x" * 1_000_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(ContextExceeded, match="1000000 tokens"):
+            await text_model.to_generate(text_request(text))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4_000_000
+
+
+async def test_the_log_probabilities_of_a_prompt_are_bounded() -> None:
+    text_model = await model(context_length=100_000)
+    most = MAX_PROMPT_LOGPROBS // 4
+    assert await text_model.to_generate(text_request("x" * most, prompt_logprobs=3))
+    with pytest.raises(InvalidRequest, match="at most 65536 are allowed"):
+        await text_model.to_generate(text_request("x" * (most + 1), prompt_logprobs=3))
 
 
 async def test_min_tokens_beyond_the_room_are_rejected() -> None:

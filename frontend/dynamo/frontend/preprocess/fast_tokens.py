@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 try:
     import fastokens
@@ -18,8 +18,18 @@ except ImportError:  # an extra
 
 _log = logging.getLogger(__name__)
 
-Encode: TypeAlias = Callable[[str, bool], list[int]]
-"""Token ids of a text, with or without the tokens that begin and end every text. Raises an exception of the library's kind."""
+
+class Encoding(Protocol):
+    """A text in tokens, as the libraries return it. Only `ids` makes a list of them."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    def __len__(self) -> int: ...
+
+
+Encode: TypeAlias = Callable[[str, bool], Encoding]
+"""Encodes a text, with or without the tokens that begin and end every text. Raises an exception of the library's kind."""
 
 _SAMPLES = (
     "",
@@ -55,16 +65,16 @@ def fast_encode(data: bytes, reference: Encode, added_tokens: Sequence[str]) -> 
         _log.info("using tokenizers, since fastokens does not support this model's tokenizer: %s", error)
         return None
 
-    def encode(text: str, special_tokens: bool) -> list[int]:
+    def encode(text: str, special_tokens: bool) -> Encoding:
         try:
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=special_tokens).ids
+            encoding: Encoding = tokenizer.encode(text, add_special_tokens=special_tokens)
         except Exception:  # the reference encodes the text, or says what is wrong with it
             return reference(text, special_tokens)
-        return ids
+        return encoding
 
     for sample in _samples(added_tokens):
         for special_tokens in (False, True):
-            if encode(sample, special_tokens) != reference(sample, special_tokens):
+            if encode(sample, special_tokens).ids != reference(sample, special_tokens).ids:
                 _log.warning("using tokenizers, since fastokens gives other token ids for %r", sample[:80])
                 return None
     return encode

@@ -27,8 +27,10 @@ from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.template import ChatTemplate
 from dynamo.frontend.preprocess.template_budget import OutOfTime
 from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
-from dynamo.frontend.preprocess.tokenizer import Tokenizer
+from dynamo.frontend.preprocess.tokenizer import Tokenizer, TooManyTokens
 
+MAX_PROMPT_LOGPROBS = 65_536
+"""Of all tokens of a prompt and their alternatives; they come in one piece."""
 _MAX_STOP_STRING_CHARS = 1024
 _MANY_MESSAGES = 128
 """Longer conversations are rendered in a thread, as are those that take more steps than the following."""
@@ -106,6 +108,13 @@ class TextModel:
         """
         self._check(request)
         tokens = await self._tokens(request)
+        entries = 0 if request.prompt_logprobs is None else len(tokens) * (1 + request.prompt_logprobs)
+        if entries > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequest(
+                f"the log probabilities of the prompt, {len(tokens)} tokens with {request.prompt_logprobs} alternatives each, "
+                f"are {entries}; at most {MAX_PROMPT_LOGPROBS} are allowed",
+                param="prompt_logprobs",
+            )
         generate = GenerateRequest(
             model=request.model,
             prompt=pack_tokens(tokens),
@@ -193,7 +202,10 @@ class TextModel:
                 f"{self._info.context_length} tokens or the limit of {self._limits.max_prompt_chars} characters",
                 param="prompt",
             )
-        return await self.tokenizer.encode(text, special_tokens=special_tokens)
+        try:
+            return await self.tokenizer.encode(text, special_tokens=special_tokens, max_tokens=self._info.context_length)
+        except TooManyTokens as error:
+            raise self._no_room(error.count) from None
 
     def _check(self, request: TextRequest) -> None:
         if (request.prompt is None) == (request.messages is None):
@@ -216,12 +228,15 @@ class TextModel:
         """Return the number of tokens left for the response. Raises ContextExceeded if there are none."""
         room = self._info.context_length - prompt_tokens
         if room < 1:
-            raise ContextExceeded(
-                f"the prompt has {prompt_tokens} tokens, which leaves no room for a response in the model's context of "
-                f"{self._info.context_length} tokens",
-                param="prompt",
-            )
+            raise self._no_room(prompt_tokens)
         return room
+
+    def _no_room(self, prompt_tokens: int) -> ContextExceeded:
+        return ContextExceeded(
+            f"the prompt has {prompt_tokens} tokens, which leaves no room for a response in the model's context of "
+            f"{self._info.context_length} tokens",
+            param="prompt",
+        )
 
     def _stop(self, stop: Stop, prompt_tokens: int) -> Stop:
         room = self._check_room(prompt_tokens)

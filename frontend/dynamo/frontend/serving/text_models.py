@@ -36,7 +36,9 @@ class Detokenizer(Protocol):
 class Vocabulary(Protocol):
     """The part of `preprocess.tokenizer.Tokenizer` that protocol edges need."""
 
-    async def encode(self, text: str, *, special_tokens: bool) -> list[int]: ...
+    async def encode(self, text: str, *, special_tokens: bool, max_tokens: int | None = None) -> list[int]:
+        """Return the token ids of `text`. Raises InvalidRequest, also for more than `max_tokens`."""
+        ...
 
     def decode(self, tokens: list[int], /, *, skip_special_tokens: bool) -> str: ...
 

@@ -14,7 +14,7 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.openai.chunks import ChatChunks, Head, encode, finish_reason
 from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_usage, write_stream
-from dynamo.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, chat_logprobs, prompt_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_objects import (
     ChatChoice,
@@ -105,7 +105,8 @@ class ChatCompletions:
                     extras.tokens += delta.tokens
         choices = [builder.choice(index) for index, builder in enumerate(builders)]
         if prepared.texts[0].prompt_logprobs is not None and texts is not None:
-            shown = prompt_logprobs(generation.summary.prompt_logprobs or [], texts)
+            positions = generation.summary.prompt_logprobs or []
+            shown = await self._edge.offload.run_if(len(positions) > MANY_POSITIONS, prompt_logprobs, positions, texts)
             choices = [msgspec.structs.replace(choice, prompt_logprobs=shown) for choice in choices]
         completion = ChatCompletion(
             id=head.id,
@@ -155,7 +156,9 @@ class ChatChoiceBuilder:
             self.reasoning.add(parts, len(delta.tokens))
             self._take(parts)
         if self._texts is not None and delta.logprobs is not None:
-            self._logprobs = (self._logprobs or []) + chat_logprobs(delta.logprobs, self._texts, self._top)
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs += chat_logprobs(delta.logprobs, self._texts, self._top)
         self._reason = delta.finish_reason or self._reason
 
     def _take(self, parts: Sequence[Part]) -> None:

@@ -14,7 +14,7 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.openai.chunks import CompletionChunks, Head, encode
 from dynamo.frontend.api.openai.edge import Edge, Extras, formatted_prompt, last_chunk, wants_usage, write_stream
-from dynamo.frontend.api.openai.logprobs import CompletionLogprobWriter, join_logprobs, prompt_logprobs
+from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, CompletionLogprobWriter, join_logprobs, prompt_logprobs
 from dynamo.frontend.api.openai.requests import CompletionRequest
 from dynamo.frontend.api.openai.response_objects import Completion, CompletionChoice, CompletionLogprobs, Usage
 from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, completion_to_text
@@ -102,7 +102,10 @@ class Completions:
         for index, generation in enumerate(generations):
             own = builders[index * prepared.n : (index + 1) * prepared.n]
             for builder in best(own, wanted) if prepared.n > wanted else own:
-                choice = builder.choice(len(choices), request, generation, texts, echo[index * prepared.n])
+                is_long = texts is not None and builder.positions + len(generation.summary.prompt_logprobs or ()) > MANY_POSITIONS
+                choice = await self._edge.offload.run_if(
+                    is_long, builder.choice, len(choices), request, generation, texts, echo[index * prepared.n]
+                )
                 choices.append(choice)
         completion = Completion(
             id=head.id,
@@ -136,8 +139,15 @@ class CompletionChoiceBuilder:
     def add(self, delta: TextDelta) -> None:
         self._texts.append(delta.text)
         if delta.logprobs is not None:
-            self._positions = (self._positions or []) + delta.logprobs
+            if self._positions is None:
+                self._positions = []
+            self._positions += delta.logprobs
         self._reason = delta.finish_reason or self._reason
+
+    @property
+    def positions(self) -> int:
+        """Number of tokens with log probabilities."""
+        return len(self._positions or ())
 
     @property
     def mean_logprob(self) -> float:

@@ -17,6 +17,10 @@ Positions = Sequence[Sequence[tuple[int, float]]]
 """For each token: itself and its alternatives, with their log probabilities."""
 
 
+MANY_POSITIONS = 512
+"""The log probabilities of more tokens are not put together on the event loop."""
+
+
 def chat_logprobs(positions: Positions, texts: TokenTexts, top: int) -> list[TokenLogprob]:
     tokens = []
     for position in positions:

@@ -52,13 +52,12 @@ class Tokenize:
                     chat_template_kwargs=request.chat_template_kwargs or {},
                 )
             )
-            tokens = await text.tokenizer.encode(rendered, special_tokens=bool(request.add_special_tokens))
+            special_tokens = bool(request.add_special_tokens)
         else:
-            prompt = request.prompt or ""
-            check_chars(len(prompt), self._edge.limits, "prompt")
-            tokens = await text.tokenizer.encode(prompt, special_tokens=request.add_special_tokens is not False)
-        if len(tokens) > _MAX_TOKENS:
-            raise InvalidRequest(f"the prompt has {len(tokens)} tokens; at most {_MAX_TOKENS} are returned", param="prompt")
+            rendered = request.prompt or ""
+            check_chars(len(rendered), self._edge.limits, "prompt")
+            special_tokens = request.add_special_tokens is not False
+        tokens = await text.tokenizer.encode(rendered, special_tokens=special_tokens, max_tokens=_MAX_TOKENS)
         strings = None
         if request.return_token_strs:
             texts = TokenTexts(text.tokenizer)
