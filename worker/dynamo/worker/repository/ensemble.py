@@ -36,7 +36,7 @@ class EnsembleBackend:
         return version.config
 
     async def open(self, version: Version) -> Ensemble:
-        """Raises InvalidRequest if the steps do not fit together."""
+        """Open an ensemble. Raises InvalidRequest if the steps do not fit together."""
         check_ensemble(version.config, {needed: self._config(needed) for needed in _needed_models(version.config)})
         return Ensemble(version.config, self._models)
 

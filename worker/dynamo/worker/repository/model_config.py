@@ -51,7 +51,7 @@ def config_to_json(config: ModelConfig) -> str:
 
 
 def settle_backend(config: ModelConfig, version_folder: Path | None) -> None:
-    """Fills in `backend` and `platform`, from each other or from the model's file. Raises InvalidRequest."""
+    """Fill in `backend` and `platform`, from each other or from the model's file. Raises InvalidRequest."""
     if config.HasField("ensemble_scheduling") and not config.backend and not config.platform:
         config.platform = "ensemble"
     if not config.backend:
@@ -154,7 +154,7 @@ class Reshape:
 
 
 def model_dims(tensor: ModelInput | ModelOutput) -> tuple[int, ...]:
-    """The shape that the model sees, without the batch dimension."""
+    """Return the shape that the model sees, without the batch dimension."""
     return tuple(tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims)
 
 

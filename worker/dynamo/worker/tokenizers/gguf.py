@@ -324,7 +324,9 @@ def _byte_level_bytes(token: str, kind: int) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The 256 characters that byte-level vocabularies write bytes with: printable Latin-1 as it is, the rest from U+0100 on."""
+    """Return the 256 characters with which byte-level vocabularies write bytes: printable Latin-1 as it is, the rest from U+0100
+    on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

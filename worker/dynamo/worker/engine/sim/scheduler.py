@@ -154,7 +154,7 @@ class Scheduler:
         return queued + sum(sequence.length - sequence.computed for sequence in self.running if not sequence.generated)
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Raises InvalidRequest if it can never run."""
+        """Queue a sequence. Raises InvalidRequest if it can never run."""
         config = self.config
         tokens = np.frombuffer(sequence.prompt, dtype="<u4")
         count = len(tokens)
@@ -173,7 +173,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (-sequence.priority, sequence.order, sequence))
 
     def abort(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is. Does nothing if it is done."""
+        """Remove a sequence, waiting or running. Does nothing if it is done."""
         if sequence.done:
             return
         sequence.done = True
@@ -185,7 +185,7 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def step(self, now: float) -> StepResult:
-        """Schedules and computes one batch."""
+        """Schedule and compute one batch."""
         result = StepResult()
         batch: list[tuple[Sequence, int]] = []
         budget = self._schedule_running(now, result, batch)
@@ -209,7 +209,7 @@ class Scheduler:
         return result
 
     def _schedule_running(self, now: float, result: StepResult, batch: list[tuple[Sequence, int]]) -> int:
-        """Returns what is left of the budget."""
+        """Schedule the running sequences. Return the rest of the token budget."""
         block_size, running = self.config.block_size, self.running
         budget = self.config.max_batched_tokens
         position = 0
@@ -229,7 +229,7 @@ class Scheduler:
         return budget
 
     def _grow(self, sequence: Sequence, blocks: int, result: StepResult) -> bool:
-        """Gives a running sequence more blocks, preempting from the end; False if it was the end itself."""
+        """Give a running sequence more blocks, preempting from the end. Return False if it was preempted itself."""
         while not self.blocks.grow(blocks):
             last = self.running.pop()
             self._release(last)
@@ -312,14 +312,14 @@ class Scheduler:
         return next_token(sequence.state, sequence.seed, config.vocabulary)
 
     def _hash_pending(self, sequence: Sequence) -> None:
-        """The tokens after the last full block have become a full one."""
+        """Hash the tokens after the last full block, which have become a full one."""
         if self.config.prefix_caching:
             parent = sequence.hashes[-1] if sequence.hashes else sequence.space
             sequence.hashes += sequence_hashes(memoryview(sequence.pending).cast("B"), self.config.block_size, parent)
         sequence.pending = array("I")
 
     def _commit(self, sequence: Sequence) -> None:
-        """Publishes the blocks that became full."""
+        """Put the blocks that became full into the cache."""
         if not self.config.prefix_caching:
             return
         full = sequence.hashes[sequence.committed : sequence.computed // self.config.block_size]
