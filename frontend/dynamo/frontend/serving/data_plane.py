@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -38,49 +37,25 @@ from dynamo.frontend.config import ServingOptions
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
 from dynamo.frontend.fleet.repository import Repository, RepositoryView
 from dynamo.frontend.fleet.statistics import add_up
-from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics, RequestType
+from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.admission import AdmissionQueue
-from dynamo.frontend.serving.call import Call, Client, Instances, Link, Work
+from dynamo.frontend.serving.call import Call, Client, Link, Work
 from dynamo.frontend.serving.disaggregation import Disaggregation
 from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.generation import Generation
+from dynamo.frontend.serving.model_catalog import ModelCatalog, ModelDirectory, NamedModel
 from dynamo.frontend.serving.request_scope import RequestScope
 from dynamo.frontend.serving.text_models import LoadText, TextModel, TextModels
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 
-__all__ = ["DataPlane", "Directory", "Generation", "TensorResponses", "open_data_plane"]
+__all__ = ["DataPlane", "Generation", "TensorResponses", "open_data_plane"]
 
 log = logging.getLogger(__name__)
 
 _STATISTICS_AT_ONCE = 32
-
-
-class Directory(Instances, Protocol):
-    """The part of `common.directory.Directory` that the data plane needs."""
-
-    def registered(self) -> Collection[Instance]:
-        """Return every registration, those of instances marked down included."""
-        ...
-
-    def card(self, name: str) -> ModelCard | None:
-        """Return the card of a model, by its name, alias or adapter; None if no instance has registered it."""
-        ...
-
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, synchronously, whenever the result of `registered` or `instances` changes."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model that requests can name."""
-
-    card: ModelCard
-    metrics: ModelMetrics
-    checker: RequestChecker
 
 
 class DataPlane:
@@ -88,7 +63,8 @@ class DataPlane:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: ModelDirectory,
+        catalog: ModelCatalog,
         dispatcher: Dispatcher,
         texts: TextModels,
         metrics: FrontendMetrics,
@@ -108,17 +84,10 @@ class DataPlane:
         self._disaggregation = Disaggregation(dispatcher, settings.disaggregation)
         self.reuse = dispatcher.reuse
         self._draining = False
-        self._cards: dict[str, list[ModelCard]] = {}
-        """The cards of every instance, by model, the newest first."""
-        self._looked_up: dict[tuple[str, str], _Model] = {}
-        """By the name and version that requests use; all that were looked up since the last change."""
-        self._gone: dict[str, tuple[ModelCard, float]] = {}
-        self._instances: set[InstanceId] = set()
-        self._refresh_due = False
-        self._closed = False
+        self._catalog = catalog
+        catalog.on_refresh(self._refreshed)
         texts.on_loaded(self._show_readiness)
-        directory.on_change(self._changed)
-        self._refresh()
+        catalog.refresh()
 
     # Models
 
@@ -129,11 +98,11 @@ class DataPlane:
 
     def server_ready(self) -> bool:
         """Return whether some model is ready, and this process is not about to stop."""
-        return not self._draining and any(map(self.model_ready, self._cards))
+        return not self._draining and any(map(self.model_ready, self._catalog.served))
 
     def model_ready(self, model: str, version: str = "") -> bool:
         try:
-            card = self._find(model, version).card
+            card = self._catalog.find(model, version).card
         except ModelNotFound:
             return False
         tokenizer = card.llm.tokenizer if card.llm is not None else ""
@@ -146,28 +115,22 @@ class DataPlane:
     def card(self, account: Account, model: str, version: str = "") -> ModelCard:
         """Return the card of a model, by its name, an alias or an adapter. Raises ModelNotFound, Forbidden."""
         account.permit(model)
-        return self._find(model, version).card
+        return self._catalog.find(model, version).card
 
     def cards(self, account: Account) -> list[ModelCard]:
         """Return one card per model that is served or declared and that the caller may use, in order of name."""
-        cards = {card.name: card for card in self._settings.models}
-        cards.update((name, of_instances[0]) for name, of_instances in self._cards.items())
-        return [cards[name] for name in sorted(cards) if any(map(account.permits, (name, *other_names(cards[name]))))]
+        return [card for card in self._catalog.cards() if any(map(account.permits, (card.name, *other_names(card))))]
 
     def start_draining(self) -> None:
         """Report from now on that this process is not ready. It goes on serving requests."""
         self._draining = True
-
-    def stop_following(self) -> None:
-        """Ignore further changes of the directory."""
-        self._closed = True
 
     # Requests
 
     async def infer(self, request: TensorRequest, call: Call) -> Buffer:
         """Return the serialized ModelInferResponse. Raises DynamoError."""
         name, version = request.head.model_name, request.head.model_version
-        model = self._find(name, version)
+        model = self._catalog.find(name, version)
         card = model.card
         with RequestScope(model.metrics, card.name, name, call, self._tracing) as scope:
             if card.decoupled:
@@ -182,13 +145,13 @@ class DataPlane:
     def infer_stream(self, request: TensorRequest, call: Call) -> TensorResponses:
         """The responses of any tensor model, decoupled or not. Raises ModelNotFound; entering and reading raise the rest."""
         name = request.head.model_name
-        model = self._find(name, request.head.model_version)
+        model = self._catalog.find(name, request.head.model_version)
         scope = RequestScope(model.metrics, model.card.name, name, call, self._tracing)
         return TensorResponses(self._dispatcher, model, request, scope)
 
     def generate(self, request: TextRequest, call: Call) -> Generation:
         """Text of a language model. Raises ModelNotFound, InvalidRequest; entering and reading raise the rest."""
-        model = self._find(request.model, "")
+        model = self._catalog.find(request.model, "")
         if model.card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{model.card.name}' takes tensors; it does not generate text")
         scope = RequestScope(model.metrics, model.card.name, request.model, call, self._tracing, request.n)
@@ -219,7 +182,7 @@ class DataPlane:
                 raise NoInstances(card.name)
             model = card.name
         else:
-            names = [card.name for card in self.cards(account) if card.name in self._cards]
+            names = [card.name for card in self.cards(account) if card.name in self._catalog.served]
             queried = list({instance.id: instance for name in names for instance in self.models.instances(name)}.values())
         body = msgspec.msgpack.encode({"model": model, "version": version})
         deadline = self._loop.time() + self._settings.statistics_timeout_s
@@ -268,71 +231,16 @@ class DataPlane:
             raise Unsupported("this server has no model repositories")
         return self._repository
 
-    # Following the directory
+    # Following the catalog
 
-    def _find(self, model: str, version: str) -> _Model:
-        cached = self._looked_up.get((model, version))
-        if cached is not None:
-            return cached
-        card = self._lookup(model, version)
-        looked_up = _Model(card, self._metrics.for_model(card.name), RequestChecker(card))
-        if card.name in self._cards:  # a model without instances is forgotten after a time, which is no change of the directory
-            self._looked_up[model, version] = looked_up
-        return looked_up
-
-    def _lookup(self, name: str, version: str) -> ModelCard:
-        live = self.models.card(name)
-        cards: Sequence[ModelCard]
-        if live is not None:
-            cards = self._cards.get(live.name, [live])
-        else:
-            now = self._loop.time()
-            lost = [card for card, gone_at in self._gone.values() if now - gone_at < self._settings.remember_s]
-            if self._refresh_due:  # instances that left in this very turn of the loop are not among them yet
-                lost += [cards[0] for cards in self._cards.values()]
-            cards = [card for card in (*lost, *self._settings.models) if name in (card.name, *other_names(card))][:1]
-        if not cards:
-            raise ModelNotFound(name)
-        for card in cards:
-            if not version or version in card.versions:
-                return card
-        raise ModelNotFound(name, version)
-
-    def _changed(self) -> None:
-        """The directory has changed. Changes come in groups, so they are applied together in the next turn of the loop."""
-        self._looked_up.clear()
-        if not self._refresh_due and not self._closed:
-            self._refresh_due = True
-            self._loop.call_soon(self._refresh)
-
-    def _refresh(self) -> None:
-        self._refresh_due = False
-        if self._closed:
-            return
-        self._looked_up.clear()
-        now = self._loop.time()
-        before = self._cards
-        registered = sorted(self.models.registered(), key=_started_at, reverse=True)
-        self._cards = {}
-        for instance in registered:
-            self._cards.setdefault(instance.card.name, []).append(instance.card)
-        for name in before.keys() - self._cards.keys():
-            self._gone[name] = (before[name][0], now)
-            self._metrics.forget(name)
-        self._gone = {
-            name: (card, gone_at)
-            for name, (card, gone_at) in self._gone.items()
-            if name not in self._cards and now - gone_at < self._settings.remember_s
-        }
-        ids = {instance.id for instance in registered}
-        for removed in self._instances - ids:
-            self._dispatcher.removed(removed)
-        self._instances = ids
+    def _refreshed(self, registered: Sequence[Instance], removed: Collection[InstanceId]) -> None:
+        for instance in removed:
+            self._dispatcher.removed(instance)
         self._texts.keep(instance.card for instance in registered)
         self._show_readiness()
 
     def _show_readiness(self) -> None:
-        for name, cards in self._cards.items():
+        for name, cards in self._catalog.served.items():
             self._metrics.for_model(name).ready.set(self.model_ready(name))
             self._metrics.describe(cards[0], instances=len(cards), migration_limit=self._settings.retry.migration_limit)
 
@@ -348,7 +256,7 @@ async def _check(checker: RequestChecker, request: TensorRequest) -> None:
 class TensorResponses:
     """The responses to one tensor request. Leaving it early cancels the request at the instance."""
 
-    def __init__(self, dispatcher: Dispatcher, model: _Model, request: TensorRequest, scope: RequestScope) -> None:
+    def __init__(self, dispatcher: Dispatcher, model: NamedModel, request: TensorRequest, scope: RequestScope) -> None:
         self._dispatcher = dispatcher
         self._model = model
         self._request = request
@@ -397,7 +305,7 @@ class TensorResponses:
 
 @asynccontextmanager
 async def open_data_plane(
-    directory: Directory,
+    directory: ModelDirectory,
     client: Client,
     link: Link,
     router: Router,
@@ -425,7 +333,8 @@ async def open_data_plane(
         repository = None
         if repositories is not None:
             repository = Repository(repositories, dispatcher.query_at, directory, settings.repository_timeout_s)
-        plane = DataPlane(directory, dispatcher, texts, metrics, settings, tracing, repository)
+        catalog = ModelCatalog(directory, metrics, settings.models, settings.remember_s)
+        plane = DataPlane(directory, catalog, dispatcher, texts, metrics, settings, tracing, repository)
         try:
             if settings.canary.wait_s is None:
                 yield plane
@@ -435,13 +344,9 @@ async def open_data_plane(
             async with watching_instances(canaries):
                 yield plane
         finally:
-            plane.stop_following()
+            catalog.close()
 
 
-def _infer(request: TensorRequest, model: _Model, name: str, version: str) -> Work:
+def _infer(request: TensorRequest, model: NamedModel, name: str, version: str) -> Work:
     """`name` and `version` are as in the request."""
     return Work(model=model.card.name, verb="infer", body=request.raw, metrics=model.metrics, name=name, version=version)
-
-
-def _started_at(instance: Instance) -> float:
-    return instance.started_at
