@@ -143,7 +143,7 @@ async def test_without_jetstream_frontends_request_snapshots_and_both_sides_warn
                 await f.ask(prompt(2))
                 await until(f.is_exact)
                 await until(lambda: "KV events are not recorded until JetStream is there" in caplog.text)
-    assert "cannot be used, so instances are asked" in caplog.text
+    assert "cannot be used; requesting snapshots from the instances" in caplog.text
 
 
 async def test_a_record_lost_with_its_server_is_made_up_for_and_begun_anew(

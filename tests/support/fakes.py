@@ -104,6 +104,7 @@ class FakeLink:
 
     reconnected_at: float = float("-inf")
     is_silent: bool = False
+    away_s: float = 0.0
     _up: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:

@@ -127,12 +127,12 @@ async def test_a_message_above_the_limit_is_not_sent_and_costs_no_connection(cap
 
 async def test_without_a_connection_nothing_is_published() -> None:
     async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
-        assert connection.lost_at is None
+        assert connection.away_s == 0
         fake.clients[0].cut()
         await asyncio.wait_for(connection.lost(), 5)
         assert not connection.publish_nowait("a", b"x")
         assert not connection.publish_soon("a", b"x")
-        assert connection.lost_at is not None
+        assert connection.away_s > 0
 
 
 @pytest.mark.parametrize("unsent", [0, 40 << 20])
@@ -171,6 +171,7 @@ async def test_a_server_that_owes_a_pong_makes_the_connection_silent() -> None:
         fake.freeze()
         await asyncio.sleep(0.3)
         assert connection.is_silent
+        assert connection.away_s > 0.2
 
 
 async def test_the_same_reason_for_being_away_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -59,6 +59,7 @@ class Front:
     client: FakeClient
     router: RecordingRouter
     registry: CollectorRegistry
+    link: FakeLink
 
     def count(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"dynamo_frontend_{name}", labels) or 0.0
@@ -78,9 +79,10 @@ async def front(
 ) -> AsyncIterator[Front]:
     client, router, registry = FakeClient(respond), RecordingRouter(), CollectorRegistry()
     metrics = FrontendMetrics(registry)
-    async with open_data_plane(directory, client, FakeLink(), router, load, metrics, settings) as plane:
+    link = FakeLink()
+    async with open_data_plane(directory, client, link, router, load, metrics, settings) as plane:
         await settled()
-        yield Front(plane, directory, client, router, registry)
+        yield Front(plane, directory, client, router, registry, link)
 
 
 async def settled() -> None:
@@ -115,6 +117,15 @@ async def test_a_model_is_ready_while_an_instance_is_attached() -> None:
         await settled()
         assert not f.plane.model_ready("adder")
         assert not f.plane.server_ready()
+
+
+async def test_a_server_without_nats_for_seconds_is_not_ready() -> None:
+    async with front(FakeDirectory(instance(1))) as f:
+        f.link.away_s = 4.9
+        assert f.plane.server_ready()
+        f.link.away_s = 5.0
+        assert not f.plane.server_ready()
+        assert f.plane.model_ready("adder")
 
 
 async def test_a_model_whose_instances_are_all_marked_down_is_not_ready() -> None:

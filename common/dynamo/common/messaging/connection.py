@@ -46,15 +46,15 @@ class Connection:
     """
 
     def __init__(self, options: NatsOptions, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
         self.name = name
         self.reconnected_at = float("-inf")
         """When the connection last came back, on the loop's clock."""
-        self.lost_at: float | None = None
-        """Since when there is no connection; None while there is one."""
+        self._last_heard_at = self._loop.time()
+        """When an earlier connection sent its last byte."""
         self.max_payload = _DEFAULT_MAX_PAYLOAD
         """Bytes that nats-server takes in one message."""
         self._options = options
-        self._loop = asyncio.get_running_loop()
         self._fast: dict[bytes, OnMessage] = {}
         self._subscriptions: dict[bytes, str] = {}
         self._last_key = 0
@@ -92,6 +92,13 @@ class Connection:
     def is_silent(self) -> bool:
         """Whether nats-server owes us the response to a ping: then silence of others says nothing about them."""
         return self._loop.time() - self.last_read_at > 1.5 * self._options.ping_interval_s
+
+    @property
+    def away_s(self) -> float:
+        """For how many seconds nats-server has not been heard; 0 while it responds."""
+        if self.is_connected and not self.is_silent:
+            return 0.0
+        return self._loop.time() - max(self._last_heard_at, self.last_read_at)
 
     async def connected(self) -> None:
         """Return once there is a connection."""
@@ -282,7 +289,6 @@ class Connection:
 
     def _up(self) -> None:
         self.max_payload = self._client.max_payload
-        self.lost_at = None
         self._is_up = True
         self._lost.clear()
         self._connected.set()
@@ -290,7 +296,7 @@ class Connection:
     def _down(self) -> None:
         self._delayed.clear()  # what is late is not sent: readers see the gap and query
         self._is_up = False
-        self.lost_at = self._loop.time()
+        self._last_heard_at = max(self._last_heard_at, self.last_read_at)
         self._connected.clear()
         self._lost.set()
 

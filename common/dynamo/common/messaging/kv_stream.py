@@ -21,7 +21,6 @@ from nats.js.api import (
     ConsumerConfig,
     DeliverPolicy,
     DiscardPolicy,
-    ObjectStoreConfig,
     StorageType,
     StreamConfig,
 )
@@ -38,6 +37,7 @@ from nats.js.object_store import ObjectStore
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.replicas import create_replicated
 
 STREAM = "dynamo-kv"
 SNAPSHOTS = "dynamo-kv-snapshots"
@@ -86,13 +86,14 @@ class KvStream:
             max_age=_KEPT_S,
             discard=DiscardPolicy.OLD,
         )
+        context = self._context()
         with _plain_errors("made"):
             try:
-                info = await self._context().add_stream(config)
+                info = await create_replicated(lambda replicas: context.add_stream(config, num_replicas=replicas))
             except BadRequestError as error:
                 if error.err_code != _NAME_IN_USE:
                     raise
-                info = await self._context().stream_info(STREAM)
+                info = await context.stream_info(STREAM)
         return str(info.created)
 
     @asynccontextmanager
@@ -207,14 +208,16 @@ class KvStream:
         try:
             return await context.object_store(SNAPSHOTS)
         except BucketNotFoundError:
-            return await context.create_object_store(SNAPSHOTS, ObjectStoreConfig(ttl=_KEPT_S))
+            return await create_replicated(
+                lambda replicas: context.create_object_store(SNAPSHOTS, ttl=_KEPT_S, replicas=replicas)
+            )
 
     async def _locks(self) -> KeyValue:
         context = self._context()
         try:
             return await context.key_value(LOCKS)
         except BucketNotFoundError:
-            return await context.create_key_value(bucket=LOCKS, ttl=LOCK_S)
+            return await create_replicated(lambda replicas: context.create_key_value(bucket=LOCKS, ttl=LOCK_S, replicas=replicas))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from nats.js.object_store import ObjectStore
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.replicas import create_replicated
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class FileStore:
         try:
             return await stream.object_store(BUCKET)
         except BucketNotFoundError:
-            return await stream.create_object_store(BUCKET)
+            return await create_replicated(lambda replicas: stream.create_object_store(BUCKET, replicas=replicas))
 
     def _read_cached(self, key: str) -> bytes | None:
         try:

@@ -153,6 +153,11 @@ class Link(Protocol):
         ...
 
     @property
+    def away_s(self) -> float:
+        """For how many seconds nats-server has not been heard; 0 while it responds."""
+        ...
+
+    @property
     def reconnected_at(self) -> float:
         """When it last came back, on the loop's clock; -inf if it was never away."""
         ...

@@ -55,6 +55,9 @@ __all__ = ["DataPlane", "Generation", "TensorResponses", "open_data_plane"]
 
 log = logging.getLogger(__name__)
 
+_UNREADY_AFTER_S = 5.0
+"""Without NATS: requests wait for it, but others should go to a frontend that has it."""
+
 _STATISTICS_AT_ONCE = 32
 
 
@@ -65,6 +68,7 @@ class DataPlane:
         self,
         directory: ModelDirectory,
         catalog: ModelCatalog,
+        link: Link,
         dispatcher: Dispatcher,
         texts: TextModels,
         metrics: FrontendMetrics,
@@ -74,6 +78,7 @@ class DataPlane:
     ) -> None:
         self.models = directory
         """The live view of registrations."""
+        self._link = link
         self._dispatcher = dispatcher
         self._repository = repository
         self._texts = texts
@@ -97,8 +102,9 @@ class DataPlane:
         return self._dispatcher.router
 
     def server_ready(self) -> bool:
-        """Return whether some model is ready, and this process is not about to stop."""
-        return not self._draining and any(map(self.model_ready, self._catalog.served))
+        """Return whether some model is ready, nats-server was heard lately, and this process is not about to stop."""
+        is_heard = self._link.away_s < _UNREADY_AFTER_S
+        return not self._draining and is_heard and any(map(self.model_ready, self._catalog.served))
 
     def model_ready(self, model: str, version: str = "") -> bool:
         try:
@@ -334,7 +340,7 @@ async def open_data_plane(
         if repositories is not None:
             repository = Repository(repositories, dispatcher.query_at, directory, settings.repository_timeout_s)
         catalog = ModelCatalog(directory, metrics, settings.models, settings.remember_s)
-        plane = DataPlane(directory, catalog, dispatcher, texts, metrics, settings, tracing, repository)
+        plane = DataPlane(directory, catalog, link, dispatcher, texts, metrics, settings, tracing, repository)
         try:
             if settings.canary.wait_s is None:
                 yield plane
