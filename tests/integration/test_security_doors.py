@@ -423,6 +423,41 @@ async def test_paths_cannot_be_written_so_that_they_pass_for_others(doors_with: 
                 assert is_metadata or status in (400, 401, 403, 404), (path, status, body)
 
 
+async def test_a_credential_that_is_given_twice_is_refused(doors_with: Open, key_file: KeyFile) -> None:
+    root = key_file.add("root", Scope.ADMIN)
+    async with doors_with() as doors:
+        for names in (("authorization", "Authorization"), ("x-api-key", "X-API-Key")):
+            values = [f"Bearer {root}", "Bearer wrong"] if names[0] == "authorization" else [root, "wrong"]
+            for pair in (values, values[::-1], [values[0]] * 2):
+                status, body = await raw_get(doors, "/metrics", dict(zip(names, pair, strict=True)))
+                assert (status, f"'{names[0]}' must not be given twice" in body) == (400, True)
+
+
+async def test_a_key_sees_thresholds_decisions_and_the_console_of_its_models_only(doors_with: Open, key_file: KeyFile) -> None:
+    scopes = (Scope.THRESHOLDS, Scope.CONSOLE, Scope.INFER)
+    keys = {
+        names: key_file.add("-".join(names), *scopes, models=names) for names in (("echo",), ("echo-llm",), ("echo", "echo-llm"))
+    }
+    change = {"model": "echo-llm", "active_decode_blocks_threshold": 0.9}
+    async with doors_with() as doors:
+        await doors.get("/v1/routing/decisions", x_api_key=keys["echo",])  # from here on decisions are kept
+        for path, body in HTTP_REQUESTS.items():
+            assert (await doors.post(path, body, x_api_key=keys["echo", "echo-llm"])).status_code == 200
+        for names, key in keys.items():
+            fleet = (await doors.get("/console/fleet", x_api_key=key)).json()
+            assert [model["name"] for model in fleet["models"]] == list(names)
+            thresholds = (await doors.get("/busy_threshold", x_api_key=key)).json()["thresholds"]
+            assert [entry["model"] for entry in thresholds] == [name for name in names if name == "echo-llm"]
+            decisions = (await doors.get("/v1/routing/decisions", x_api_key=key)).json()["decisions"]
+            assert {decision["model"] for decision in decisions} == set(names)
+            allowed = "echo-llm" in names
+            changed = await doors.post("/busy_threshold", change, x_api_key=key)
+            assert (changed.status_code == 403) == (not allowed), changed.text
+            for model in ("echo", "echo-llm"):
+                limited = (await doors.get(f"/v1/routing/decisions?model={model}", x_api_key=key)).json()["decisions"]
+                assert bool(limited) == (model in names)
+
+
 async def raw_get(doors: Doors, path: str, headers: dict[str, str]) -> tuple[int, str]:
     """Status and body of a GET whose path no client library has tidied up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", doors.frontend.http_port)

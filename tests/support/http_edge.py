@@ -23,6 +23,7 @@ from dynamo.common.generation import (
     summary_encoder,
 )
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.exchange import HttpSettings
@@ -30,7 +31,7 @@ from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.http.server_operations import model_operations
 from dynamo.frontend.api.operations import protocol_operations
-from dynamo.frontend.config import HttpOptions, OverloadStatus, ServingOptions, TextOptions
+from dynamo.frontend.config import CapacityOptions, HttpOptions, OverloadStatus, ServingOptions, TextOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.pipeline import TextModel, load_text_model
@@ -143,6 +144,7 @@ class HttpEdge:
     port: int
     registry: CollectorRegistry
     readiness: Readiness
+    capacity: Capacity
 
     @property
     def url(self) -> str:
@@ -166,6 +168,7 @@ async def open_http_edge(
     http: HttpOptions | None = None,
     text: TextOptions | None = None,
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
+    capacity: CapacityOptions | None = None,
     parsers: OutputParsers | None = None,
     declared: tuple[ModelCard, ...] = (),
 ) -> AsyncIterator[HttpEdge]:
@@ -193,14 +196,16 @@ async def open_http_edge(
             *protocol_operations(readiness, text or TextOptions(), own),
         ]
         operations += openapi_operations(operations)
-        app = HttpApp(operations, HttpSettings(options=options, overload=overload), refused=metrics.refused)
+        counted = Capacity(capacity)
+        http_settings = HttpSettings(options=options, overload=overload, capacity=counted)
+        app = HttpApp(operations, http_settings, refused=metrics.refused)
         async with (
             serve_http(options, app) as server,
             httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20, verify=False) as session,
         ):
             if any(card.llm is not None for card in known):
                 await loaded.wait()
-            yield HttpEdge(plane, directory, client, session, server.port, registry, readiness)
+            yield HttpEdge(plane, directory, client, session, server.port, registry, readiness, counted)
 
 
 def events_of(text: str) -> list[tuple[str, str]]:

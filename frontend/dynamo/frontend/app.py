@@ -112,6 +112,7 @@ async def _drain(
     config: FrontendConfig, readiness: Readiness, drain: StreamDrain, http: HttpServer, grpc: GrpcServer | None
 ) -> None:
     readiness.start_draining()
+    http.start_draining()
     await asyncio.sleep(config.settle_s)  # load balancers that watch the readiness send nothing more by then
     log.info("draining")
     drain.start()

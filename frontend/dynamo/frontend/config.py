@@ -212,6 +212,9 @@ class HttpOptions:
         metavar="SIZE",
         help="Largest body without tensors: conversations and prompts, with the images in them.",
     )
+    max_connections: int = option(
+        32_768, minimum=1, maximum=1_000_000, help="Connections of a process; the system's limit of open files may permit fewer."
+    )
     max_json_depth: int = option(100, minimum=4, maximum=500, help="How deep arrays and objects of a request may nest.")
     max_json_values: int = option(
         1_000_000,
@@ -247,6 +250,24 @@ class HttpOptions:
     @property
     def is_local(self) -> bool:
         return is_local(self.host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityOptions:
+    """What the HTTP requests of a process together may occupy; past it they get 503 with Retry-After."""
+
+    max_concurrent_requests: int = option(
+        32_768, minimum=1, maximum=10_000_000, help="HTTP requests in progress, streams included, health excepted."
+    )
+    max_buffered_bytes: int = option(
+        1024 * MIB,
+        flags=("--max-buffered-size",),
+        parse=parse_bytes,
+        minimum=MIB,
+        maximum=2**40,
+        metavar="SIZE",
+        help="Bytes of the bodies of all HTTP requests in progress.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -784,6 +805,7 @@ class FrontendConfig:
         help="Sections that describe other programs; accepted, without effect here.",
     )
     http: HttpOptions = group("HTTP", prefix="http", default=HttpOptions)
+    capacity: CapacityOptions = group("Capacity", default=CapacityOptions)
     grpc: GrpcOptions = group("KServe gRPC", prefix="grpc", default=GrpcOptions)
     tls: TlsOptions = group("TLS", prefix="tls", default=TlsOptions)
     access: AccessOptions = group("Access", prefix="access", default=AccessOptions)

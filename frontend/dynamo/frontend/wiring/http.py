@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from dynamo.common.http_server import HttpServer
+from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.console.operations import Console, console_operations
 from dynamo.frontend.api.guard import Guard
@@ -39,7 +40,7 @@ async def open_http(
     share_port: bool,
 ) -> AsyncIterator[HttpServer]:
     """Serve HTTP until the context is left. Raises ConfigError for a port, certificate or template that cannot be used."""
-    settings = HttpSettings(options=config.http, overload=config.overload_status)
+    settings = HttpSettings(options=config.http, overload=config.overload_status, capacity=Capacity(config.capacity))
     operations = [
         *health_operations(readiness, links),
         *metrics_operations(metrics.render),

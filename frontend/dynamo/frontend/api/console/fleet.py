@@ -21,6 +21,7 @@ from dynamo.common.kv.events import LoadMessage, LoadReport
 from dynamo.common.messaging.connection import OnMessage, Subscription
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, instance_of, loads_subject
+from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane
 
 log = logging.getLogger(__name__)
@@ -133,16 +134,16 @@ _decoder = msgspec.msgpack.Decoder(LoadMessage)
 
 
 def model_state(
-    plane: DataPlane, card: ModelCard, reports: Mapping[tuple[InstanceId, str], LoadReport], unix_time: float
+    plane: DataPlane, account: Account, card: ModelCard, reports: Mapping[tuple[InstanceId, str], LoadReport], unix_time: float
 ) -> ModelState:
-    """Return the current state of a model and its instances."""
+    """Return the current state of a model and its instances, under the names that the caller may use."""
     llm = card.llm
-    names = (*card.aliases, *(llm.adapters if llm is not None else ()))
+    name, *other_names = filter(account.permits, (card.name, *card.aliases, *(llm.adapters if llm is not None else ())))
     return ModelState(
-        name=card.name,
+        name=name,
         kind=card.kind.value,
         ready=plane.model_ready(card.name),
-        other_names=names,
+        other_names=tuple(other_names),
         has_chat=llm is not None and bool(llm.chat_template),
         decoupled=card.decoupled,
         inputs=tuple(TensorState(spec.name, spec.datatype, tuple(spec.shape)) for spec in card.inputs),

@@ -70,7 +70,7 @@ class Console:
             explains=self._explains,
             asks_keys=self._asks_keys,
             processes=self._processes,
-            models=tuple(model_state(plane, card, reports, time.time()) for card in plane.cards(account)),
+            models=tuple(model_state(plane, account, card, reports, time.time()) for card in plane.cards(account)),
         )
 
 

@@ -4,6 +4,7 @@
 2. The operation's surface, and nothing else about the path, says what the caller must be allowed to use.
 3. A path without any operation needs what the list of models needs, so that only callers with a key learn what is not there; then
    it is 404. A path that lacks the method is 405, after the same check as its other methods.
+4. Past the capacity of the process, requests are refused with 503. Health is always served.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import InvalidRequest, Overloaded
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, PathNotFound
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.http.guard import HttpGuard
@@ -73,9 +74,20 @@ class HttpApp:
         if operation is None:
             not_allowed = InvalidRequest(f"method {exchange.method} is not allowed for '{exchange.path}'")
             return await exchange.refuse(not_allowed, 405, resource.errors, ((b"allow", resource.allow),))
-        if operation.is_action:
-            return await self._guard.run_recorded(exchange, operation.handle)
-        await exchange.run(operation.handle)
+        if operation.surface is Surface.HEALTH:
+            return await exchange.run(operation.handle)
+        capacity = self._settings.capacity
+        try:
+            capacity.enter()
+        except Overloaded as error:
+            return await exchange.fail(error)
+        try:
+            if operation.is_action:
+                await self._guard.run_recorded(exchange, operation.handle)
+            else:
+                await exchange.run(operation.handle)
+        finally:
+            capacity.leave(exchange.held_bytes)
 
     async def _not_found(self, exchange: Exchange) -> None:
         exchange.errors = self._errors_near(exchange.path)

@@ -27,6 +27,7 @@ from dynamo.common.http_connection import ON_HALF_CLOSE
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
+from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.router.explanation import Explanation
@@ -72,6 +73,8 @@ class HttpSettings:
 
     options: HttpOptions = field(default_factory=HttpOptions)
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE
+    capacity: Capacity = field(default_factory=Capacity)
+    """Shared with all other requests of the process."""
 
 
 class Exchange:
@@ -103,6 +106,8 @@ class Exchange:
         self.stream: EventStream | None = None
         self.progress = Progress()
         """Of the request, for calls made from it."""
+        self.held_bytes = 0
+        """Bytes that count against the capacity of the process until the end of the request."""
         self._account: Account | None = None
         self._scope = scope
         self._receive = receive
@@ -162,13 +167,18 @@ class Exchange:
     async def body(self) -> bytes:
         """Return the request's JSON body, which has no tensors in it.
 
-        Raises PayloadTooLarge, InvalidRequest, and Cancelled if the client left.
+        Raises PayloadTooLarge, InvalidRequest, Overloaded, and Cancelled if the client left.
         """
         kind = self.headers.get("content-type")
         if kind is not None and not _is_json(kind):
             raise InvalidRequest(f"the content type is {kind[:80]!r}; it must be 'application/json'")
         options = self.settings.options
         return await self.any_body(min(options.max_json_bytes, options.max_body_bytes))
+
+    def hold(self, size_bytes: int) -> None:
+        """Count bytes that are kept for this request until its end. Raises Overloaded."""
+        self.settings.capacity.hold(size_bytes)
+        self.held_bytes += size_bytes
 
     async def any_body(self, max_bytes: int | None = None) -> bytes:
         """Return the request's body, of any content type. `max_bytes` is `max_body_bytes` by default. Raises as `body` does."""
@@ -181,6 +191,7 @@ class Exchange:
             body: bytes = message["body"]
             if len(body) > limit:
                 raise _too_large(limit)
+            self.hold(len(body))
             self.body_bytes = len(body)
             return body
         return await self._long_body(message, limit)
@@ -193,6 +204,7 @@ class Exchange:
                 self.client_left = True
                 raise Cancelled()
             part = message.get("body", b"")
+            self.hold(len(part))
             parts.append(part)
             self.body_bytes = size = size + len(part)
             if size > limit:

@@ -81,9 +81,10 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
 
     async def list_thresholds(exchange: Exchange) -> None:
         account = exchange.account
-        models = {card.name for card in readiness.plane.cards(account) if card.llm is not None}
-        models |= set(control.thresholds.changes())
-        thresholds = [_shown(model, control.thresholds.of(model)) for model in sorted(models)]
+        models = {card.name for card in readiness.plane.cards(account) if card.llm is not None} | set(
+            control.thresholds.changes()
+        )
+        thresholds = [_shown(model, control.thresholds.of(model)) for model in sorted(filter(account.permits, models))]
         await exchange.respond(msgspec.json.encode(AllThresholds(thresholds)))
 
     async def change_thresholds(exchange: Exchange) -> None:
@@ -94,7 +95,11 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
     async def list_decisions(exchange: Exchange) -> None:
         query = exchange.query
         limit, model = _limit(query.get("limit", "100")), query.get("model")
-        decisions = [d for d in control.decisions.read(_MAX_DECISIONS) if model is None or d.model == model]
+        decisions = [
+            decision
+            for decision in control.decisions.read(_MAX_DECISIONS)
+            if (model is None or decision.model == model) and exchange.account.permits(decision.model)
+        ]
         await exchange.respond(msgspec.json.encode(Decisions(decisions[:limit])))
 
     return [
@@ -137,6 +142,7 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
 def _change(plane: DataPlane, account: Account, control: RoutingControl, request: ThresholdsRequest) -> ModelThresholds:
     """Raises ModelNotFound; InvalidRequest if thresholds have no effect here."""
     model = plane.card(account, request.model).name
+    account.permit(model)  # the request may have named it by an alias
     current = control.thresholds.of(model)
     decode_blocks, prefill_tokens = request.active_decode_blocks_threshold, request.active_prefill_tokens_threshold
     if decode_blocks is UNSET and prefill_tokens is UNSET:

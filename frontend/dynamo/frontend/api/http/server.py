@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import ASGIApp
 
+from dynamo.common.http_connection import HttpLimits
 from dynamo.common.http_server import HttpServer, serve_asgi
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.security.tls import server_context
@@ -25,6 +26,6 @@ async def serve_http(options: HttpOptions, app: ASGIApp, *, share_port: bool = F
     """Serves `app` until the context is left. Raises ConfigError if the port or the certificate cannot be used."""
     context = None if options.tls is None else server_context(options.tls)
     listener = open_listener(options.host, options.port, flag="--http-port", reuse_port=share_port)
-    async with serve_asgi(listener, app, context) as server:
+    async with serve_asgi(listener, app, context, HttpLimits(max_connections=options.max_connections)) as server:
         _log.info("HTTP on %s:%d, %s", options.host, server.port, "no TLS" if context is None else "TLS")
         yield server

@@ -16,6 +16,9 @@ _WINDOW_BITS: Mapping[str, int] = {"gzip": 31, "deflate": 15}
 """zlib's names of them: gzip has its own header, deflate has that of zlib."""
 _BRIEF_BYTES = 16 * 1024
 """More than this is (de)compressed in a thread."""
+_MAX_RATIO = 100
+"""A body that decompresses to more than so many times its size, and to more than `_SMALL_BYTES`, is taken for an attack."""
+_SMALL_BYTES = 2**20
 _WORTHWHILE_BYTES = 1024
 _MAX_DIGITS = 19
 _LEVEL = 1
@@ -51,19 +54,28 @@ async def read_body(exchange: Exchange) -> bytes:
         return body
     limit = exchange.settings.options.max_body_bytes
     if len(body) <= _BRIEF_BYTES:
-        return decompress(body, encoding, limit)
-    return await asyncio.to_thread(decompress, body, encoding, limit)
+        decompressed = decompress(body, encoding, limit)
+    else:
+        decompressed = await asyncio.to_thread(decompress, body, encoding, limit)
+    exchange.hold(len(decompressed))
+    return decompressed
 
 
 def decompress(data: bytes, encoding: str, limit_bytes: int) -> bytes:
-    """Decompress a body to at most `limit_bytes`. Raises PayloadTooLarge, and InvalidRequest for invalid data."""
+    """Decompress a body to at most `limit_bytes`, and to no more than its compressed size can justify.
+
+    Raises PayloadTooLarge, and InvalidRequest for invalid data.
+    """
     stream = zlib.decompressobj(_WINDOW_BITS[encoding])
+    plausible_bytes = max(_SMALL_BYTES, len(data) * _MAX_RATIO)
     try:
-        decompressed = stream.decompress(data, limit_bytes + 1)
+        decompressed = stream.decompress(data, min(limit_bytes, plausible_bytes) + 1)
     except zlib.error as error:
         raise InvalidRequest(f"the body is not {encoding}: {error}") from None
     if len(decompressed) > limit_bytes:
         raise PayloadTooLarge(f"the body is larger than {limit_bytes} bytes when decompressed")
+    if len(decompressed) > plausible_bytes:
+        raise PayloadTooLarge(f"the body is more than {_MAX_RATIO} times as large as its {encoding} data; send it uncompressed")
     if not stream.eof:
         raise InvalidRequest(f"the body ends before its {encoding} data does")
     if stream.unused_data:

@@ -1,0 +1,40 @@
+"""What all requests of this process together may occupy: their number, and the bytes of their bodies.
+
+Each request has bounds of its own; many requests within theirs could still exhaust the memory. Past the bounds here requests are
+refused with Overloaded, so that those which were admitted can finish.
+"""
+
+from __future__ import annotations
+
+from dynamo.common.errors import Overloaded
+from dynamo.frontend.config import CapacityOptions
+
+_RETRY_AFTER_S = 1.0
+
+
+class Capacity:
+    """Counts requests and their buffered bytes. One per process, shared by its protocols."""
+
+    def __init__(self, options: CapacityOptions | None = None) -> None:
+        self._options = options or CapacityOptions()
+        self.requests = 0
+        self.buffered_bytes = 0
+
+    def enter(self) -> None:
+        """Count a request; call `leave` when it has ended. Raises Overloaded."""
+        if self.requests >= self._options.max_concurrent_requests:
+            message = f"the server is processing {self.requests} requests, which is its limit"
+            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S)
+        self.requests += 1
+
+    def hold(self, size_bytes: int) -> None:
+        """Count bytes of a request's body. Raises Overloaded, and counts none of them then."""
+        if self.buffered_bytes + size_bytes > self._options.max_buffered_bytes:
+            message = f"the server holds {self.buffered_bytes} bytes of requests, which is near its limit"
+            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S)
+        self.buffered_bytes += size_bytes
+
+    def leave(self, held_bytes: int) -> None:
+        """Count a request no longer, nor the bytes that were held for it."""
+        self.requests -= 1
+        self.buffered_bytes -= held_bytes

@@ -1,0 +1,177 @@
+"""What requests over HTTP may occupy: one alone, and all of them together."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+import zlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dynamo.common.generation import FinishReason
+from dynamo.frontend.config import CapacityOptions, HttpOptions
+from dynamo.protos import inference_pb2 as pb
+from tests.support.fakes import FakeStream, tensor_card
+from tests.support.http_edge import HttpEdge, Speaker, chat_card, end, events_of, open_http_edge, say
+
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+PROMPT = {"model": "talker", "prompt": "x"}
+MIB = 2**20
+
+
+def echo(stream: FakeStream) -> None:
+    request = pb.ModelInferRequest.FromString(stream.body)
+    response = pb.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
+    response.outputs.add(name="y", datatype="INT32", shape=[0])
+    response.raw_output_contents.append(b"")
+    stream.end(response.SerializeToString())
+
+
+async def quiet(edge: HttpEdge) -> None:
+    """Return when no request is counted any more."""
+    async with asyncio.timeout(5):
+        while edge.capacity.requests or edge.capacity.buffered_bytes:
+            await asyncio.sleep(0.005)
+
+
+async def test_requests_beyond_the_capacity_are_503_until_others_end() -> None:
+    async with open_http_edge(capacity=CapacityOptions(max_concurrent_requests=2)) as edge:
+        running = [asyncio.create_task(edge.post(COMPLETIONS, PROMPT)) for _ in range(2)]
+        async with asyncio.timeout(5):
+            while len(edge.client.streams) < 2:
+                await asyncio.sleep(0.005)
+        refused = await edge.post(COMPLETIONS, PROMPT)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["message"] == "the server is processing 2 requests, which is its limit"
+        for stream in edge.client.streams:
+            say(stream, "a", reason=FinishReason.STOP)
+            end(stream, 1)
+        assert [(await response).status_code for response in running] == [200, 200]
+        await quiet(edge)
+        edge.client.respond = Speaker()
+        assert (await edge.post(COMPLETIONS, PROMPT)).status_code == 200
+        await quiet(edge)
+
+
+async def test_bodies_beyond_the_capacity_are_503_and_every_end_of_a_request_gives_its_bytes_back() -> None:
+    async with open_http_edge(
+        tensor_card(), capacity=CapacityOptions(max_buffered_bytes=2 * MIB), http=HttpOptions(max_body_bytes=8 * MIB)
+    ) as edge:
+        edge.client.respond = echo
+        small = json.dumps({"inputs": [{"name": "x", "datatype": "INT32", "shape": [0], "data": []}]}).encode()
+        for size, status in ((len(small), 200), (MIB, 200), (3 * MIB, 503), (9 * MIB, 413), (MIB, 200)):
+            response = await edge.http.post("/v2/models/adder/infer", content=small.ljust(size))
+            assert response.status_code == status, response.text
+            assert (response.headers.get("retry-after") is not None) == (status == 503)
+            await quiet(edge)
+        packed = gzip.compress(small.ljust(MIB))
+        response = await edge.http.post("/v2/models/adder/infer", content=packed, headers={"content-encoding": "gzip"})
+        assert response.status_code == 200
+        for broken in (b"{", b"", b"\xff" * 100):
+            assert (await edge.http.post("/v2/models/adder/infer", content=broken)).status_code == 400
+        await quiet(edge)
+
+
+async def test_a_client_that_leaves_while_it_sends_gives_its_bytes_back() -> None:
+    async with open_http_edge(tensor_card()) as edge:
+        _, writer = await asyncio.open_connection("127.0.0.1", edge.port)
+        writer.write(b"POST /v2/models/adder/infer HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n" + bytes(100_000))
+        async with asyncio.timeout(5):
+            while edge.capacity.buffered_bytes < 100_000:
+                await asyncio.sleep(0.005)
+        writer.close()
+        await quiet(edge)
+
+
+async def test_health_and_unknown_paths_do_not_count() -> None:
+    async with open_http_edge(capacity=CapacityOptions(max_concurrent_requests=1)) as edge:
+        running = asyncio.create_task(edge.post(COMPLETIONS, PROMPT))
+        stream = await edge.client.next_stream()
+        assert (await edge.http.get("/v2/health/ready")).status_code == 200
+        assert (await edge.http.get("/nothing")).status_code == 404
+        assert (await edge.http.get("/v1/models")).status_code == 503
+        end(stream)
+        await running
+
+
+# One request
+
+
+async def pieces(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), 65536):
+        yield body[start : start + 65536]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"])
+async def test_json_without_tensors_has_a_bound_of_its_own(path: str) -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        body = b'{"model": "' + b"a" * (4 * MIB) + b'"}'
+        for content in (body, pieces(body)):
+            response = await edge.http.post(path, content=content, headers={"content-type": "application/json"})
+            assert response.status_code == 413
+            assert f"larger than {4 * MIB} bytes" in response.text
+
+
+async def test_the_bound_of_json_can_be_raised_and_is_not_that_of_tensors() -> None:
+    async with open_http_edge(chat_card(), tensor_card(), http=HttpOptions(max_json_bytes=8 * MIB)) as edge:
+        body = b'{"model": "' + b"a" * (5 * MIB) + b'"}'
+        response = await edge.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        edge.client.respond = echo
+        tensors = json.dumps({"inputs": [{"name": "x", "datatype": "INT32", "shape": [0], "data": []}]}).encode()
+        assert (await edge.http.post("/v2/models/adder/infer", content=tensors.ljust(10 * MIB))).status_code == 200
+
+
+async def test_a_declared_length_is_refused_before_the_body_comes() -> None:
+    async with open_http_edge() as edge:
+        for path, length in ((COMPLETIONS, 5 * MIB), ("/v2/models/talker/generate", 65 * MIB)):
+            reader, writer = await asyncio.open_connection("127.0.0.1", edge.port)
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+            writer.write(head.encode())
+            async with asyncio.timeout(5):
+                assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 413 ")
+            writer.close()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_grows_too_much_when_decompressed_is_refused(encoding: str) -> None:
+    pack = gzip.compress if encoding == "gzip" else zlib.compress
+    async with open_http_edge(tensor_card()) as edge:
+        edge.client.respond = echo
+        bomb = pack(b'{"inputs": []}'.ljust(20 * MIB))
+        assert len(bomb) < 25_000
+        response = await edge.http.post("/v2/models/adder/infer", content=bomb, headers={"content-encoding": encoding})
+        assert response.status_code == 413
+        assert "more than 100 times" in response.json()["error"]
+        harmless = pack(b'{"inputs": [{"name": "x", "datatype": "INT32", "shape": [0], "data": []}]}'.ljust(MIB - 1))
+        response = await edge.http.post("/v2/models/adder/infer", content=harmless, headers={"content-encoding": encoding})
+        assert response.status_code == 200
+
+
+# Half-closed connections
+
+
+async def test_a_client_that_closed_its_side_gets_the_rest_of_a_stream() -> None:
+    def begin(stream: FakeStream) -> None:
+        say(stream, "Hel")
+
+    async with open_http_edge(respond=begin) as edge:
+        body = json.dumps(PROMPT | {"stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", edge.port), timeout=10) as connection:
+            head = f"POST {COMPLETIONS} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            connection.shutdown(socket.SHUT_WR)
+            received = await asyncio.to_thread(connection.recv, 65536)
+            await asyncio.sleep(0.3)
+            [stream] = edge.client.streams
+            assert not stream.cancelled
+            say(stream, "lo", reason=FinishReason.STOP)
+            end(stream, 2)
+            while more := await asyncio.to_thread(connection.recv, 65536):
+                received += more
+        events = [data for _, data in events_of(received.decode().partition("\r\n\r\n")[2])]
+        assert "".join(json.loads(data)["choices"][0]["text"] for data in events[:-1]) == "Hello"
+        assert events[-1] == "[DONE]"
