@@ -8,6 +8,7 @@
 | `engine.batching` | dynamic batching for tensor models |
 | `statistics` | counts and durations per model version, for Triton's `ModelStatistics` |
 | `metrics`, `spans`, `status` | the same for Prometheus, for traces, and the port that shows it |
+| `request_record` | counts each request in all three, once |
 | `canary` | whether an engine still makes progress |
 | `engine.base` | what an engine is |
 | `engines` | which engine a `--model` means |

@@ -17,20 +17,20 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from dynamo.common import logs
-from dynamo.common.errors import Code, DeadlineExceeded, DynamoError, EngineError, InvalidRequest, ModelNotFound, NoInstances
+from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InvalidRequest, ModelNotFound, NoInstances
 from dynamo.common.generation import Summary, delta_encoder, request_decoder, summary_encoder
 from dynamo.common.messaging.frames import Body, Buffer, size_of
 from dynamo.common.messaging.server import Handler
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.common.telemetry import code_of
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import ResponseForm
-from dynamo.common.tracing import Span, Tracing, context_of
+from dynamo.common.tracing import Tracing, context_of
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 from dynamo.worker.canary import Canary, CanaryRequest
 from dynamo.worker.engine.base import Context, Engine, RequestTimings, TensorEngine, TensorResponse
 from dynamo.worker.metrics import WorkerMetrics, WorkerModelMetrics
+from dynamo.worker.request_record import RequestRecord
 from dynamo.worker.spans import end_generation, end_inference
 from dynamo.worker.statistics import VersionStatistics
 
@@ -202,40 +202,22 @@ class Service:
         context = self._context(incoming, statistics.version)
         if model.card.max_batch_size and request.head.inputs and request.head.inputs[0].shape:
             context.timings.rows = request.head.inputs[0].shape[0]
-        responses = _TensorResponses(ResponseForm.of(request, model.card), context.timings, statistics, start)
+        form = ResponseForm.of(request, model.card)
         body: Body = ()
-        measured = self._measured[model.card.name]
-        measured.started(len(incoming.body))
-        span = None if self._tracing is None else self._span(self._tracing, incoming, model.card.name)
-        try:
+        with self._record(incoming, context, model, statistics, start) as record:
             self._refuse_late(incoming)
             iterator = engine.infer(request, context)
             try:
                 if model.card.decoupled:
-                    await responses.send_all(iterator, incoming)
+                    await _send_all(iterator, form, record, incoming)
                 else:
-                    body = await responses.only(iterator)
+                    body = await _only(iterator, form, record)
             except BaseException:  # one that was read to its end is closed
                 await close(iterator)
                 raise
-        except (asyncio.CancelledError, GeneratorExit):
-            taken_ns = perf_counter_ns() - start
-            statistics.cancelled(taken_ns, responses.count, context.timings)
-            _failed(measured, span, taken_ns, responses.sent_bytes, Code.CANCELLED)
-            raise
-        except BaseException as error:
-            taken_ns = perf_counter_ns() - start
-            statistics.failed(taken_ns, context.timings)
-            if model.card.decoupled:
-                statistics.response_failed(responses.count, perf_counter_ns() - responses.last)
-            _failed(measured, span, taken_ns, responses.sent_bytes, code_of(error))
-            raise
-        taken_ns = perf_counter_ns() - start
-        statistics.succeeded(taken_ns, context.timings)
-        log.debug("request ends after %.1f ms: success", taken_ns / 1e6)
-        measured.finished(taken_ns / 1e9, responses.sent_bytes + size_of(body))
-        if span is not None:
-            end_inference(span, context.timings)
+            record.sent_bytes += size_of(body)
+        if record.span is not None:
+            end_inference(record.span, context.timings)
         incoming.end(body)
 
     async def generate(self, incoming: IncomingRequest) -> None:
@@ -253,12 +235,8 @@ class Service:
         context = self._context(incoming, statistics.version)
         encode, send = delta_encoder.encode, incoming.send_nowait
         summary: Summary | None = None
-        sent_bytes = 0
         canary = self._canaries[model.card.name]
-        measured = self._measured[model.card.name]
-        measured.started(len(incoming.body))
-        span = None if self._tracing is None else self._span(self._tracing, incoming, model.card.name)
-        try:
+        with self._record(incoming, context, model, statistics, start) as record:
             self._refuse_late(incoming)
             if self._on_accepted is not None:
                 self._on_accepted(model.card.name, incoming.headers.get("booking", ""))
@@ -269,7 +247,7 @@ class Service:
                         summary = step
                         continue
                     delta = encode(step)
-                    sent_bytes += len(delta)
+                    record.sent_bytes += len(delta)
                     canary.progress += 1
                     if not send(delta):
                         await incoming.ready()
@@ -278,23 +256,9 @@ class Service:
             if summary is None:
                 raise EngineError(f"the engine of model '{request.model}' ended without a summary")
             context.timings.queue_ns = int(summary.queue_ms * 1e6)
-        except (asyncio.CancelledError, GeneratorExit):
-            taken_ns = perf_counter_ns() - start
-            statistics.cancelled(taken_ns, 0, context.timings)
-            _failed(measured, span, taken_ns, sent_bytes, Code.CANCELLED)
-            raise
-        except BaseException as error:
-            taken_ns = perf_counter_ns() - start
-            statistics.failed(taken_ns, context.timings)
-            _failed(measured, span, taken_ns, sent_bytes, code_of(error))
-            raise
-        taken_ns = perf_counter_ns() - start
-        statistics.succeeded(taken_ns, context.timings)
-        log.debug("request ends after %.1f ms: success", taken_ns / 1e6)
-        measured.finished(taken_ns / 1e9, sent_bytes)
-        measured.generated(summary)
-        if span is not None:
-            end_generation(span, summary)
+        record.metrics.generated(summary)
+        if record.span is not None:
+            end_generation(record.span, summary)
         incoming.end(summary_encoder.encode(summary))
 
     async def statistics(self, incoming: IncomingRequest) -> None:
@@ -343,70 +307,53 @@ class Service:
         log.debug("request begins")
         return Context(request_id, incoming.deadline, incoming.headers, incoming.cancelled, version, RequestTimings())
 
-    def _span(self, tracing: Tracing, incoming: IncomingRequest, model: str) -> Span | None:
-        attributes = {"dynamo.model": model, "dynamo.request_id": incoming.request_id}
-        return tracing.begin("serve", incoming.headers, attributes)
+    def _record(
+        self, incoming: IncomingRequest, context: Context, model: ServedModel, statistics: VersionStatistics, start_ns: int
+    ) -> RequestRecord:
+        name, span = model.card.name, None
+        if self._tracing is not None:
+            attributes = {"dynamo.model": name, "dynamo.request_id": incoming.request_id}
+            span = self._tracing.begin("serve", incoming.headers, attributes)
+        return RequestRecord(
+            self._measured[name], statistics, span, context.timings, len(incoming.body), start_ns, decoupled=model.card.decoupled
+        )
 
     def _refuse_late(self, incoming: IncomingRequest) -> None:
         if incoming.deadline is not None and self._loop.time() >= incoming.deadline:
             raise DeadlineExceeded
 
 
-class _TensorResponses:
-    """Finishes and counts the responses of one tensor request."""
+async def _only(iterator: AsyncIterator[TensorResponse], form: ResponseForm, record: RequestRecord) -> list[Buffer]:
+    """Return the only response of a model that is not decoupled. Raises EngineError if there are none or several."""
+    only: TensorResponse | None = None
+    async for response in iterator:
+        if only is not None:
+            raise EngineError(f"model '{form.model}' gave several responses but is not declared as decoupled")
+        only = response
+    if only is None:
+        raise EngineError(f"model '{form.model}' gave no response")
+    start = perf_counter_ns()
+    body = form.encode(only.head, only.raw_outputs)
+    record.timings.output_ns += perf_counter_ns() - start
+    return body
 
-    __slots__ = ("_form", "_statistics", "_timings", "count", "last", "sent_bytes")
 
-    def __init__(self, form: ResponseForm, timings: RequestTimings, statistics: VersionStatistics, start: int) -> None:
-        self._form = form
-        self._timings = timings
-        self._statistics = statistics
-        self.count = 0
-        self.last = start
-        """When the last response was made, or the request began; `perf_counter_ns`."""
-        self.sent_bytes = 0
-
-    async def only(self, iterator: AsyncIterator[TensorResponse]) -> list[Buffer]:
-        """Return the only response of a model that is not decoupled. Raises EngineError if there are none or several."""
-        only: TensorResponse | None = None
-        async for response in iterator:
-            if only is not None:
-                raise EngineError(f"model '{self._form.model}' gave several responses but is not declared as decoupled")
-            only = response
-        if only is None:
-            raise EngineError(f"model '{self._form.model}' gave no response")
-        start = perf_counter_ns()
-        body = self._form.encode(only.head, only.raw_outputs)
-        self._timings.output_ns += perf_counter_ns() - start
-        return body
-
-    async def send_all(self, iterator: AsyncIterator[TensorResponse], incoming: IncomingRequest) -> None:
-        """Send each response of a decoupled model as it comes, no faster than the caller reads."""
-        async for response in iterator:
-            produced = perf_counter_ns()
-            empty = not response.head.outputs
-            body = self._form.encode(response.head, response.raw_outputs)
-            done = perf_counter_ns()
-            self._timings.output_ns += done - produced
-            self._statistics.responded(self.count, produced - self.last, done - produced, empty=empty)
-            self.count += 1
-            self.sent_bytes += size_of(body)
-            self.last = done
-            if not incoming.send_nowait(body):
-                await incoming.ready()
+async def _send_all(
+    iterator: AsyncIterator[TensorResponse], form: ResponseForm, record: RequestRecord, incoming: IncomingRequest
+) -> None:
+    """Send each response of a decoupled model as it comes, no faster than the caller reads."""
+    async for response in iterator:
+        made_ns = perf_counter_ns()
+        body = form.encode(response.head, response.raw_outputs)
+        record.responded(made_ns, size_of(body), empty=not response.head.outputs)
+        if not incoming.send_nowait(body):
+            await incoming.ready()
 
 
 async def close(iterator: AsyncIterator[object]) -> None:
     """Close the iterator of an engine, so that an abandoned request stops now rather than when memory is collected."""
     if isinstance(iterator, AsyncGenerator):
         await iterator.aclose()
-
-
-def _failed(measured: WorkerModelMetrics, span: Span | None, taken_ns: int, sent_bytes: int, error: Code) -> None:
-    log.debug("request ends after %.1f ms: %s", taken_ns / 1e6, error)
-    measured.finished(taken_ns / 1e9, sent_bytes, error)
-    if span is not None:
-        span.end(error)
 
 
 _canary_decoder = msgspec.msgpack.Decoder(CanaryRequest)
