@@ -78,6 +78,49 @@ ATTACKS = {
         "/v1/completions",
         COMPLETION + b'"prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % number for number in range(100_000)) + b"}}",
     ),
+    "a schema in a string": (
+        "/v1/chat/completions",
+        filled(CHAT + b'"guided_json":"{\\"a\\":[', b"[],", b'0]}"}', PLAIN_BYTES),
+    ),
+    "arguments in a string": (
+        "/v1/chat/completions",
+        filled(
+            MODEL + b'"messages":[{"role":"assistant","tool_calls":[{"id":"1","type":"function","function":'
+            b'{"name":"f","arguments":"{\\"a\\":[',
+            b"[],",
+            b'0]}"}}]}]}',
+            PLAIN_BYTES,
+        ),
+    ),
+    "calls": (
+        "/v1/responses",
+        MODEL
+        + b'"input":['
+        + b",".join([b'{"type":"function_call","call_id":"1","name":"f","arguments":"{}"}'] * 20_000)
+        + b"]}",
+    ),
+    "128 prompts": (
+        "/v1/completions",
+        COMPLETION + b'"prompt":[' + b",".join([b'"' + b"ab " * 10_000 + b'"'] * 128) + b"]}",
+    ),
+    "stop strings of many choices": (
+        "/v1/completions",
+        COMPLETION
+        + b'"prompt":"x","n":128,"temperature":1,"stop":['
+        + b",".join(b'"' + b"a" * 1000 + b'%d"' % number for number in range(32))
+        + b"]}",
+    ),
+    "tools with schemas, of which one must be called": (
+        "/v1/chat/completions",
+        CHAT
+        + b'"tool_choice":"required","tools":['
+        + b",".join(
+            b'{"type":"function","function":{"name":"f%d","parameters":{"properties":{%s}}}}'
+            % (number, b",".join(b'"p%d":{"type":"string"}' % name for name in range(30)))
+            for number in range(1000)
+        )
+        + b"]}",
+    ),
     "tools": (
         "/v1/chat/completions",
         CHAT + b'"tools":[' + b",".join([b'{"type":"function","function":{"name":"f"}}'] * 20_000) + b"]}",

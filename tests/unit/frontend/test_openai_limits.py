@@ -211,6 +211,13 @@ async def test_a_body_with_too_many_values_is_rejected_before_it_is_decoded(many
     assert error["message"].startswith("the body has too many values; at most 1000 are allowed")
 
 
+async def test_a_schema_in_a_string_is_bounded_too() -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        error = await edge.error(CHAT, HELLO | {"guided_json": '{"a":[' + "[]," * 30_000 + "0]}"})
+        assert (await edge.post(CHAT, HELLO | {"guided_json": '{"type":"object"}'})).status_code == 200
+    assert error["message"].startswith("the body has too many values")
+
+
 async def test_the_prompts_that_are_echoed_count_for_each_choice() -> None:
     request = {"model": "talker", "prompt": "x" * 50, "echo": True, "n": 4, "temperature": 1, "max_tokens": 1}
     async with open_http_edge(respond=Speaker(), text=TextOptions(limits=TextLimits(max_prompt_chars=199))) as edge:

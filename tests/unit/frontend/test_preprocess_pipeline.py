@@ -121,6 +121,16 @@ async def test_a_rendering_that_takes_long_leaves_the_event_loop(template: str, 
     assert offload.calls == calls
 
 
+@pytest.mark.parametrize("field", ["content", "tool_calls"])
+async def test_a_message_of_many_parts_leaves_the_event_loop(field: str) -> None:
+    offload = RecordingOffload()
+    text_model = await load_text_model(ModelCard(name="talker", kind=ModelKind.LLM, llm=INFO), Files(), offload=offload)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "a"} if field == "content" else call] * 200
+    await text_model.render(text_request(messages=({"role": "assistant", "content": "x"} | {field: parts},)))
+    assert offload.calls == 1
+
+
 async def test_parts_of_text_are_joined_and_arguments_of_calls_are_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bern"}'}}
     messages = (
@@ -129,6 +139,13 @@ async def test_parts_of_text_are_joined_and_arguments_of_calls_are_objects() -> 
     )
     text_model = await model()
     assert await text_model.render(text_request(messages=messages)) == "user: a\nb\nassistant: [Bern]\nassistant: "
+
+
+async def test_arguments_of_calls_are_bounded_before_they_are_built() -> None:
+    text_model = await model()
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":[' + "[]," * 10_000 + "0]}"}}] * 6
+    with pytest.raises(InvalidRequest, match="at most 100000 are allowed"):
+        await text_model.render(text_request(messages=({"role": "assistant", "content": "", "tool_calls": calls},)))
 
 
 async def test_a_last_message_of_the_assistant_can_be_continued() -> None:

@@ -32,8 +32,10 @@ from dynamo.frontend.preprocess.tokenizer import Tokenizer, TooManyTokens
 MAX_PROMPT_LOGPROBS = 65_536
 """Of all tokens of a prompt and their alternatives; they come in one piece."""
 _MAX_STOP_STRING_CHARS = 1024
-_MANY_MESSAGES = 128
-"""Longer conversations are rendered in a thread, as are those that take more steps than the following."""
+_MAX_ARGUMENT_VALUES = 100_000
+"""Of the tool calls in a conversation together."""
+_MANY_PARTS = 128
+"""Conversations of more messages, content parts and tool calls are rendered in a thread, as are those that take more steps."""
 _FEW_STEPS = 8_192
 _CONTINUE = "[goes on here]"
 """Marks the end of the message that the response continues, while the template is rendered."""
@@ -147,7 +149,7 @@ class TextModel:
 
         Raises InvalidRequest, and Overloaded if too many conversations are waiting for the thread.
         """
-        if len(request.messages or ()) <= _MANY_MESSAGES:
+        if _is_short(request.messages or ()):
             with suppress(OutOfTime):
                 return self._render(request, max_steps=_FEW_STEPS)
         return await self._offload.run(self._render, request)
@@ -162,6 +164,7 @@ class TextModel:
             raise InvalidRequest(
                 f"got {len(messages)} messages; at most {self._limits.max_messages} are allowed", param="messages"
             )
+        _check_arguments(messages)
         shaped = [_message(message, self._info.modalities) for message in messages]
         if request.continues_last:
             shaped[-1] = _with_marker(shaped[-1])
@@ -301,6 +304,33 @@ def _text_part(part: object) -> str:
         kind = part.get("type", "unknown") if isinstance(part, Mapping) else type(part).__name__
         raise InvalidRequest(f"the model supports text only; got a content part of type {kind!r:.80}", param="messages")
     return text
+
+
+def _is_short(messages: Sequence[Mapping[str, Any]]) -> bool:
+    if len(messages) > _MANY_PARTS:
+        return False
+    parts = len(messages)
+    for message in messages:
+        for name in ("content", "tool_calls") if isinstance(message, Mapping) else ():
+            value = message.get(name)
+            parts += len(value) if isinstance(value, list | tuple) else 0
+    return parts <= _MANY_PARTS
+
+
+def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Bound what `_tool_call` builds from JSON that is inside of strings; raise InvalidRequest."""
+    values = 0
+    for message in messages:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        for call in calls if isinstance(calls, list | tuple) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            if isinstance(arguments, str):
+                values += sum(map(arguments.count, "[{,:"))
+    if values > _MAX_ARGUMENT_VALUES:
+        raise InvalidRequest(
+            f"the arguments of tool calls have {values} values; at most {_MAX_ARGUMENT_VALUES} are allowed", param="messages"
+        )
 
 
 def _tool_call(call: object) -> object:

@@ -109,7 +109,9 @@ class TextGenerationRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fi
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=65536)] | None = None
-    bad_words_token_ids: Annotated[list[Annotated[list[TokenId], Meta(min_length=1)]], Meta(max_length=1024)] | None = None
+    bad_words_token_ids: (
+        Annotated[list[Annotated[list[TokenId], Meta(min_length=1, max_length=256)]], Meta(max_length=1024)] | None
+    ) = None
     prompt_logprobs: Count | None = None
     response_format: ResponseFormat | None = None
     guided_json: str | Json | None = None

@@ -13,6 +13,7 @@ from dynamo.common.generation import Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.common.names import parse_instance
 from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.http.json_scan import check_json
 from dynamo.frontend.api.openai.requests import (
     ChatMessage,
     ChatRequest,
@@ -31,6 +32,9 @@ from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.overrides import read_overrides
 from dynamo.frontend.serving.call import Call
+
+_MAX_SCHEMA_DEPTH = 100
+_MAX_SCHEMA_VALUES = 200_000
 
 
 class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -305,6 +309,7 @@ def to_guided(wanted: ResponseFormat) -> dict[str, Any] | None:
 def _schema(text: str | dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, str):
         return text
+    check_json(text.encode(), max_depth=_MAX_SCHEMA_DEPTH, max_values=_MAX_SCHEMA_VALUES)  # the body's scan saw a string
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
