@@ -5,6 +5,7 @@
 # make test-vllm    tests that need vLLM (about 3 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
 # make simulate     500 new histories of a fleet under faults, in simulated time (2 minutes); SEEDS=0-19999 FLAGS="--results FILE"
 # make fuzz         a million inputs for each decoder of foreign bytes, guided by coverage; FLAGS="--seconds 20 gguf" for less
+# make drill        one fault after the other in real processes under load, and what callers see (6 minutes)
 # make lint         format, rules, types, import contracts
 # make docs         pages and tables that are generated from the code
 # make bench        benchmarks, ten minutes; FLAGS="kserve --help" for one of them
@@ -24,7 +25,7 @@ VLLM := .venv-vllm
 VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/integration/test_vllm_whole_way.py
 VLLM_FLAGS ?= -k "vllm"
 
-.PHONY: help run test unit integration test-vllm lint format docs bench profile setup clean simulate fuzz
+.PHONY: help run test unit integration test-vllm lint format docs bench profile setup clean simulate fuzz drill
 
 help:
 	@sed -n 's/^# \?//; /^$$/q; p' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +52,9 @@ fuzz: $(VENV)/.fuzz
 $(VENV)/.fuzz: $(VENV)/.dev
 	@$(PIP) install -qq --constraint constraints.txt --group fuzz
 	@touch $@
+
+drill: $(VENV)/.dev
+	$(BIN)/python -m tests.drill $(FLAGS)
 
 simulate: $(VENV)/.dev
 	$(BIN)/python -m tests.simulation $(if $(SEEDS),--seeds $(SEEDS),--new 500) $(FLAGS)
