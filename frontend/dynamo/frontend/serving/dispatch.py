@@ -187,7 +187,7 @@ class DispatchedStream:
         if self._ended:
             return []
         while True:
-            booking = self._booking or await self._book()
+            booking = self._booking or self._book_at_once() or await self._book()
             try:
                 bodies = await booking.stream.read()
                 break
@@ -206,7 +206,7 @@ class DispatchedStream:
     async def result(self) -> Buffer:
         """Return the one response of a request that has just one; however this ends, so does the stream. Raises DynamoError."""
         while True:
-            booking = self._booking or await self._book()
+            booking = self._booking or self._book_at_once() or await self._book()
             try:
                 with booking:
                     body = await booking.stream.result()
@@ -318,17 +318,31 @@ class DispatchedStream:
 
     # To an instance
 
+    def _book_at_once(self) -> Booking | None:
+        """Book the request if nothing has to be waited for, as for most requests; None: `_book` says what there is to do."""
+        shared, work = self._shared, self._work
+        if self._failure is not None or shared.queue is not None or len(work.prompt) >= LONG_PROMPT_BYTES:
+            return None
+        if self._deadline is not None and shared.clock() >= self._deadline:
+            return None
+        candidates = shared.candidates.select(work, self._call, self._attempts.failed)
+        if not candidates or not shared.link.is_connected:
+            return None
+        try:
+            return self._book_one_of(candidates)
+        except DynamoError as error:
+            self._failure = error
+            raise
+
     async def _book(self) -> Booking:
         """Book the request on an instance that can do the work. Raises DynamoError, the same again if it did so before."""
         if self._failure is not None:
             raise self._failure
         try:
-            booking = self._booking = await self._booked()
+            return await self._booked()
         except DynamoError as error:
             self._failure = error
             raise
-        self.decision = booking.decision
-        return booking
 
     async def _booked(self) -> Booking:
         shared, call = self._shared, self._call
@@ -383,9 +397,11 @@ class DispatchedStream:
                     return self._book_one_of(candidates)
 
     def _book_one_of(self, candidates: Sequence[Instance]) -> Booking:
-        return self._shared.booker.book(
+        self._booking = booking = self._shared.booker.book(
             self._work, self._call, candidates, deadline=self._deadline, failed_attempts=self._attempts.number
         )
+        self.decision = booking.decision
+        return booking
 
     def _no_instance(self) -> Unavailable:
         if self._call.instance is None:
