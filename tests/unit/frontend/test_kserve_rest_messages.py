@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -393,7 +394,14 @@ def test_a_body_that_explodes_stops_at_the_limit(encoding: str, bits: int) -> No
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
-    assert decompress(bomb, encoding, 16 * 2**20) == bytes(16 * 2**20)  # the bound itself is allowed
+    with pytest.raises(PayloadTooLarge, match="more than 100 times as large as its"):
+        decompress(bomb, encoding, 16 * 2**20)
+
+
+def test_the_bounds_of_decompression_are_allowed() -> None:
+    assert decompress(gzip.compress(bytes(2**20)), "gzip", 2**20) == bytes(2**20)  # however well it is compressed
+    body = b"".join(b"%d,0.25,null," % number for number in range(200_000))
+    assert decompress(gzip.compress(body), "gzip", len(body)) == body
 
 
 def test_broken_compression_is_refused() -> None:
@@ -428,6 +436,79 @@ def test_any_bytes_are_decompressed_or_refused(body: bytes, encoding: str) -> No
 )
 def test_the_clients_favourite_compression_is_chosen(header: str, chosen: str) -> None:
     assert accepted_encoding(header) == chosen
+
+
+# Long arrays
+
+
+def long_and_short(datatype: str, shape: Sequence[int], data: bytes) -> list[bytes]:
+    """The raw form of data that is read in pieces, and of the same that is read at once."""
+    kind = datatype_named(datatype)
+    return [bytes(to_raw(form, kind, shape, "x")) for form in (memoryview(data), msgspec.Raw(data))]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "data"),
+    [
+        ("INT32", [100_000], list(range(100_000))),
+        ("FP32", [1, 100_000], [[number / 7 for number in range(100_000)]]),
+        ("FP64", [50_000, 2], [[number, -number] for number in range(50_000)]),
+        ("FP64", [3, 2, 20_000], [[[row + column] * 20_000 for column in range(2)] for row in range(3)]),
+        ("BOOL", [2, 30_000], [[True] * 30_000, [False] * 30_000]),
+        ("BYTES", [30_000], [f'a"],[{number}\\' for number in range(30_000)]),
+        ("BYTES", [2], ["x" * 200_000, "[,]" * 50_000]),
+        ("INT64", [0], []),
+        ("INT8", [2, 40_000], [1] * 80_000),
+    ],
+)
+def test_data_read_in_pieces_equals_data_read_at_once(datatype: str, shape: list[int], data: object) -> None:
+    for separators in ((",", ":"), (" ,\n ", ":")):
+        in_pieces, at_once = long_and_short(datatype, shape, json.dumps(data, separators=separators).encode())
+        assert in_pieces == at_once
+
+
+@pytest.mark.parametrize(
+    ("shape", "data", "words"),
+    [
+        ([100_000], b"[" + b"1," * 99_998 + b"1]", "has 99999 elements in its contents where its shape needs 100000"),
+        ([100_000], b"[" + b"1," * 199_999 + b"1]", "has more elements in its contents than the 100000"),
+        ([100_000], b"[" + b"1," * 99_999 + b"300]", "has the value 300 at 99999, outside the range of INT8"),
+        ([100_000], b"[" + b"1," * 100_000 + b"]", "is not JSON"),
+        ([100_000], b"[" + b"1," * 60_000 + b",1]", "is not JSON"),
+        ([100_000], b"[" + b"1," * 60_000 + b'"a",1]', "data that is not INT8"),
+        ([2, 50_000], b"[[" + b"1," * 59_999 + b"1],[" + b"1," * 39_999 + b"1]]", "nested data whose form is not the shape"),
+        ([50_000, 2], b"[" + b"[1],[1,1,1]," * 24_999 + b"[1],[1,1,1]]", "nested data whose form is not the shape"),
+        ([1, 100_000], b"[" + b"1," * 60_000 + b"[" + b"1," * 60_000 + b"]]", "data that is not INT8"),
+    ],
+)
+def test_errors_in_long_data_are_sentences(shape: list[int], data: bytes, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        to_raw(memoryview(data), datatype_named("INT8"), shape, "x")
+
+
+def test_a_request_with_long_arrays_equals_one_in_binary() -> None:
+    values = np.arange(60_000, dtype=np.float32).reshape(2, -1)
+    long: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": [2, 30_000], "data": values.tolist()}
+    short = {"name": "y", "datatype": "INT32", "shape": [2], "data": [7, 8]}
+    request, _ = read({"id": "a", "inputs": [long, short, {**long, "name": "z"}], "parameters": {"p": "[[[[1]]]]"}})
+    assert [bytes(raw) for raw in request.raw_inputs] == [values.tobytes(), np.array([7, 8], "<i4").tobytes(), values.tobytes()]
+    assert request.head.parameters["p"].string_param == "[[[[1]]]]"
+
+
+def test_words_for_numbers_are_read_in_long_data() -> None:
+    data = b"[" + b"1.5," * 50_000 + b"NaN,-Infinity]"
+    values = np.frombuffer(to_raw(memoryview(data), datatype_named("FP32"), [50_002], "x"), "<f4")
+    assert np.isnan(values[-2])
+    assert values[-1] == -np.inf
+
+
+def test_a_long_response_is_written_like_a_short_one() -> None:
+    values = np.linspace(0, 1, 100_000).astype("<f8")
+    values[70_000] = np.nan
+    text = to_json(values.tobytes(), "FP64", [100_000], "y")
+    assert np.array_equal(np.array(json.loads(text)), values, equal_nan=True)
+    texts = [f"é{number}" for number in range(70_000)]
+    assert json.loads(to_json(encode_bytes(texts), "BYTES", [70_000], "y")) == texts
 
 
 # Paths

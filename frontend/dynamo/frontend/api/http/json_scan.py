@@ -50,6 +50,20 @@ def _too_many(max_values: int) -> InvalidRequest:
     )
 
 
+def outside_strings(text: bytes | memoryview) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Yield the text in blocks, each with its offset; the contents of strings are zeros."""
+    octets = np.frombuffer(text, np.uint8)
+    is_in_string = is_escaped = False
+    for start in range(0, octets.size, _BLOCK_BYTES):
+        block = octets[start : start + _BLOCK_BYTES]
+        quotes, is_escaped = _quotes(block, is_escaped)
+        inside = np.bitwise_and(np.cumsum(quotes, dtype=np.uint8), 1).astype(bool)
+        if is_in_string:
+            np.logical_not(inside, out=inside)
+        is_in_string = bool(inside[-1])
+        yield start, np.where(inside, np.uint8(0), block)
+
+
 def _scan(body: bytes | memoryview, max_depth: int, max_values: int) -> Iterator[None]:
     """Yield after each block."""
     if isinstance(body, bytes) and _is_harmless(body, max_depth, max_values):

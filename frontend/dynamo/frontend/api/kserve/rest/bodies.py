@@ -40,8 +40,8 @@ class Parts:
     """Whether there is no JSON, so that `binary` is the model's only input."""
 
 
-async def read_body(exchange: Exchange) -> bytes:
-    """Read and decompress the request's body.
+async def read_body(exchange: Exchange, max_bytes: int | None = None) -> bytes:
+    """Read and decompress the request's body. `max_bytes` is the configured limit of bodies with tensors by default.
 
     Raises PayloadTooLarge for more than the configured limit, compressed or not, InvalidRequest for invalid compressed data,
     UnknownEncoding, and Cancelled if the client left.
@@ -49,10 +49,10 @@ async def read_body(exchange: Exchange) -> bytes:
     encoding = exchange.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", *_WINDOW_BITS):
         raise UnknownEncoding(f"unsupported content encoding {encoding[:40]!r}; expected gzip or deflate")
-    body = await exchange.any_body()
+    limit = exchange.settings.options.max_body_bytes if max_bytes is None else max_bytes
+    body = await exchange.any_body(limit)
     if encoding not in _WINDOW_BITS:
         return body
-    limit = exchange.settings.options.max_body_bytes
     if len(body) <= _BRIEF_BYTES:
         decompressed = decompress(body, encoding, limit)
     else:

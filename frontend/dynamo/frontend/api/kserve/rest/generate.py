@@ -19,7 +19,7 @@ from dynamo.frontend.api.kserve.rest.elements import to_json
 from dynamo.frontend.api.kserve.rest.generate_requests import GenerateRequest, read_generate
 from dynamo.frontend.api.kserve.rest.infer import begin
 from dynamo.frontend.api.kserve.rest.paths import Target
-from dynamo.frontend.api.kserve.rest.requests import decode_object
+from dynamo.frontend.api.kserve.rest.requests import read_object
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, parameters_to_json, send_response
 from dynamo.frontend.api.kserve.text import to_text_requests
 from dynamo.frontend.api.text.token_texts import TokenTexts
@@ -61,9 +61,10 @@ async def _read(
     caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
-    body = await read_body(exchange)
+    options = exchange.settings.options
+    body = await read_body(exchange, min(options.max_json_bytes, options.max_body_bytes))
     card = plane.card(exchange.account, target.model, target.version)
-    fields = decode_object(body, exchange.settings.options.max_json_depth)
+    fields = await read_object(exchange, body)
     parsed = read_generate(fields, card, target.model, target.version)
     return parsed, card, begin(exchange, caller, parsed.request, card, request_type)
 

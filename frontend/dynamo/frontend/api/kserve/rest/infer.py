@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard
 from dynamo.common.tensor_request import TensorRequest
@@ -9,6 +12,7 @@ from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve.infer import call_for, infer
 from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, read_body, split
+from dynamo.frontend.api.kserve.rest.long_arrays import PIECE_BYTES
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import read_request
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, send_response, write_response
@@ -24,11 +28,16 @@ async def handle_infer(plane: DataPlane, exchange: Exchange, target: Target) -> 
     body = await read_body(exchange)
     card = plane.card(exchange.account, target.model, target.version)
     parts = split(body, exchange.headers.get(JSON_LENGTH))
-    request, form = read_request(parts, card, target.model, target.version, exchange.settings.options.max_json_depth)
+    options = exchange.settings.options
+    reading = partial(read_request, parts, card, target.model, target.version, options.max_json_depth, options.max_json_values)
+    request, form = await asyncio.to_thread(reading) if len(parts.json) > PIECE_BYTES else reading()
     call = begin(exchange, caller, request, card, RequestType.UNARY)
     async with exchange.attended():
         response = await infer(plane, request, card, call)
-    await send_response(exchange, *write_response(ModelResponse.parse(response), form))
+    parsed = ModelResponse.parse(response)
+    writes_long = len(response) > PIECE_BYTES and not form.all_binary(parsed.head)
+    text, binary = await asyncio.to_thread(write_response, parsed, form) if writes_long else write_response(parsed, form)
+    await send_response(exchange, text, binary)
 
 
 def begin(exchange: Exchange, caller: Caller, request: TensorRequest, card: ModelCard, request_type: RequestType) -> Call:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import orjson
 
 from dynamo.common.errors import InvalidRequest
@@ -12,7 +14,7 @@ from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request_from_json, unload_request_from_json
 from dynamo.frontend.api.kserve.rest.bodies import read_body
 from dynamo.frontend.api.kserve.rest.paths import Target
-from dynamo.frontend.api.kserve.rest.requests import decode_object
+from dynamo.frontend.api.kserve.rest.requests import read_object
 
 
 async def handle_index(readiness: Readiness, exchange: Exchange, target: Target, method: str) -> None:
@@ -31,7 +33,8 @@ async def handle_index(readiness: Readiness, exchange: Exchange, target: Target,
 async def handle_load(readiness: Readiness, exchange: Exchange, target: Target) -> None:
     """Load a model, and send an empty response once it is loaded."""
     check_repository(target.repository)
-    request = load_request_from_json(target.model, await _object(exchange))
+    fields = await _object(exchange)
+    request = await asyncio.to_thread(load_request_from_json, target.model, fields)  # files in base64 take time
     async with exchange.attended():
         await readiness.plane.load_model(exchange.account, request)
     await exchange.respond(b"")
@@ -48,4 +51,4 @@ async def handle_unload(readiness: Readiness, exchange: Exchange, target: Target
 
 async def _object(exchange: Exchange) -> dict[str, object]:
     body = await read_body(exchange)
-    return decode_object(body, exchange.settings.options.max_json_depth) if body else {}
+    return await read_object(exchange, body) if body else {}

@@ -16,11 +16,14 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import MAX_TENSORS, TensorRequest
 from dynamo.common.tensors import Buffer, datatype_named, element_count, encode_bytes, expected_bytes
-from dynamo.frontend.api.http.json_body import check_depth, invalid
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.json_body import invalid
+from dynamo.frontend.api.http.json_scan import check_json, scan_json
 from dynamo.frontend.api.kserve.messages import TEXT_INPUTS
 from dynamo.frontend.api.kserve.rest.bodies import Parts
 from dynamo.frontend.api.kserve.rest.elements import to_raw
-from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest
+from dynamo.frontend.api.kserve.rest.long_arrays import cut_arrays
+from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 
 D = TypeVar("D")
 """The type of `data`."""
@@ -71,19 +74,31 @@ class OutputForm:
     def is_binary(self, output: str) -> bool:
         return self.own.get(output, self.usual)
 
+    def all_binary(self, head: ModelInferResponse) -> bool:
+        """Return whether no output is written as JSON."""
+        return all(self.is_binary(output.name) for output in head.outputs)
 
-def read_request(parts: Parts, card: ModelCard, model: str, version: str, max_depth: int) -> tuple[TensorRequest, OutputForm]:
-    """Return the request in a body, and the form of its response. Raises InvalidRequest."""
+
+def read_request(
+    parts: Parts, card: ModelCard, model: str, version: str, max_depth: int, max_values: int = 1_000_000
+) -> tuple[TensorRequest, OutputForm]:
+    """Return the request in a body, and the form of its response. Raises InvalidRequest.
+
+    `max_values` bounds the JSON apart from long arrays of data, as in `json_scan`. Long arrays take time: they belong in a
+    thread.
+    """
     if parts.is_raw:
         return _raw_request(parts.binary, card, model, version), OutputForm(usual=True)
     try:
-        return _json_request(parts, model, version, max_depth)
+        return _json_request(parts, model, version, max_depth, max_values)
     except UnicodeEncodeError:
         raise InvalidRequest("the body has text with half a surrogate pair, which is no character") from None
 
 
-def _json_request(parts: Parts, model: str, version: str, max_depth: int) -> tuple[TensorRequest, OutputForm]:
-    message = _decode(parts.json, max_depth)
+def _json_request(parts: Parts, model: str, version: str, max_depth: int, max_values: int) -> tuple[TensorRequest, OutputForm]:
+    body = cut_arrays(parts.json)
+    check_json(body.text, max_depth=max_depth, max_values=max_values)
+    message = _decode(body.text, max_depth)
     head = ModelInferRequest(model_name=model, model_version=version, id=message.id or "")
     usual = False
     for key, value in (message.parameters or {}).items():
@@ -96,7 +111,7 @@ def _json_request(parts: Parts, model: str, version: str, max_depth: int) -> tup
     raws: list[Buffer] = []
     position = 0
     for tensor in message.inputs:
-        raw = _input(head, tensor, parts.binary[position:])
+        raw = _input(head, tensor, body.arrays, parts.binary[position:])
         position += len(raw) if _size(tensor) is not None else 0
         raws.append(raw)
     if position < len(parts.binary):
@@ -122,20 +137,24 @@ def _decode(body: bytes, max_depth: int) -> InferRequest[msgspec.Raw] | InferReq
             raise invalid(str(wrong)) from None
     except RecursionError:
         raise _too_deep(max_depth) from None
-    check_depth(body, max_depth)
     return decoded
 
 
+async def read_object(exchange: Exchange, body: bytes) -> dict[str, Any]:
+    """Decode a JSON object with any members, in steps if it is long. Raises InvalidRequest."""
+    options = exchange.settings.options
+    await scan_json(body, max_depth=options.max_json_depth, max_values=options.max_json_values)
+    return decode_object(body, options.max_json_depth)
+
+
 def decode_object(body: bytes, max_depth: int) -> dict[str, Any]:
-    """Decode a JSON object with any members. Raises InvalidRequest."""
+    """Decode a JSON object with any members, which was scanned. Raises InvalidRequest."""
     try:
         decoded = _anything.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         decoded = _decode_loosely(body, error, max_depth)
     except RecursionError:
         raise _too_deep(max_depth) from None
-    else:
-        check_depth(body, max_depth)
     if not isinstance(decoded, dict):
         raise InvalidRequest("the body must be a JSON object")
     return decoded
@@ -151,7 +170,6 @@ def _decode_loosely(body: bytes, problem: Exception, max_depth: int) -> object:
         except RecursionError:
             raise _too_deep(max_depth) from None
         else:
-            check_depth(body, max_depth)
             return decoded
     raise InvalidRequest(f"the body is not JSON: {problem}") from None
 
@@ -164,7 +182,7 @@ def _size(tensor: InputTensor[Any]) -> object:
     return tensor.parameters.get("binary_data_size") if tensor.parameters else None
 
 
-def _input(head: ModelInferRequest, tensor: InputTensor[Any], left: memoryview) -> Buffer:
+def _input(head: ModelInferRequest, tensor: InputTensor[Any], arrays: Mapping[bytes, memoryview], left: memoryview) -> Buffer:
     """Add an input to `head`, and return its data in raw form; that of a binary tensor is the beginning of `left`."""
     what = f"input '{tensor.name[:80]}'"
     kind = datatype_named(tensor.datatype, what)
@@ -176,7 +194,7 @@ def _input(head: ModelInferRequest, tensor: InputTensor[Any], left: memoryview) 
     size = _size(tensor)
     if size is None:
         if tensor.data is not msgspec.UNSET:
-            return to_raw(tensor.data, kind, tensor.shape, what)
+            return to_raw(_uncut(tensor.data, arrays), kind, tensor.shape, what)
         if count and "shared_memory_region" not in into.parameters:  # refused by a later check
             raise InvalidRequest(f"{what} has no data, neither in contents nor in raw_input_contents")
         return b""
@@ -188,6 +206,14 @@ def _input(head: ModelInferRequest, tensor: InputTensor[Any], left: memoryview) 
         missing = str(size - len(left)) if size < 2**63 else "more"
         raise InvalidRequest(f"unexpected size for {what}, expecting {missing} additional bytes for model '{head.model_name}'")
     return left[:size]
+
+
+def _uncut(data: object, arrays: Mapping[bytes, memoryview]) -> object:
+    """Return the long array that was cut out, if `data` stands in its place."""
+    if not arrays:
+        return data
+    text = bytes(data) if isinstance(data, msgspec.Raw) else str(data).encode()
+    return arrays.get(text, data)
 
 
 def _output(head: ModelInferRequest, output: RequestedOutput, own: dict[str, bool]) -> None:
