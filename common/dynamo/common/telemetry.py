@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter as Totals
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Literal, Protocol, TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
+    Counter,
     Gauge,
     GCCollector,
+    Histogram,
     PlatformCollector,
     ProcessCollector,
     generate_latest,
@@ -26,15 +29,20 @@ from prometheus_client.registry import Collector
 
 from dynamo.common.errors import Code, DynamoError
 
+M = TypeVar("M", Gauge, Counter, Histogram)
+
 SECONDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
 """Upper bounds of duration buckets: 1 ms to 10 min."""
+
+LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 MAX_MODELS = 500
 """Models with a label of their own: the cap on the cardinality of metrics."""
 OTHER_MODEL = "other"
 """Label of models beyond `MAX_MODELS`."""
+_LAG_PERIOD_S = 0.05
 
 
 def make_registry() -> CollectorRegistry:
@@ -129,3 +137,59 @@ class RuntimeMetrics:
             registry=registry,
             multiprocess_mode="livemin",
         )
+
+
+class NatsLink(Protocol):
+    """The part of `messaging.connection.Connection` that is measured."""
+
+    @property
+    def last_read_at(self) -> float: ...
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None: ...
+
+
+class LinkMetrics:
+    """A process's connection to NATS, the requests that are open on it, and the event loop that serves them.
+
+    `prefix` begins the names; `labels` are the same for all of them.
+    """
+
+    def __init__(self, registry: CollectorRegistry, prefix: str, labels: Mapping[str, str] | None = None) -> None:
+        self._registry = registry
+        self._prefix = prefix
+        self._labels = labels or {}
+        self._silence = self._gauge(
+            "nats_silence_seconds", "Since the last byte from NATS, which is pinged every few seconds.", "livemax"
+        )
+        self._streams = self._gauge("open_streams", "Requests that are open on the connection to NATS.", "livesum")
+        self._credit = self._gauge("free_credit_bytes", "Bytes that peers may yet be allowed to send at once.", "livemin")
+        help_ = "Times the connection to NATS came back."
+        self._reconnects = self._child(Counter(f"{prefix}_nats_reconnects", help_, tuple(self._labels), registry=registry))
+        help_ = "How late the event loop ran a timer: all requests of the process waited for so long."
+        lag = Histogram(f"{prefix}_event_loop_lag_seconds", help_, tuple(self._labels), registry=registry, buckets=LAG_SECONDS)
+        self._lag = self._child(lag)
+
+    def follow_reconnects(self, nats: NatsLink) -> None:
+        """Count each time that `nats` comes back."""
+        nats.on_reconnect(self._reconnects.inc)
+
+    def show(self, nats: NatsLink, now: float, *, open_streams: int, free_credit_bytes: int) -> None:
+        """Set the gauges. `now` is the time on the event loop's clock."""
+        self._silence.set(max(0.0, now - nats.last_read_at))
+        self._streams.set(open_streams)
+        self._credit.set(free_credit_bytes)
+
+    async def measure_lag(self) -> None:
+        """Observe the lag of the running event loop until cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + _LAG_PERIOD_S
+            await asyncio.sleep(_LAG_PERIOD_S)
+            self._lag.observe(max(0.0, clock() - due))
+
+    def _gauge(self, name: str, help: str, mode: Literal["livemax", "livemin", "livesum"]) -> Gauge:
+        gauge = Gauge(f"{self._prefix}_{name}", help, tuple(self._labels), registry=self._registry, multiprocess_mode=mode)
+        return self._child(gauge)
+
+    def _child(self, metric: M) -> M:
+        return metric.labels(**self._labels) if self._labels else metric

@@ -80,6 +80,9 @@ class FrontendMetrics:
         self.cached_tokens = self._histogram("cached_tokens", "Prompt tokens found in a cache.", by_model, (0, *TOKENS))
         self.output_tokens_total = self._counter("output_tokens", "Generated tokens.", by_model)
         self.retries = self._counter("retries", "Requests sent to another instance before any response.", by_model)
+        self.retry_reasons = self._counter(
+            "retry_reasons", "Retries and moves, by what made them necessary.", ("model", "reason")
+        )
         self.migrations = self._counter("model_migration", "Requests moved to another instance.", ("model", "migration_type"))
         self.cancellations = self._counter("model_cancellation", "Requests cancelled by their client.", by_request)
         self.rejected = self._counter(
@@ -195,6 +198,10 @@ class ModelMetrics:
         `span` is the request's part in a trace, which ends with it; None if it is not traced.
         """
         return RequestTimer(self, endpoint, request_type, span, clock)
+
+    def recovered(self, reason: str) -> None:
+        """Count a retry or move. `reason` is one of a fixed set."""
+        self._all.retry_reasons.labels(self.label, reason).inc()
 
     def migrated(self, *, ongoing: bool) -> None:
         """Count a request that went on at another instance, before (`ongoing` False) or after the first part of its response."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +14,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from dynamo.common.background import running
 from dynamo.common.errors import Cancelled, Code, InvalidRequest, Overloaded
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tally import Tally
-from dynamo.common.telemetry import SECONDS, RuntimeMetrics, make_registry, render
+from dynamo.common.telemetry import SECONDS, LinkMetrics, RuntimeMetrics, make_registry, render
 from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics, RequestType
 
 Read = Callable[..., float | None]
@@ -209,3 +212,44 @@ def test_the_scrape_of_several_processes_is_their_sum(tmp_path: Path) -> None:
     assert 'dynamo_frontend_output_tokens_total{model="m"} 8.0' in text
     assert 'dynamo_frontend_inter_token_latency_seconds_count{model="m"} 6.0' in text
     assert "process_resident_memory_bytes" not in text, "memory of processes that have ended"
+
+
+async def test_the_lag_of_the_event_loop_is_measured_while_something_blocks_it() -> None:
+    registry = CollectorRegistry()
+    metrics = LinkMetrics(registry, "dynamo_frontend")
+
+    def late(bound: str) -> float:
+        name = "dynamo_frontend_event_loop_lag_seconds"
+        total = registry.get_sample_value(f"{name}_count") or 0
+        return total - (registry.get_sample_value(f"{name}_bucket", {"le": bound}) or 0)
+
+    async with running(metrics.measure_lag(), "lag"):
+        await asyncio.sleep(0)  # the first timer is set
+        time.sleep(0.2)  # noqa: ASYNC251  # blocks the loop on purpose
+        async with asyncio.timeout(5):
+            while not late("0.1"):
+                await asyncio.sleep(0)
+        assert late("0.1") == 1
+
+
+async def test_the_link_to_nats_is_shown_with_its_age_streams_and_credit() -> None:
+    class Nats:
+        last_read_at = 10.0
+
+        def __init__(self) -> None:
+            self.callbacks: list[Callable[[], None]] = []
+
+        def on_reconnect(self, callback: Callable[[], None]) -> None:
+            self.callbacks.append(callback)
+
+    registry, nats = CollectorRegistry(), Nats()
+    metrics = LinkMetrics(registry, "dynamo_component", {"worker_id": "1f"})
+    metrics.follow_reconnects(nats)
+    for callback in nats.callbacks * 2:
+        callback()
+    metrics.show(nats, 12.5, open_streams=3, free_credit_bytes=1024)
+    values = {
+        name: registry.get_sample_value(f"dynamo_component_{name}", {"worker_id": "1f"})
+        for name in ("nats_silence_seconds", "nats_reconnects_total", "open_streams", "free_credit_bytes")
+    }
+    assert values == {"nats_silence_seconds": 2.5, "nats_reconnects_total": 2, "open_streams": 3, "free_credit_bytes": 1024}

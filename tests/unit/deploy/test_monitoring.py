@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.errors import Cancelled, Code, Overloaded
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, new_instance_id
-from dynamo.common.telemetry import RuntimeMetrics, make_registry
+from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry
 from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics, RequestType
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.metrics import WorkerMetrics
@@ -35,6 +35,8 @@ def filled_registry() -> CollectorRegistry:
     request.finish(Cancelled(), input_tokens=1)
     model.start("tensor", RequestType.UNARY).finish(Overloaded("busy"))
     model.migrated(ongoing=True)
+    model.recovered("died")
+    LinkMetrics(registry, "dynamo_frontend")
     GrpcServerMetrics(registry).for_method("s", "m", "unary").handled("OK", 1)
     worker = WorkerMetrics(registry, Endpoint(), new_instance_id()).for_model("m")
     worker.follow(SimEngine(SimConfig()))

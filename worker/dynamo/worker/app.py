@@ -39,7 +39,7 @@ from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.repository import RepositoryInstance
-from dynamo.common.telemetry import RuntimeMetrics, make_registry
+from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry
 from dynamo.common.tracing import Tracing, open_tracing
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, MayFail, TracksKv
@@ -54,6 +54,8 @@ from dynamo.worker.sleep import Sleeper
 from dynamo.worker.status import Status, serve_status
 
 log = logging.getLogger(__name__)
+
+_LINK_METRICS_S = 1.0
 
 LONGEST_PAUSE_S = 10.0
 
@@ -223,6 +225,7 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
         requests = await stack.enter_async_context(
             serve_requests(nats, identity.endpoint, identity.instance, handlers, config.limits)
         )
+        await stack.enter_async_context(running(_follow_link(observers.metrics.link, nats, requests), "link metrics"))
         stack.push_async_callback(_drain, requests, config.drain_timeout_s)
         await _register(config, offer, observers, stack)
         sleeper = Sleeper(_listed(engines), service, requests, offer.hide, config.drain_timeout_s)
@@ -311,6 +314,7 @@ async def _open_observers(config: WorkerConfig, identity: Identity, stack: Async
     port = await stack.enter_async_context(serve_status(config.status, status, registry))
     attributes = {"service.instance.id": f"{identity.instance:x}", "dynamo.endpoint": str(identity.endpoint)}
     tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-worker", attributes))
+    await stack.enter_async_context(running(metrics.link.measure_lag(), "lag of the event loop"))
     return Observers(status, port, metrics, runtime, tracing)
 
 
@@ -329,6 +333,7 @@ async def _connect(
     name = f"dynamo-worker {identity.instance:x}"
     nats = await stack.enter_async_context(connect_nats(config.nats, name))
     observers.status.show_connection(nats)
+    observers.metrics.link.follow_reconnects(nats)
     observers.runtime.nats_connected.set_function(lambda: nats.is_connected)
     return nats, await stack.enter_async_context(connect_etcd(config.etcd))
 
@@ -393,6 +398,14 @@ async def _close(engine: AnyEngine, timeout_s: float) -> None:
     if not task.done():
         log.warning("%s was not done after %g s and is cut", name, timeout_s)
         task.cancel()
+
+
+async def _follow_link(metrics: LinkMetrics, nats: Connection, requests: RequestServer) -> None:
+    """Keep the metrics of the connection to NATS current."""
+    clock = asyncio.get_running_loop().time
+    while True:
+        metrics.show(nats, clock(), open_streams=requests.open_requests, free_credit_bytes=requests.free_upload_bytes)
+        await asyncio.sleep(_LINK_METRICS_S)
 
 
 async def _store_files(models: Sequence[ServedModel], nats: Connection) -> None:

@@ -23,7 +23,16 @@ from dynamo.frontend.serving.booking import Booker, Booking
 from dynamo.frontend.serving.call import Call, Client, Instances, Link, Work
 from dynamo.frontend.serving.candidates import Candidates
 from dynamo.frontend.serving.prefix_reuse import PrefixReuse
-from dynamo.frontend.serving.retry import Attempt, Attempts, RetryBudget, RetryPolicy, Verdict, died_holding
+from dynamo.frontend.serving.retry import (
+    LINK_REASON,
+    Attempt,
+    Attempts,
+    RetryBudget,
+    RetryPolicy,
+    Verdict,
+    died_holding,
+    reason_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +285,11 @@ class DispatchedStream:
             gives_up_at=attempts.gives_up_at,
         )
         if await self._wait_or_raise(error, attempt, now):
+            work.metrics.recovered(LINK_REASON)
             return
         if not shared.budget.take(now):
             raise error
+        work.metrics.recovered(reason_of(error))
         attempts.number += 1
         attempts.failed = failed
         self._work = work

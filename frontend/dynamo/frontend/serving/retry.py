@@ -28,6 +28,10 @@ _MAX_DEATHS = 1
 """Instances that may die of one request and be taken for unlucky."""
 
 
+LINK_REASON = "link"
+"""Label of a retry after our own connection to NATS was away or silent."""
+
+
 class Verdict(Enum):
     RETRY = "retry"
     """Send the request to another instance, if the budget allows it."""
@@ -93,6 +97,13 @@ class RetryPolicy:
 def died_holding(error: DynamoError) -> bool:
     """Return whether `error` says that an instance died while it may have worked on the request."""
     return isinstance(error, InstanceGone) and error.was_held and not error.is_alive
+
+
+def reason_of(error: DynamoError) -> str:
+    """Return the label under which a retry after `error` is counted, apart from LINK_REASON."""
+    if isinstance(error, InstanceGone):
+        return "died" if died_holding(error) else "lost"
+    return error.code.value
 
 
 @dataclass(slots=True)

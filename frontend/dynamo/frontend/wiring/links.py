@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.common.errors import Unavailable
+from dynamo.common.messaging.client import RequestClient
 from dynamo.common.messaging.connection import Connection, OnMessage, Subscription
 from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.fleet.directory import Directory
@@ -20,6 +21,7 @@ class Links:
     """
 
     connection: Connection | None = None
+    client: RequestClient | None = None
     directory: Directory | None = None
     siblings: Siblings | None = None
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from dynamo.common.background import running
 from dynamo.common.config import project_version
-from dynamo.common.telemetry import RuntimeMetrics, make_registry, render
+from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry, render
 from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics, RouterMetrics
 from dynamo.frontend.wiring.links import Links
@@ -29,6 +29,7 @@ class Metrics:
         self.frontend = FrontendMetrics(self._registry)
         self.grpc = GrpcServerMetrics(self._registry)
         self.router = RouterMetrics(self.frontend)
+        self.link = LinkMetrics(self._registry, "dynamo_frontend")
         self.runtime = RuntimeMetrics(self._registry, role="frontend", version=project_version())
 
     def render(self) -> tuple[bytes, str]:
@@ -40,16 +41,21 @@ class Metrics:
         """Keep the metrics about `links` current, and add up for other processes what this one counted, while the body runs."""
         tallies = () if self._folder is None else (self.frontend.tally, self.grpc.tally)
 
+        clock = asyncio.get_running_loop().time
+
         async def follow() -> None:
             while True:
                 self.runtime.etcd_stale.set(links.etcd is not LinkState.CONNECTED)
                 self.runtime.nats_connected.set(links.nats is LinkState.CONNECTED)
+                if links.connection is not None and links.client is not None:
+                    open_streams, free = links.client.open_streams, links.client.free_budget_bytes
+                    self.link.show(links.connection, clock(), open_streams=open_streams, free_credit_bytes=free)
                 for tally in tallies:
                     tally.flush()
                 await asyncio.sleep(_FLUSH_S if tallies else _WATCH_S)
 
         try:
-            async with running(follow(), "metrics"):
+            async with running(follow(), "metrics"), running(self.link.measure_lag(), "lag of the event loop"):
                 yield
         finally:
             for tally in tallies:

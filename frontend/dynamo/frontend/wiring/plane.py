@@ -43,8 +43,9 @@ async def open_plane(
         directory = links.directory = await stack.enter_async_context(open_directory(etcd, config.namespace))
         nats = await stack.enter_async_context(connect_nats(config.nats, f"dynamo-frontend {os.getpid()}"))
         links.connection = nats
+        metrics.link.follow_reconnects(nats)
         stack.push_async_callback(loads.close)
-        client = await stack.enter_async_context(open_client(nats, config.namespace))
+        client = links.client = await stack.enter_async_context(open_client(nats, config.namespace))
         router = await stack.enter_async_context(open_router(config, control, links, directory, nats, client, metrics.router))
         repositories = await stack.enter_async_context(open_repositories(etcd, config.namespace))
         load_text = _text_loader(FileStore(nats, config.cache_dir.expanduser()), config.text)
