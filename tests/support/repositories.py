@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dynamo.worker.engine.base import Context
-from dynamo.worker.repository.execution import ModelRequest, ModelResponse, Parameter, closing
+from dynamo.worker.repository.execution import ModelRequest, ModelResult, Parameter, closing
 from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
@@ -69,7 +69,7 @@ async def infer_all(
     version: str = "",
     parameters: Mapping[str, Parameter] | None = None,
     outputs: Sequence[str] = (),
-) -> list[ModelResponse]:
+) -> list[ModelResult]:
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
     request = ModelRequest(arrays, Context("request-7"), outputs, parameters or {})
     async with closing(models.run(model, version, request)) as responses:

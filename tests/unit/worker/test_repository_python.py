@@ -17,7 +17,7 @@ from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, ModelNo
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.repository import wire
-from dynamo.worker.repository.execution import ModelRequest, ModelResponse, Version, closing
+from dynamo.worker.repository.execution import ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.python_backend import PythonBackend
 from dynamo.worker.repository.stub_process import MAX_UNREAD
 from tests.support.repositories import X_TO_Y, infer, infer_all, opened, python_model, x
@@ -454,7 +454,7 @@ class BrokenModels:
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
-    def run(self, model: str, version: str, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    def run(self, model: str, version: str, request: ModelRequest) -> AsyncIterator[ModelResult]:
         raise self._error
 
     def config(self, model: str, version: str) -> ModelConfig:

@@ -23,12 +23,12 @@ from dynamo.common.background import running
 from dynamo.common.errors import InvalidRequest, ModelNotFound, Unavailable
 from dynamo.common.kv.events import (
     KvMessage,
-    KvQuestion,
+    KvQuery,
     KvUpdate,
     LoadMessage,
     LoadReport,
+    kv_query_decoder,
     message_encoder,
-    question_decoder,
     request_key,
 )
 from dynamo.common.kv.hashes import pack_hashes
@@ -141,7 +141,7 @@ class KvPublisher:
         self._receipts = receipts
         self._unrecorded.clear()
         if receipts:
-            self.engine.kv.tell_again()
+            self.engine.kv.queue_full_update()
             self.stepped()
 
     def recorded(self, number: int) -> None:
@@ -163,7 +163,7 @@ class KvPublisher:
         updates = self.engine.kv.since(min(self._unrecorded))
         if updates is None or len(self._unrecorded) > _MAX_UNRECORDED:
             self._unrecorded.clear()
-            self.engine.kv.tell_again()
+            self.engine.kv.queue_full_update()
             self.stepped()
             return
         waiting = [update for update in updates if update.number in self._unrecorded]
@@ -232,20 +232,20 @@ class KvPublishers:
             publisher.accepted(booking)
 
     async def snapshot(self, incoming: IncomingQuery) -> None:
-        """Respond to a `KvQuestion` with the model's KvSnapshot."""
+        """Respond to a `KvQuery` with the model's KvSnapshot."""
         _, publisher = self._decode_query(incoming)
         incoming.end(message_encoder.encode(publisher.engine.kv.snapshot()))
 
     async def events_since(self, incoming: IncomingQuery) -> None:
-        """Respond to a `KvQuestion` with the KvUpdates from its number on, or with None if they are no longer kept."""
+        """Respond to a `KvQuery` with the KvUpdates from its number on, or with None if they are no longer kept."""
         query, publisher = self._decode_query(incoming)
         incoming.end(message_encoder.encode(publisher.engine.kv.since(query.since)))
 
-    def _decode_query(self, incoming: IncomingQuery) -> tuple[KvQuestion, KvPublisher]:
+    def _decode_query(self, incoming: IncomingQuery) -> tuple[KvQuery, KvPublisher]:
         try:
-            query = question_decoder.decode(incoming.body)
+            query = kv_query_decoder.decode(incoming.body)
         except msgspec.MsgspecError as error:
-            raise InvalidRequest(f"not a KvQuestion: {error}") from error
+            raise InvalidRequest(f"not a KvQuery: {error}") from error
         publisher = self._by_model.get(query.model)
         if publisher is None:
             raise ModelNotFound(query.model)

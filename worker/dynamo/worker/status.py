@@ -60,7 +60,7 @@ class _Health(msgspec.Struct, frozen=True, kw_only=True):
     nats: str
 
 
-class Link(Protocol):
+class NatsLink(Protocol):
     """The part of `messaging.connection.Connection` that the status port shows."""
 
     @property
@@ -75,7 +75,7 @@ class Status:
         self._instance = instance
         self._started = time.monotonic_ns()
         self._models: Sequence[str] = ()
-        self._nats: Link | None = None
+        self._nats: NatsLink | None = None
         self._registered: asyncio.Event | None = None
         self._sleeper: Sleeper | None = None
         self._was_registered = False
@@ -88,7 +88,7 @@ class Status:
         """Show `names` as the models that are served now."""
         self._models = names
 
-    def show_connection(self, nats: Link) -> None:
+    def show_connection(self, nats: NatsLink) -> None:
         """Show whether `nats` is connected."""
         self._nats = nats
 

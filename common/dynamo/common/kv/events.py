@@ -1,7 +1,7 @@
-"""What a worker tells about its KV cache: which blocks came and went, by sequence hash.
+"""KV cache events of a worker: which blocks were added and removed, by sequence hash.
 
 A worker keeps a `KvState`: its own full copy, fed by the engine. Once per engine step it takes the net change as one numbered
-`KvUpdate`. Numbers count from 0 per instance without holes, so a reader knows what it missed; `KvSnapshot` is the whole copy
+`KvUpdate`. Numbers count from 0 per instance without gaps, so a reader knows what it missed; `KvSnapshot` is the whole copy
 as of one number. Applying the same update twice changes nothing.
 """
 
@@ -17,11 +17,11 @@ from xxhash import xxh3_64_intdigest
 from dynamo.common.kv.hashes import HASH_BYTES, pack_hashes, unpack_hashes
 
 MAX_UPDATE_BLOCKS = 1 << 16
-"""More blocks at once travel as several updates: nats-server cuts a connection that sends longer messages than it takes."""
+"""More blocks than this are split into several updates, since nats-server closes a connection that sends too long a message."""
 
 
 class KvUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """One step's net change. To be applied in this order: `cleared`, `removed`, `stored`."""
+    """One step's net change, to be applied in the order `cleared`, `removed`, `stored`."""
 
     number: int
     stored: bytes = b""
@@ -39,7 +39,7 @@ class KvUpdate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """All blocks that an instance holds after its update `number`; -1: it has made none yet."""
+    """All blocks that an instance caches after its update `number`; -1: before its first one."""
 
     number: int = -1
     blocks: bytes = b""
@@ -61,18 +61,18 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens of accepted requests that are still to be computed."""
     step_ms: float = 0.0
     kv_number: int = -1
-    """Number of the last KV update made; a reader that is behind missed the end of the stream."""
+    """Number of the last KV update; a reader that is behind it has missed updates."""
     accepted: bytes = b""
-    """`request_key` of each request accepted since the report before the last one, packed: these are part of this report."""
+    """`request_key` of each request accepted since the report before the last one, packed. Their load is part of this report."""
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks that running requests hold, 0 to 1; 0 where their number is not known."""
+        """Share of the KV blocks that running requests hold, 0 to 1; 0 if their number is unknown."""
         return min(self.active_blocks / self.total_blocks, 1.0) if self.total_blocks else 0.0
 
 
 def request_key(request_id: str) -> int:
-    """A request's name in load reports and shared bookings: 8 bytes instead of a long id."""
+    """Return the key of a request in load reports and shared bookings: 8 bytes instead of a long id."""
     return xxh3_64_intdigest(request_id.encode())
 
 
@@ -80,9 +80,9 @@ snapshot_decoder = msgspec.msgpack.Decoder(KvSnapshot)
 
 
 class KvChange:
-    """A net change of a set of blocks, gathered from single ones: what came and went in between leaves no trace.
+    """A net change of a set of blocks. Blocks that were added and removed meanwhile are not in it.
 
-    Never larger than the blocks held before and after together, however long it gathers.
+    Never larger than the blocks cached before and after together, however many changes it gathers.
     """
 
     __slots__ = ("cleared", "removed", "stored")
@@ -97,21 +97,21 @@ class KvChange:
         return self.cleared or bool(self.stored) or bool(self.removed)
 
     def store(self, blocks: Iterable[int]) -> None:
-        """`blocks` were absent and are present now."""
+        """Add `blocks`, which were absent."""
         _move(blocks, self.removed, self.stored)
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """`blocks` were present and are absent now."""
+        """Remove `blocks`, which were present."""
         _move(blocks, self.stored, self.removed)
 
     def clear(self) -> None:
-        """Everything is absent now."""
+        """Remove all blocks."""
         self.stored.clear()
         self.removed.clear()
         self.cleared = True
 
     def take_removed(self, limit: int) -> list[int]:
-        """The first `limit` removed blocks, which are part of the change no more."""
+        """Take the first `limit` removed blocks out of the change and return them."""
         return _take(self.removed, limit)
 
     def take_stored(self, limit: int) -> list[int]:
@@ -119,7 +119,7 @@ class KvChange:
 
 
 def _move(blocks: Iterable[int], undone: dict[int, None], done: dict[int, None]) -> None:
-    """Notes `blocks` in `done`, or takes them out of its opposite."""
+    """Add `blocks` to `done`, or take them out of its opposite."""
     if not undone:
         done.update(dict.fromkeys(blocks))
         return
@@ -142,15 +142,15 @@ def _take(blocks: dict[int, None], limit: int) -> list[int]:
 
 
 class KvState:
-    """A worker's own full copy of what its engine caches, and the numbered updates that others follow it by.
+    """A worker's own full copy of what its engine caches, and the numbered updates by which others follow it.
 
-    An engine with several data-parallel ranks names the rank of each change: a block counts as held while any rank holds it.
-    The latest updates are kept for readers that missed a few, as many as fit into `log_bytes`.
+    An engine with several data-parallel ranks names the rank of each change: a block is cached while any rank caches it. The
+    latest updates are kept for readers that missed some, as many as fit into `log_bytes`.
     """
 
     def __init__(self, log_bytes: int = 4 << 20) -> None:
         self._ranks: dict[int, dict[int, None]] = {}
-        """What each rank holds: dictionaries as ordered sets."""
+        """The blocks of each rank: dictionaries as ordered sets."""
         self._change = KvChange()
         self._next = 0
         self._log: deque[KvUpdate] = deque()
@@ -158,7 +158,7 @@ class KvState:
         self._log_limit_bytes = log_bytes
 
     def __len__(self) -> int:
-        """How many blocks are held."""
+        """Return how many blocks are cached."""
         return len(self.held())
 
     def __contains__(self, block: int) -> bool:
@@ -177,18 +177,18 @@ class KvState:
 
     @property
     def changed(self) -> bool:
-        """`take_update` would return one."""
+        """Whether `take_update` would return an update."""
         return bool(self._change)
 
     def store(self, blocks: Iterable[int], rank: int = 0) -> None:
-        """Parents before children. Blocks already there are left alone."""
+        """Add blocks, parents before children. Blocks that are present are skipped."""
         own = self._ranks.setdefault(rank, {})
         new = dict.fromkeys([block for block in blocks if block not in own])
         own.update(new)
         self._change.store(self._nowhere_else(new, rank))
 
     def remove(self, blocks: Iterable[int], rank: int = 0) -> None:
-        """Blocks that are not there are left alone."""
+        """Remove blocks. Blocks that are absent are skipped."""
         own = self._ranks.setdefault(rank, {})
         gone = dict.fromkeys([block for block in blocks if block in own])
         for block in gone:
@@ -204,14 +204,14 @@ class KvState:
             self._change.clear()
 
     def _nowhere_else(self, blocks: Iterable[int], rank: int) -> Iterable[int]:
-        """Those of `blocks` that no other rank holds."""
+        """Yield the blocks that no other rank caches."""
         if len(self._ranks) == 1:
             return blocks
         others = [held for number, held in self._ranks.items() if number != rank]
         return [block for block in blocks if not any(block in held for held in others)]
 
     def take_update(self) -> KvUpdate | None:
-        """The net change since the last call, numbered; None if there is none. What is too much for one leaves a rest."""
+        """Return the numbered net change since the last call, or None. A large change is split, and the rest remains."""
         change = self._change
         if not change:
             return None
@@ -226,26 +226,26 @@ class KvState:
             self._log_bytes -= _weight(self._log.popleft())
         return update
 
-    def tell_again(self) -> None:
-        """Makes the next update one that clears everything and stores what is held: readers need none of those before it."""
+    def queue_full_update(self) -> None:
+        """Make the next update one that clears everything and stores what is cached, so that readers need no earlier one."""
         self._change = KvChange()
         self._change.clear()
         self._change.stored = dict.fromkeys(self.held())
 
     def since(self, number: int) -> Sequence[KvUpdate] | None:
-        """Every update from `number` on, or None if some of them are no longer kept: then a snapshot is needed."""
+        """Return every update from `number` on, or None if some of them are no longer kept, so that a snapshot is needed."""
         first = self._next - len(self._log)
         if not first <= number <= self._next:
             return None
         return [update for update in self._log if update.number >= number]
 
     def snapshot(self) -> KvSnapshot:
-        """All blocks as of `number`: changes not yet taken as an update are left out."""
+        """Return all blocks as of `number`. Changes that were not taken as an update are left out."""
         change = self._change
         if not change:
             return KvSnapshot(self.number, pack_hashes(self.held()))
         if change.cleared:
-            # What was there before the clear is forgotten. Readers get the state after it now and the update, which changes
+            # The blocks before the clear are not known any more. Readers get the state after it now and the update, which changes
             # nothing for them, later.
             return KvSnapshot(self.number, pack_hashes(self.held()))
         published = [block for block in self.held() if block not in change.stored]
@@ -254,7 +254,7 @@ class KvState:
 
 
 def _weight(update: KvUpdate) -> int:
-    """Bytes that a kept update costs, about."""
+    """Return about how many bytes a kept update takes."""
     return len(update.stored) + len(update.removed) + 16 * HASH_BYTES
 
 
@@ -272,22 +272,22 @@ class LoadMessage(msgspec.Struct, frozen=True, array_like=True):
     report: LoadReport
 
 
-class KvQuestion(msgspec.Struct, frozen=True, array_like=True):
-    """Asks an instance for a model's snapshot, or for its updates from a number on."""
+class KvQuery(msgspec.Struct, frozen=True, array_like=True):
+    """A request for a model's snapshot, or for its updates from a number on."""
 
     model: str
     since: int = 0
 
 
 def read_message(payload: bytes | memoryview) -> KvMessage:
-    """A KvMessage off the bus or out of a record. Raises ValueError, which a half hash is, too."""
+    """Decode a KvMessage. Raises ValueError, also for a hash that is cut off."""
     message: KvMessage = _kv_message_decoder.decode(payload)
     if (len(message.update.stored) | len(message.update.removed)) % HASH_BYTES:
-        raise ValueError("its blocks are no whole number of hashes")
+        raise ValueError("its blocks are not a whole number of hashes")
     return message
 
 
 message_encoder = msgspec.msgpack.Encoder()
 _kv_message_decoder = msgspec.msgpack.Decoder(KvMessage)
 load_message_decoder = msgspec.msgpack.Decoder(LoadMessage)
-question_decoder = msgspec.msgpack.Decoder(KvQuestion)
+kv_query_decoder = msgspec.msgpack.Decoder(KvQuery)

@@ -25,7 +25,7 @@ from dynamo.common.background import Tasks, running, running_tasks
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.kv.events import (
-    KvQuestion,
+    KvQuery,
     KvSnapshot,
     KvUpdate,
     LoadReport,
@@ -298,7 +298,7 @@ class KvFeed:
         instance, model = source.instance, source.instance.card.name
         since = source.follower.request_from()
         if since is not None:
-            question = message_encoder.encode(KvQuestion(model, since))
+            question = message_encoder.encode(KvQuery(model, since))
             answer = await self._ask(instance, "events_since", question, self._loop.time() + _ANSWER_S)
             updates: Sequence[KvUpdate] | None = _updates_decoder.decode(answer)
             if updates is not None:
@@ -307,7 +307,7 @@ class KvFeed:
         self._replace(source, await self._ask_snapshot(source))
 
     async def _ask_snapshot(self, source: _Source) -> KvSnapshot:
-        question = message_encoder.encode(KvQuestion(source.instance.card.name))
+        question = message_encoder.encode(KvQuery(source.instance.card.name))
         answer = await self._ask(source.instance, "snapshot", question, self._loop.time() + _ANSWER_S)
         snapshot: KvSnapshot = snapshot_decoder.decode(answer)
         return snapshot

@@ -14,7 +14,7 @@ from dynamo.common.tensors import Buffer, from_numpy
 from dynamo.protos.inference_pb2 import ModelInferResponse
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.python import read_inputs
-from dynamo.worker.repository.execution import ModelRequest, ModelResponse, closing, from_parameter, to_parameter
+from dynamo.worker.repository.execution import ModelRequest, ModelResult, closing, from_parameter, to_parameter
 from dynamo.worker.repository.layout import Fingerprint
 from dynamo.worker.repository.loaded import LoadedModel
 from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
@@ -88,7 +88,7 @@ async def _responses(model: LoadedModel, request: TensorRequest, context: Contex
             yield _to_tensor_response(response, datatypes)
 
 
-def _to_tensor_response(response: ModelResponse, datatypes: dict[str, str]) -> TensorResponse:
+def _to_tensor_response(response: ModelResult, datatypes: dict[str, str]) -> TensorResponse:
     head = ModelInferResponse()
     raws: list[Buffer] = []
     for name, array in response.outputs.items():

@@ -15,7 +15,7 @@ from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound
 from dynamo.common.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelEnsembling
 from dynamo.worker.engine.base import RequestTimings
-from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResponse, Version, closing
+from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.model_config import datatype_name
 
 Step = ModelEnsembling.Step
@@ -59,7 +59,7 @@ class Ensemble:
     def __repr__(self) -> str:
         return f"<Ensemble {self._name} of {[step.model_name for step in self._steps]}>"
 
-    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         flow = _Flow(request.inputs, self._steps)
         steps = [awaited(self._run_step(step, flow, request)) for step in self._steps]
         try:
@@ -69,7 +69,7 @@ class Ensemble:
                 step.cancel()
             await asyncio.gather(*steps, return_exceptions=True)
         outputs = {name: await flow.get(name) for name in self._outputs}
-        yield ModelResponse({name: array for name, array in outputs.items() if array is not None})
+        yield ModelResult({name: array for name, array in outputs.items() if array is not None})
 
     async def close(self) -> None:
         return None

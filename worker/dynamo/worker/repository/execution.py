@@ -30,7 +30,7 @@ class ModelRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelResponse:
+class ModelResult:
     outputs: Arrays
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class ModelResponse:
 class Executable(Protocol):
     """One loaded version of a model."""
 
-    def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         """Yield one response, any number of them if the model is decoupled. Raises DynamoError."""
         ...
 
@@ -50,7 +50,7 @@ class Executable(Protocol):
 class ModelRegistry(Protocol):
     """The other models of the same worker, for ensembles and for models that call models."""
 
-    def run(self, model: str, version: str, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    def run(self, model: str, version: str, request: ModelRequest) -> AsyncIterator[ModelResult]:
         """Run a request. Raises ModelNotFound, and InvalidRequest for inputs that the model does not take."""
         ...
 
@@ -79,7 +79,7 @@ class Version:
         return self.folder / self.version
 
 
-class Backend(Protocol):
+class ModelBackend(Protocol):
     """Loads models of one kind."""
 
     async def complete(self, version: Version) -> ModelConfig:
@@ -107,7 +107,7 @@ def from_parameter(value: Parameter) -> InferParameter:
 
 
 @asynccontextmanager
-async def closing(responses: AsyncIterator[ModelResponse]) -> AsyncIterator[AsyncIterator[ModelResponse]]:
+async def closing(responses: AsyncIterator[ModelResult]) -> AsyncIterator[AsyncIterator[ModelResult]]:
     """Close the iterator of a model at the end of the body, so that a request left early is cancelled now."""
     try:
         yield responses

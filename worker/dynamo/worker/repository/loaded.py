@@ -13,7 +13,7 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.tensors import Array, datatype_of_array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.declaration import from_model_config
-from dynamo.worker.repository.execution import Arrays, Executable, ModelRequest, ModelResponse, closing
+from dynamo.worker.repository.execution import Arrays, Executable, ModelRequest, ModelResult, closing
 from dynamo.worker.repository.model_config import Reshape
 
 
@@ -69,7 +69,7 @@ class LoadedModel:
             if name not in request.inputs and not spec.optional:
                 raise InvalidRequest(f"model '{self.name}' needs the input '{name}'")
 
-    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         """Run a request on the version that its context names, or on the newest."""
         version = request.context.version or self.card.versions[-1]
         request.context.version = version
@@ -82,7 +82,7 @@ class LoadedModel:
             inputs = {name: self._reshape.input(name, array) for name, array in request.inputs.items()}
             async with closing(executable.run(replace(request, inputs=inputs))) as responses:
                 async for response in responses:
-                    yield ModelResponse(self._checked(response.outputs), response.parameters)
+                    yield ModelResult(self._checked(response.outputs), response.parameters)
         finally:
             self._open -= 1
             if not self._open:

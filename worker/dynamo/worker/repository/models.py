@@ -22,7 +22,7 @@ from dynamo.common.names import check_name
 from dynamo.common.repository import MAX_REASON_CHARS, IndexEntry, LoadRequest, ModelState
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.ensemble import EnsembleBackend, models_in
-from dynamo.worker.repository.execution import Backend, Executable, ModelRequest, ModelResponse, Version, closing
+from dynamo.worker.repository.execution import Executable, ModelBackend, ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.layout import Fingerprint, fingerprint, model_folders, served_versions, versions_in
 from dynamo.worker.repository.loaded import LoadedModel
 from dynamo.worker.repository.model_config import (
@@ -94,7 +94,7 @@ class RepositoryModels:
         self._retiring = Tasks()
         self._lock = asyncio.Lock()
         self._host: Host | None = None
-        self._backends: dict[str, Backend] = {
+        self._backends: dict[str, ModelBackend] = {
             "onnxruntime": OnnxBackend(settings.default_max_batch_size if settings.auto_complete else 0),
             "python": PythonBackend(self),
             "ensemble": EnsembleBackend(self),
@@ -169,13 +169,13 @@ class RepositoryModels:
 
     # Requests of other models
 
-    def run(self, model: str, version: str, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    def run(self, model: str, version: str, request: ModelRequest) -> AsyncIterator[ModelResult]:
         loaded = self.find(model)
         loaded.check(request, version)
         request.context.version = version or loaded.card.versions[-1]
         return self._counted(loaded, request)
 
-    async def _counted(self, model: LoadedModel, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    async def _counted(self, model: LoadedModel, request: ModelRequest) -> AsyncIterator[ModelResult]:
         context = request.context
         statistics = None if self._host is None else self._host.statistics(model.name, context.version)
         start = time.perf_counter_ns()
@@ -354,7 +354,7 @@ class RepositoryModels:
         check_supported(config)
         return config
 
-    def _backend(self, config: ModelConfig) -> Backend:
+    def _backend(self, config: ModelConfig) -> ModelBackend:
         backend = self._backends.get(config.platform if config.platform == "ensemble" else config.backend)
         if backend is None:
             raise InvalidRequest(f"the backend '{config.backend}' is not supported; {', '.join(self._backends)} are")
@@ -449,7 +449,9 @@ class RepositoryModels:
         self._loaded.clear()
 
 
-async def _open_versions(backend: Backend, config: ModelConfig, folder: Path, versions: Sequence[str]) -> dict[str, Executable]:
+async def _open_versions(
+    backend: ModelBackend, config: ModelConfig, folder: Path, versions: Sequence[str]
+) -> dict[str, Executable]:
     opened = await asyncio.gather(
         *(backend.open(Version(config.name, version, config, folder)) for version in versions), return_exceptions=True
     )

@@ -20,7 +20,7 @@ from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
 from dynamo.worker.engine.batching import Batch, Batcher, Tensors
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.batches import batch_policy, rows_of
-from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResponse, Version
+from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult, Version
 from dynamo.worker.repository.model_config import datatype_name, instances_of, model_dims
 
 DEFAULT_FILE = "model.onnx"
@@ -98,14 +98,14 @@ class OnnxModel:
             await self._batcher.close()
         self._pool.shutdown(wait=False)
 
-    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         if self._batcher is not None:
             outputs = await self._batcher.submit(
                 request.inputs, rows_of(request.inputs), request.context, request.context.version
             )
         else:
             outputs = await self._execute(request)
-        yield ModelResponse(outputs)
+        yield ModelResult(outputs)
 
     async def _execute(self, request: ModelRequest) -> Tensors:
         submitted = begun = time.perf_counter_ns()

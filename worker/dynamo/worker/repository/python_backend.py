@@ -23,7 +23,7 @@ from dynamo.worker.engine.batching import Batch, Batcher
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.batches import batch_policy, rows_of
-from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResponse, Version, closing
+from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.model_config import ModelInstance, config_from_json, config_to_json, instances_of
 from dynamo.worker.repository.pb_utils import TritonError
 from dynamo.worker.repository.stub_process import CallHandlers, ProcessDied, ResponseStream, StubProcess, open_stub, to_code
@@ -164,15 +164,15 @@ class PythonModel:
 
     # Requests
 
-    def run(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         if self._batcher is not None:
             return self._batched(self._batcher, request)
         return self._single(request)
 
-    async def _batched(self, batcher: Batcher, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    async def _batched(self, batcher: Batcher, request: ModelRequest) -> AsyncIterator[ModelResult]:
         yield await batcher.submit(request.inputs, rows_of(request.inputs), request.context, request.context.version, request)
 
-    async def _execute_batch(self, batch: Batch) -> list[ModelResponse | DynamoError]:
+    async def _execute_batch(self, batch: Batch) -> list[ModelResult | DynamoError]:
         """Return the response to each request, or its error."""
         stub = await self._take()
         start = time.perf_counter_ns()
@@ -187,7 +187,7 @@ class PythonModel:
         finally:
             batch.infer_ns = time.perf_counter_ns() - start
 
-    async def _execute(self, stub: StubProcess, requests: Sequence[ModelRequest]) -> list[ModelResponse | DynamoError]:
+    async def _execute(self, stub: StubProcess, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
         """Run requests of a model that is not decoupled in one call of `execute`."""
         numbers, sinks, over = self._begin(stub, requests)
         try:
@@ -197,14 +197,14 @@ class PythonModel:
             for number in numbers:
                 stub.forget(number)
 
-    async def _execute_again(self, request: ModelRequest, died: ProcessDied) -> ModelResponse | DynamoError:
+    async def _execute_again(self, request: ModelRequest, died: ProcessDied) -> ModelResult | DynamoError:
         try:
             [result] = await self._execute(await self._take_again(request.context, died), [request])
         except DynamoError as error:
             return error
         return result
 
-    async def _single(self, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    async def _single(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         """Run one request; once more if its process dies before it has sent a response."""
         submitted = time.perf_counter_ns()
         stub = await self._take()
@@ -225,7 +225,7 @@ class PythonModel:
             async for response in responses:
                 yield response
 
-    async def _stream(self, stub: StubProcess, request: ModelRequest) -> AsyncIterator[ModelResponse]:
+    async def _stream(self, stub: StubProcess, request: ModelRequest) -> AsyncIterator[ModelResult]:
         start = time.perf_counter_ns()
         [number], [sink], _ = self._begin(stub, [request])
         try:
@@ -277,7 +277,7 @@ class PythonModel:
         return begun
 
 
-async def _only(sink: ResponseStream, model: str) -> ModelResponse | DynamoError:
+async def _only(sink: ResponseStream, model: str) -> ModelResult | DynamoError:
     """Return the only response of a model that is not decoupled. It has arrived already, or never will."""
     try:
         async with aclosing(sink.read()) as responses:
@@ -310,7 +310,7 @@ async def _serve_call(models: ModelRegistry, stub: StubProcess, call: wire.Reque
         context.cancelled.set()
 
 
-def _send_response(stub: StubProcess, call: wire.RequestHead, response: ModelResponse) -> None:
+def _send_response(stub: StubProcess, call: wire.RequestHead, response: ModelResult) -> None:
     """Send the requested outputs of a response to a call."""
     wanted = {name: array for name, array in response.outputs.items() if name in (call.outputs or response.outputs)}
     packed = [wire.pack(name, array) for name, array in wanted.items()]

@@ -125,7 +125,7 @@ class Stub:
                             if message.number in self._open:
                                 self._cancelled.add(message.number)
                                 self._credit.notify_all()
-                    case wire.Credit():
+                    case wire.ResponseCredit():
                         with self._lock:
                             if (window := self._open.get(message.number)) is not None:
                                 window.allowed = max(window.allowed, message.total)

@@ -27,7 +27,7 @@ from dynamo.common.errors import (
     Unsupported,
 )
 from dynamo.worker.repository import wire
-from dynamo.worker.repository.execution import ModelRequest, ModelResponse
+from dynamo.worker.repository.execution import ModelRequest, ModelResult
 from dynamo.worker.repository.pb_utils import TritonError
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class ResponseStream:
     """
 
     def __init__(self, grant: Callable[[int], None]) -> None:
-        self._items: deque[ModelResponse | DynamoError | None] = deque()
+        self._items: deque[ModelResult | DynamoError | None] = deque()
         """None marks the end."""
         self._unread_bytes = 0
         self._taken = 0
@@ -100,11 +100,11 @@ class ResponseStream:
         """Whether the caller has left so much unread that no further response is kept."""
         return len(self._items) >= MAX_UNREAD or self._unread_bytes > MAX_UNREAD_BYTES
 
-    def add(self, item: ModelResponse | DynamoError | None) -> None:
+    def add(self, item: ModelResult | DynamoError | None) -> None:
         """Add a response, an error, or None at the end."""
         if not self._closed:
             self._items.append(item)
-            if isinstance(item, ModelResponse):
+            if isinstance(item, ModelResult):
                 self._unread_bytes += _size_of(item)
             self._added.set()
 
@@ -113,7 +113,7 @@ class ResponseStream:
         self._closed = True
         self._items.clear()
 
-    async def read(self) -> AsyncGenerator[ModelResponse, None]:
+    async def read(self) -> AsyncGenerator[ModelResult, None]:
         """Yield the responses. Raises the error that ended the request."""
         while True:
             while not self._items:
@@ -131,7 +131,7 @@ class ResponseStream:
             yield item
 
 
-def _size_of(response: ModelResponse) -> int:
+def _size_of(response: ModelResult) -> int:
     return sum(array.nbytes for array in response.outputs.values())
 
 
@@ -249,7 +249,7 @@ class StubProcess:
 
     def _grant(self, number: int, total: int) -> None:
         if number in self._streams:
-            self.send(wire.Credit(number, total))
+            self.send(wire.ResponseCredit(number, total))
 
     def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
         if self.is_alive:
@@ -314,7 +314,7 @@ class StubProcess:
         if head.error is not None:
             sink.add(to_error(head.error, head.code))
         elif head.outputs or not head.final:
-            sink.add(ModelResponse(_to_arrays(head.outputs, raws), head.parameters))
+            sink.add(ModelResult(_to_arrays(head.outputs, raws), head.parameters))
         if head.final:
             self._streams.pop(head.number, None)
             sink.add(None)

@@ -100,7 +100,7 @@ class CancelRequest(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Credit(msgspec.Struct, frozen=True, tag=True):
+class ResponseCredit(msgspec.Struct, frozen=True, tag=True):
     """To the model: it may send `total` responses to this request, counted from the first."""
 
     number: int
@@ -167,7 +167,7 @@ Message: TypeAlias = (
     | Initialize
     | Execute
     | CancelRequest
-    | Credit
+    | ResponseCredit
     | Finalize
     | Ready
     | Response
