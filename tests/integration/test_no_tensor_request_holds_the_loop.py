@@ -48,6 +48,8 @@ def post(port: int, path: str, body: bytes, encoding: str) -> int:
         response = connection.getresponse()
         response.read()
         return response.status
+    except ConnectionError:  # refused by its length, and closed before all of it was sent
+        return 413
     finally:
         connection.close()
 

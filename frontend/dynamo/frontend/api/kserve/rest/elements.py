@@ -93,7 +93,7 @@ def _long_to_raw(array: memoryview, kind: DataType, shape: Sequence[int], count:
     if total != count:
         raise InvalidRequest(f"{what} has {total} elements in its contents where its shape needs {count}")
     if count and not (nested.fits and depth in (1, len(shape))):
-        raise InvalidRequest(f"{what} has nested data whose form is not the shape {list(shape)}")
+        raise _other_form(what, shape)
     return b"".join(raws)
 
 
@@ -121,6 +121,8 @@ class _Nested:
             if not rows and length:
                 raise _no_json(self._what, "trailing comma in array")
             length += len(rows)
+            if shape and length > shape[0]:
+                raise _other_form(self._what, shape)
             for level in range(1, depth):
                 if level < len(shape):
                     self.fits = self.fits and all(len(row) == shape[level] for row in rows)
@@ -147,7 +149,7 @@ def _values(data: object, kind: DataType, shape: Sequence[int], count: int, what
     if len(flat) != count:
         raise InvalidRequest(f"{what} has {len(flat)} elements in its contents where its shape needs {count}")
     if not fits and count:
-        raise InvalidRequest(f"{what} has nested data whose form is not the shape {list(shape)}")
+        raise _other_form(what, shape)
     return flat
 
 
@@ -170,6 +172,10 @@ def _decode(data: object, kind: DataType, depth: int, what: str) -> Any:
         raise InvalidRequest(f"{what} has data that is not {kind.name}: {invalid(str(error))}") from None
     except (ValueError, RecursionError) as error:
         raise _no_json(what, str(error)) from None
+
+
+def _other_form(what: str, shape: Sequence[int]) -> InvalidRequest:
+    return InvalidRequest(f"{what} has nested data whose form is not the shape {list(shape)}")
 
 
 def _no_json(what: str, why: str) -> InvalidRequest:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dynamo.frontend.api.http.json_scan import outside_strings
 
 PIECE_BYTES = 64 * 1024
+_MAX_ARRAYS = 1 << 18
 _DATA_DEPTH = 4
 """Tensors' `data` in a request: within an object, the array `inputs`, and an object."""
 
@@ -37,7 +38,9 @@ def cut_arrays(body: bytes) -> CutBody:
     arrays: dict[bytes, memoryview] = {}
     nonce = secrets.randbits(62)
     end = 0
-    for start, stop in _arrays(body, _DATA_DEPTH):
+    for number, (start, stop) in enumerate(_arrays(body, _DATA_DEPTH)):
+        if number > _MAX_ARRAYS:
+            break  # the rest has too many values to be decoded
         if stop - start <= PIECE_BYTES:
             continue
         mark = b"[%d]" % (nonce + len(arrays))
