@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from dynamo.common.background import awaited, running, start
+from dynamo.common.background import awaited, running
 from dynamo.common.config import ConfigError, project_version
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
@@ -392,12 +392,7 @@ async def _start(engine: AnyEngine, close_timeout_s: float, stack: AsyncExitStac
 
 async def _close(engine: AnyEngine, timeout_s: float) -> None:
     """Close an engine. One that takes too long, because its code is stuck, is left behind: the process ends without it."""
-    name = f"closing the {type(engine).__name__}"
-    task = start(engine.close(), name)
-    await asyncio.wait({task}, timeout=timeout_s)
-    if not task.done():
-        log.warning("%s was not done after %g s and is cut", name, timeout_s)
-        task.cancel()
+    await within(timeout_s, engine.close(), f"closing the {type(engine).__name__}")
 
 
 async def _follow_link(metrics: LinkMetrics, nats: Connection, requests: RequestServer) -> None:
