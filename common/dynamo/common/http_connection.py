@@ -17,9 +17,6 @@ A connection is closed as follows.
 from __future__ import annotations
 
 import asyncio
-import http
-import logging
-import re
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -27,36 +24,20 @@ from urllib.parse import unquote
 
 import httptools
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Scope
+from dynamo.common.http_request import CONTINUE, HIGH_WATER_BYTES, STATUS_LINES, HttpRequest
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Scope
 
 ON_HALF_CLOSE = "dynamo.on_half_close"
 """Where an application puts, in a request's scope, a function that writes something harmless into its streamed response."""
 
-_HIGH_WATER_BYTES = 64 * 1024
-"""A body of which more has come than this, and which nothing reads, stops the reading of its connection."""
-_SKIPPED_BYTES = 64 * 1024
-"""So much of a body that nothing reads is skipped for the sake of the connection; more closes it."""
+_STEP_BYTES = 16 * 1024
+"""So much is parsed before the event loop may do something else; more if it is the body of one request."""
 _LINGER_S = 2.0
 _LINGER_BYTES = 16 * 2**20
 _PROBE_S = 0.1
-_INVALID_NAME = re.compile(rb'[\x00-\x20\x7f()<>@,;:\\\[\]={}"]')
-_INVALID_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _HEAD_TOO_LARGE = "The head of the request is too large."
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
-def _status_line(status: int) -> bytes:
-    try:
-        phrase = http.HTTPStatus(status).phrase
-    except ValueError:
-        phrase = ""
-    return f"HTTP/1.1 {status} {phrase}\r\n".encode()
-
-
-_STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +98,8 @@ class HttpConnection(asyncio.Protocol):
         self._queue: deque[HttpRequest] = deque()
         """Requests that came before the response to the one ahead of them."""
 
+        self._unparsed = b""
+        """Received and not parsed yet; nothing more is read meanwhile."""
         self._deadline: float | None = None
         """Of the head, of an idle connection, or of lingering, on the event loop's clock."""
         self._in_head = True
@@ -160,8 +143,10 @@ class HttpConnection(asyncio.Protocol):
             if request is not None:
                 request.disconnect()
         self._queue.clear()
+        self._current = self._parsing = None
         self._writable.set()
         self._parser = None
+        self._unparsed = b""
 
     def eof_received(self) -> bool:
         self._eof = True
@@ -180,7 +165,7 @@ class HttpConnection(asyncio.Protocol):
         if request.started:
             request.scope.get(ON_HALF_CLOSE, _nothing)()
         elif request.version == "1.1":
-            self._transport.write(_CONTINUE)
+            self._transport.write(CONTINUE)
         if again_s is not None:
             self._probe = self.loop.call_later(again_s, self._probe_client, None)
 
@@ -198,6 +183,39 @@ class HttpConnection(asyncio.Protocol):
             if self._received_bytes > _LINGER_BYTES:
                 self._transport.abort()
             return
+        if self._unparsed:
+            self._unparsed += data
+        else:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        """Parse in steps, of which the event loop takes one at a time, unless all of a step is body.
+
+        The smallest requests and chunks have a few bytes each, so what comes in one read can be tens of thousands of them.
+        """
+        while data:
+            missing = 0 if self._in_head or self._parsing is None else self._parsing.missing_bytes
+            step = data[: max(missing, _STEP_BYTES)]
+            data = data[len(step) :]
+            self._parse_step(step)
+            if self._failed or self._lingering or self.is_closing:
+                return
+            if data and missing <= _STEP_BYTES:
+                self.pause_reading()
+                self._unparsed = data
+                if not self._queue:
+                    self.loop.call_soon(self._parse_rest)
+                return
+
+    def _parse_rest(self) -> None:
+        if self._queue or self.is_closing:
+            return
+        data, self._unparsed = self._unparsed, b""
+        self._parse(data)
+        if not self._queue and (self._parsing is None or self._parsing.pending_bytes <= HIGH_WATER_BYTES):
+            self.resume_reading()
+
+    def _parse_step(self, data: bytes) -> None:
         if self._in_head:
             if not self._head_bytes and self._parsing is not None:  # the first byte of another request
                 self._deadline = self.loop.time() + self._limits.head_timeout_s
@@ -238,7 +256,7 @@ class HttpConnection(asyncio.Protocol):
             return
         body = message.encode()
         head = [
-            _STATUS_LINES[status],
+            STATUS_LINES[status],
             self._server.date,
             b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body),
             *headers,
@@ -305,9 +323,8 @@ class HttpConnection(asyncio.Protocol):
         request.received_bytes += len(body)
         if request.complete:
             return
-        request.parts.append(body)
-        request.pending_bytes += len(body)
-        if request.pending_bytes > _HIGH_WATER_BYTES:
+        request.add(body)
+        if request.pending_bytes > HIGH_WATER_BYTES:
             self.pause_reading()
         request.event.set()
 
@@ -351,7 +368,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if self._reading_paused and not self._eof and not self.is_closing:
+        if self._reading_paused and not self._unparsed and not self._eof and not self.is_closing:
             self._reading_paused = False
             self._received_bytes, self._window_start = 0, self.loop.time()
             self._transport.resume_reading()
@@ -363,6 +380,8 @@ class HttpConnection(asyncio.Protocol):
             return
         if not request.keep_alive:
             return self._linger() if request.more_body else self._close()
+        if self._unparsed and len(self._queue) <= 1:
+            self.loop.call_soon(self._parse_rest)
         self.resume_reading()
         if self._queue:
             self._start(self._queue.popleft())
@@ -426,6 +445,7 @@ class HttpConnection(asyncio.Protocol):
         if self._lingering or self._transport.is_closing():
             return
         self._lingering = True
+        self._unparsed = b""
         self._received_bytes = 0
         self._deadline = self.loop.time() + _LINGER_S
         if self._eof:
@@ -433,163 +453,6 @@ class HttpConnection(asyncio.Protocol):
         self.resume_reading()
         if self._transport.can_write_eof():
             self._transport.write_eof()
-
-
-class HttpRequest:
-    """One request: what ASGI calls `scope`, `receive` and `send`."""
-
-    __slots__ = (
-        "_chunked", "_connection", "_expects_continue", "_head", "_left", "complete", "content_length", "disconnected", "event",
-        "keep_alive", "more_body", "parts", "pending_bytes", "received_bytes", "scope", "started", "version",
-    )  # fmt: skip
-
-    def __init__(self, connection: HttpConnection, scope: Scope, *, keep_alive: bool) -> None:
-        self.scope = scope
-        self.version: str = scope["http_version"]
-        self.parts: list[bytes] = []
-        """The part of the body that has come and that the application has not received, of `pending_bytes` bytes."""
-        self.pending_bytes = 0
-        self.more_body = True
-        self.received_bytes = 0
-        self.content_length: int | None = None
-        self.event = asyncio.Event()
-        self.keep_alive = keep_alive
-        self.disconnected = False
-        self.started = False
-        """The head of the response has been given, though perhaps not been written."""
-        self.complete = False
-        """So has its end."""
-        self._connection = connection
-        self._expects_continue = False
-        self._head = b""
-        self._chunked = False
-        self._left = 0
-        """Bytes of the response's body that are missing."""
-        for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit():
-                self.content_length = int(value)
-            elif name == b"expect" and value.lower() == b"100-continue":
-                self._expects_continue = self.version == "1.1"
-
-    async def run(self) -> None:
-        """Let the application respond; respond for it if it fails to."""
-        connection = self._connection
-        try:
-            await connection.app(self.scope, self.receive, self.send)
-        except Exception:
-            _log.exception("%s %s failed unforeseen", self.scope["method"], self.scope["path"])
-        finally:
-            if not self.complete and not self.disconnected and not connection.is_closing:
-                if self.started and not self._head:
-                    connection.abort()
-                else:
-                    self._head = b""
-                    self.keep_alive = False
-                    self._respond_500()
-
-    def _respond_500(self) -> None:
-        body = b"Internal Server Error"
-        head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self._connection.write(_STATUS_LINES[500] + self._connection.date + head + body)
-        self._end()
-
-    def disconnect(self) -> None:
-        """The client is gone, or no longer worth waiting for."""
-        self.disconnected = True
-        self.event.set()
-
-    async def receive(self) -> Message:
-        if self._expects_continue and not self.started and not self._connection.is_closing:
-            self._expects_continue = False
-            self._connection.write(_CONTINUE)
-        if not self.disconnected and not self.complete and not (self.parts or self.event.is_set()):
-            self._connection.resume_reading()
-            await self.event.wait()
-        self.event.clear()
-        if self.disconnected or self.complete:
-            self.event.set()
-            return {"type": "http.disconnect"}
-        body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
-        self.parts.clear()
-        self.pending_bytes = 0
-        if self.more_body:
-            self._connection.resume_reading()
-        return {"type": "http.request", "body": body, "more_body": self.more_body}
-
-    async def send(self, message: Message) -> None:
-        connection = self._connection
-        if not connection.is_writable() and not self.disconnected:
-            await connection.writable()
-        if self.disconnected or connection.is_closing:
-            return
-        if message["type"] == "http.response.start":
-            if self.started:
-                raise RuntimeError("the response has been started already")
-            self.started = True
-            self._head = self._make_head(message["status"], message.get("headers", ()))
-        elif not self.started or self.complete:
-            raise RuntimeError(f"'{message['type']}' is not possible now")
-        else:
-            self._send_body(message.get("body", b""), is_last=not message.get("more_body", False))
-
-    def _make_head(self, status: int, headers: Any) -> bytes:
-        connection = self._connection
-        lines = [_STATUS_LINES[status], connection.date]
-        length: int | None = None
-        for name, value in headers:
-            if _INVALID_NAME.search(name) or _INVALID_VALUE.search(value):
-                raise RuntimeError(f"the header {name!r} of a response is invalid")
-            if name == b"content-length":
-                length = int(value)
-            lines.append(b"%b: %b\r\n" % (name, value))
-        no_body = self.scope["method"] == "HEAD" or status in (204, 304)
-        if length is None and not no_body:
-            if self.version == "1.0":
-                self.keep_alive = False  # the end of the connection is that of the body
-            else:
-                self._chunked = True
-                lines.append(b"transfer-encoding: chunked\r\n")
-        self._left = -1 if no_body or length is None else length
-        if self.more_body:
-            missing = None if self.content_length is None else self.content_length - self.received_bytes
-            if self._expects_continue or missing is None or missing > _SKIPPED_BYTES:
-                self.keep_alive = False
-        if connection.is_last_response:
-            self.keep_alive = False
-        if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        elif self.version == "1.0":
-            lines.append(b"connection: keep-alive\r\n")
-        lines.append(b"\r\n")
-        return b"".join(lines)
-
-    def _send_body(self, body: Any, *, is_last: bool) -> None:
-        if self.scope["method"] == "HEAD":
-            body = b""
-        elif self._left >= 0:
-            self._left -= len(body)
-            if self._left < 0 or (is_last and self._left):
-                raise RuntimeError("the response's body does not have the length that its head says")
-        head, self._head = self._head, b""
-        if self._chunked:
-            end = b"0\r\n\r\n" if is_last else b""
-            data = b"".join((head, b"%x\r\n" % len(body), body, b"\r\n", end)) if body else head + end
-        elif not head:
-            data = body
-        elif len(body) < _HIGH_WATER_BYTES:
-            data = head + body
-        else:  # not worth a copy
-            self._connection.write(head)
-            data = body
-        if len(data):
-            self._connection.write(data)
-        if is_last:
-            self._end()
-
-    def _end(self) -> None:
-        self.started = self.complete = True
-        self.event.set()
-        self._connection.response_complete(self)
 
 
 def _nothing() -> None:

@@ -19,7 +19,8 @@ from email.utils import formatdate
 from typing import TYPE_CHECKING
 
 from dynamo.common.background import Tasks, running
-from dynamo.common.http_connection import HttpConnection, HttpLimits, HttpRequest
+from dynamo.common.http_connection import HttpConnection, HttpLimits
+from dynamo.common.http_request import HttpRequest
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,6 +16,7 @@ import pytest
 import uvloop
 
 from dynamo.common.http_connection import HttpLimits
+from dynamo.common.http_request import HttpRequest
 from dynamo.common.http_server import HttpServer, serve_asgi
 from dynamo.common.lifecycle import open_listener
 
@@ -436,6 +438,40 @@ async def test_connections_beyond_the_bound_are_told_to_come_back() -> None:
         async with side.client() as client:
             await client.send(get("/"))
             assert (await client.response())[0] == 200
+
+
+async def test_a_flood_of_tiny_requests_is_parsed_as_it_is_served() -> None:
+    async with serving() as side:
+        with socket.create_connection(("127.0.0.1", side.server.port)) as connection:
+            connection.setblocking(False)
+            loop, flood = asyncio.get_running_loop(), get("/") * 2000
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2):  # until the server reads no more, since the client does not
+                    for _ in range(500):
+                        await loop.sock_sendall(connection, flood)
+            assert sum(isinstance(thing, HttpRequest) for thing in gc.get_objects()) < 2000
+            async with side.client() as client:
+                await client.send(get("/"))
+                assert (await client.response())[0] == 200
+
+
+async def test_a_pipeline_of_many_requests_is_served_to_its_end() -> None:
+    async with serving() as side, side.client() as client:
+        posts = b"".join(post(f"/{number}", 100) + bytes(100) for number in range(3000))
+        sending = asyncio.ensure_future(client.send(posts + post("/big", MIB) + bytes(MIB) + get("/last", "connection: close")))
+        for number in range(3000):
+            assert (await client.response())[2] == f"POST /{number} 100".encode()
+        assert (await client.response())[2] == f"POST /big {MIB}".encode()
+        assert (await client.response())[2] == b"GET /last 0"
+        assert await client.ends()
+        await sending
+
+
+async def test_a_body_in_tiny_chunks_is_put_together() -> None:
+    async with serving() as side, side.client() as client:
+        await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        await client.send(b"1\r\n \r\n" * 100_000 + b"1000\r\n" + bytes(4096) + b"\r\n" + b"1\r\n \r\n" * 10 + b"0\r\n\r\n")
+        assert (await client.response())[2] == b"POST / 104106"
 
 
 # The client's end
