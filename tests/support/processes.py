@@ -63,8 +63,8 @@ class FrontendProcess(Process):
 
     async def health(self) -> tuple[int, dict[str, Any]]:
         async with httpx2.AsyncClient() as client:
-            answer = await client.get(f"http://127.0.0.1:{self.http_port}/health")
-            return answer.status_code, answer.json()
+            response = await client.get(f"http://127.0.0.1:{self.http_port}/health?instances=true")
+            return response.status_code, response.json()
 
     async def serves(self, *models: str, timeout_s: float = 60.0) -> None:
         """Returns when it lists these models as ready."""

@@ -10,6 +10,7 @@ processes `flush` periodically, since any of them may serve the scrape.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
@@ -69,10 +70,15 @@ class Spread:
 
 
 class Tally(Collector):
-    """All pending increments and observations of one registry. It exports no metrics itself."""
+    """All pending increments and observations of one registry. It exports no metrics itself.
+
+    A scrape by the thread that made it flushes; one by another thread shows what the last `flush` left, since increments are not
+    safe to read from there.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._waiting: list[Amount | Spread] = []
+        self._thread = threading.get_ident()
         registry.register(self)  # collectors are collected in the order of their registration
 
     def amount(self, metric: Counter | Gauge) -> Amount:
@@ -90,5 +96,6 @@ class Tally(Collector):
             waiting.flush()
 
     def collect(self) -> Iterable[Metric]:
-        self.flush()
+        if threading.get_ident() == self._thread:
+            self.flush()
         return ()

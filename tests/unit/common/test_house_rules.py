@@ -97,3 +97,10 @@ def layers_of(container: str) -> list[str]:
     [contract] = [contract for contract in settings["contracts"] if container in contract.get("containers", ())]
     assert contract["exhaustive"]
     return [module for layer in contract["layers"] for module in re.findall(r"\w+", layer)]
+
+
+@pytest.mark.parametrize("library", ["nats-py", "prometheus-client"])
+def test_a_library_whose_private_parts_are_used_is_pinned_exactly(library: str) -> None:
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    pins = [dependency for dependency in dependencies if re.match(rf"{library}(\[.*\])?[=<>~!]", dependency)]
+    assert len(pins) == 1 and re.search(r"==\d+\.\d+\.\d+$", pins[0]), pins

@@ -58,9 +58,13 @@ async def side() -> AsyncIterator[Side]:
     directory, links, readiness = FakeDirectory(instance(0xA, tensor_card("org/adder"))), Links(), Readiness()
     registry = make_registry()
     metrics = FrontendMetrics(registry)
+
+    async def scrape() -> tuple[bytes, str]:
+        return render(registry)
+
     operations = [
         *health_operations(readiness, links),
-        *metrics_operations(lambda: render(registry)),
+        *metrics_operations(scrape),
         *model_operations(readiness, 1000.5),
         page("/overloaded", overloaded),
         page("/broken", broken),
@@ -100,10 +104,12 @@ async def test_health_tells_the_whole_life_of_a_process(side: Side) -> None:
     assert await health() == (503, "shutting_down")
 
 
-async def test_health_lists_endpoints_and_instances_and_tells_of_a_stale_view(side: Side) -> None:
+async def test_health_lists_instances_on_request_and_tells_of_a_stale_view(side: Side) -> None:
     side.readiness.attach(side.plane)
     side.links.etcd = LinkState.STALE
-    body = (await side.client.get("/health")).json()
+    short = (await side.client.get("/health")).json()
+    assert short.keys() == {"status", "nats", "etcd", "detail"}, "a probe of a large fleet is cheap"
+    body = (await side.client.get("/health?instances=true")).json()
     assert body["status"] == "healthy"
     assert body["endpoints"] == ["dyn://dynamo.backend.generate"]
     (only,) = body["instances"]

@@ -43,7 +43,7 @@ async def open_http(
     settings = HttpSettings(options=config.http, overload=config.overload_status, capacity=Capacity(config.capacity))
     operations = [
         *health_operations(readiness, links),
-        *metrics_operations(metrics.render),
+        *metrics_operations(metrics.scrape),
         *model_operations(readiness, time.time()),
         *protocol_operations(readiness, config.text),
         *_console_operations(config, readiness, loads),

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from dynamo.common.background import running
+from dynamo.common.background import awaited, running
 from dynamo.common.config import project_version
 from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry, render
 from dynamo.frontend.api.http.server_operations import LinkState
@@ -31,16 +31,24 @@ class Metrics:
         self.router = RouterMetrics(self.frontend)
         self.link = LinkMetrics(self._registry, "dynamo_frontend")
         self.runtime = RuntimeMetrics(self._registry, role="frontend", version=project_version())
+        self._tallies = (self.frontend.tally, self.grpc.tally)
+        self._scrape: asyncio.Task[tuple[bytes, str]] | None = None
 
-    def render(self) -> tuple[bytes, str]:
-        """Return the text of a scrape and its content type."""
-        return render(self._registry, self._folder)
+    async def scrape(self) -> tuple[bytes, str]:
+        """Return the text of a scrape and its content type.
+
+        It is made on another thread, since it may take a third of a second. Scrapes that come meanwhile get the same text.
+        """
+        if self._scrape is None or self._scrape.done():
+            for tally in self._tallies:
+                tally.flush()
+            self._scrape = awaited(asyncio.to_thread(render, self._registry, self._folder), "scrape")
+        return await asyncio.shield(self._scrape)
 
     @asynccontextmanager
     async def following(self, links: Links) -> AsyncIterator[None]:
         """Keep the metrics about `links` current, and add up for other processes what this one counted, while the body runs."""
-        tallies = () if self._folder is None else (self.frontend.tally, self.grpc.tally)
-
+        tallies = () if self._folder is None else self._tallies
         clock = asyncio.get_running_loop().time
 
         async def follow() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from enum import StrEnum
 from typing import Protocol
 
 import orjson
 
-from dynamo.common.discovery import other_names
+from dynamo.common.discovery import Instance, other_names
 from dynamo.common.model_card import ModelCard
 from dynamo.frontend.api.health import Readiness, State
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
@@ -16,8 +16,11 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Handler, Operation
 from dynamo.frontend.security.surfaces import Surface
 
-Render = Callable[[], tuple[bytes, str]]
+Scrape = Callable[[], Awaitable[tuple[bytes, str]]]
 """Returns the text of a metrics scrape and its content type."""
+
+
+_TRUE = frozenset({"1", "true", "yes"})
 
 
 class LinkState(StrEnum):
@@ -39,44 +42,51 @@ class Links(Protocol):
 
 
 def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
-    """`/live` says that the process runs, `/health` whether it can serve, and which instances it uses."""
+    """`/live` says that the process runs, `/health` whether it can serve; `/health?instances=true` lists what it follows."""
 
     async def live(exchange: Exchange) -> None:
         await _respond(exchange, {"status": "live", "message": "the server is running"})
 
     async def health(exchange: Exchange) -> None:
         state = readiness.state()
-        instances = [] if state is State.STARTING else sorted(readiness.plane.models.registered(), key=lambda i: i.id)
         body: dict[str, object] = {
             "status": state.value,
             "nats": links.nats.value,
             "etcd": links.etcd.value,
-            "endpoints": sorted({f"dyn://{instance.endpoint}" for instance in instances}),
-            "instances": [
-                {
-                    "instance_id": f"{instance.id:x}",
-                    "namespace": instance.endpoint.namespace,
-                    "component": instance.endpoint.component,
-                    "endpoint": instance.endpoint.name,
-                    "model": instance.card.name,
-                    "transport": {"nats": instance.subject},
-                }
-                for instance in instances
-            ],
         }
+        if exchange.query.get("instances", "").lower() in _TRUE:
+            instances = () if state is State.STARTING else readiness.plane.models.registered()
+            body |= _listing(instances)
         if links.etcd is LinkState.STALE:
             body["detail"] = "etcd cannot be reached; the instances are those of the last view"
         await _respond(exchange, body, 200 if state is State.READY else 503)
 
     return [
         _page("/live", Surface.HEALTH, live, "Whether this process runs"),
-        _page("/health", Surface.HEALTH, health, "Whether this server can serve, and which instances it uses"),
+        _page("/health", Surface.HEALTH, health, "Whether this server can serve; `?instances=true` lists the instances"),
     ]
 
 
-def metrics_operations(render: Render) -> list[Operation]:
+def _listing(instances: Collection[Instance]) -> dict[str, object]:
+    return {
+        "endpoints": sorted({f"dyn://{instance.endpoint}" for instance in instances}),
+        "instances": [
+            {
+                "instance_id": f"{instance.id:x}",
+                "namespace": instance.endpoint.namespace,
+                "component": instance.endpoint.component,
+                "endpoint": instance.endpoint.name,
+                "model": instance.card.name,
+                "transport": {"nats": instance.subject},
+            }
+            for instance in sorted(instances, key=lambda instance: instance.id)
+        ],
+    }
+
+
+def metrics_operations(scrape: Scrape) -> list[Operation]:
     async def metrics(exchange: Exchange) -> None:
-        text, content_type = render()
+        text, content_type = await scrape()
         await exchange.respond(text, 200, ((b"content-type", content_type.encode()),))
 
     return [_page("/metrics", Surface.METRICS, metrics, "Prometheus metrics")]
