@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.router.load import LoadTable
 from dynamo.worker.engine.base import Context, TensorResponse
@@ -18,6 +20,9 @@ from tests.simulation.history import Plan, run_history
 
 ROOT = Path(__file__).parents[2]
 PLAN = Plan(seconds=5.0, workers=2, frontends=1, faults=0, clients=3)
+
+PAST_FAILURES = "5,15,16,17,18,21,30,32,33,40,51,107,117,128,141,294,379"
+"""Seeds that once broke an invariant."""
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -69,3 +74,9 @@ def test_a_booking_that_is_never_released_is_found() -> None:
     with mock.patch.object(LoadTable, "finished", keep):
         results = [run_history(seed, PLAN, []) for seed in range(3)]  # one of them at least has a router that books
     assert any("bookings when idle" in violation for result in results for violation in result.violations)
+
+
+@pytest.mark.timeout(300)
+def test_histories_that_once_broke_an_invariant_keep_all_of_them() -> None:
+    done = simulate("--seeds", PAST_FAILURES, "--jobs", "1")
+    assert done.returncode == 0, done.stdout
