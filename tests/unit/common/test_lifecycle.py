@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from dynamo.common.background import running
@@ -21,13 +22,14 @@ from dynamo.common.lifecycle import EXIT_FAILURE, freeze_garbage, keep_freed_mem
 
 
 @pytest.fixture
-def _thresholds() -> Iterator[None]:
-    before = gc.get_threshold()
+def _settings() -> Iterator[None]:
+    before, digits = gc.get_threshold(), sys.get_int_max_str_digits()
     yield
     gc.set_threshold(*before)
+    sys.set_int_max_str_digits(digits)
 
 
-@pytest.mark.usefixtures("_thresholds")
+@pytest.mark.usefixtures("_settings")
 def test_the_main_coroutine_runs_on_uvloop_and_its_result_is_returned() -> None:
     async def main() -> str:
         return type(asyncio.get_running_loop()).__module__
@@ -35,7 +37,17 @@ def test_the_main_coroutine_runs_on_uvloop_and_its_result_is_returned() -> None:
     assert run(main()).startswith("uvloop")
 
 
-@pytest.mark.usefixtures("_thresholds")
+@pytest.mark.usefixtures("_settings")
+def test_numbers_of_a_request_have_a_length_that_takes_no_time_to_read() -> None:
+    async def main() -> object:
+        return msgspec.json.decode(b"9" * 640)
+
+    assert run(main()) == int("9" * 640)
+    with pytest.raises(msgspec.ValidationError, match="out of range"):
+        msgspec.json.decode(b"9" * 641)
+
+
+@pytest.mark.usefixtures("_settings")
 def test_a_configuration_that_turns_out_wrong_ends_with_status_2_and_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -48,7 +60,7 @@ def test_a_configuration_that_turns_out_wrong_ends_with_status_2_and_one_sentenc
     assert capsys.readouterr().err == "server: --grpc-port: cannot listen\n"
 
 
-@pytest.mark.usefixtures("_thresholds")
+@pytest.mark.usefixtures("_settings")
 def test_a_background_task_that_fails_ends_the_process_with_status_1_and_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
