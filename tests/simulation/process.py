@@ -142,7 +142,7 @@ class SimulatedFrontend:
                 mode=self.mode, replica_sync=self.mode is RouterMode.KV, kv=KvRouterOptions(speculative_ttl_s=0)
             )
             bookings = Bookings(nats, Endpoint(namespace=NAMESPACE)) if options.replica_sync else None
-            self.loads = loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.say)
+            self.loads = loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.publish)
             router = make_router(options, loads, loop.time, rng=Random(self._seed))
             self.kv = router if isinstance(router, KvRouter) else None
 
@@ -150,9 +150,9 @@ class SimulatedFrontend:
                 return await client.open(instance.id, instance.subject, verb, body, deadline=deadline).result()
 
             if self.mode is not RouterMode.ROUND_ROBIN:
-                await stack.enter_async_context(open_kv_feed(nats, directory, ask, self.kv, loads, None))
-            if bookings is not None:
-                await stack.enter_async_context(bookings.exchanged(loads))
+                feed = await stack.enter_async_context(open_kv_feed(nats, directory, ask, self.kv, loads, None))
+                if bookings is not None:
+                    await stack.enter_async_context(bookings.exchanged(loads, feed.is_registered))
             plane = await stack.enter_async_context(
                 open_data_plane(directory, client, nats, router, _load_text, FrontendMetrics(CollectorRegistry()))
             )

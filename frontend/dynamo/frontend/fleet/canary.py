@@ -1,4 +1,4 @@
-"""Canaries: every instance is asked now and then whether its engine works, and left out while it does not.
+"""Canaries: every instance is probed now and then whether its engine works, and left out while it does not.
 
 What a request notices (a process that died, a connection that is lost) needs none of this. A canary finds the instance that is
 alive and registered, and whose engine hangs or fails: before a request does, and again when it has recovered. An instance whose
@@ -44,7 +44,7 @@ class Queries(Protocol):
 
 
 class Canaries:
-    """Asks all instances in turn. Use `watching_instances`."""
+    """Probes all instances in turn. Use `watching_instances`."""
 
     def __init__(
         self, directory: Registered, dispatcher: Queries, metrics: FrontendMetrics, *, wait_s: float, timeout_s: float
@@ -59,36 +59,36 @@ class Canaries:
         """Models of each instance that failed their last canary."""
 
     async def run(self) -> None:
-        """Asks until cancelled."""
+        """Probe until cancelled."""
         while True:
-            began = self._loop.time()
+            started_at = self._loop.time()
             await self.round()
-            await asyncio.sleep(max(0.0, began + self._wait_s - self._loop.time()))
+            await asyncio.sleep(max(0.0, started_at + self._wait_s - self._loop.time()))
 
     async def round(self) -> None:
-        """Asks every instance once."""
+        """Probe every instance once."""
         instances = [instance for instance in self._directory.registered() if instance.card.kind is ModelKind.LLM]
         self._forget_all_but(instances)
         limit = asyncio.Semaphore(_AT_ONCE)
 
-        async def ask(instance: Instance) -> None:
+        async def probe(instance: Instance) -> None:
             async with limit:
                 self._conclude(instance, await self._failure(instance))
 
         async with asyncio.TaskGroup() as tasks:
             for instance in instances:
-                tasks.create_task(ask(instance))
+                tasks.create_task(probe(instance))
         self._show(instances)
 
     async def _failure(self, instance: Instance) -> DynamoError | None:
-        """Why an instance failed its canary; None if it passed or could not be asked, of which requests take care."""
-        question = msgspec.msgpack.encode({"model": instance.card.name, "idle_s": self._wait_s})
+        """Return why an instance failed its canary; None if it passed or could not be reached, which requests notice."""
+        body = msgspec.msgpack.encode({"model": instance.card.name, "idle_s": self._wait_s})
         try:
-            await self._dispatcher.query(instance, "canary", question, self._loop.time() + self._timeout_s)
+            await self._dispatcher.query(instance, "canary", body, self._loop.time() + self._timeout_s)
         except (DeadlineExceeded, EngineError) as error:
             return error
         except DynamoError as error:
-            log.debug("instance %x was not asked: %s", instance.id, error)
+            log.debug("instance %x was not probed: %s", instance.id, error)
         return None
 
     def _conclude(self, instance: Instance, failure: DynamoError | None) -> None:
@@ -108,8 +108,8 @@ class Canaries:
             self._dispatcher.take_back(instance.id)
 
     def _forget_all_but(self, instances: Iterable[Instance]) -> None:
-        there = {instance.id for instance in instances}
-        self._failing = {instance: failing for instance, failing in self._failing.items() if instance in there}
+        registered = {instance.id for instance in instances}
+        self._failing = {instance: failing for instance, failing in self._failing.items() if instance in registered}
 
     def _show(self, instances: Iterable[Instance]) -> None:
         counts = {instance.card.name: 0 for instance in instances}
@@ -121,6 +121,6 @@ class Canaries:
 
 @asynccontextmanager
 async def watching_instances(canaries: Canaries) -> AsyncIterator[None]:
-    """Asks while the body runs."""
+    """Probe instances while the body runs."""
     async with running(canaries.run(), "canaries"):
         yield

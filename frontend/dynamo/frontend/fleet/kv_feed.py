@@ -1,7 +1,7 @@
-"""Keeps a KV router in step with what instances tell about their caches and loads.
+"""Keeps a KV router in step with the caches and loads that instances publish.
 
 Each instance numbers its updates without holes, and a `common.kv.follow.Follower` per model and instance says what may be applied
-and when something is missing: a hole, a new instance, a load report that speaks of updates never seen. Then the feed asks the
+and when something is missing: a hole, a new instance, a load report that speaks of updates never seen. Then the feed queries the
 instance: for the updates it missed, or for a snapshot of everything. So an index is exact again a round trip after the next
 update or report, whatever was lost, and be it while we were cut off. An instance that is gone is cleared.
 
@@ -34,25 +34,32 @@ from dynamo.common.kv.events import (
     read_message,
     snapshot_decoder,
 )
+from dynamo.common.kv.hashes import HASH_BYTES
 from dynamo.common.messaging.connection import Connection, OnMessage
 from dynamo.common.messaging.frames import Buffer
+from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import Endpoint, InstanceId, instance_of
 from dynamo.frontend.fleet.kv_follow import Follower
 from dynamo.frontend.fleet.kv_history import Key, KvHistory
-from dynamo.frontend.router.load import BookingEvent, LoadTable
+from dynamo.frontend.router.load import BookingEvent, LoadTable, Step
 
 log = logging.getLogger(__name__)
 
-Ask = Callable[[Instance, str, bytes, float], Awaitable[Buffer]]
-"""One instance's answer to a question about itself: instance, verb, body, deadline."""
+Query = Callable[[Instance, str, bytes, float], Awaitable[Buffer]]
+"""Sends one instance a query about itself and returns the response: instance, verb, body, deadline."""
 
-_ANSWER_S = 2.0
-"""A question without an answer is asked again."""
-_ASKED_AT_ONCE = 64
-"""Instances. Their snapshots take memory, and the loop's time, while they come in."""
+_QUERY_TIMEOUT_S = 2.0
+"""A query without a response is repeated after this time."""
+_MAX_QUERIES = 64
+"""Queries at once. Snapshots take memory, and the loop's time, while they come in."""
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 _ALIVE_S = 1.0
+_MAX_BOOKINGS = 200_000
+"""Open at once, of all frontends together."""
+_EVENT_BYTES = 128
+"""An event without its blocks, at most."""
+_MESSAGE_MARGIN_BYTES = 1024
 _updates_decoder = msgspec.msgpack.Decoder(list[KvUpdate] | None)
 _bookings_decoder = msgspec.msgpack.Decoder(list[BookingEvent])
 
@@ -65,8 +72,8 @@ class Caches(Protocol):
     def replace(self, model: str, instance: InstanceId, snapshot: KvSnapshot) -> None: ...
 
 
-class Directory(Protocol):
-    """The part of `common.directory.Directory` that the feed needs."""
+class FeedDirectory(Protocol):
+    """The part of `fleet.directory.Directory` that the feed needs."""
 
     def registered(self) -> Collection[Instance]: ...
 
@@ -75,36 +82,36 @@ class Directory(Protocol):
     def mark_up(self, instance: InstanceId) -> None: ...
 
 
-class Subscription(Protocol):
+class Closable(Protocol):
     async def close(self) -> None: ...
 
 
-class Bus(Protocol):
+class FeedBus(Protocol):
     """The part of `messaging.connection.Connection` that the feed needs."""
 
     async def connected(self) -> None: ...
 
-    async def subscribe(self, subject: str, on_message: OnMessage) -> Subscription: ...
+    async def subscribe(self, subject: str, on_message: OnMessage) -> Closable: ...
 
 
 class _Source:
     """One model of one instance."""
 
-    __slots__ = ("asking", "follower", "instance")
+    __slots__ = ("follower", "instance", "resync")
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self.follower = Follower()
-        self.asking: asyncio.Task[None] | None = None
+        self.resync: asyncio.Task[None] | None = None
 
 
 class _Component:
-    """What instances of one component publish."""
+    """What the instances of one component publish."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self.subscriptions: list[Subscription] = []
-        self.in_the_past = True
+        self.subscriptions: list[Closable] = []
+        self.is_reading_history = True
         """Its history is still being read: what is missing now may be found there."""
 
 
@@ -117,9 +124,9 @@ class KvFeed:
 
     def __init__(
         self,
-        bus: Bus,
-        directory: Directory,
-        ask: Ask,
+        bus: FeedBus,
+        directory: FeedDirectory,
+        query: Query,
         caches: Caches | None,
         loads: LoadTable,
         history: KvHistory | None,
@@ -127,7 +134,7 @@ class KvFeed:
     ) -> None:
         self._bus = bus
         self._directory = directory
-        self._ask = ask
+        self._query = query
         self._caches = caches
         self._loads = loads
         self._history = history
@@ -135,23 +142,32 @@ class KvFeed:
         self._loop = asyncio.get_running_loop()
         self._sources: dict[Key, _Source] = {}
         self._components: dict[tuple[str, str], _Component] = {}
-        self._turns = asyncio.Semaphore(_ASKED_AT_ONCE)
+        self._registered: set[InstanceId] = set()
+        self._unreadable_updates = Unreadable("a KV update")
+        self._unreadable_reports = Unreadable("a load report")
+        self._turns = asyncio.Semaphore(_MAX_QUERIES)
         self.resyncs = 0
-        """How often an instance was asked for what was missed."""
+        """How often an instance was queried for what was missed."""
 
     def number(self, instance: InstanceId, model: str) -> int | None:
-        """Number of the last update applied of an instance, -1 for none; None: it is not followed, or nothing is known yet."""
+        """Return the number of the last update applied of an instance, -1 for none; None if it is not followed."""
         source = self._sources.get((instance, model))
         return None if source is None else source.follower.number
 
     # Following the directory
 
+    def is_registered(self, instance: InstanceId) -> bool:
+        """Whether a language model of this instance is registered. What is published of any other instance is ignored."""
+        return instance in self._registered
+
     def refresh(self) -> None:
-        """Takes up new instances and clears those that are gone."""
+        """Follow new instances, and clear those that are gone."""
         present: dict[Key, Instance] = {}
+        self._registered.clear()
         for instance in self._directory.registered():
             if instance.card.llm is not None:
-                self._take_up(instance.endpoint)
+                self._registered.add(instance.id)
+                self._follow_component(instance.endpoint)
                 if instance.card.llm.block_size:
                     present[instance.id, instance.card.name] = instance
         for key in self._sources.keys() - present.keys():
@@ -162,12 +178,12 @@ class KvFeed:
                 self._catch_up(source)
 
     def _drop(self, source: _Source) -> None:
-        if source.asking is not None:
-            source.asking.cancel()
+        if source.resync is not None:
+            source.resync.cancel()
         if self._caches is not None:
             self._caches.apply(source.instance.card.name, source.instance.id, KvUpdate(0, cleared=True))
 
-    def _take_up(self, endpoint: Endpoint) -> None:
+    def _follow_component(self, endpoint: Endpoint) -> None:
         name = _component_of(endpoint)
         if name in self._components:
             return
@@ -180,13 +196,13 @@ class KvFeed:
             component.subscriptions.append(await self._subscribe(subject, callback))
         if self._history is not None and self._caches is not None:
             await self._history.read(endpoint, self)
-        component.in_the_past = False
+        component.is_reading_history = False
         for key in self.followed(endpoint):
             self._catch_up(self._sources[key])
         if self._history is not None and self._caches is not None:
             await self._history.keep_compact(endpoint, self)
 
-    async def _subscribe(self, subject: str, callback: OnMessage) -> Subscription:
+    async def _subscribe(self, subject: str, callback: OnMessage) -> Closable:
         while True:
             await self._bus.connected()
             try:
@@ -195,58 +211,58 @@ class KvFeed:
                 log.warning("%s cannot be followed yet: %s", subject, error)
                 await asyncio.sleep(_LONGEST_PAUSE_S)
 
-    # The past, told by the history
+    # What the history has on record
 
     def followed(self, endpoint: Endpoint) -> set[Key]:
-        """The instances of a component that are followed, with their models."""
+        """Return the instances of a component that are followed, with their models."""
         name = _component_of(endpoint)
         return {key for key, source in self._sources.items() if _component_of(source.instance.endpoint) == name}
 
     def restore(self, instance: InstanceId, model: str, snapshot: KvSnapshot) -> None:
-        """What an instance held once."""
+        """Apply a snapshot of the record: what an instance held once."""
         source = self._sources.get((instance, model))
         if source is not None:
             self._replace(source, snapshot)
 
     def apply_update(self, instance: InstanceId, model: str, update: KvUpdate) -> None:
-        """An update of now or before. Those of instances that are not registered yet are dropped: they will be asked."""
+        """Apply an update of now or of the record. Instances that are not registered yet are dropped and queried later."""
         source = self._sources.get((instance, model))
         if source is not None and self._caches is not None:
             self._apply(source, source.follower.update(update))
             self._catch_up(source)
 
     async def fetch_snapshot(self, instance: InstanceId, model: str) -> KvSnapshot | None:
-        """What an instance says that it holds; None if it cannot be asked."""
+        """Query what an instance holds; None if it does not respond."""
         source = self._sources.get((instance, model))
         if source is None:
             return None
         try:
-            return await self._ask_snapshot(source)
+            return await self._query_snapshot(source)
         except (DynamoError, ValueError) as error:
-            log.debug("instance %x did not tell its KV cache: %s", instance, error)
+            log.debug("instance %x did not send its KV cache: %s", instance, error)
             return None
 
-    # Hearing
+    # Messages
 
     def on_kv(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        """An update."""
+        """Handle an update."""
         try:
             message = read_message(payload)
             instance = instance_of(subject)
-        except ValueError as error:
-            log.warning("a KV update on %s cannot be read: %s", subject, error)
-            return
+        except (ValueError, RecursionError) as error:
+            return self._unreadable_updates.drop(subject, error)
         self.apply_update(instance, message.model, message.update)
         if self._history is not None:
             self._history.count_events(subject)
 
     def on_load(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        """A load report."""
+        """Handle a load report. Those of instances that are not registered are ignored: anyone could invent them."""
         try:
             message = load_message_decoder.decode(payload)
             instance = instance_of(subject)
-        except ValueError as error:
-            log.warning("a load report on %s cannot be read: %s", subject, error)
+        except (ValueError, RecursionError) as error:
+            return self._unreadable_reports.drop(subject, error)
+        if not self.is_registered(instance):
             return
         report: LoadReport = message.report
         self._loads.report(instance, report, self._loop.time(), message.model)
@@ -269,47 +285,47 @@ class KvFeed:
             self._caches.replace(source.instance.card.name, source.instance.id, snapshot)
             self._apply(source, updates)
 
-    # Asking
+    # Queries
 
     def _catch_up(self, source: _Source) -> None:
-        if self._caches is None or source.asking is not None or not source.follower.is_behind:
+        if self._caches is None or source.resync is not None or not source.follower.is_behind:
             return
-        if not self._components[_component_of(source.instance.endpoint)].in_the_past:
-            source.asking = self._tasks.start(self._ask_until_exact(source), "KV resync")
+        if not self._components[_component_of(source.instance.endpoint)].is_reading_history:
+            source.resync = self._tasks.start(self._resync(source), "KV resync")
 
-    async def _ask_until_exact(self, source: _Source) -> None:
+    async def _resync(self, source: _Source) -> None:
         pause_s = _FIRST_PAUSE_S
         try:
             while True:
                 try:
                     async with self._turns:
-                        await self._ask_once(source)
+                        await self._query_missed(source)
                     if not source.follower.is_behind:
                         return
                 except (DynamoError, ValueError) as error:
-                    log.debug("instance %x did not tell its KV cache: %s", source.instance.id, error)
+                    log.debug("instance %x did not send its KV cache: %s", source.instance.id, error)
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
-            source.asking = None
+            source.resync = None
 
-    async def _ask_once(self, source: _Source) -> None:
+    async def _query_missed(self, source: _Source) -> None:
         self.resyncs += 1
         instance, model = source.instance, source.instance.card.name
         since = source.follower.request_from()
         if since is not None:
-            question = message_encoder.encode(KvQuery(model, since))
-            answer = await self._ask(instance, "events_since", question, self._loop.time() + _ANSWER_S)
-            updates: Sequence[KvUpdate] | None = _updates_decoder.decode(answer)
+            query_body = message_encoder.encode(KvQuery(model, since))
+            response = await self._query(instance, "events_since", query_body, self._loop.time() + _QUERY_TIMEOUT_S)
+            updates: Sequence[KvUpdate] | None = _updates_decoder.decode(response)
             if updates is not None:
                 self._apply(source, source.follower.recovered(updates))
                 return
-        self._replace(source, await self._ask_snapshot(source))
+        self._replace(source, await self._query_snapshot(source))
 
-    async def _ask_snapshot(self, source: _Source) -> KvSnapshot:
-        question = message_encoder.encode(KvQuery(source.instance.card.name))
-        answer = await self._ask(source.instance, "snapshot", question, self._loop.time() + _ANSWER_S)
-        snapshot: KvSnapshot = snapshot_decoder.decode(answer)
+    async def _query_snapshot(self, source: _Source) -> KvSnapshot:
+        query_body = message_encoder.encode(KvQuery(source.instance.card.name))
+        response = await self._query(source.instance, "snapshot", query_body, self._loop.time() + _QUERY_TIMEOUT_S)
+        snapshot: KvSnapshot = snapshot_decoder.decode(response)
         return snapshot
 
     async def close(self) -> None:
@@ -319,7 +335,7 @@ class KvFeed:
 
 
 class Bookings:
-    """Shares this frontend's bookings with its siblings, one message per event-loop turn, and applies theirs."""
+    """Publishes this frontend's bookings to its siblings, once per event-loop turn, and applies theirs."""
 
     def __init__(self, connection: Connection, endpoint: Endpoint) -> None:
         self._connection = connection
@@ -327,51 +343,79 @@ class Bookings:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[BookingEvent] = []
 
-    def say(self, event: BookingEvent) -> None:
-        """Given to the LoadTable as `on_booking`."""
+    def publish(self, event: BookingEvent) -> None:
+        """Publish a booking; a LoadTable takes this as `on_booking`."""
         if not self._waiting:
             self._loop.call_soon(self._flush)
         self._waiting.append(event)
 
     def _flush(self) -> None:
+        """Send what waits, in messages that nats-server takes: the blocks of one long prompt have a megabyte."""
         events, self._waiting = self._waiting, []
-        self._connection.publish_nowait(self._subject, message_encoder.encode(events))
+        max_bytes = self._connection.max_payload - _MESSAGE_MARGIN_BYTES
+        batch: list[BookingEvent] = []
+        size = 0
+        for event in events:
+            if (event_bytes := len(event.blocks) + _EVENT_BYTES) > max_bytes:
+                event = _without_blocks(event)
+                event_bytes = _EVENT_BYTES
+            if size + event_bytes > max_bytes:
+                self._connection.publish_nowait(self._subject, message_encoder.encode(batch))
+                batch, size = [], 0
+            batch.append(event)
+            size += event_bytes
+        self._connection.publish_nowait(self._subject, message_encoder.encode(batch))
 
     @asynccontextmanager
-    async def exchanged(self, loads: LoadTable) -> AsyncIterator[None]:
-        """Applies what siblings say to `loads`, and forgets siblings that fell silent, while the body runs."""
+    async def exchanged(self, loads: LoadTable, is_registered: Callable[[InstanceId], bool]) -> AsyncIterator[None]:
+        """Apply the bookings of siblings to `loads`, and forget siblings that fell silent, while the body runs.
+
+        Bookings of instances that are not registered are ignored, and those past `_MAX_BOOKINGS`: anyone could invent them.
+        """
+        unreadable = Unreadable("a message of bookings")
 
         def on_bookings(subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
             try:
                 events: Iterable[BookingEvent] = _bookings_decoder.decode(payload)
-            except msgspec.MsgspecError as error:
-                log.warning("bookings on %s cannot be read: %s", subject, error)
-                return
+            except (ValueError, RecursionError) as error:
+                return unreadable.drop(subject, error)
             now = self._loop.time()
             for event in events:
-                loads.apply(event, now)
+                if event.step is not Step.BOOKED or (is_registered(InstanceId(event.instance)) and len(loads) < _MAX_BOOKINGS):
+                    loads.apply(event, now)
 
-        async def stay_alive() -> None:
+        async def keep_alive() -> None:
             while True:
-                self.say(loads.alive())
+                self.publish(loads.alive())
                 loads.expire_siblings(self._loop.time())
                 await asyncio.sleep(_ALIVE_S)
 
         subscription = await self._connection.subscribe(self._subject, on_bookings)
         try:
-            async with running(stay_alive(), "bookings"):
+            async with running(keep_alive(), "bookings"):
                 yield
         finally:
             await subscription.close()
 
 
+def _without_blocks(event: BookingEvent) -> BookingEvent:
+    """Return the same load, in blocks that no other request shares."""
+    blocks = len(event.blocks) // HASH_BYTES
+    return msgspec.structs.replace(event, blocks=b"", extra_blocks=event.extra_blocks + blocks)
+
+
 @asynccontextmanager
 async def open_kv_feed(
-    bus: Bus, directory: Directory, ask: Ask, caches: Caches | None, loads: LoadTable, history: KvHistory | None = None
+    bus: FeedBus,
+    directory: FeedDirectory,
+    query: Query,
+    caches: Caches | None,
+    loads: LoadTable,
+    history: KvHistory | None = None,
 ) -> AsyncIterator[KvFeed]:
-    """Keeps `caches` and `loads` current while the body runs. Without caches, only the loads."""
+    """Keep `caches` and `loads` current while the body runs. Without caches, only the loads."""
     async with running_tasks() as tasks:
-        feed = KvFeed(bus, directory, ask, caches, loads, history, tasks)
+        feed = KvFeed(bus, directory, query, caches, loads, history, tasks)
         directory.on_change(feed.refresh)
         feed.refresh()
         try:

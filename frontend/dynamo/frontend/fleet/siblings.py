@@ -17,6 +17,7 @@ from typing import TypeAlias
 import msgspec
 
 from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import InstanceId, frontends_subject
 from dynamo.frontend.router.affinity import SessionKey
 from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable
@@ -63,6 +64,7 @@ class Siblings:
         self._origin = secrets.token_hex(8)
         self._loop = asyncio.get_running_loop()
         self._waiting: list[_Event] = []
+        self._unreadable = Unreadable("a message of another frontend")
         self._on_placed: list[Callable[[SessionKey, InstanceId], None]] = []
 
     def on_placed(self, callback: Callable[[SessionKey, InstanceId], None]) -> None:
@@ -88,9 +90,8 @@ class Siblings:
     def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
         try:
             message = _decoder.decode(payload)
-        except msgspec.MsgspecError as error:
-            log.warning("a message on %s cannot be read: %s", subject, error)
-            return
+        except (ValueError, RecursionError) as error:
+            return self._unreadable.drop(subject, error)
         if message.origin != self._origin:
             for event in message.events:
                 self._apply(event)

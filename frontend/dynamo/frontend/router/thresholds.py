@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dynamo.common.names import MAX_NAME_CHARS
 from dynamo.frontend.config import Thresholds
 
 __all__ = ["NEVER_BUSY", "ThresholdTable", "Thresholds"]
 
 NEVER_BUSY = Thresholds()
+_MAX_MODELS = 4096
+"""Of more the oldest change is forgotten: any frontend could invent models."""
 
 
 class ThresholdTable:
@@ -27,8 +30,11 @@ class ThresholdTable:
 
     def set(self, model: str, thresholds: Thresholds, changed_at_ms: int) -> bool:
         """`changed_at_ms`: Unix time. Whether this is news."""
-        if self.changed_at_ms(model) >= changed_at_ms:
+        if self.changed_at_ms(model) >= changed_at_ms or len(model) > MAX_NAME_CHARS:
             return False
+        self._changed.pop(model, None)  # the one that changed last comes last
+        if len(self._changed) >= _MAX_MODELS:
+            del self._changed[next(iter(self._changed))]
         self._changed[model] = (changed_at_ms, thresholds)
         return True
 

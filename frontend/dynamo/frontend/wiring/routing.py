@@ -82,7 +82,7 @@ async def _picking_router(
         return
     async with AsyncExitStack() as stack:
         bookings = Bookings(nats, Endpoint(namespace=config.namespace)) if config.router.replica_sync else None
-        loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.say)
+        loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.publish)
         router = make_router(config.router, loads, clock, thresholds)
         follower = router if isinstance(router, KvRouter) and config.router.kv.use_kv_events else None
 
@@ -93,7 +93,7 @@ async def _picking_router(
         if follower is not None and config.router.durable_kv_events:
             threshold, reset = config.router.snapshot_threshold, config.router.reset_states
             history = KvHistory(KvStream(nats), snapshot_threshold=threshold, reset=reset)
-        await stack.enter_async_context(open_kv_feed(nats, directory, query, follower, loads, history))
+        feed = await stack.enter_async_context(open_kv_feed(nats, directory, query, follower, loads, history))
         if bookings is not None:
-            await stack.enter_async_context(bookings.exchanged(loads))
+            await stack.enter_async_context(bookings.exchanged(loads, feed.is_registered))
         yield router
