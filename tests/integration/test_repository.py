@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc.aio
+import httpx2
 import pytest
 
 from dynamo.protos import inference_pb2 as pb
 from tests.integration.test_kserve_grpc import run_client
+from tests.support.doors import KeyFile
 from tests.support.fleet import SERVICE
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.repositories import EXAMPLES, python_model
@@ -109,6 +111,30 @@ async def test_tritons_clients_use_the_three_examples(etcd_server: EtcdServer, n
         results = await run_client("repository_client", "examples", front.grpc_target, str(front.http_port), str(EXAMPLES))
         no_problems(results, 10)
         assert not [line for line in serving.lines if "Traceback" in line]
+
+
+@pytest.mark.timeout(120)
+async def test_a_key_of_an_ensemble_reaches_its_parts_only_through_it(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    keys = KeyFile(tmp_path / "keys.yaml", {})
+    key = keys.add("team", models=("read_aloud",))
+    async with (
+        worker(etcd_server, nats_server, namespace, "--model-repository", str(EXAMPLES)),
+        frontend(etcd_server.endpoint, nats_server.url, namespace, "--api-keys-file", str(keys.path)) as front,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", headers={"x-api-key": key}, timeout=30) as client,
+    ):
+        await front.serves("read_aloud", key=key)
+        image = {"inputs": [{"name": "image", "datatype": "FP32", "shape": [1, 8, 8], "data": [0.0] * 64}]}
+        text = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["hi"]}]}
+        response = await client.post("/v2/models/read_aloud/infer", json=image)
+        assert response.status_code == 200, response.text
+        for part, body in (("digits", image), ("llm_model", text)):
+            refused = await client.post(f"/v2/models/{part}/infer", json=body)
+            assert (part, refused.status_code) == (part, 403), refused.text
+            for path in ("", "/config", "/stats"):
+                assert (await client.get(f"/v2/models/{part}{path}")).status_code == 403
+        assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["read_aloud"]
 
 
 @pytest.mark.timeout(120)

@@ -66,9 +66,11 @@ class FrontendProcess(Process):
             response = await client.get(f"http://127.0.0.1:{self.http_port}/health?instances=true")
             return response.status_code, response.json()
 
-    async def serves(self, *models: str, timeout_s: float = 60.0) -> None:
-        """Returns when it lists these models as ready."""
-        async with asyncio.timeout(timeout_s), httpx2.AsyncClient(base_url=f"http://127.0.0.1:{self.http_port}") as client:
+    async def serves(self, *models: str, timeout_s: float = 60.0, key: str = "") -> None:
+        """Return when it lists these models as ready, to the holder of `key` if keys are required."""
+        headers = {"x-api-key": key} if key else {}
+        url = f"http://127.0.0.1:{self.http_port}"
+        async with asyncio.timeout(timeout_s), httpx2.AsyncClient(base_url=url, headers=headers) as client:
             missing = set(models)
             while missing:
                 assert self.process.returncode is None, f"it ended with status {self.process.returncode}:\n{self.log()}"
