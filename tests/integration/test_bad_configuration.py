@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +63,9 @@ class Attempt:
             root.setLevel(level)
             for number, handler in on_signal.items():
                 signal.signal(number, handler)
+            for thread in threading.enumerate():
+                if isinstance(thread, threading.Timer):
+                    thread.cancel()  # it would end this process some seconds after the program
         return self.sentence(ended.value.code, output.getvalue(), errors.getvalue())
 
     def command(self) -> list[str]:
