@@ -472,3 +472,31 @@ async def test_a_connection_that_was_closed_refuses_subscriptions(nats_server: N
         pass
     with pytest.raises(Unavailable, match="cannot be subscribed to"):
         await connection.subscribe("x", lambda subject, reply, payload, no_responders: None)
+
+
+async def raise_echo(request: Incoming) -> None:
+    raise EngineError("KeyError: " + bytes(request.body).decode())
+
+
+async def test_nothing_that_a_request_makes_long_ends_the_connection(nats_server: NatsServer) -> None:
+    async with plane(nats_server.url, {"raise": raise_echo, "echo": echo}) as p:
+        with pytest.raises(EngineError, match="KeyError: aaa"):
+            await p.open("raise", b"a" * 2 * MIB).result()
+        headers = {"baggage": "v" * 2_000_000}
+        with pytest.raises(InvalidRequest, match="at most 32768 are allowed"):
+            await p.client.open(p.instance, p.subject, "echo", b"", headers=headers).result()
+        assert not p.connection.publish_nowait("dynamo.somewhere", bytes(p.connection.max_payload + 1))
+        assert await p.open("echo", b"still here").result() == b"still here"
+        assert p.connection.reconnected_at == p.workers_connection.reconnected_at == float("-inf")
+
+
+async def test_uploads_that_miss_their_deadline_leave_no_credit_lent(nats_server: NatsServer) -> None:
+    async with plane(nats_server.url, {"echo": echo}, client=PlaneLimits(), server=PlaneLimits()) as p:
+        body = bytes(16 * MIB)
+        streams = [p.open("echo", body, deadline_s=0.1) for _ in range(24)]
+        outcomes = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
+        assert any(isinstance(outcome, DeadlineExceeded) for outcome in outcomes)
+        async with asyncio.timeout(10):
+            while p.server.open_requests or p.server.free_upload_bytes < p.server.limits.budget_bytes:
+                await asyncio.sleep(0.05)
+        assert len(await p.open("echo", bytes(2 * MIB)).result()) == 2 * MIB

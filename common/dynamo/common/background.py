@@ -39,7 +39,7 @@ class TaskFailed(Exception):
 
 def awaited(work: Work[T], name: str | None = None) -> asyncio.Task[T]:
     """Start `work` beside the calling function, which awaits the task or hands it to an awaiter, and so gets its failure."""
-    return asyncio.create_task(work, name=name)
+    return asyncio.get_running_loop().create_task(work, name=name)
 
 
 def start(work: Work[T], name: str, on_failure: OnFailure | None = None) -> asyncio.Task[T]:

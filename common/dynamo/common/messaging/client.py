@@ -193,11 +193,15 @@ class RequestStream:
             whole = memoryview(body)
             frame = frames.Open(self.id, self._verb, self._headers, left_ms, total, flight, self._granted, whole)
             encoded = frames.encode(frame)
-            return encoded if self._is_head_allowed(len(encoded) - total) else None
+            if len(encoded) - total > limits.max_head_bytes:
+                self._refuse_head(len(encoded) - total)
+                return None
+            return encoded
         self._upload = Pieces(body)
         first = self._upload.take(min(flight, client.chunk_bytes))
         frame = frames.Open(self.id, self._verb, self._headers, left_ms, total, flight, self._granted)
-        if not self._is_head_allowed(len(frames.encode(frame))):
+        if (head := len(frames.encode(frame))) > limits.max_head_bytes:
+            self._refuse_head(head)
             return None
         if flight > client.chunk_bytes:
             client.loop.call_soon(self._send_chunks)
@@ -215,11 +219,9 @@ class RequestStream:
             has_sent = True
         return has_sent
 
-    def _is_head_allowed(self, size: int) -> bool:
+    def _refuse_head(self, size: int) -> None:
         limit = self._client.limits.max_head_bytes
-        if size > limit:
-            self.fail(InvalidRequest(f"the headers of the request have {size} bytes; at most {limit} are allowed"))
-        return size <= limit
+        self.fail(InvalidRequest(f"the headers of the request have {size} bytes; at most {limit} are allowed"))
 
     def _send(self, frame: bytes | list[Buffer]) -> None:
         self._peer.outbox.add(frame)
