@@ -6,6 +6,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.frontend.preprocess.template import MAX_SOURCE_CHARS, ChatTemplate
@@ -185,3 +186,74 @@ def test_constant_expressions_are_not_evaluated_when_a_template_is_compiled() ->
 def test_a_source_that_is_too_long_is_rejected() -> None:
     with pytest.raises(EngineError, match="at most"):
         ChatTemplate("x" * (MAX_SOURCE_CHARS + 1))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        (
+            "{% macro f(a, b=[1,2]) %}{{ a }}{{ b|join(',') }}{{ varargs }}{{ kwargs|dictsort }}"
+            "{{ caller() if caller }}{% endmacro %}{{ f(1) }}{{ f(1,'xy',3,z=4) }}{% call f('q') %}"
+            "body{% endcall %}"
+        ),
+        ("{% set x %}a{{ messages|length }}b{% endset %}{{ x|upper }}{% filter upper %}abc{{ x }}{% endfilter %}"),
+        ("{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}{% for k in messages[0] %}{{ k }}{% endfor %}"),
+        (
+            "{% for g in messages|groupby('role') %}{{ g.grouper }}:{{ g.list|length }}{% for m in g[1] %}"
+            "{{ m.content }}{% endfor %}{% endfor %}"
+        ),
+        ("{% for row in range(7)|batch(3,'-') %}{{ row }}{% endfor %}{% for c in range(7)|slice(3) %}{{ c }}{% endfor %}"),
+        (
+            "{{ messages|selectattr('role','equalto','user')|map(attribute='content')|join('|') }}"
+            "{{ messages|rejectattr('role','in',['user'])|list|length }}"
+        ),
+        (
+            "{{ [1,[2,{'a':(1,2)}]] }}{{ (1,) }}{{ {} }}{{ {'a':1}.get('b','d') }}{{ {'a':1}|length }}"
+            "{{ 'abc'[1:] ~ 'abc'[::-1] ~ 1 ~ none ~ [1] }}"
+        ),
+        (
+            "{% for x in [1,[2,[3]]] recursive %}{% if x is iterable %}({{ loop(x) }}){% else %}{{ x }}"
+            "@{{ loop.depth }}{% endif %}{% endfor %}"
+        ),
+        (
+            "{% set j = joiner('|') %}{% for x in 'abc' %}{{ j() }}{{ x }}{{ loop.cycle('o','e') }}"
+            "{{ loop.changed(x) }}{{ loop.previtem }}{{ loop.nextitem }}{% endfor %}{% set c = cycler(1,2) %}"
+            "{{ c.next() }}{{ c.next() }}{{ c.current }}"
+        ),
+        (
+            "{{ 'a' in 'abc' }}{{ 1 < 2 < 3 }}{{ 'x' not in ['x'] }}{{ 'role' in messages[0] }}"
+            "{{ messages[0].content is string }}{{ 3 is divisibleby(3) }}{{ x is undefined }}"
+            "{{ messages[0] is mapping }}"
+        ),
+        (
+            "{{ 'a,b'.split(',')|map('upper')|list }}{{ ' x '.strip()|trim }}{{ '%s-%05d'|format('a',7) }}"
+            "{{ '%s' % 'q' }}{{ '{}{a}'.format(1,a=2) }}{{ 'abc'.replace('b','X') }}"
+            "{{ 'aXa'|replace('a','b',1) }}"
+        ),
+        (
+            "{{ [3,1,2]|sort }}{{ [3,1]|max }}{{ [1,2]|sum }}{{ messages|sum(attribute='n') if false }}"
+            "{{ [1,1,2]|unique|list }}{{ 'b a'|title }}{{ 'x'|center(5) }}|{{ 'a\nb'|indent(2, true) }}"
+            "{{ 2.567|round(1) }}{{ 7|round(-1) }}{{ 'abc'|reverse }}{{ [1,2]|last }}"
+            "{{ ''|default('d', true) }}{{ 'abcdef'|truncate(3, true, '.', 0) }}"
+        ),
+        (
+            "{% set ns = namespace(a=[], b='') %}{% for m in messages %}{% set ns.a = ns.a + [m.role] %}"
+            "{% set ns.b = ns.b ~ m.content %}{% endfor %}{{ ns.a }}{{ ns.b }}"
+        ),
+        (
+            "{{ '-' * 40 }}{{ [1] * 3 }}{{ 2 ** 10 }}{{ 7 // 2 }}{{ 7 % 4 }}{{ -3 }}{{ 1 if messages else 2 }}"
+            "{{ 'a' 'b' }}{{ messages[-1]['content'] }}{{ messages[0:1] }}"
+        ),
+        (
+            "{%- for message in messages %}{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+            "{{- 'x' }}{%- endif %}{%- endfor %}{{ dict(a=1, **{'b':2}) }}{{ 'x'|e }}{{ '<'|escape }}"
+            "{{ '<b>'|safe }}{{ messages|first|attr('keys') is callable }}{{ 'a b c'|wordcount }}"
+            "{{ 'abc'|list }}{{ {'b':1,'a':2}|items|list }}{{ 10|filesizeformat }}{{ '5'|int + 1 }}"
+            "{{ 'é'|urlencode }}"
+        ),
+    ],
+)
+def test_the_bounds_do_not_change_what_a_template_renders(source: str) -> None:
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+    messages = [{"role": role, "content": f"{role} <&> é"} for role in ("system", "user", "assistant", "user")]
+    assert render(source, messages=messages) == plain.render(messages=messages)
