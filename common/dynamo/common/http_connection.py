@@ -35,7 +35,9 @@ ON_HALF_CLOSE = "dynamo.on_half_close"
 _STEP_BYTES = 16 * 1024
 """So much is parsed before the event loop may do something else; more if it is the body of one request."""
 _LINGER_S = 2.0
-_LINGER_BYTES = 16 * 2**20
+"""Between two reads of what a client still sends after its response; `_MAX_LINGER_S` and `_LINGER_BYTES` in all."""
+_MAX_LINGER_S = 30.0
+_LINGER_BYTES = 128 * 2**20
 _PROBE_S = 0.1
 _HEAD_TOO_LARGE = "The head of the request is too large."
 
@@ -113,6 +115,7 @@ class HttpConnection(asyncio.Protocol):
         self._eof = False
         """The client has closed its side."""
         self._lingering = False
+        self._linger_end = 0.0
         self._failed = False
         """The last bytes were no HTTP; nothing more is parsed."""
         self._reading_paused = False
@@ -179,14 +182,18 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._lingering or self._failed:
-            self._received_bytes += len(data)
-            if self._received_bytes > _LINGER_BYTES:
-                self._transport.abort()
-            return
+            return self._discard(data)
         if self._unparsed:
             self._unparsed += data
         else:
             self._parse(data)
+
+    def _discard(self, data: bytes) -> None:
+        self._received_bytes += len(data)
+        if self._received_bytes > _LINGER_BYTES:
+            self._transport.abort()
+        elif self._lingering:
+            self._deadline = min(self.loop.time() + _LINGER_S, self._linger_end)
 
     def _parse(self, data: bytes) -> None:
         """Parse in steps, of which the event loop takes one at a time, unless all of a step is body.
@@ -448,6 +455,7 @@ class HttpConnection(asyncio.Protocol):
         self._unparsed = b""
         self._received_bytes = 0
         self._deadline = self.loop.time() + _LINGER_S
+        self._linger_end = self.loop.time() + _MAX_LINGER_S
         if self._eof:
             return self._close()
         self.resume_reading()
