@@ -34,12 +34,14 @@ class Amount:
 
 
 class Spread:
-    """The pending observations of a bound histogram."""
+    """The pending observations of a histogram, or of its child with `labels`, which is made when there are some."""
 
-    __slots__ = ("_bounds", "_counts", "_histogram", "_is_empty", "_total")
+    __slots__ = ("_bounds", "_child", "_counts", "_histogram", "_is_empty", "_labels", "_total")
 
-    def __init__(self, histogram: Histogram) -> None:
+    def __init__(self, histogram: Histogram, labels: tuple[str, ...] = ()) -> None:
         self._histogram = histogram
+        self._labels = labels
+        self._child: Histogram | None = None if labels else histogram
         self._bounds = histogram._upper_bounds[:-1]  # larger values belong to the bucket +Inf, the last
         self._counts = [0] * len(histogram._upper_bounds)
         self._total = 0.0
@@ -60,10 +62,12 @@ class Spread:
     def flush(self) -> None:
         if self._is_empty:
             return
-        for bucket, count in zip(self._histogram._buckets, self._counts, strict=True):
+        if self._child is None:
+            self._child = self._histogram.labels(*self._labels)
+        for bucket, count in zip(self._child._buckets, self._counts, strict=True):
             if count:
                 bucket.inc(count)
-        self._histogram._sum.inc(self._total)
+        self._child._sum.inc(self._total)
         self._counts = [0] * len(self._counts)
         self._total = 0.0
         self._is_empty = True
@@ -86,8 +90,9 @@ class Tally(Collector):
         self._waiting.append(made)
         return made
 
-    def spread(self, histogram: Histogram) -> Spread:
-        made = Spread(histogram)
+    def spread(self, histogram: Histogram, *labels: str) -> Spread:
+        """Return pending observations of a histogram; it has dozens of series, which a model without requests does not get."""
+        made = Spread(histogram, labels)
         self._waiting.append(made)
         return made
 

@@ -172,19 +172,19 @@ class ModelMetrics:
         self.inflight = tally.amount(all_models.inflight.labels(label))
         self.queued = tally.amount(all_models.queued.labels(label))
         self.ready = all_models.ready.labels(label)
-        self.duration = tally.spread(all_models.duration.labels(label))
-        self.first_token = tally.spread(all_models.first_token.labels(label))
-        self.inter_token = tally.spread(all_models.inter_token.labels(label))
-        self.input_tokens = tally.spread(all_models.input_tokens.labels(label))
-        self.output_tokens = tally.spread(all_models.output_tokens.labels(label))
+        self.duration = tally.spread(all_models.duration, label)
+        self.first_token = tally.spread(all_models.first_token, label)
+        self.inter_token = tally.spread(all_models.inter_token, label)
+        self.input_tokens = tally.spread(all_models.input_tokens, label)
+        self.output_tokens = tally.spread(all_models.output_tokens, label)
         self.output_tokens_total = tally.amount(all_models.output_tokens_total.labels(label))
-        self.cached_tokens = tally.spread(all_models.cached_tokens.labels(label))
+        self.cached_tokens = tally.spread(all_models.cached_tokens, label)
         self.retries = all_models.retries.labels(label)
         self._outcomes: dict[tuple[str, RequestType, Code | None], tuple[Amount, ...]] = {}
         self._decisions: dict[str, Amount] = {}
-        self.decision_time = tally.spread(all_models.decision_time.labels(label))
-        self.overlap = tally.spread(all_models.overlap.labels(label))
-        self.hit_rate = tally.spread(all_models.hit_rate.labels(label))
+        self.decision_time = tally.spread(all_models.decision_time, label)
+        self.overlap = tally.spread(all_models.overlap, label)
+        self.hit_rate = tally.spread(all_models.hit_rate, label)
 
     def start(
         self,
@@ -376,7 +376,7 @@ class GrpcMethodMetrics:
         self.started = tally.amount(server.started.labels(*labels))
         self.received = tally.amount(server.received.labels(*labels))
         self.sent = tally.amount(server.sent.labels(*labels))
-        self.duration = tally.spread(server.handling.labels(*labels))
+        self.duration = tally.spread(server.handling, *labels)
 
     def handled(self, code: str, duration_s: float) -> None:
         """`code` is the name of the status, written `OK`, `InvalidArgument`, …"""

@@ -154,6 +154,16 @@ def test_pending_observations_equal_immediate_ones(registry: CollectorRegistry, 
         assert read("waited_bucket", le=le) == read("single_bucket", le=le) is not None
 
 
+def test_a_histogram_has_no_series_for_a_model_without_observations(registry: CollectorRegistry, read: Read) -> None:
+    tally = Tally(registry)
+    histogram = Histogram("h", "h", ("model",), registry=registry, buckets=SECONDS)
+    used, unused = tally.spread(histogram, "used"), tally.spread(histogram, "unused")
+    used.observe(0.5)
+    assert read("h_count", model="used") == 1 and read("h_count", model="unused") is None
+    unused.observe(0.5)
+    assert read("h_count", model="unused") == 1
+
+
 def test_a_long_stream_shows_its_gaps_before_it_ends(frontend: FrontendMetrics, read: Read) -> None:
     clock = Clock()
     request = frontend.for_model("m").start("completions", RequestType.STREAM, clock=clock)

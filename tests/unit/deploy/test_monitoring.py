@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import Cancelled, Code, Overloaded
+from dynamo.common.generation import Summary
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, new_instance_id
 from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry
@@ -36,10 +37,13 @@ def filled_registry() -> CollectorRegistry:
     model.start("tensor", RequestType.UNARY).finish(Overloaded("busy"))
     model.migrated(ongoing=True)
     model.recovered("died")
+    model.overlap.observe(1)
+    model.hit_rate.observe(0.5)
     LinkMetrics(registry, "dynamo_frontend")
     GrpcServerMetrics(registry).for_method("s", "m", "unary").handled("OK", 1)
     worker = WorkerMetrics(registry, Endpoint(), new_instance_id()).for_model("m")
     worker.follow(SimEngine(SimConfig()))
+    worker.generated(Summary())
     worker.started(1)
     worker.finished(1, 1, Code.INTERNAL)
     return registry

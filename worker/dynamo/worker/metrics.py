@@ -84,7 +84,7 @@ class WorkerModelMetrics:
         self._inflight = tally.amount(worker.inflight.labels(*labels))
         self._request_bytes = tally.amount(worker.request_bytes.labels(*labels))
         self._response_bytes = tally.amount(worker.response_bytes.labels(*labels))
-        self._duration = tally.spread(worker.duration.labels(*labels))
+        self._duration = tally.spread(worker.duration, *labels)
         self._cancellations = tally.amount(worker.cancellations.labels(*labels))
         self._generations: _Generations | None = None
 
@@ -129,8 +129,8 @@ class _Generations:
 
     def __init__(self, worker: WorkerMetrics, labels: tuple[str, ...]) -> None:
         tally = worker.tally
-        self._queue_time = tally.spread(worker.queue_time.labels(*labels))
-        self._prefill_time = tally.spread(worker.prefill_time.labels(*labels))
+        self._queue_time = tally.spread(worker.queue_time, *labels)
+        self._prefill_time = tally.spread(worker.prefill_time, *labels)
         self._output = tally.amount(worker.output_tokens.labels(*labels))
         self._prompt = tally.amount(worker.prompt_tokens.labels(*labels))
         self._cached = tally.amount(worker.cached_tokens.labels(*labels))
