@@ -11,7 +11,7 @@ from dynamo.common.config import group, option
 class WarmUpOptions:
     """What an instance does before it registers."""
 
-    requests: int = option(0, minimum=0, maximum=1000, help="Requests that an instance answers before it registers.")
+    requests: int = option(0, minimum=0, maximum=1000, help="Requests that an instance serves before it registers.")
     timeout_s: float = option(60.0, flags=("--warm-up-timeout",), minimum=0.1, help="Longest warm-up, in seconds.")
 
     def __post_init__(self) -> None:
