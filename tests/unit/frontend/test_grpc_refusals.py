@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -186,3 +187,88 @@ def test_a_released_error_has_no_ties() -> None:
     release(kept[0])
     assert watched() is None
     assert str(kept[0].exceptions[0]) == "second"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_streams_that_come_during_a_shutdown_are_unavailable(server: GrpcServerChoice) -> None:
+    finish = asyncio.Event()
+    entered = asyncio.Event()
+
+    async def streaming(requests: object, context: Context) -> None:
+        while isinstance(await context.read(), bytes):
+            entered.set()
+            await finish.wait()
+            await context.write(b"done")
+
+    handlers = {"ModelStreamInfer": grpc.stream_stream_rpc_method_handler(streaming)}
+    options = GrpcOptions(port=0, server=server)
+    async with (
+        serve_grpc(options, {SERVICE: handlers}) as running,
+        grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel,
+    ):
+        method = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+        accepted = method()
+        await accepted.write(b"one")
+        await entered.wait()
+        stopping = asyncio.create_task(running.stop(5))
+        codes = set()
+        await asyncio.sleep(0.05)  # the shutdown has begun
+        for _ in range(20):
+            refused = method()
+            codes.add(await refused.code())
+            await asyncio.sleep(0.01)
+        finish.set()
+        assert await accepted.read() == b"done"
+        await accepted.done_writing()
+        assert await accepted.code() is grpc.StatusCode.OK
+        while not stopping.done():
+            codes.add(await method().code())
+            await asyncio.sleep(0.01)
+        assert codes == {grpc.StatusCode.UNAVAILABLE}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_streams_are_unavailable_while_a_shutdown_waits_for_other_calls(server: GrpcServerChoice) -> None:
+    finish = asyncio.Event()
+    entered = asyncio.Event()
+
+    async def streaming(requests: object, context: Context) -> None:
+        await context.read()
+
+    async def slow(request: bytes | PendingMessage, context: Context) -> bytes:
+        entered.set()
+        await finish.wait()
+        return b"done"
+
+    handlers = {
+        "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(streaming),
+        "ModelInfer": grpc.unary_unary_rpc_method_handler(slow),
+    }
+    async with (
+        serve_grpc(GrpcOptions(port=0, server=server), {SERVICE: handlers}) as running,
+        grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel,
+    ):
+        accepted = asyncio.create_task(status(channel, b"", f"/{SERVICE}/ModelInfer"))
+        await entered.wait()
+        stopping = asyncio.create_task(running.stop(5))
+        await asyncio.sleep(0.05)
+        codes = Counter(await asyncio.gather(*(stream_status(channel) for _ in range(300))))
+        finish.set()
+        assert await accepted is grpc.StatusCode.OK
+        await stopping
+        # Of a call that ends while its client writes, grpc.aio reports INTERNAL now and then, whatever the server said.
+        assert codes[grpc.StatusCode.UNAVAILABLE] >= 285
+        assert codes.keys() <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL}
+
+
+async def stream_status(channel: grpc.aio.Channel) -> grpc.StatusCode:
+    """How a stream that sends a request ends."""
+    call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")()
+    try:
+        await call.write(b"request")
+        await call.read()
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    except asyncio.InvalidStateError:
+        pass
+    return await call.code()

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 import pygrpc_native.aio  # `from … import aio` recurses for ever in 0.5.0
 from pygrpc_native._server import _fallback_socket
 from pygrpc_native.aio import _Call, _Context
 
-from dynamo.common.background import awaited
 from dynamo.common.errors import release
-from dynamo.frontend.api.rpc.handlers import for_grpcio
+from dynamo.frontend.api.rpc.handlers import Context, for_grpcio
 from dynamo.frontend.api.rpc.hardening import make_grpcio_server
 
 _LAST_WRITES_S = 0.2
@@ -27,6 +27,11 @@ _LAST_WRITES_S = 0.2
 
 class NativeServer(pygrpc_native.aio.Server):
     """A `grpc.aio.Server` for handlers that take and give bytes."""
+
+    def __init__(self, options: Sequence[tuple[str, int]], io_threads: int) -> None:
+        super().__init__(options=options, io_threads=io_threads)
+        self._streams: set[asyncio.Task[object]] = set()
+        """Calls with streamed requests, which the fallback serves."""
 
     async def _run(self, call: _Call, payload: bytes) -> None:
         if call.streaming:
@@ -62,11 +67,35 @@ class NativeServer(pygrpc_native.aio.Server):
         self._fallback_dir, path = _fallback_socket()
         fallback = make_grpcio_server(self._options)
         for service, handlers in streamed.items():
-            fallback.add_registered_method_handlers(service, dict(for_grpcio(handlers)))
+            followed = {name: self._following(handler) for name, handler in handlers.items()}
+            fallback.add_registered_method_handlers(service, dict(for_grpcio(followed)))
         fallback.add_insecure_port(f"unix:{path}")
         await fallback.start()
         self._fallback = fallback
         front.set_fallback(path)
+
+    def _following(self, handler: grpc.RpcMethodHandler[bytes, bytes]) -> grpc.RpcMethodHandler[bytes, bytes]:
+        """Make a handler whose calls `stop` waits for, and which refuses new ones then.
+
+        The fallback itself must not refuse them: the front would report that as INTERNAL, which clients do not retry.
+        """
+        inner: Callable[[object, Context], Awaitable[object]]
+        kind = "stream_stream" if handler.response_streaming else "stream_unary"
+        inner = getattr(handler, kind)
+
+        async def follow(requests: object, context: Context) -> object:
+            if self._stopping:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "Server is shutting down")
+            task = asyncio.current_task()
+            assert task is not None, "handlers run in tasks"
+            self._streams.add(task)
+            try:
+                return await inner(requests, context)
+            finally:
+                self._streams.discard(task)
+
+        followed: grpc.RpcMethodHandler[bytes, bytes] = handler._replace(**{kind: follow})  # type: ignore[attr-defined]
+        return followed
 
     async def stop(self, grace: float | None) -> None:
         """Stop as grpc.aio does. The original closes the sockets right after the last handler's end, while the I/O threads may
@@ -76,18 +105,17 @@ class NativeServer(pygrpc_native.aio.Server):
             await super().stop(grace)
             return
         self._stopping = True  # new calls are refused, and clients may retry them elsewhere
-        fallback = None if self._fallback is None else awaited(self._fallback.stop(grace))
-        tasks = [call.task for call in self._calls.values() if call.task is not None]
+        tasks = [*(call.task for call in self._calls.values() if call.task is not None), *self._streams]
         if grace and tasks:
             await asyncio.wait(tasks, timeout=grace)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.gather(*tasks, return_exceptions=True)
-        if fallback is not None:
-            await fallback
         await asyncio.sleep(_LAST_WRITES_S)
         await asyncio.get_running_loop().run_in_executor(None, front.close)
+        if self._fallback is not None:
+            await self._fallback.stop(None)
         if self._fallback_dir is not None:
             shutil.rmtree(self._fallback_dir, ignore_errors=True)
         self._terminated.set()

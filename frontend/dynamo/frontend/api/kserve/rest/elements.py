@@ -84,7 +84,7 @@ def _long_to_raw(array: memoryview, kind: DataType, shape: Sequence[int], count:
         raise InvalidRequest(f"{what} has data nested {depth} deep; at most {MAX_DIMS} is allowed")
     raws: list[Buffer] = []
     total = 0
-    nested = _Nested(kind, what)
+    nested = _Nested(kind, shape, what)
     for values in nested.values(array, depth, shape if depth > 1 else ()):
         raws.append(_encode(values, kind, what, total))
         total += len(values)
@@ -100,8 +100,9 @@ def _long_to_raw(array: memoryview, kind: DataType, shape: Sequence[int], count:
 class _Nested:
     """Decodes a long array in pieces."""
 
-    def __init__(self, kind: DataType, what: str) -> None:
+    def __init__(self, kind: DataType, shape: Sequence[int], what: str) -> None:
         self._kind = kind
+        self._shape = shape
         self._what = what
         self.fits = True
         """Whether all arrays that were decoded have the lengths that the shape says."""
@@ -122,7 +123,7 @@ class _Nested:
                 raise _no_json(self._what, "trailing comma in array")
             length += len(rows)
             if shape and length > shape[0]:
-                raise _other_form(self._what, shape)
+                raise _other_form(self._what, self._shape)
             for level in range(1, depth):
                 if level < len(shape):
                     self.fits = self.fits and all(len(row) == shape[level] for row in rows)
