@@ -1,4 +1,4 @@
-"""Both sides inside a program of somebody's own, by the public Python API."""
+"""Frontend and worker inside another program, by the public Python API."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ SIM = ("--model", "sim:blocks=4000,speedup=4,seed=3")
 MIGRATIONS = "dynamo_frontend_model_migration_total"
 RETRIES = "dynamo_frontend_retries_total"
 ABANDONED_AFTER_S = 8.0
-"""A hung instance is asked after when it was silent for 2 s, and given up 5 s later; both are looked at each half second."""
+"""A hung instance is probed after 2 s of silence, and given up 5 s later; both are looked at each half second."""
 
 
 async def test_streams_of_a_killed_worker_go_on_elsewhere_without_a_seam(
@@ -50,9 +50,9 @@ async def test_requests_held_by_a_killed_worker_are_answered_by_another(
         async with fleet.frontends[0].client() as client:
             async with client.load(24, lambda number: echo_request(number.to_bytes(8, "little"), delay_ms=40)) as load:
                 for dying in fleet.workers[:2]:
-                    await load.answered(100)
+                    await load.completed(100)
                     dying.kill()
-                await load.answered(200)
+                await load.completed(200)
             assert load.failures == []
             assert load.longest_s < 5
 
@@ -75,11 +75,11 @@ async def test_a_dead_worker_is_tried_once_and_with_none_left_clients_hear_so_at
             sentences = []
             for _ in range(2):
                 begun = time.monotonic()
-                with pytest.raises(grpc.aio.AioRpcError) as nobody:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await client.infer(echo_request())
                 assert time.monotonic() - begun < 1.0
-                assert nobody.value.code() is grpc.StatusCode.UNAVAILABLE
-                sentences.append(nobody.value.details())
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+                sentences.append(refused.value.details())
             assert sentences[0] == f"instance {fleet.workers[2].instance} is gone"
             assert sentences[1] == "no instance is serving model 'echo' now"
             [message] = [message async for message in client.stream([echo_request()])]
@@ -97,12 +97,12 @@ async def test_a_worker_that_leaves_under_load_hands_over_everything(
             async with client.load() as load, other.load() as more, asyncio.TaskGroup() as tasks:
                 for text in texts:
                     tasks.create_task(other.text(text_request("a long story", 200), text))
-                await load.answered(100)
+                await load.completed(100)
                 await asyncio.gather(*(text.at_least(2) for text in texts))
                 leaving.process.terminate()
                 assert await leaving.process.ended() == 0
-                await load.answered(100)
-                await more.answered(100)
+                await load.completed(100)
+                await more.completed(100)
             assert load.failures == more.failures == []
             assert all(text.reason == "length" for text in texts)
         assert await fleet.frontends[1].metric(MIGRATIONS) == 0  # the streams it had were finished where they were
@@ -122,7 +122,7 @@ async def test_a_frontend_that_leaves_under_load_finishes_what_it_has_and_takes_
                 slow = tasks.create_task(old.infer(echo_request(delay_ms=2500)))
                 tasks.create_task(old.text(text_request("a long story", 400), text))
                 await text.at_least(2)
-                await load.answered(100)
+                await load.completed(100)
                 leaving.process.terminate()
                 await leaving.process.logged("stopping")
                 status, health = await leaving.process.health()
@@ -134,12 +134,12 @@ async def test_a_frontend_that_leaves_under_load_finishes_what_it_has_and_takes_
                         await ask_until(slow, late)  # the port closes a moment after the word in the log
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
                 assert not slow.done()
-                await load.answered(100)
+                await load.completed(100)
             assert (await slow).id == "1"
             assert text.reason == "length"
             assert await leaving.process.ended() == 0
             async with both.load() as after:
-                await after.answered(100)
+                await after.completed(100)
             assert after.failures == []
         codes = {failure.partition(":")[0] for failure in load.failures}
         if server == "grpcio":
@@ -171,12 +171,12 @@ async def test_a_hung_worker_costs_a_few_seconds_but_no_request_and_repeats_noth
             assert [text.text for text in texts] == [expected] * 2
             assert max(text.longest_silence_s for text in texts) < ABANDONED_AFTER_S + 1
             begun = time.monotonic()
-            await asyncio.gather(*(client.infer(echo_request()) for _ in range(20)))  # nobody asks it any more
+            await asyncio.gather(*(client.infer(echo_request()) for _ in range(20)))  # it gets no requests any more
             assert time.monotonic() - begun < 1
-            answered = (await fleet.statistics(healthy)).inference_count
-            assert answered == 40
+            served = (await fleet.statistics(healthy)).inference_count
+            assert served == 40
             fleet.resume(hung.pid)
-            woken = await fleet.statistics(hung)  # answered after all that was waiting for it
+            woken = await fleet.statistics(hung)  # responds after all that was waiting for it
             assert woken.inference_count == 0
             assert woken.response_stats["0"].cancel.count == 0
             assert (await fleet.statistics(hung, "sim")).response_stats["0"].success.count <= 1

@@ -1,4 +1,4 @@
-"""etcd and NATS away, hung or killed under load: requests wait until they are back, and nothing runs too late or for nobody."""
+"""etcd and NATS away, hung or killed under load: requests wait until they are back; none runs too late or without a caller."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_nats_away_for_two_seconds_fails_no_request_that_has_time_and_runs
             async with client.load(8) as load, asyncio.TaskGroup() as tasks:
                 tasks.create_task(client.text(story, text))
                 await text.at_least(3)
-                await load.answered(100)
+                await load.completed(100)
                 if how == "stopped":
                     await nats.stop()
                 elif how == "killed":
@@ -50,13 +50,13 @@ async def test_nats_away_for_two_seconds_fails_no_request_that_has_time_and_runs
                     os.kill(nats.pid, signal.SIGCONT)
                 else:
                     await nats.restart()
-                await load.answered(100)
+                await load.completed(100)
             assert {task.result() for task in hasty} == {grpc.StatusCode.DEADLINE_EXCEEDED}
             assert load.failures == []
             assert text.text == expected
             assert text.reason == "length"
             ran = [(await fleet.statistics(worker)).inference_count for worker in fleet.workers]
-        # What was being answered when the connection broke ran again elsewhere; what had waited for the connection ran once.
+        # What was being served when the connection broke ran again elsewhere; what had waited for the connection ran once.
         assert load.count <= sum(ran) <= load.count + (8 if how != "hung" else 0)
 
 
@@ -65,7 +65,7 @@ async def fails(request: Awaitable[object]) -> grpc.StatusCode:
         await request
     except grpc.aio.AioRpcError as error:
         return error.code()
-    raise AssertionError("it was answered")
+    raise AssertionError("it got a response")
 
 
 async def test_what_is_sent_after_the_socket_broke_and_before_that_is_noticed_is_not_lost(
@@ -101,12 +101,12 @@ async def test_etcd_away_for_half_a_minute_while_workers_die_leave_and_join(
             async with client.load(4) as load:
                 await etcd.stop()
                 end_of_outage = asyncio.create_task(asyncio.sleep(30))  # three times the life of a lease
-                await load.answered(100)
+                await load.completed(100)
                 await dying.killed()
-                await load.answered(100)
+                await load.completed(100)
                 leaving.process.terminate()
                 assert await leaving.process.ended() == 0
-                await load.answered(100)
+                await load.completed(100)
                 joining = await fleet.add_worker()
                 late_front = await fleet.add_frontend()
                 await joining.serving()
@@ -114,10 +114,10 @@ async def test_etcd_away_for_half_a_minute_while_workers_die_leave_and_join(
                 status, health = await front.process.health()
                 assert (status, health["etcd"]) == (200, "stale")
                 await end_of_outage
-                await load.answered(100)
+                await load.completed(100)
                 await etcd.restart()
                 await asyncio.gather(front.sees(joining, staying), late_front.sees(joining, staying))
-                await load.answered(100)
+                await load.completed(100)
             assert load.failures == []
             async with late_front.client() as other:
                 await asyncio.gather(*(other.infer(echo_request()) for _ in range(10)))

@@ -105,8 +105,8 @@ async def test_large_tensors_pass_a_bus_with_default_limits(
             large = os.urandom(64 * 2**20)
             assert (await client.infer(echo_request(large))).raw_output_contents[0] == large
             raw = os.urandom(2**20)
-            answers = await asyncio.gather(*(client.infer(echo_request(raw), 60.0) for _ in range(64)))
-            assert all(answer.raw_output_contents[0] == raw for answer in answers)
+            responses = await asyncio.gather(*(client.infer(echo_request(raw), 60.0) for _ in range(64)))
+            assert all(response.raw_output_contents[0] == raw for response in responses)
         assert not any("NATS connection is lost" in line for each in fleet.processes for line in each.lines)
 
 
@@ -131,7 +131,7 @@ async def test_odd_names_ids_and_metadata_get_an_answer_or_a_clear_error(
                 if text != "a.b/c":
                     await refused(grpc.StatusCode.NOT_FOUND, "is not found", text)
                 assert (await client.infer(echo_request(model="a.b/c", id_=text))).id == text
-                [message] = [answer async for answer in client.stream([echo_request(model=text, id_=text)])]
+                [message] = [response async for response in client.stream([echo_request(model=text, id_=text)])]
                 assert bool(message.error_message) == (text != "a.b/c")
                 assert message.infer_response.id == text
             for instance in ("", "zz", "-1", "f" * 17, "*"):
@@ -139,14 +139,14 @@ async def test_odd_names_ids_and_metadata_get_an_answer_or_a_clear_error(
             await refused(grpc.StatusCode.UNAVAILABLE, "instance abc does not serve", x_dynamo_instance="abc")
             await refused(grpc.StatusCode.INVALID_ARGUMENT, "must be an integer", x_dynamo_request_priority="high")
             for value in ("", "a b", ">", "*", "a.b/c", "x" * 10_000):
-                answer = await client.infer(
+                response = await client.infer(
                     echo_request(model="a.b/c"),
                     x_request_id=value,
                     traceparent=value,
                     tracestate=value,
                     x_dynamo_session=value[:128],
                 )
-                assert answer.id == "1"
+                assert response.id == "1"
             await refused(grpc.StatusCode.INVALID_ARGUMENT, "at most 128 are taken", x_dynamo_session="x" * 129)
             index = client.channel.unary_unary("/inference.GRPCInferenceService/RepositoryIndex")
             models = pb.RepositoryIndexResponse.FromString(await index(b"", timeout=10)).models

@@ -236,7 +236,7 @@ async def test_a_real_language_model_streams_through_the_grpc_port(tmp_path: Pat
     async with launched(command(tmp_path, *flags)) as local:
         assert await local.end() == 0, local.text
     assert "smollm2: language model, 2 instance(s)" in local.text
-    answered = next(index for index, line in enumerate(local.lines) if "-m dynamo.local.ask" in line)
-    assert local.lines[answered + 1].strip()
+    command_line = next(index for index, line in enumerate(local.lines) if "-m dynamo.local.ask" in line)
+    assert local.lines[command_line + 1].strip()
     parts = next(line for line in local.lines if "parts streamed" in line)
     assert int(parts.lstrip("[").split()[0]) > 1

@@ -110,8 +110,8 @@ async def lost_and_registered_again(server: EtcdServer, doors: Doors) -> None:
         await asyncio.to_thread(etcdctl, server.endpoint, *root, "lease", "revoke", revoked)
     async with asyncio.timeout(20):
         while True:
-            found = await asyncio.to_thread(etcdctl, server.endpoint, *root, "get", "--prefix", "--keys-only", "/dynamo/v1/")
-            if found.count("/dynamo/v1/") == 2 and doors.frontend.readiness.is_model_ready("echo"):
+            registered = await asyncio.to_thread(etcdctl, server.endpoint, *root, "get", "--prefix", "--keys-only", "/dynamo/v1/")
+            if registered.count("/dynamo/v1/") == 2 and doors.frontend.readiness.is_model_ready("echo"):
                 return
             await asyncio.sleep(0.1)
 

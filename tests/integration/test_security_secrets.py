@@ -1,4 +1,4 @@
-"""Real processes with every kind of secret: none of them shows in logs, metrics, answers or the process list."""
+"""Real processes with every kind of secret: none of them shows in logs, metrics, responses or the process list."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_no_secret_is_shown_anywhere(tmp_path: Path, namespace: str) -> No
             frontend(etcd.endpoint, nats.url, namespace, *logins, *access) as front,
         ):
             await front.serves("echo")
-            shown = await everything_said(front.http_port, front.grpc_target, values)
+            shown = await every_response(front.http_port, front.grpc_target, values)
             keys.add("another")  # read anew
             keys.path.write_text("- {name: x, hash: " + values["hash 0"] + "}")  # cannot be used
             await asked_until_it_is_logged(front, values["root"], "the old one stays")
@@ -71,12 +71,12 @@ async def test_no_secret_is_shown_anywhere(tmp_path: Path, namespace: str) -> No
             await back.ended()
             shown["frontend's log"], shown["worker's log"] = "\n".join(front.lines), "\n".join(back.lines)
     assert "DEBUG" in shown["frontend's log"]
-    found = [f"{name} in {where}" for where, text in shown.items() for name, value in values.items() if value in text]
-    assert found == []
+    leaks = [f"{name} in {where}" for where, text in shown.items() for name, value in values.items() if value in text]
+    assert leaks == []
 
 
 async def asked_until_it_is_logged(front: FrontendProcess, key: str, words: str) -> None:
-    """Makes the server look at its key file, which it does when somebody asks."""
+    """Make the server look at its key file, which it does when a request comes."""
     async with asyncio.timeout(10), httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client:
         while not any(words in line for line in front.lines):
             await client.get("/metrics", headers={"x-api-key": key})
@@ -87,19 +87,19 @@ def arguments(process: Process) -> str:
     return Path(f"/proc/{process.process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
-async def everything_said(http_port: int, grpc_target: str, values: Mapping[str, str]) -> dict[str, str]:
-    """All that a frontend says when it is asked with right and wrong secrets."""
-    said = {}
+async def every_response(http_port: int, grpc_target: str, values: Mapping[str, str]) -> dict[str, str]:
+    """Return the responses of a frontend to requests with right and wrong secrets."""
+    responses = {}
     async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=20) as client:
         for name in ("team", "root", "wrong"):
             headers = {"authorization": f"Bearer {values[name]}", "x-admin": values["client"]}
             for path in ("/v2/models/echo/infer", "/v2/repository/models/echo/load", "/busy_threshold", "/v1/chat/completions"):
-                answer = await client.post(path, json=TENSOR, headers=headers)
-                said[f"{path} with {name}"] = str(answer.headers) + answer.text
+                response = await client.post(path, json=TENSOR, headers=headers)
+                responses[f"{path} with {name}"] = str(response.headers) + response.text
             wrong = await client.post("/v2/repository/index", headers={**headers, "x-admin": values["admin"]})
-            said[f"a wrong header with {name}"] = str(wrong.headers) + wrong.text
-        said["metrics"] = (await client.get("/metrics", headers={"x-api-key": values["root"]})).text
-        said["health"] = (await client.get("/health")).text
+            responses[f"a wrong header with {name}"] = str(wrong.headers) + wrong.text
+        responses["metrics"] = (await client.get("/metrics", headers={"x-api-key": values["root"]})).text
+        responses["health"] = (await client.get("/health?instances=true")).text
     async with grpc.aio.insecure_channel(grpc_target) as channel:
         for method in ("ModelInfer", "RepositoryIndex", "RepositoryModelLoad"):
             for name in ("team", "root", "wrong"):
@@ -107,8 +107,8 @@ async def everything_said(http_port: int, grpc_target: str, values: Mapping[str,
                 start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(SERVICE + method)
                 call = start(infer_request() if method == "ModelInfer" else b"", metadata=metadata, timeout=20)
                 details = str(await call.details())
-                said[f"{method} with {name}"] = details + str(await call.trailing_metadata())
-    return said
+                responses[f"{method} with {name}"] = details + str(await call.trailing_metadata())
+    return responses
 
 
 async def test_all_links_speak_tls_and_certificates_are_renewed_in_every_process(tmp_path: Path, namespace: str) -> None:

@@ -4,7 +4,7 @@
         await fleet.start(workers=2)
         async with fleet.frontends[0].client() as client, client.load() as load:
             fleet.workers[0].kill()
-            await load.answered(200)
+            await load.completed(200)
         assert load.failures == []
 
 Clients speak KServe over gRPC with our own stubs. Every wait is bounded, and is for an event or for what the other side says.
@@ -112,7 +112,7 @@ class Client:
         return pb.ModelInferResponse.FromString(await self._infer(request, timeout=timeout_s, metadata=headers))
 
     async def stream(self, requests: Sequence[bytes], timeout_s: float = 60.0) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        """The messages that one ModelStreamInfer call with these requests is answered with."""
+        """Return the messages that one ModelStreamInfer call with these requests gets."""
 
         async def sent() -> AsyncIterator[bytes]:
             for request in requests:
@@ -179,8 +179,8 @@ class Load:
             self.longest_s = max(self.longest_s, time.monotonic() - begun)
             self._news.set()
 
-    async def answered(self, more: int, timeout_s: float = 30.0) -> None:
-        """Returns when so many more were answered."""
+    async def completed(self, more: int, timeout_s: float = 30.0) -> None:
+        """Return when so many more requests have completed."""
         goal = self.count + more
         async with asyncio.timeout(timeout_s):
             while self.count < goal:

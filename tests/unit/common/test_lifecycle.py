@@ -1,4 +1,4 @@
-"""How a process starts, is told to stop, and closes."""
+"""How a process starts, is stopped, and closes."""
 
 from __future__ import annotations
 

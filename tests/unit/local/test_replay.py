@@ -163,8 +163,8 @@ def test_the_command_speaks_json_and_takes_the_options_of_a_router(capsys: pytes
         with pytest.raises(SystemExit) as ended:
             main([str(SAMPLE), "--modes=kv", "--json", *flags])
         assert ended.value.code == 0
-        found: dict[str, dict[str, float]] = json.loads(capsys.readouterr().out)
-        return found["kv"]
+        summaries: dict[str, dict[str, float]] = json.loads(capsys.readouterr().out)
+        return summaries["kv"]
 
     assert figures("--overlap-score-weight=0")["block_hit_rate"] < figures()["block_hit_rate"]
 
@@ -183,5 +183,5 @@ def test_what_cannot_be_done_is_one_sentence(flags: list[str], sentence: str, ca
     with pytest.raises(SystemExit) as ended:
         main(flags)
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert sentence in said and "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert sentence in stderr and "Traceback" not in stderr

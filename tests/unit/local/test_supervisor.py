@@ -38,15 +38,15 @@ async def up(log: Path) -> None:
 
 
 async def test_stages_stop_in_the_reverse_order_of_their_start(tmp_path: Path) -> None:
-    said: list[str] = []
+    reported: list[str] = []
     stopped = tmp_path / "stopped"
-    async with open_supervisor(said.append, stop_timeout_s=20) as supervisor:
+    async with open_supervisor(reported.append, stop_timeout_s=20) as supervisor:
         supervisor.start({"first": python(OBEDIENT, str(stopped), "first")}, tmp_path)
         supervisor.start({"second": python(OBEDIENT, str(stopped), "second")}, tmp_path)
         await up(tmp_path / "first.log")
         await up(tmp_path / "second.log")
     assert stopped.read_text().split() == ["second", "first"]
-    assert said == ["stopping second", "stopping first"]
+    assert reported == ["stopping second", "stopping first"]
 
 
 async def test_a_process_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
