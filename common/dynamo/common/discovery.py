@@ -105,6 +105,9 @@ class View:
         self._names: dict[str, str] | None = None
         self._warned: set[str] = set()
 
+    def __repr__(self) -> str:
+        return f"<View of {len(self._by_key)} registrations of {len(self._by_model)} models, {len(self._down)} instances down>"
+
     # Lookup
 
     def instances(self, name: str) -> tuple[Instance, ...]:

@@ -94,6 +94,9 @@ class Server(ABC):
         self._wanted_ports = tuple(ports)
         self._ports: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"<{self._name} on port {self.port}, {f'pid {self.pid}' if self.is_running else 'not running'}>"
+
     @property
     def port(self) -> int:
         """The port for clients. 0 before the first start, constant from then on."""

@@ -34,6 +34,9 @@ class Supervisor:
         self._watchers: list[asyncio.Task[None]] = []
         self._died: asyncio.Future[ChildDied] = asyncio.get_running_loop().create_future()
 
+    def __repr__(self) -> str:
+        return f"<Supervisor of {', '.join(name for stage in self._stages for name in stage)}>"
+
     async def start_server(self, name: str, server: Server) -> None:
         """Start a server as a stage of its own. Returns when it is ready; raises ServerFailed."""
         await self.unless_died(server.start())

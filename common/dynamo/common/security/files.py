@@ -44,6 +44,9 @@ class Watched(Generic[T]):
         self._value = read()
         self._looked_at = clock()
 
+    def __repr__(self) -> str:
+        return f"<Watched {self._what}>"  # the value may be a secret
+
     def current(self) -> T:
         """Return the newest value that could be read."""
         now = self._clock()
