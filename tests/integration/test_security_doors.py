@@ -433,6 +433,20 @@ async def test_a_credential_that_is_given_twice_is_refused(doors_with: Open, key
                 assert (status, f"'{names[0]}' must not be given twice" in body) == (400, True)
 
 
+@SERVERS
+async def test_a_credential_that_is_given_twice_is_refused_over_grpc_as_well(
+    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice
+) -> None:
+    key = key_file.add("team")
+    async with doors_with(server) as doors:
+        start = doors.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")  # type: ignore[var-annotated]
+        for values in ((key, "wrong"), ("wrong", key), (key, key)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await start(infer_request(), metadata=tuple(("x-api-key", value) for value in values), timeout=20)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert refused.value.details() == "the header 'x-api-key' must not be given twice"
+
+
 async def test_a_key_sees_thresholds_decisions_and_the_console_of_its_models_only(doors_with: Open, key_file: KeyFile) -> None:
     scopes = (Scope.THRESHOLDS, Scope.CONSOLE, Scope.INFER)
     keys = {

@@ -101,6 +101,7 @@ def _guarded(
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         request_id = usable_id(headers.get("x-request-id", ""))
         try:
+            guard.check_unique(key for key, _ in context.invocation_metadata() or ())
             account = guard.enter(surface, headers)
         except DynamoError as error:
             request_id = request_id or secrets.token_hex(12)
