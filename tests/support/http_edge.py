@@ -85,7 +85,7 @@ class Speaker:
     pieces: Sequence[str] = ("Hel", "lo", " you")
     reason: FinishReason = FinishReason.STOP
     logprobs: Callable[[int], float] | None = None
-    """Log probability of the n-th token of an answer; None: the engine does not report any."""
+    """Log probability of the n-th token of a response; None: the engine does not report any."""
     cached_tokens: int = 0
     requests: list[GenerateRequest] = field(default_factory=list)
 
@@ -155,10 +155,10 @@ class HttpEdge:
 
     async def error(self, path: str, body: object, status: int = 400) -> dict[str, Any]:
         """The `error` object of a request that must fail."""
-        answer = await self.post(path, body)
-        assert answer.status_code == status, answer.text
-        found: dict[str, Any] = answer.json()["error"]
-        return found
+        response = await self.post(path, body)
+        assert response.status_code == status, response.text
+        error: dict[str, Any] = response.json()["error"]
+        return error
 
 
 @asynccontextmanager

@@ -386,7 +386,7 @@ async def test_a_body_that_trickles_is_cut_and_one_that_is_merely_slow_is_not() 
             assert (await client.response())[2] == b"POST / 2000"
 
 
-async def test_a_body_that_nobody_reads_is_not_taken_without_an_end() -> None:
+async def test_an_unread_body_is_not_received_without_an_end() -> None:
     async with serving() as side:
         first = b"POST /refuse HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
         sent, response = await side.flood(first, b"10000\r\n" + bytes(65536) + b"\r\n", 4096)
@@ -412,7 +412,7 @@ async def test_a_client_that_sends_all_before_it_reads_gets_the_response_too() -
         assert (await client.response())[0] == 401
 
 
-async def test_a_little_of_a_body_that_nobody_reads_does_not_cost_the_connection() -> None:
+async def test_a_small_unread_body_does_not_cost_the_connection() -> None:
     async with serving() as side, side.client() as client:
         for _ in range(2):
             await client.send(post("/refuse", 4))

@@ -56,9 +56,11 @@ async def test_a_timeout_of_nothing_or_of_ages_is_no_deadline(timeout_us: int) -
     assert made.deadline is None
 
 
-@pytest.mark.parametrize(("remaining_s", "asked_ms", "expected_s"), [(None, "2500", 2.5), (1.0, "2500", 1.0), (9.0, "2500", 2.5)])
-async def test_the_sooner_of_two_deadlines_counts(remaining_s: float | None, asked_ms: str, expected_s: float) -> None:
-    deadline = Caller.read(ANONYMOUS, [("x-request-timeout-ms", asked_ms)], remaining_s).deadline
+@pytest.mark.parametrize(
+    ("remaining_s", "timeout_ms", "expected_s"), [(None, "2500", 2.5), (1.0, "2500", 1.0), (9.0, "2500", 2.5)]
+)
+async def test_the_sooner_of_two_deadlines_applies(remaining_s: float | None, timeout_ms: str, expected_s: float) -> None:
+    deadline = Caller.read(ANONYMOUS, [("x-request-timeout-ms", timeout_ms)], remaining_s).deadline
     assert deadline == pytest.approx(asyncio.get_running_loop().time() + expected_s, abs=0.5)
 
 
@@ -93,7 +95,7 @@ async def test_headers_that_cannot_be_read_are_refused(header: tuple[str, str]) 
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("true", True), ("TRUE", True), ("false", False), ("1", False)])
-async def test_real_statuses_on_streams_are_asked_for_by_true(value: str, wanted: bool) -> None:
+async def test_real_statuses_on_streams_are_requested_by_true(value: str, wanted: bool) -> None:
     assert Caller.read(ANONYMOUS, [("triton_grpc_error", value)]).grpc_errors is wanted
 
 

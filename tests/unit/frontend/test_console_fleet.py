@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def test_the_hit_rate_is_the_cached_share_of_what_was_asked_of_late() -> None:
+def test_the_hit_rate_is_the_cached_share_of_recent_prompts() -> None:
     clock = Clock()
     reuse = PrefixReuse(clock)
     assert reuse.hit_rate(ONE) is None

@@ -18,7 +18,7 @@ def no_collector() -> Iterator[None]:
 
 
 async def never() -> dict[str, Any]:
-    raise AssertionError("nobody reads the request")
+    raise AssertionError("the request was read")
 
 
 async def ignore(message: Any) -> None:
@@ -47,7 +47,7 @@ async def test_a_stream_leaves_no_work_for_the_garbage_collector(events: int, no
 
 
 @pytest.mark.parametrize("headers", [[], [(b"x-request-id", b"mine-1")], [(b"x-request-id", b"no good id\n")]])
-async def test_an_answer_has_an_id_even_if_nobody_asked_who_calls(headers: list[tuple[bytes, bytes]]) -> None:
+async def test_a_response_has_an_id_even_if_the_headers_were_not_read(headers: list[tuple[bytes, bytes]]) -> None:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:

@@ -85,14 +85,14 @@ async def side() -> AsyncIterator[Side]:
 
 async def test_live_says_that_the_process_runs_whatever_else(side: Side) -> None:
     side.readiness.start_draining()
-    answer = await side.client.get("/live")
-    assert (answer.status_code, answer.json()["status"]) == (200, "live")
+    response = await side.client.get("/live")
+    assert (response.status_code, response.json()["status"]) == (200, "live")
 
 
 async def test_health_tells_the_whole_life_of_a_process(side: Side) -> None:
     async def health() -> tuple[int, str]:
-        answer = await side.client.get("/health")
-        return answer.status_code, answer.json()["status"]
+        response = await side.client.get("/health")
+        return response.status_code, response.json()["status"]
 
     assert await health() == (503, "starting")
     side.readiness.attach(side.plane)
@@ -141,24 +141,24 @@ async def test_errors_are_json(side: Side) -> None:
 
 
 async def test_overload_says_when_to_retry(side: Side) -> None:
-    answer = await side.client.get("/overloaded")
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+    response = await side.client.get("/overloaded")
+    assert (response.status_code, response.headers["retry-after"]) == (429, "2")
 
 
-async def test_what_nobody_foresaw_is_an_internal_error(side: Side, caplog: pytest.LogCaptureFixture) -> None:
-    answer = await side.client.get("/broken", headers={"x-request-id": "r9"})
-    assert answer.status_code == 500
-    assert answer.json()["error"]["message"] == "internal error"
-    assert "secret" not in answer.text
+async def test_an_unforeseen_error_says_nothing_of_the_inside(side: Side, caplog: pytest.LogCaptureFixture) -> None:
+    response = await side.client.get("/broken", headers={"x-request-id": "r9"})
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "internal error"
+    assert "secret" not in response.text
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         "GET /broken failed unforeseen, request r9"
     ]
 
 
 async def test_metrics_are_prometheus_text(side: Side) -> None:
-    answer = await side.client.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    assert "dynamo_frontend_requests_total" in answer.text
+    response = await side.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    assert "dynamo_frontend_requests_total" in response.text
 
 
 async def test_the_server_leaves_signals_to_the_process(side: Side) -> None:

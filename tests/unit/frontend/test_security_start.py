@@ -1,4 +1,4 @@
-"""What a frontend says at its start about who may come in."""
+"""What a frontend logs at its start about access."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dynamo.frontend.security.keys import entry_for, make_key
 from dynamo.frontend.security.surfaces import Surface
 
 
-def said(caplog: pytest.LogCaptureFixture, *argv: str) -> list[tuple[str, str]]:
-    """Levels and words of what is logged."""
+def logged(caplog: pytest.LogCaptureFixture, *argv: str) -> list[tuple[str, str]]:
+    """Return the levels and messages that are logged."""
     caplog.set_level(logging.INFO)
     caplog.clear()
     make_guards(load(FrontendConfig, argv, {}, program="dynamo-frontend"))
@@ -30,35 +30,35 @@ def keys(tmp_path: Path) -> str:
     return str(tmp_path / "keys.yaml")
 
 
-def test_by_default_only_this_machine_can_connect_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_by_default_only_this_machine_can_connect_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     config = load(FrontendConfig, [], {}, program="dynamo-frontend")
     assert config.http.is_local
     assert config.grpc.is_local
-    assert said(caplog, "--grpc") == [
+    assert logged(caplog, "--grpc") == [
         ("INFO", "HTTP listens on 127.0.0.1 without API keys: only this machine can connect"),
         ("INFO", "gRPC listens on 127.0.0.1 without API keys: only this machine can connect"),
     ]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", ""])
-def test_a_wider_address_without_keys_is_warned_of(caplog: pytest.LogCaptureFixture, host: str) -> None:
-    [(level, words)] = said(caplog, "--http-host", host)
+def test_a_wider_address_without_keys_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture, host: str) -> None:
+    [(level, words)] = logged(caplog, "--http-host", host)
     assert level == "WARNING"
     assert words == f"HTTP listens on {host} without API keys: every client that can connect may use everything"
 
 
-def test_keys_without_tls_are_warned_of_where_others_can_listen(caplog: pytest.LogCaptureFixture, keys: str) -> None:
-    asked = ("INFO", "API keys are required; the file contains 2")
-    assert said(caplog, "--api-keys-file", keys) == [asked]
-    first, (level, words) = said(caplog, "--api-keys-file", keys, "--http-host", "0.0.0.0")
-    assert (first, level) == (asked, "WARNING")
+def test_keys_without_tls_are_logged_as_a_warning_where_others_can_listen(caplog: pytest.LogCaptureFixture, keys: str) -> None:
+    required = ("INFO", "API keys are required; the file contains 2")
+    assert logged(caplog, "--api-keys-file", keys) == [required]
+    first, (level, words) = logged(caplog, "--api-keys-file", keys, "--http-host", "0.0.0.0")
+    assert (first, level) == (required, "WARNING")
     assert "API keys can be read on the network" in words
     tls = ("--cert-file", "c", "--key-file", "k")
-    assert said(caplog, "--api-keys-file", keys, "--http-host", "0.0.0.0", *tls) == [asked]
+    assert logged(caplog, "--api-keys-file", keys, "--http-host", "0.0.0.0", *tls) == [required]
 
 
 def test_several_processes_say_that_limits_are_for_each(caplog: pytest.LogCaptureFixture, keys: str) -> None:
-    lines = said(caplog, "--api-keys-file", keys, "--processes", "3")
+    lines = logged(caplog, "--api-keys-file", keys, "--processes", "3")
     assert lines[1] == ("INFO", "limits of API keys apply to each of the 3 processes separately")
 
 
