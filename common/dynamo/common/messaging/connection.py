@@ -300,6 +300,10 @@ class Connection:
         self._connected.clear()
         self._lost.set()
 
+    def abort(self) -> None:
+        """Cut the connection at once, as a failing network would. It is made again unless it was closed."""
+        self._transport.abort()
+
     async def close(self) -> None:
         """Send what has been published, within a second, and disconnect."""
         self._is_closed = True
