@@ -19,15 +19,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
 import httptools
 
+from dynamo.common.asgi import ASGIApp, Scope
 from dynamo.common.http_request import CONTINUE, HIGH_WATER_BYTES, STATUS_LINES, HttpRequest
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Scope
 
 ON_HALF_CLOSE = "dynamo.on_half_close"
 """Where an application puts, in a request's scope, a function that writes something harmless into its streamed response."""

@@ -8,9 +8,9 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from starlette.types import Message, Scope
+from dynamo.common.asgi import Message, Scope
 
+if TYPE_CHECKING:
     from dynamo.common.http_connection import HttpConnection
 
 _log = logging.getLogger(__name__)

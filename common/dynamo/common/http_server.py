@@ -16,14 +16,11 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from email.utils import formatdate
-from typing import TYPE_CHECKING
 
+from dynamo.common.asgi import ASGIApp
 from dynamo.common.background import Tasks, running
 from dynamo.common.http_connection import HttpConnection, HttpLimits
 from dynamo.common.http_request import HttpRequest
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
 
 _log = logging.getLogger(__name__)
 

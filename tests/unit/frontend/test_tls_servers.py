@@ -15,8 +15,8 @@ import grpc.aio
 import httpx2
 import pytest
 import trustme
-from starlette.types import Receive, Scope, Send
 
+from dynamo.common.asgi import Receive, Scope, Send
 from dynamo.common.config import ConfigError, load
 from dynamo.common.security.tls import TlsFiles, client_context, read_contents
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings

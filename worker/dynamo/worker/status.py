@@ -20,8 +20,8 @@ from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dynamo.common.asgi import ASGIApp, Receive, Scope, Send
 from dynamo.common.errors import Code, DynamoError, InvalidRequest
 from dynamo.common.http_server import serve_asgi
 from dynamo.common.lifecycle import open_listener

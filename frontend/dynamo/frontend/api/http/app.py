@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from starlette.types import Receive, Scope, Send
-
+from dynamo.common.asgi import Receive, Scope, Send
 from dynamo.common.errors import InvalidRequest, Overloaded
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, PathNotFound
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange, HttpSettings

@@ -19,8 +19,8 @@ from typing import TypeAlias
 from urllib.parse import parse_qs
 
 import msgspec
-from starlette.types import Message, Receive, Scope, Send
 
+from dynamo.common.asgi import Message, Receive, Scope, Send
 from dynamo.common.background import start
 from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge
 from dynamo.common.http_connection import ON_HALF_CLOSE

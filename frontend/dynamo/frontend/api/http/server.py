@@ -10,8 +10,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from starlette.types import ASGIApp
-
+from dynamo.common.asgi import ASGIApp
 from dynamo.common.http_connection import HttpLimits
 from dynamo.common.http_server import HttpServer, serve_asgi
 from dynamo.common.lifecycle import open_listener
