@@ -48,7 +48,8 @@ class SimulatedEtcd:
         self._break(lambda stream: True)
 
     def start(self, *, lose_data: bool = False) -> None:
-        """Come back. Leases begin anew, as after a restart of the real one."""
+        """Come back, after another stop if it is up. Leases begin anew, as after a restart of the real one."""
+        self.stop()
         self.is_up = True
         if lose_data:
             self._begin_anew(self.cluster_id + 1)
