@@ -38,6 +38,8 @@ class Echo:
     paths: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """Requests to `/gate` wait for it."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.paths.append(scope["path"])
@@ -49,6 +51,10 @@ class Echo:
                 while (await receive())["type"] != "http.disconnect":
                     pass
                 self.note("disconnected")
+            case "/gate":
+                self.note(f"at the gate {self.paths.count('/gate')}")
+                await self.gate.wait()
+                await respond(send, b"through")
             case "/slow":
                 await receive()
                 self.note("waiting")
@@ -546,6 +552,19 @@ async def test_stopping_closes_idle_connections_when_the_last_request_has_ended(
             await stopping
         with pytest.raises(OSError):
             await asyncio.open_connection("127.0.0.1", side.server.port)
+
+
+async def test_stopping_notices_that_requests_have_ended_which_end_at_the_same_moment(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as side, side.client() as one, side.client() as other:
+        for number, client in enumerate((one, other), 1):
+            await client.send(get("/gate"))
+            await side.app.until(f"at the gate {number}")
+        stopping = asyncio.ensure_future(side.server.stop(20))
+        side.app.gate.set()
+        assert [(await client.response())[2] for client in (one, other)] == [b"through", b"through"]
+        async with asyncio.timeout(3):
+            await stopping
+    assert "cut off" not in caplog.text
 
 
 async def test_stopping_cuts_what_does_not_end_in_time() -> None:
