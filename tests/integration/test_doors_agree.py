@@ -1,4 +1,4 @@
-"""KServe's two doors, gRPC and REST, give the same answers and refuse with the same words, to Triton's clients and raw ones."""
+"""KServe's two doors, gRPC and REST, give the same responses and refuse with the same words, to Triton's clients and raw ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.servers import EtcdServer, NatsServer
 
 
 @pytest.mark.timeout(240)
-async def test_both_doors_answer_alike(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
+async def test_rest_and_grpc_give_the_same_responses(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
     flags = [flag for model in MODELS for flag in ("--model", model)]
     async with (
         worker(etcd_server, nats_server, namespace, *flags),

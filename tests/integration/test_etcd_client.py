@@ -443,7 +443,7 @@ async def test_a_watch_reconnects_with_an_expired_token(tmp_path: Path) -> None:
                 await seen.until(lambda: seen.changes == [("/dynamo/k", b"1")])
 
 
-async def test_a_wrong_password_is_said_without_being_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_wrong_password_is_reported_without_showing_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with start_etcd(tmp_path) as server:
         with with_auth(server) as endpoint:
             async with connect_etcd(config_for(endpoint, user="dynamo", password="swordfish")) as etcd:

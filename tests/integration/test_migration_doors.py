@@ -73,7 +73,7 @@ DOORS = {
 
 
 @dataclass
-class Told:
+class Received:
     """What a client of one door has read."""
 
     text: str = ""
@@ -97,38 +97,38 @@ class Told:
                     self.pieces += bool(piece)
 
 
-async def read_grpc(front: FrontendProcess, told: Told) -> None:
+async def read_grpc(front: FrontendProcess, received: Received) -> None:
     async with connect(front.grpc_target) as client:
         async for message in client.stream([text_request(PROMPT, TOKENS, model="sim")]):
-            told.error = told.error or message.error_message
+            received.error = received.error or message.error_message
             for output, raw in zip(message.infer_response.outputs, message.infer_response.raw_output_contents, strict=False):
                 if output.name == "text_output":
-                    told.text += raw[4:].decode()
-                    told.pieces += 1
+                    received.text += raw[4:].decode()
+                    received.pieces += 1
             for output in message.infer_response.outputs:
                 if output.name == "text_output":
-                    told.text += b"".join(output.contents.bytes_contents).decode()
-                    told.pieces += bool(output.contents.bytes_contents)
+                    received.text += b"".join(output.contents.bytes_contents).decode()
+                    received.pieces += bool(output.contents.bytes_contents)
 
 
-async def through_all_doors(front: FrontendProcess, tasks: asyncio.TaskGroup) -> dict[str, Told]:
+async def through_all_doors(front: FrontendProcess, tasks: asyncio.TaskGroup) -> dict[str, Received]:
     """What comes of a request through each door; it has all been read when `tasks` are done."""
-    told = {name: Told() for name in (*DOORS, "kserve grpc")}
+    received = {name: Received() for name in (*DOORS, "kserve grpc")}
     for name, door in DOORS.items():
-        tasks.create_task(told[name].read(front, door))
-    tasks.create_task(read_grpc(front, told["kserve grpc"]))
-    return told
+        tasks.create_task(received[name].read(front, door))
+    tasks.create_task(read_grpc(front, received["kserve grpc"]))
+    return received
 
 
-async def under_way(told: dict[str, Told]) -> None:
+async def under_way(received: dict[str, Received]) -> None:
     async with asyncio.timeout(30):
-        while min(one.pieces for one in told.values()) < 3:
+        while min(one.pieces for one in received.values()) < 3:
             await asyncio.sleep(0.02)
 
 
-def texts(told: dict[str, Told]) -> dict[str, str]:
-    assert {name: one.error for name, one in told.items() if one.error} == {}
-    return {name: one.text for name, one in told.items()}
+def texts(received: dict[str, Received]) -> dict[str, str]:
+    assert {name: one.error for name, one in received.items() if one.error} == {}
+    return {name: one.text for name, one in received.items()}
 
 
 SLOW = ("--model", "sim:speedup=0.2")
@@ -150,7 +150,7 @@ async def test_a_stream_of_any_protocol_goes_on_elsewhere_without_a_seam_when_it
         assert all(len(text) > TOKENS / 4 for text in texts(undisturbed).values())
         async with asyncio.TaskGroup() as tasks:
             moved = await through_all_doors(front, tasks)
-            failed = Told()
+            failed = Received()
             tasks.create_task(failed.read(rigid, DOORS["completions"]))
             await under_way({**moved, "rigid": failed})
             async with worker(etcd_server, nats_server, namespace, *SLOW) as second:
@@ -165,7 +165,7 @@ async def test_a_stream_of_any_protocol_goes_on_elsewhere_without_a_seam_when_it
         assert moved["first of two choices"].text != moved["second of two choices"].text
         assert undisturbed["completions"].text.startswith(
             failed.text
-        )  # what it got was right, and it was told that the rest is missing
+        )  # what it got was right, and it was notified that the rest is missing
         assert len(failed.text) < len(undisturbed["completions"].text)
 
 

@@ -34,7 +34,7 @@ OnFailure: TypeAlias = Callable[[str, BaseException], None]
 
 
 class TaskFailed(Exception):
-    """A task failed in a way that it does not handle. It has been logged; `str()` is a sentence for whoever ran the process."""
+    """A task failed in a way that it does not handle. It has been logged; `str()` is a sentence for the operator."""
 
 
 def awaited(work: Work[T], name: str | None = None) -> asyncio.Task[T]:

@@ -228,7 +228,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._failed = True  # what follows is another protocol; the request is served as if it had not asked for it
+            self._failed = True  # what follows is another protocol; the request is served as if no upgrade was requested
             if self._parsing is not None:
                 self._parsing.keep_alive = self._parsing.more_body = False
                 self._parsing.event.set()

@@ -89,12 +89,12 @@ def _ending_within(timeout_s: float) -> Iterator[None]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: end_at_once(number))
-        timer = threading.Timer(timeout_s, _leave_behind, (timeout_s, status))
+        timer = threading.Timer(timeout_s, _exit_with_stuck_threads, (timeout_s, status))
         timer.daemon = True
         timer.start()
 
 
-def _leave_behind(timeout_s: float, status: int) -> None:
+def _exit_with_stuck_threads(timeout_s: float, status: int) -> None:
     stuck = ", ".join(
         thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()
     )
@@ -161,7 +161,7 @@ async def within(timeout_s: float, step: Awaitable[object], what: str) -> bool:
         async with asyncio.timeout(timeout_s):
             await step
     except TimeoutError:
-        log.warning("%s was not done after %g s and is cut", what, timeout_s)
+        log.warning("%s did not finish within %g s and was cancelled", what, timeout_s)
         return False
     except Exception:
         log.exception("%s failed", what)

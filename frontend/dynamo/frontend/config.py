@@ -779,7 +779,7 @@ class ServingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
-    """A stateless front door: KServe v2 and HTTP in front, workers found in etcd and reached over NATS behind."""
+    """Configuration of a frontend, which serves KServe v2 and HTTP and reaches workers over etcd and NATS."""
 
     namespace: str = option("dynamo", parse=parse_name, help="Namespace whose workers are served.")
     processes: int = option(1, minimum=1, maximum=256, help="Processes that share the same ports.")

@@ -121,7 +121,7 @@ def test_a_process_ends_in_time_with_its_status_though_a_thread_is_stuck(end: st
 async def test_a_shutdown_step_that_takes_too_long_is_cut_and_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert await within(0.01, asyncio.Event().wait(), "draining") is False
-    assert "draining was not done after 0.01 s" in caplog.text
+    assert "draining did not finish within 0.01 s" in caplog.text
 
 
 async def test_a_shutdown_step_that_fails_does_not_keep_the_next_from_running(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,7 +47,7 @@ async def test_a_stream_leaves_no_work_for_the_garbage_collector(events: int, no
 
 
 @pytest.mark.parametrize("headers", [[], [(b"x-request-id", b"mine-1")], [(b"x-request-id", b"no good id\n")]])
-async def test_a_response_has_an_id_even_if_the_headers_were_not_read(headers: list[tuple[bytes, bytes]]) -> None:
+async def test_a_response_has_an_id_when_the_caller_was_not_identified(headers: list[tuple[bytes, bytes]]) -> None:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:

@@ -400,7 +400,7 @@ async def test_what_was_recorded_before_a_reset_is_forgotten() -> None:
 
 
 @in_virtual_time
-async def test_without_a_record_instances_are_asked_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_a_record_snapshots_are_requested_and_a_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         async with world(durable=False) as w:
             w.durable = True

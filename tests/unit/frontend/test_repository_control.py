@@ -1,4 +1,4 @@
-"""What one answer is made of several workers' answers."""
+"""Repository requests to several workers, combined into one response."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_the_view_follows_what_is_registered() -> None:
     assert ids(await view_of(both, Events((Put(broken),), 7))) == {2}
 
 
-async def test_news_that_are_older_than_a_look_at_the_store_change_nothing() -> None:
+async def test_events_older_than_the_last_listing_are_ignored() -> None:
     etcd = FakeEtcd()
     view = RepositoryView(etcd, "dynamo")  # type: ignore[arg-type]
     etcd.listing = Listing((registered(1, revision=8, state="READY"),), 9)
@@ -104,18 +104,18 @@ async def test_news_that_are_older_than_a_look_at_the_store_change_nothing() -> 
 
 
 class Fleet:
-    """Workers 1, 2, … that answer with these errors; None: done."""
+    """Workers 1, 2, … that respond with these errors; None: done."""
 
-    def __init__(self, *answers: DynamoError | None, mode: ControlMode = EXPLICIT) -> None:
-        self.answers = answers
+    def __init__(self, *errors: DynamoError | None, mode: ControlMode = EXPLICIT) -> None:
+        self.errors = errors
         self.mode = mode
         self.models = FakeModels()
-        self.asked: list[tuple[int, str]] = []
+        self.requests: list[tuple[int, str]] = []
 
-    async def ask(self, instance: InstanceId, subject: str, verb: str, body: Any, deadline: float) -> bytes:
+    async def request(self, instance: InstanceId, subject: str, verb: str, body: Any, deadline: float) -> bytes:
         assert subject == Endpoint().rpc_subject(instance)
-        self.asked.append((instance, verb))
-        error = self.answers[instance - 1]
+        self.requests.append((instance, verb))
+        error = self.errors[instance - 1]
         if error is not None:
             raise error
         self.models.serving = [*self.models.serving, instance] if verb == "repository_load" else []
@@ -123,29 +123,29 @@ class Fleet:
         return b""
 
     async def repository(self) -> Repository:
-        kvs = tuple(registered(number, self.mode) for number in range(1, len(self.answers) + 1))
+        kvs = tuple(registered(number, self.mode) for number in range(1, len(self.errors) + 1))
         etcd = FakeEtcd(Reset(kvs, 1))
         view = RepositoryView(etcd, "dynamo")  # type: ignore[arg-type]
         for change in etcd.changes:
             view.apply(change)
-        return Repository(view, self.ask, self.models, 5.0)
+        return Repository(view, self.request, self.models, 5.0)
 
 
 GONE, BROKEN = ModelNotFound("m"), InvalidRequest("no weights")
 
 
-@pytest.mark.parametrize("answers", [(None,), (None, None), (GONE, None), (Unsupported("not here"), None)])
-async def test_a_model_is_loaded_by_every_worker_that_has_it(answers: tuple[DynamoError | None, ...]) -> None:
-    fleet = Fleet(*answers)
+@pytest.mark.parametrize("errors", [(None,), (None, None), (GONE, None), (Unsupported("not here"), None)])
+async def test_a_model_is_loaded_by_every_worker_that_has_it(errors: tuple[DynamoError | None, ...]) -> None:
+    fleet = Fleet(*errors)
     repository = await fleet.repository()
     await repository.load(ANONYMOUS, LoadRequest(model="m"))
-    assert fleet.asked == [(number, "repository_load") for number in range(1, len(answers) + 1)]
+    assert fleet.requests == [(number, "repository_load") for number in range(1, len(errors) + 1)]
     await repository.unload(ANONYMOUS, UnloadRequest(model="m"))
     assert fleet.models.serving == []
 
 
 @pytest.mark.parametrize(
-    ("answers", "kind", "text"),
+    ("errors", "kind", "text"),
     [
         ((GONE, GONE), ModelNotFound, "model 'm' is not found"),
         ((BROKEN,), InvalidRequest, "no weights"),
@@ -157,10 +157,10 @@ async def test_a_model_is_loaded_by_every_worker_that_has_it(answers: tuple[Dyna
     ],
 )
 async def test_the_error_of_a_worker_is_returned(
-    answers: tuple[DynamoError | None, ...], kind: type[DynamoError], text: str
+    errors: tuple[DynamoError | None, ...], kind: type[DynamoError], text: str
 ) -> None:
     with pytest.raises(kind) as error:
-        await (await Fleet(*answers).repository()).load(ANONYMOUS, LoadRequest(model="m"))
+        await (await Fleet(*errors).repository()).load(ANONYMOUS, LoadRequest(model="m"))
     assert text in str(error.value)
 
 
@@ -168,4 +168,4 @@ async def test_the_error_of_a_worker_is_returned(
 async def test_without_a_worker_in_explicit_mode_no_request_is_sent(fleet: Fleet) -> None:
     with pytest.raises(Unsupported, match="--model-control-mode explicit"):
         await (await fleet.repository()).load(ANONYMOUS, LoadRequest(model="m"))
-    assert not fleet.asked
+    assert not fleet.requests

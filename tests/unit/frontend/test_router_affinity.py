@@ -31,13 +31,13 @@ class Sessions:
         self, inner: Router | None = None, mode: AffinityMode = AffinityMode.HARD, max_sessions: int = 100, ttl_s: float = 60.0
     ) -> None:
         self.now = 0.0
-        self.told: list[tuple[SessionKey, InstanceId]] = []
+        self.placements: list[tuple[SessionKey, InstanceId]] = []
         self.router = SessionRouter(
             inner or RoundRobin(),
             ttl_s,
             mode,
             max_sessions,
-            on_placed=lambda key, instance: self.told.append((key, instance)),
+            on_placed=lambda key, instance: self.placements.append((key, instance)),
             clock=lambda: self.now,
         )
         self._count = 0
@@ -187,13 +187,13 @@ def test_placements_of_sessions_are_published_but_not_for_every_request() -> Non
     first = one.ask("a")
     for _ in range(10):
         one.ask("a")
-    assert one.told == [(SessionKey("m", "aggregated", "a"), first)]
+    assert one.placements == [(SessionKey("m", "aggregated", "a"), first)]
     one.now = 31.0  # lest the others take the session for an idle one
     one.ask("a")
-    assert len(one.told) == 2
+    assert len(one.placements) == 2
     other.ask("b")
     other.ask("c")
-    for told in one.told:
-        other.router.placed(*told)
+    for placement in one.placements:
+        other.router.placed(*placement)
     assert other.ask("a") == first
-    assert [key.session for key, _ in other.told] == ["b", "c"]  # what one was told oneself is not told on
+    assert [key.session for key, _ in other.placements] == ["b", "c"]  # received placements are not forwarded

@@ -38,9 +38,7 @@ def overlap(held: set[int], blocks: list[int]) -> int:
     ),
     PATHS,
 )
-def test_guesses_are_what_the_decisions_of_the_last_seconds_make(
-    events: list[tuple[str, int, list[int]]], asked: list[int]
-) -> None:
+def test_predictions_equal_the_decisions_within_the_ttl(events: list[tuple[str, int, list[int]]], prompt: list[int]) -> None:
     predicted, now = PredictedIndex(TTL_S), 0.0
     decisions: list[tuple[float, InstanceId, list[int]]] = []
     for kind, number, path in events:
@@ -52,11 +50,11 @@ def test_guesses_are_what_the_decisions_of_the_last_seconds_make(
         else:
             predicted.remove_instance(FLEET[number].id)
             decisions = [each for each in decisions if each[1] != FLEET[number].id]
-    found = predicted.match(chained(asked), now).by_position(predicted.index.rows(FLEET))
+    overlaps = predicted.match(chained(prompt), now).by_position(predicted.index.rows(FLEET))
     size = 0
     for at, each in enumerate(FLEET):
         held = {block for until, owner, blocks in decisions if owner == each.id and until > now for block in blocks}
-        assert found.get(at, 0) == overlap(held, chained(asked))
+        assert overlaps.get(at, 0) == overlap(held, chained(prompt))
         size += len(held)
     assert len(predicted) == size
 

@@ -82,7 +82,7 @@ def test_the_status_of_overload_is_a_setting(chosen: OverloadStatus, grpc_code: 
     assert retry_after_s(error) == 3.0
 
 
-def test_callers_read_the_sentence_but_nothing_of_our_insides() -> None:
+def test_internal_errors_expose_no_details() -> None:
     assert public_message(InvalidRequest("input 'x' is odd")) == "input 'x' is odd"
     assert public_message(EngineError("CUDA out of memory")) == "CUDA out of memory"
     assert public_message(DynamoError("index 7 of /srv/x")) == "internal error"

@@ -37,7 +37,7 @@ def ideal_hits(rows: list[Row]) -> int:
     return hits
 
 
-def test_an_endless_cache_finds_all_that_can_be_found() -> None:
+def test_an_unbounded_cache_reaches_the_ideal_hit_rate() -> None:
     rows = read_trace(SAMPLE)
     one = run(ReplayConfig(workers=1, blocks=100_000, rate=0.001), rows=rows)
     assert one.hit_blocks == ideal_hits(rows)
@@ -46,7 +46,7 @@ def test_an_endless_cache_finds_all_that_can_be_found() -> None:
 
 
 @pytest.mark.parametrize("mode", list(ReplayMode))
-def test_every_request_is_answered_once_and_every_token_is_timed(mode: ReplayMode) -> None:
+def test_every_request_completes_once_and_every_token_is_timed(mode: ReplayMode) -> None:
     rows = read_trace(SAMPLE, 60)
     figures = run(mode=mode, rows=rows)
     assert (len(figures.ttft_s), figures.rejected, len(figures.pick_s)) == (60, 0, 60)
@@ -61,7 +61,7 @@ def test_one_seed_has_one_result() -> None:
     assert one.computed_tokens != other.computed_tokens
 
 
-def test_kv_routing_finds_more_and_answers_sooner_than_turns() -> None:
+def test_kv_routing_has_more_hits_and_lower_ttft_than_round_robin() -> None:
     kv, turns = summary(run()), summary(run(mode=ReplayMode.ROUND_ROBIN))
     assert kv.block_hit_rate > 1.5 * turns.block_hit_rate
     assert kv.ttft_p50_ms < turns.ttft_p50_ms

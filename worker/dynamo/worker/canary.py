@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _TOKEN = 1
 """Part of every vocabulary. A prompt this short leaves no full block in a prefix cache."""
 _GIVEN_UP_S = 30.0
-"""After this time the probe is given up and the engine is told to abort it."""
+"""After this time the probe is given up and the engine aborts it."""
 _LOOK_S = 0.1
 _CLOSE_S = 2.0
 

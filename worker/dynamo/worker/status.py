@@ -1,6 +1,6 @@
 """A worker's status port: liveness, readiness, metrics and sleep. Off unless `--status-port` is given.
 
-`/live` answers while the event loop turns. `/health` is 200 from the moment the worker is registered until it begins to drain,
+`/live` is 200 while the event loop runs. `/health` is 200 from the moment the worker is registered until it begins to drain,
 and 503 before, after, while it sleeps, and while NATS is away; etcd going away is no reason: frontends know the instance and go
 on using it.
 

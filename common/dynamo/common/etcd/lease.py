@@ -67,7 +67,7 @@ class Session:
                 self._lease = 0
             except DynamoError as error:
                 if not self._failing:
-                    log.warning("the lease cannot be kept alive; trying on: %s", error)
+                    log.warning("the lease cannot be kept alive; retrying: %s", error)
                     self._failing = True
                 await asyncio.sleep(min(next(self._pauses), self.ttl_s / (2 * _KEEP_ALIVES_PER_TTL)))
 
@@ -81,7 +81,7 @@ class Session:
             async with asyncio.timeout(timeout_s):
                 await self._transport.unary(REVOKE, pb.LeaseRevokeRequest(ID=lease))
         except LeaseLost:
-            pass  # which is what was wanted
+            pass  # already revoked
         except (DynamoError, TimeoutError) as error:
             why = str(error) or "no response in time"
             log.warning("lease %x could not be revoked and runs out within %g s: %s", lease, self.ttl_s, why)

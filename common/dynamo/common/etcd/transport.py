@@ -33,7 +33,7 @@ Response = TypeVar("Response", bound=Message)
 
 _MAX_RECEIVE_BYTES = 512 * 2**20
 _FIRST_BACKOFF_S = 0.05
-# gRPC also gives up a connection attempt after its minimal reconnect time, and a starting etcd needs a while to answer one.
+# gRPC also gives up a connection attempt after its minimal reconnect time, and a starting etcd needs a while to accept one.
 _MIN_CONNECT_MS = 2_000
 _LAST_CALLS_S = 0.01
 # Ends a stream on a member that has lost its cluster; without it such a member keeps silent.

@@ -1,7 +1,7 @@
 """The caller's side of the request plane: opens streams to instances and follows them to their end.
 
 A stream ends exactly once: with END, with ERROR, with its deadline, by being cancelled, or because its instance is gone. An
-instance counts as gone when nats-server reports no subscriber on its subject, when it answers no probe, or when it no
+instance counts as gone when nats-server reports no subscriber on its subject, when it does not respond to probes, or when it no
 longer knows the stream, or when part of its response is lost. Nothing is
 retried here: `dispatch` decides where a request goes next.
 """
@@ -342,14 +342,14 @@ class _InstancePeer:
     __slots__ = (
         "absent_batch",
         "absent_since",
-        "heard_at",
         "instance",
         "is_suspect",
+        "last_frame_at",
         "outbox",
+        "overdue_s",
         "probed_at",
         "streams",
         "unacknowledged",
-        "unanswered_s",
         "unknown",
         "used_at",
     )
@@ -361,25 +361,25 @@ class _InstancePeer:
         self.unacknowledged = 0
         self.used_at = now
         """When it last had a stream."""
-        self.heard_at = float("-inf")
+        self.last_frame_at = float("-inf")
         """When its last frame came."""
         self.probed_at: float | None = None
-        """When the first probe left since it was heard."""
-        self.unanswered_s = 0.0
-        """How long it has owed a response, while this process could have heard it."""
+        """When the first probe was sent since its last frame."""
+        self.overdue_s = 0.0
+        """How long a response has been overdue, while this process was able to receive it."""
         self.absent_since: float | None = None
-        """When nats-server first said that it has no subscription; None since it was heard."""
+        """When nats-server first reported that it has no subscription; None after its next frame."""
         self.absent_batch = 0
-        """The batch of which it said so."""
+        """The batch for which nats-server reported it."""
         self.is_suspect = False
-        """A stream failed because it is gone; it has not been heard since."""
+        """A stream failed because it is gone; no frame has come since."""
         self.unknown: set[int] = set()
         """Streams that it still works on and that are over here."""
 
-    def heard(self, now: float) -> None:
-        self.heard_at = now
+    def record_frame(self, now: float) -> None:
+        self.last_frame_at = now
         self.probed_at = self.absent_since = None
-        self.unanswered_s = 0.0
+        self.overdue_s = 0.0
 
 
 class RequestClient:
@@ -407,7 +407,7 @@ class RequestClient:
 
     @property
     def free_budget_bytes(self) -> int:
-        """Credit for answers that no stream holds."""
+        """Credit for responses without a stream."""
         return self._budget
 
     def open(
@@ -467,7 +467,7 @@ class RequestClient:
         peer = self._peers_by_subject.get(subject)
         if peer is None:
             return  # it had no streams for a long time
-        peer.heard(now)
+        peer.record_frame(now)
         if peer.is_suspect:
             peer.is_suspect = False
             for callback in self._on_sign_of_life:
@@ -585,8 +585,8 @@ class RequestClient:
         if peer.probed_at is None:
             peer.probed_at = self.now
         elif not self._connection.is_silent:  # else it may be we who do not hear
-            peer.unanswered_s += interval_s
-            if peer.streams and peer.unanswered_s > self.limits.gone_after_s and not self._in_grace() and self._is_alone(peer):
+            peer.overdue_s += interval_s
+            if peer.streams and peer.overdue_s > self.limits.gone_after_s and not self._in_grace() and self._is_alone(peer):
                 return self._fail_streams(peer, "does not respond any more")
         for id_ in silent:
             peer.streams[id_].send_credit()  # the instance may be waiting for one that was lost
@@ -599,9 +599,9 @@ class RequestClient:
         others = [
             other for other in self._peers.values() if other is not peer and not other.is_suspect and other.absent_since is None
         ]
-        if not others or peer.unanswered_s > _WITHOUT_WITNESSES * self.limits.gone_after_s:
+        if not others or peer.overdue_s > _WITHOUT_WITNESSES * self.limits.gone_after_s:
             return True
-        if any(other.heard_at > peer.probed_at for other in others):
+        if any(other.last_frame_at > peer.probed_at for other in others):
             return True
         for other in others[:_WITNESSES]:
             other.outbox.add(frames.encode(frames.Probe([])))
@@ -621,7 +621,7 @@ class RequestClient:
         self._fit_chunks()
         for peer in list(self._peers.values()):
             peer.probed_at = peer.absent_since = None
-            peer.unanswered_s = 0.0
+            peer.overdue_s = 0.0
             for stream in list(peer.streams.values()):
                 stream.on_reconnect()
             peer.outbox.flush()

@@ -38,7 +38,7 @@ class PlaneLimits:
     probe_after_s: float = 2.0
     """A stream that was silent this long is probed."""
     gone_after_s: float = 5.0
-    """An instance that answered no probe for this long is taken as gone."""
+    """An instance that did not respond to probes for this long is taken as gone."""
     reconnect_grace_s: float = 5.0
     """After an own reconnect, a peer without subscription may still be reconnecting."""
     absent_grace_s: float = 1.0

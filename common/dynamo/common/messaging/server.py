@@ -310,9 +310,9 @@ class _CallerPeer:
         self.has_spoken = True
         """It sent something since the last BEAT."""
         self.silent_s = 0.0
-        """How long it has sent nothing, while this process could have heard it."""
+        """How long it has sent nothing, while this process was able to receive it."""
         self.absent_since: float | None = None
-        """When nats-server first said that it has no subscription; None since it was heard."""
+        """When nats-server first reported that it has no subscription; None after its next frame."""
 
 
 class UploadCredits:

@@ -131,11 +131,11 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
                 self._begin = end + 1
                 if self._demands_tls and line.startswith(b"INFO") and not _offers_tls(line):
                     # nats-py would go on in plain text, with our password: anyone on the way could make it do so.
-                    raise NatsError("nats-server does not offer TLS, without which we do not log in")
+                    raise NatsError("nats-server does not offer TLS, but TLS is required")
                 return line
-            if self._eof:  # nats-py would take an empty answer to its greeting for consent
+            if self._eof:  # nats-py would take an empty read for success
                 raise ConnectionResetError(
-                    f"nats-server closed the connection before it let us in ({self._failure or 'no reason'})"
+                    f"nats-server closed the connection during the handshake ({self._failure or 'no reason'})"
                 )
             await self._more()
 

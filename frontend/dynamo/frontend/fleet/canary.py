@@ -2,7 +2,7 @@
 
 What a request notices (a process that died, a connection that is lost) needs none of this. A canary finds the instance that is
 alive and registered, and whose engine hangs or fails: before a request does, and again when it has recovered. An instance whose
-engine answers requests is not disturbed; an idle one generates one token (`worker/canary.py`). Instances that are left out are
+engine serves requests is not disturbed; an idle one generates one token (`worker/canary.py`). Instances that are left out are
 used nevertheless where a model has no others.
 """
 

@@ -127,7 +127,7 @@ class Directory:
                         else:
                             self._update(change)
             except DynamoError as error:  # not permitted, or not understood: it may be corrected in etcd
-                log.error("the registrations cannot be followed; trying on: %s", error)
+                log.error("the registrations cannot be followed; retrying: %s", error)
                 self.stale = True
             await asyncio.sleep(next(pauses))
 

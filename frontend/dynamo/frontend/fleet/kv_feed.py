@@ -6,7 +6,7 @@ instance: for the updates it missed, or for a snapshot of everything. So an inde
 update or report, whatever was lost, and be it while we were cut off. An instance that is gone is cleared.
 
 With a history (durable events, `kv_history`), a component's past is read from the store first, and only the instances that it
-does not tell everything about are asked.
+does not cover completely are queried.
 
 With replica sync, bookings are exchanged with the other frontends of the namespace as well.
 """

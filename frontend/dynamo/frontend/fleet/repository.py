@@ -77,7 +77,7 @@ class RepositoryView:
                         pauses = backoff(_LONGEST_PAUSE_S)
                         self.apply(change)
             except DynamoError as error:
-                log.error("the model repositories cannot be followed; trying on: %s", error)
+                log.error("the model repositories cannot be followed; retrying: %s", error)
             await asyncio.sleep(next(pauses))
 
     async def refresh(self, timeout_s: float) -> None:

@@ -17,7 +17,7 @@ _MAX_MODELS = 4096
 class ThresholdTable:
     """The configured thresholds, and those that were set for single models since.
 
-    Each change carries the time at which it was made; of two, the later one stays, in whatever order they are heard of.
+    Each change carries the time at which it was made; of two, the later one stays, in whatever order they arrive.
     """
 
     def __init__(self, configured: Thresholds = NEVER_BUSY) -> None:

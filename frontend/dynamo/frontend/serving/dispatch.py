@@ -254,7 +254,7 @@ class DispatchedStream:
     # After a failure
 
     async def _after_failure(self, booking: Booking, error: DynamoError) -> None:
-        """After `error` at an instance: return when another one may be sent the request, or raise what its caller is told."""
+        """After `error` at an instance: return when another one may be sent the request, or raise the error for the caller."""
         shared = self._shared
         self._booking = None
         if not shared.is_disturbed(shared.clock()):
@@ -267,7 +267,7 @@ class DispatchedStream:
         self._work.metrics.retries.inc()
 
     async def _recover(self, error: DynamoError, *, is_delivered: bool) -> None:
-        """Return when the request may be sent again after `error`; raise what its caller is told if it may not."""
+        """Return when the request may be sent again after `error`; raise the error for the caller if it may not."""
         assert self.decision is not None
         shared, call, attempts = self._shared, self._call, self._attempts
         now = shared.clock()

@@ -25,7 +25,7 @@ from dynamo.frontend.config import RetryOptions
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 _MAX_DEATHS = 1
-"""Instances that may die of one request and be taken for unlucky."""
+"""Instances that may die while they hold one request before the request is blamed."""
 
 
 LINK_REASON = "link"
@@ -38,11 +38,11 @@ class Verdict(Enum):
     WAIT = "wait"
     """Let time pass while the connection comes back, then send it to any instance."""
     RAISE = "raise"
-    """Tell the caller of the error."""
+    """Raise the error."""
     BLAME = "blame"
-    """Tell the caller that the request seems to kill instances."""
+    """Raise EngineError: the request seems to kill instances."""
     EXPIRE = "expire"
-    """Tell the caller that its deadline has passed."""
+    """Raise DeadlineExceeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

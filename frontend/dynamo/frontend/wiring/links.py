@@ -44,7 +44,7 @@ class Links:
         return await self.connection.subscribe(subject, on_message)
 
     def set_thresholds(self, model: str, thresholds: Thresholds) -> None:
-        """Set the busy thresholds of a model in all frontends of the namespace. Raises Unavailable before they can be told."""
+        """Set the busy thresholds of a model in all frontends of the namespace; raise Unavailable while NATS is not connected."""
         if self.siblings is None:
             raise Unavailable("there is no connection to NATS yet")
         self.siblings.set_thresholds(model, thresholds)

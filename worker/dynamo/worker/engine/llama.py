@@ -420,7 +420,7 @@ class LlamaEngine:
     def _generate(self, choice: _ChoiceRun) -> None:
         """Run llama.cpp until `choice` is finished. Raises Cancelled if it was cancelled before.
 
-        `min_tokens` takes two calls: llama.cpp has no such option, but it can be told that no token ends the first call. The
+        `min_tokens` takes two calls: llama.cpp has no such option, but the first call can run with no end token. The
         second call finds the first one in the prefix cache.
         """
         choice.queue_ms = (time.monotonic() - choice.created) * 1000

@@ -240,7 +240,7 @@ class StubProcess:
         return [head.number for head in heads], sinks, over
 
     def forget(self, number: int) -> None:
-        """Drop a request. If it has not ended, the model is told that it is cancelled."""
+        """Drop a request. If it has not ended, the model is notified of the cancellation."""
         sink = self._streams.pop(number, None)
         if sink is not None:
             sink.close()
@@ -271,7 +271,7 @@ class StubProcess:
             why = f"sent what cannot be read: {error}"
             log.exception("the process of model '%s' %s", self._name, why)
         finally:
-            self._over(why)
+            self._fail_all(why)
 
     async def _read(self) -> tuple[wire.Message, list[bytes]]:
         (length,) = wire.LENGTH.unpack(await self._reader.readexactly(wire.LENGTH.size))
@@ -300,7 +300,7 @@ class StubProcess:
             case wire.Log():
                 log.log(message.level, "%s: %s", self._name, message.text)
             case _:
-                raise ValueError(f"it sent a {type(message).__name__}")
+                raise ValueError(f"unexpected message {type(message).__name__}")
 
     def _deliver(self, head: wire.Response, raws: list[bytes]) -> None:
         sink = self._streams.get(head.number)
@@ -328,15 +328,15 @@ class StubProcess:
 
         self._calls[number] = start(run(), f"a call of model '{self._name}'")
 
-    def _over(self, why: str) -> None:
+    def _fail_all(self, why: str) -> None:
         self.closed.set()
         text = f"the process of model '{self._name}' {why}"
         for sink in self._streams.values():
             sink.add(ProcessDied(text))
         self._streams.clear()
-        for over in self._executions.values():
-            if not over.done():
-                over.set_result(None)
+        for done in self._executions.values():
+            if not done.done():
+                done.set_result(None)
         self._executions.clear()
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(wire.Ready(error=text))

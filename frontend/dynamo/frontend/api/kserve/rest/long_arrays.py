@@ -25,7 +25,7 @@ class CutBody:
     """A body without its long arrays of data."""
 
     text: bytes
-    """In place of each array, an array of one number that nobody could foresee."""
+    """In place of each array, an array of one random number."""
     arrays: Mapping[bytes, memoryview]
     """The arrays by what stands in their place."""
 
