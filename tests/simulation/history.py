@@ -137,7 +137,7 @@ class History:
         return self.rng.choice([member.process for member in self.members])
 
     def pick_frontend(self) -> SimulatedFrontend | None:
-        able = [frontend for frontend in self.frontends if frontend.plane is not None and not frontend.process.is_paused]
+        able = [frontend for frontend in self.frontends if frontend.is_in_service]
         return self.rng.choice(able) if able else None
 
     async def hostile(self, frontend: SimulatedFrontend, kind: str) -> None:
@@ -268,7 +268,7 @@ class History:
     async def _client(self, rng: Random, end: float) -> None:
         while self.loop.time() < end:
             await asyncio.sleep(rng.expovariate(1 / 0.5))
-            able = [frontend for frontend in self.frontends if frontend.plane is not None and not frontend.process.is_paused]
+            able = [frontend for frontend in self.frontends if frontend.is_in_service]
             if not able:
                 continue
             await self._request(rng, rng.choice(able), rng.choice([2.0, 10.0, 30.0, 30.0]))

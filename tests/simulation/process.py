@@ -106,6 +106,7 @@ class SimulatedFrontend:
     def __init__(self, name: str, mode: RouterMode, seed: int) -> None:
         self.process = Process(name)
         self._seed = seed
+        self._was_ready = False
         self.mode = mode
         self.plane: DataPlane | None = None
         """None until it serves."""
@@ -118,6 +119,14 @@ class SimulatedFrontend:
 
     def __repr__(self) -> str:
         return f"<SimulatedFrontend {self.process!r}>"
+
+    @property
+    def is_in_service(self) -> bool:
+        """A load balancer sends requests here: the frontend has said at least once that it can serve each model."""
+        plane = self.plane
+        if not self._was_ready and plane is not None:
+            self._was_ready = all(map(plane.model_ready, ("echo", "raising", "sim")))
+        return self._was_ready and plane is not None and not self.process.is_paused
 
     def terminate(self) -> None:
         self._stop.set()
