@@ -1,12 +1,12 @@
 """Keeps a KV router in step with the caches and loads that instances publish.
 
-Each instance numbers its updates without holes, and a `common.kv.follow.Follower` per model and instance says what may be applied
+Each instance numbers its updates without holes, and a `fleet.kv_follow.Follower` per model and instance says what may be applied
 and when something is missing: a hole, a new instance, a load report that speaks of updates never seen. Then the feed queries the
 instance: for the updates it missed, or for a snapshot of everything. So an index is exact again a round trip after the next
 update or report, whatever was lost, and be it while we were cut off. An instance that is gone is cleared.
 
-With a history (durable events, `kv_history`), a component's past is read from the store first, and only the instances that it
-does not cover completely are queried.
+With a history (durable events, `kv_history`), a component's past is read from the store first, and only the instances that the
+history does not cover are queried.
 
 With replica sync, bookings are exchanged with the other frontends of the namespace as well.
 """
