@@ -207,7 +207,7 @@ def test_an_option_in_file_and_on_the_command_line_must_agree(tmp_path: Path) ->
     assert sentence == f"--weight and 'weight' in {tmp_path / 'dynamo.yaml'} are both given and differ; keep one of them"
 
 
-def test_a_required_option_is_asked_for() -> None:
+def test_a_required_option_is_requested() -> None:
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Needy:
         name: str = option(help="Name.", flags=("--name",), env=("DYN_NAME",))

@@ -104,8 +104,8 @@ def test_the_wire_form_costs_eight_bytes_per_block() -> None:
     assert read_message(message) == KvMessage("m", update)
     snapshot = KvSnapshot(3, bytes(16))
     assert snapshot_decoder.decode(message_encoder.encode(snapshot)) == snapshot
-    told = LoadMessage("m", LoadReport(waiting=1, kv_number=4))
-    assert load_message_decoder.decode(message_encoder.encode(told)) == told
+    received = LoadMessage("m", LoadReport(waiting=1, kv_number=4))
+    assert load_message_decoder.decode(message_encoder.encode(received)) == received
 
 
 BLOCKS = st.lists(st.integers(0, 12), max_size=6)

@@ -48,7 +48,7 @@ def answered(*names: str) -> ModelInferResponse:
 
 
 def encoded(form: ResponseForm, arrays: dict[str, np.ndarray]) -> ModelInferResponse:
-    """The answer to `form` of an engine that computed `arrays`."""
+    """The response to `form` of an engine that computed `arrays`."""
     head, raws = ModelInferResponse(), []
     for name, array in arrays.items():
         datatype, raw = from_numpy(array)

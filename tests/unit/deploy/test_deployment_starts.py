@@ -90,7 +90,7 @@ class Pod:
             self.lines.append(line.decode(errors="replace").rstrip())
 
     async def probe(self, kind: str) -> int:
-        """Status that a probe of the manifest sees; 0 if nobody answers."""
+        """Status that a probe of the manifest sees; 0 if nothing responds."""
         get = self.placed.container.spec[kind]["httpGet"]
         url = f"{self.scheme}://{self.address}:{self.placed.container.port(get['port'])}{get['path']}"
         async with httpx2.AsyncClient(verify=False) as client:  # as the kubelet, which checks no certificates
@@ -246,15 +246,15 @@ async def ask(pod: Pod, question: str = "Say one word.") -> str:
     async with pod.client("http") as client:
         [model] = (await client.get("/v1/models")).json()["data"]
         body = {"model": model["id"], "messages": [{"role": "user", "content": question}], "max_tokens": 4}
-        answer = await client.post("/v1/chat/completions", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-        content = answer.json()["choices"][0]["message"]["content"]
+        response = await client.post("/v1/chat/completions", json=body, timeout=60)
+        assert response.status_code == 200, response.text
+        content = response.json()["choices"][0]["message"]["content"]
         assert isinstance(content, str)
         return content
 
 
 def shown_metrics(*dashboards: str) -> set[str]:
-    """Families of ours that dashboards ask for, as a scrape names them."""
+    """Families of ours that dashboards request, as a scrape names them."""
     text = "".join((DEPLOY / "grafana" / f"{name}.json").read_text() for name in dashboards)
     return {
         re.sub(r"_(bucket|sum|count|total)$", "", name)
@@ -326,7 +326,7 @@ async def test_the_tls_overlay_serves_over_three_etcd_and_three_nats(folder: Pat
         assert await is_refused_without_certificate(found.hosts["dynamo-etcd"])
 
 
-async def test_the_disaggregated_overlay_computes_prompts_in_one_pool_and_answers_in_the_other(folder: Path) -> None:
+async def test_the_disaggregated_overlay_computes_prompts_in_one_pool_and_responds_in_the_other(folder: Path) -> None:
     async with fleet("disaggregated", folder) as found:
         [frontend] = found.named("frontend")
         pools = {pod.placed.container.command[-1]: pod for pod in found.named("worker")}
@@ -348,19 +348,19 @@ async def test_the_repository_overlay_serves_what_lies_on_the_volume_to_those_wi
             assert (await client.get("/v2/models/double")).status_code == 401
         async with frontend.client("http", key) as client:
             body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}]}
-            answer = await client.post("/v2/models/double/infer", json=body)
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["outputs"][0]["data"] == [2, 4]
+            response = await client.post("/v2/models/double/infer", json=body)
+            assert response.status_code == 200, response.text
+            assert response.json()["outputs"][0]["data"] == [2, 4]
         assert_nobody_was_refused(found)
 
 
 async def test_a_nats_of_the_manifests_stops_as_its_pod_is_told_to(folder: Path) -> None:
     async with nats_alone(folder) as pod:
         stop = pod.placed.container.spec["lifecycle"]["preStop"]["exec"]["command"]
-        told = await asyncio.create_subprocess_exec(
+        stop = await asyncio.create_subprocess_exec(
             str(nats_binary()), *(pod.placed.localise(word) for word in stop[1:]), stderr=asyncio.subprocess.PIPE
         )
-        assert await told.wait() == 0
+        assert await stop.wait() == 0
         await pod.until(lambda: lame(pod), bool, 10)
 
 

@@ -75,10 +75,12 @@ def helm(values: Mapping[str, Any], release: str = "dynamo") -> tuple[Manifest, 
     command = [PYTHON, "-c", _RENDER, str(CHART), json.dumps(values), release]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     done.check_returncode()
-    answer = json.loads(done.stdout)
-    serious = [message for message in answer["lint"].get("messages", ()) if message.get("severity", 0) not in ("INFO", "info", 1)]
+    response = json.loads(done.stdout)
+    serious = [
+        message for message in response["lint"].get("messages", ()) if message.get("severity", 0) not in ("INFO", "info", 1)
+    ]
     assert not serious, serious
-    return tuple(found for text in answer["rendered"].values() for found in parse(text))
+    return tuple(found for text in response["rendered"].values() for found in parse(text))
 
 
 def merged(*changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,8 +160,8 @@ def test_a_release_of_another_name_has_its_own_names_throughout() -> None:
     assert hosts_in(of_kind(manifests, "ConfigMap")["blue-nats"]["data"]["cluster.conf"]) == {
         f"{name}.{nats['spec']['serviceName']}" for name in pod_names(nats)
     }
-    asked = hosts_in("\n".join(of_kind(manifests, "ConfigMap")["blue"]["data"].values()))
-    assert asked == {"blue-etcd", "blue-nats", "collector"}
+    requested = hosts_in("\n".join(of_kind(manifests, "ConfigMap")["blue"]["data"].values()))
+    assert requested == {"blue-etcd", "blue-nats", "collector"}
     assert {"blue-etcd", "blue-nats", etcd["spec"]["serviceName"], nats["spec"]["serviceName"]} <= services.keys()
 
 

@@ -45,7 +45,7 @@ def test_every_field_of_anthropic_is_declared(ours: type[msgspec.Struct], theirs
     assert set(typing.get_type_hints(theirs)) - declared - headers == set()
 
 
-async def test_an_answer_has_the_shape_that_anthropic_clients_read() -> None:
+async def test_a_response_has_the_shape_that_anthropic_clients_read() -> None:
     speaker = Speaker(cached_tokens=4)
     async with open_http_edge(respond=speaker) as edge:
         body = (await edge.post(PATH, HELLO | {"system": "Be kind.", "top_k": 5, "stop_sequences": ["x"]})).json()

@@ -324,7 +324,7 @@ async def test_structured_output_does_not_go_on_elsewhere(n: int) -> None:
 class ChoiceEngine(DyingEngine):
     """A `respond` for FakeClient: the choices of a request, each with tokens of its own, come in a random order.
 
-    `deaths` says after how many deltas each request, in order, loses its instance; the rest are answered to the end.
+    `deaths` says after how many deltas each request, in order, loses its instance; the rest complete.
     """
 
     def __init__(self, deaths: list[int], seed: int = 0) -> None:
@@ -464,7 +464,7 @@ async def test_a_stream_cut_by_our_own_connection_goes_on_even_at_the_only_insta
 
 
 @pytest.mark.parametrize(
-    ("answer", "trailer"),
+    ("response", "trailer"),
     [
         (b"\xc1", b""),
         (delta(1, index=5), b""),
@@ -474,9 +474,9 @@ async def test_a_stream_cut_by_our_own_connection_goes_on_even_at_the_only_insta
     ],
     ids=["no delta", "unknown choice", "negative choice", "unfinished", "no summary"],
 )
-async def test_nonsense_from_an_engine_is_an_engine_error(answer: bytes, trailer: bytes) -> None:
+async def test_nonsense_from_an_engine_is_an_engine_error(response: bytes, trailer: bytes) -> None:
     def respond(stream: FakeStream) -> None:
-        stream.data(answer)
+        stream.data(response)
         stream.end(trailer)
 
     async with front(respond) as f:

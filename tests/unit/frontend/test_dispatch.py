@@ -422,11 +422,11 @@ async def test_while_our_own_connection_is_silent_no_instance_is_blamed_for_its_
     b = bench(failing_on(silent))  # type: ignore[arg-type]
     b.link.is_silent = True
 
-    def heard() -> None:
+    def received() -> None:
         b.link.is_silent = False
         silent.clear()
 
-    asyncio.get_running_loop().call_later(6.0, heard)
+    asyncio.get_running_loop().call_later(6.0, received)
     assert await b.call() == b"response"
     assert 6.0 < asyncio.get_running_loop().time() < 6.6
     assert b.directory.down == []

@@ -118,8 +118,8 @@ async def test_tls_accepts_clients_with_the_right_certificates(tmp_path: Path, m
 
         async def say(credentials: grpc.ChannelCredentials) -> bytes:
             async with grpc.aio.secure_channel(f"localhost:{running.port}", credentials) as channel:
-                answer: bytes = await channel.unary_unary("/test.Echo/Say")(b"hello", timeout=3.0)
-                return answer
+                response: bytes = await channel.unary_unary("/test.Echo/Say")(b"hello", timeout=3.0)
+                return response
 
         assert await say(with_key) == b"hello"
         if mutual:
@@ -154,11 +154,11 @@ async def test_calls_to_methods_that_do_not_exist_are_unimplemented(kind: GrpcSe
         assert found == [grpc.StatusCode.UNIMPLEMENTED] * 3 + [grpc.StatusCode.OK]
 
 
-# Compressed answers, read as they are on the wire
+# Compressed responses, read as they are on the wire
 
 
 def wire_headers(accepted: str) -> bytes:
-    """Of a call to `echo` by a client that takes answers in these encodings; `benchmarks.grpc_client` adds the rest."""
+    """Of a call to `echo` by a client that takes responses in these encodings; `benchmarks.grpc_client` adds the rest."""
     headers = request_headers("/test.Echo/Say", "localhost")
     if accepted:
         name = b"grpc-accept-encoding"
@@ -167,7 +167,7 @@ def wire_headers(accepted: str) -> bytes:
 
 
 async def raw_answer(options: GrpcOptions, payload: bytes, accepted: str) -> tuple[int, bytes]:
-    """The flag of the answer's gRPC prefix, and the message behind it."""
+    """The flag of the response's gRPC prefix, and the message behind it."""
     async with serve_grpc(options, SERVICES) as server:
         connection = await connect("127.0.0.1", server.port)
         async with asyncio.timeout(10):

@@ -39,12 +39,12 @@ def text_request(*prompts: str, max_tokens: int = 3, model: str = "talker") -> p
 
 
 def echo(stream: FakeStream) -> None:
-    """Answers with the request's own first tensor."""
+    """Responds with the request's own first tensor."""
     request = pb.ModelInferRequest.FromString(stream.body)
-    answer = pb.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
-    answer.outputs.add(name="y", datatype="INT32", shape=request.inputs[0].shape)
-    answer.raw_output_contents.append(request.raw_input_contents[0])
-    stream.end(answer.SerializeToString())
+    response = pb.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
+    response.outputs.add(name="y", datatype="INT32", shape=request.inputs[0].shape)
+    response.raw_output_contents.append(request.raw_input_contents[0])
+    stream.end(response.SerializeToString())
 
 
 async def failure(call: object) -> grpc.aio.AioRpcError:
@@ -81,8 +81,8 @@ async def test_the_server_lives_and_is_ready_while_an_instance_is_attached(edge:
     ],
 )
 async def test_model_ready_responds_for_any_name(edge: Edge, name: str, version: str, ready: bool) -> None:
-    answer = await edge.call("ModelReady", pb.ModelReadyRequest(name=name, version=version))
-    assert pb.ModelReadyResponse.FromString(answer).ready is ready
+    response = await edge.call("ModelReady", pb.ModelReadyRequest(name=name, version=version))
+    assert pb.ModelReadyResponse.FromString(response).ready is ready
 
 
 async def test_metadata_and_config_describe_server_and_models(edge: Edge) -> None:
@@ -162,8 +162,8 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(edge: Edge, met
 
 async def test_a_tensor_request_and_its_response_are_forwarded_unchanged(edge: Edge) -> None:
     request = adder_request()
-    answer = await edge.infer(request)
-    assert (answer.id, answer.raw_output_contents[0]) == ("7", request.raw_input_contents[0])
+    response = await edge.infer(request)
+    assert (response.id, response.raw_output_contents[0]) == ("7", request.raw_input_contents[0])
     assert edge.client.streams[0].body == request.SerializeToString()
     assert edge.client.streams[0].verb == "infer"
 
@@ -306,12 +306,12 @@ async def test_a_client_that_cancels_cancels_the_instance(edge: Edge) -> None:
 
 async def test_a_language_model_returns_one_complete_response(edge: Edge) -> None:
     edge.client.respond = TokenEngine([], Exception)  # type: ignore[arg-type]
-    answer = await edge.infer(text_request("ab", "c"))
-    texts = answer.outputs[0].contents.bytes_contents
-    assert (answer.outputs[0].name, len(texts)) == ("text_output", 2)
+    response = await edge.infer(text_request("ab", "c"))
+    texts = response.outputs[0].contents.bytes_contents
+    assert (response.outputs[0].name, len(texts)) == ("text_output", 2)
     assert [len(text.split()) for text in texts] == [3, 3]
-    assert list(answer.outputs[1].contents.bytes_contents) == [b"length", b"length"]
-    assert not answer.parameters
+    assert list(response.outputs[1].contents.bytes_contents) == [b"length", b"length"]
+    assert not response.parameters
 
 
 async def test_one_failed_prompt_fails_the_batch_and_cancels_the_others(edge: Edge) -> None:
@@ -347,8 +347,8 @@ async def test_messages_above_the_limit_are_refused_in_both_directions(server: G
 
 async def test_gzip_is_accepted(edge: Edge) -> None:
     request = adder_request(50_000)
-    answer = await edge.infer(request, compression=grpc.Compression.Gzip)
-    assert answer.raw_output_contents[0] == request.raw_input_contents[0]
+    response = await edge.infer(request, compression=grpc.Compression.Gzip)
+    assert response.raw_output_contents[0] == request.raw_input_contents[0]
 
 
 # Health and reflection
@@ -356,8 +356,8 @@ async def test_gzip_is_accepted(edge: Edge) -> None:
 
 async def check(edge: Edge, service: str) -> int:
     call = edge.channel.unary_unary(f"/{HEALTH_SERVICE}/Check")
-    answer = await call(health_pb2.HealthCheckRequest(service=service).SerializeToString())
-    return int(health_pb2.HealthCheckResponse.FromString(answer).status)
+    response = await call(health_pb2.HealthCheckRequest(service=service).SerializeToString())
+    return int(health_pb2.HealthCheckResponse.FromString(response).status)
 
 
 @pytest.mark.parametrize("service", ["", SERVICE, "adder"])

@@ -28,18 +28,18 @@ LIMIT = 4096
 
 
 def echo(stream: FakeStream) -> None:
-    """Answers with the request's own tensors and parameters, those of `adder` and `repeater` as `y`."""
+    """Responds with the request's own tensors and parameters, those of `adder` and `repeater` as `y`."""
     request = pb.ModelInferRequest.FromString(stream.body)
-    answer = pb.ModelInferResponse(
+    response = pb.ModelInferResponse(
         model_name=request.model_name, model_version=request.model_version or "3", id=request.id, parameters=request.parameters
     )
     for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True):
         name = "y" if tensor.name == "x" else tensor.name
-        answer.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
-        answer.raw_output_contents.append(raw)
+        response.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
+        response.raw_output_contents.append(raw)
     for _ in range(request.parameters["times"].int64_param if request.model_name == "repeater" else 0):
-        stream.data(answer.SerializeToString())
-    stream.end(b"" if request.model_name == "repeater" else answer.SerializeToString())
+        stream.data(response.SerializeToString())
+    stream.end(b"" if request.model_name == "repeater" else response.SerializeToString())
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ async def test_a_draining_server_lives_but_is_not_ready(edge: HttpEdge) -> None:
     ],
 )
 async def test_a_model_is_ready_if_an_instance_serves_it(edge: HttpEdge, path: str, code: int) -> None:
-    answer = await edge.http.get(f"/v2/models/{path}/ready")
-    assert (answer.status_code, answer.json()["ready"]) == (code, code == 200)
+    response = await edge.http.get(f"/v2/models/{path}/ready")
+    assert (response.status_code, response.json()["ready"]) == (code, code == 200)
 
 
 # What there is
@@ -151,10 +151,10 @@ async def test_the_index_lists_models_and_versions_ready_or_not(edge: HttpEdge) 
     ],
 )
 async def test_what_is_not_there_is_404_and_what_is_not_done_501(edge: HttpEdge, path: str, method: str, code: int) -> None:
-    answer = await edge.http.request(method, path, json={"inputs": []} if method == "POST" else None)
-    assert answer.status_code == code
-    assert answer.headers["content-type"] == "application/json"
-    assert list(answer.json()) == ["error"]
+    response = await edge.http.request(method, path, json={"inputs": []} if method == "POST" else None)
+    assert response.status_code == code
+    assert response.headers["content-type"] == "application/json"
+    assert list(response.json()) == ["error"]
 
 
 @pytest.mark.parametrize(
@@ -168,24 +168,24 @@ async def test_what_is_not_there_is_404_and_what_is_not_done_501(edge: HttpEdge,
     ],
 )
 async def test_a_wrong_method_is_405_with_the_allowed_ones(edge: HttpEdge, path: str, method: str, allowed: str) -> None:
-    answer = await edge.http.request(method, path)
-    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
-    assert method in answer.json()["error"]
+    response = await edge.http.request(method, path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+    assert method in response.json()["error"]
 
 
 async def test_a_model_without_instances_is_503(edge: HttpEdge) -> None:
-    asked = {"inputs": [{"name": "x", "datatype": "INT32", "shape": [1], "data": [1]}]}
-    for path, body in (("infer", asked), ("generate", {"x": 1}), ("generate_stream", {"x": 1})):
-        answer = await edge.post(f"/v2/models/later/{path}", body)
-        assert answer.status_code == 503
-        assert "'later'" in answer.json()["error"]
+    requested = {"inputs": [{"name": "x", "datatype": "INT32", "shape": [1], "data": [1]}]}
+    for path, body in (("infer", requested), ("generate", {"x": 1}), ("generate_stream", {"x": 1})):
+        response = await edge.post(f"/v2/models/later/{path}", body)
+        assert response.status_code == 503
+        assert "'later'" in response.json()["error"]
 
 
 async def test_an_overloaded_model_is_the_configured_status_with_a_time_to_come_back() -> None:
     async with open_http_edge(tensor_card(), overload=OverloadStatus.TOO_MANY_REQUESTS) as edge:
         edge.client.respond = failing(Overloaded("busy", retry_after_s=7))
-        answer = await edge.post("/v2/models/adder/infer", {"inputs": [tensor("INT32", [1], name="x")]})
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+        response = await edge.post("/v2/models/adder/infer", {"inputs": [tensor("INT32", [1], name="x")]})
+        assert (response.status_code, response.headers["retry-after"]) == (429, "7")
 
 
 async def test_an_internal_failure_reveals_no_details(edge: HttpEdge) -> None:
@@ -193,8 +193,8 @@ async def test_an_internal_failure_reveals_no_details(edge: HttpEdge) -> None:
         raise RuntimeError("the secret")
 
     edge.client.respond = broken
-    answer = await edge.post(INFER, request_of(tensor("INT8", [1])))
-    assert (answer.status_code, answer.json()) == (500, {"error": "internal error"})
+    response = await edge.post(INFER, request_of(tensor("INT8", [1])))
+    assert (response.status_code, response.json()) == (500, {"error": "internal error"})
     edge.client.respond = lambda stream: stream.end(b"\xff\xff")
     assert await edge.error(INFER, request_of(tensor("INT8", [1])), 500) == "the model's response is not a ModelInferResponse"
     edge.client.respond = failing(EngineError("the model broke"))
@@ -229,9 +229,9 @@ async def test_an_internal_failure_reveals_no_details(edge: HttpEdge) -> None:
     ],
 )  # fmt: skip
 async def test_mistakes_of_the_client_are_400_with_a_sentence(edge: HttpEdge, body: bytes, words: str) -> None:
-    answer = await edge.http.post(INFER, content=body)
-    assert answer.status_code == 400
-    assert words in answer.json()["error"]
+    response = await edge.http.post(INFER, content=body)
+    assert response.status_code == 400
+    assert words in response.json()["error"]
 
 
 @pytest.mark.parametrize("path", [INFER, "/v2/models/talker/generate", "/v2/models/talker/generate_stream"])
@@ -241,9 +241,9 @@ async def test_a_body_may_be_as_large_as_the_bound_but_not_larger(edge: HttpEdge
     for encoding, pack in (("", bytes), ("gzip", gzip.compress), ("deflate", zlib.compress)):
         headers = {"content-encoding": encoding} if encoding else {}
         for size, code in ((LIMIT, 200), (LIMIT + 1, 413)):
-            answer = await edge.http.post(path, content=pack(text.ljust(size)), headers=headers)
-            assert answer.status_code == code, answer.text
-    assert f"larger than {LIMIT} bytes" in answer.json()["error"]
+            response = await edge.http.post(path, content=pack(text.ljust(size)), headers=headers)
+            assert response.status_code == code, response.text
+    assert f"larger than {LIMIT} bytes" in response.json()["error"]
 
 
 async def test_a_chunked_body_is_bounded_as_well(edge: HttpEdge) -> None:
@@ -259,18 +259,18 @@ async def test_a_chunked_body_is_bounded_as_well(edge: HttpEdge) -> None:
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("GZIP", gzip.compress)])
 async def test_requests_may_be_compressed_with_json_and_binary_inside(edge: HttpEdge, encoding: str, pack: Any) -> None:
-    asked = tensor("FP32", [0, 0], parameters={"binary_data_size": 8})
-    del asked["data"]
-    head = json.dumps(request_of(asked)).encode()
+    requested = tensor("FP32", [0, 0], parameters={"binary_data_size": 8})
+    del requested["data"]
+    head = json.dumps(request_of(requested)).encode()
     headers = {"content-encoding": encoding, "inference-header-content-length": str(len(head))}
-    answer = await edge.http.post(INFER, content=pack(head + np.array([1, 2], np.float32).tobytes()), headers=headers)
-    assert answer.json()["outputs"][0]["data"] == [1.0, 2.0]
+    response = await edge.http.post(INFER, content=pack(head + np.array([1, 2], np.float32).tobytes()), headers=headers)
+    assert response.json()["outputs"][0]["data"] == [1.0, 2.0]
 
 
 async def test_an_unknown_compression_is_415_with_the_supported_ones(edge: HttpEdge) -> None:
-    answer = await edge.http.post(INFER, content=b"x", headers={"content-encoding": "zstd"})
-    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "gzip, deflate")
-    assert "unsupported content encoding 'zstd'" in answer.json()["error"]
+    response = await edge.http.post(INFER, content=b"x", headers={"content-encoding": "zstd"})
+    assert (response.status_code, response.headers["accept-encoding"]) == (415, "gzip, deflate")
+    assert "unsupported content encoding 'zstd'" in response.json()["error"]
 
 
 @pytest.mark.parametrize(("accepted", "chosen"), [("gzip", "gzip"), ("deflate", "deflate"), ("br", None), ("identity", None)])
@@ -279,60 +279,60 @@ async def test_responses_are_compressed_if_the_client_accepts_it(
     edge: HttpEdge, accepted: str, chosen: str | None, binary: bool
 ) -> None:
     values = list(range(500))
-    asked = request_of(tensor("INT16", values), parameters={"binary_data_output": binary})
-    answer = await edge.post(INFER, asked, headers={"accept-encoding": accepted})
-    assert answer.headers.get("content-encoding") == chosen
+    requested = request_of(tensor("INT16", values), parameters={"binary_data_output": binary})
+    response = await edge.post(INFER, requested, headers={"accept-encoding": accepted})
+    assert response.headers.get("content-encoding") == chosen
     if binary:
-        size = int(answer.headers["inference-header-content-length"])
-        assert json.loads(answer.content[:size])["outputs"][0]["parameters"] == {"binary_data_size": 1000}
-        assert answer.content[size:] == np.array(values, np.int16).tobytes()
+        size = int(response.headers["inference-header-content-length"])
+        assert json.loads(response.content[:size])["outputs"][0]["parameters"] == {"binary_data_size": 1000}
+        assert response.content[size:] == np.array(values, np.int16).tobytes()
     else:
-        assert answer.json()["outputs"][0]["data"] == values
+        assert response.json()["outputs"][0]["data"] == values
 
 
 async def test_a_small_response_is_not_compressed(edge: HttpEdge) -> None:
-    answer = await edge.post(INFER, request_of(tensor("INT8", [1])), headers={"accept-encoding": "gzip"})
-    assert "content-encoding" not in answer.headers
+    response = await edge.post(INFER, request_of(tensor("INT8", [1])), headers={"accept-encoding": "gzip"})
+    assert "content-encoding" not in response.headers
 
 
 async def test_words_for_what_is_no_number_go_both_ways(edge: HttpEdge) -> None:
     body = b'{"inputs": [{"name": "FP64", "datatype": "FP64", "shape": [4], "data": [NaN, -Infinity, 0.5, Infinity]}]}'
-    answer = await edge.http.post(INFER, content=body)
-    assert b'"data":[NaN,-Infinity,0.5,Infinity]' in answer.content
+    response = await edge.http.post(INFER, content=body)
+    assert b'"data":[NaN,-Infinity,0.5,Infinity]' in response.content
     nested = body.replace(b"NaN, -Infinity", b"[NaN, -Infinity]")
     assert "input 'FP64'" in (await edge.http.post(INFER, content=nested)).json()["error"]
 
 
 async def test_a_binary_response_has_its_json_length_and_content_type(edge: HttpEdge) -> None:
-    asked = request_of(tensor("BYTES", ["größe"]), tensor("INT8", [5]), outputs=[
+    requested = request_of(tensor("BYTES", ["größe"]), tensor("INT8", [5]), outputs=[
         {"name": "BYTES", "parameters": {"binary_data": True}}, {"name": "INT8"}])  # fmt: skip
-    answer = await edge.post(INFER, asked)
-    assert answer.headers["content-type"] == "application/octet-stream"
-    size = int(answer.headers["inference-header-content-length"])
-    outputs = json.loads(answer.content[:size])["outputs"]
+    response = await edge.post(INFER, requested)
+    assert response.headers["content-type"] == "application/octet-stream"
+    size = int(response.headers["inference-header-content-length"])
+    outputs = json.loads(response.content[:size])["outputs"]
     assert outputs[1]["data"] == [5]
-    assert answer.content[size:] == encode_bytes(["größe"])
+    assert response.content[size:] == encode_bytes(["größe"])
 
 
 async def test_a_raw_request_gets_a_binary_response(edge: HttpEdge) -> None:
     raw = np.array([1, 2, 3], np.int32).tobytes()
-    answer = await edge.http.post("/v2/models/adder/infer", content=raw, headers={"inference-header-content-length": "0"})
-    size = int(answer.headers["inference-header-content-length"])
-    head = json.loads(answer.content[:size])
+    response = await edge.http.post("/v2/models/adder/infer", content=raw, headers={"inference-header-content-length": "0"})
+    size = int(response.headers["inference-header-content-length"])
+    head = json.loads(response.content[:size])
     assert head["outputs"] == [{"name": "y", "datatype": "INT32", "shape": [3], "parameters": {"binary_data_size": 12}}]
-    assert answer.content[size:] == raw
+    assert response.content[size:] == raw
 
 
 @pytest.mark.parametrize("length", ["5000", "-1", "abc", "99999999999999999999999"])
 async def test_a_wrong_header_length_is_400(edge: HttpEdge, length: str) -> None:
-    answer = await edge.http.post(INFER, content=b'{"inputs": []}', headers={"inference-header-content-length": length})
-    assert answer.status_code == 400
-    assert "Inference-Header-Content-Length" in answer.json()["error"]
+    response = await edge.http.post(INFER, content=b'{"inputs": []}', headers={"inference-header-content-length": length})
+    assert response.status_code == 400
+    assert "Inference-Header-Content-Length" in response.json()["error"]
 
 
 async def test_a_header_length_that_cuts_the_json_is_400(edge: HttpEdge) -> None:
-    answer = await edge.http.post(INFER, content=b'{"inputs": []}', headers={"inference-header-content-length": "5"})
-    assert "not JSON" in answer.json()["error"]
+    response = await edge.http.post(INFER, content=b'{"inputs": []}', headers={"inference-header-content-length": "5"})
+    assert "not JSON" in response.json()["error"]
 
 
 async def test_curl_works(edge: HttpEdge) -> None:
@@ -341,16 +341,22 @@ async def test_curl_works(edge: HttpEdge) -> None:
         "curl", "-sS", "--fail-with-body", "--compressed", "-d", body, edge.url + INFER, stdout=asyncio.subprocess.PIPE
     )
     output, _ = await curl.communicate()  # its content type is that of a form
-    answer = json.loads(output)
-    assert (curl.returncode, answer["id"], answer["outputs"][0]["data"]) == (0, "7", [1.5, 2.0])
+    response = json.loads(output)
+    assert (curl.returncode, response["id"], response["outputs"][0]["data"]) == (0, "7", [1.5, 2.0])
 
 
 async def test_ids_and_headers_come_back(edge: HttpEdge) -> None:
-    answer = await edge.post(INFER, request_of(id="mine", parameters={"p": 1}), headers={"x-request-id": "theirs"})
-    assert answer.headers["x-request-id"] == "theirs"
-    assert answer.json() == {"id": "mine", "model_name": "org/types", "model_version": "3", "parameters": {"p": 1}, "outputs": []}
-    answer = await edge.post(INFER, request_of(id="mine"))
-    assert answer.headers["x-request-id"] == "mine"
+    response = await edge.post(INFER, request_of(id="mine", parameters={"p": 1}), headers={"x-request-id": "theirs"})
+    assert response.headers["x-request-id"] == "theirs"
+    assert response.json() == {
+        "id": "mine",
+        "model_name": "org/types",
+        "model_version": "3",
+        "parameters": {"p": 1},
+        "outputs": [],
+    }
+    response = await edge.post(INFER, request_of(id="mine"))
+    assert response.headers["x-request-id"] == "mine"
 
 
 @pytest.mark.parametrize("path", ["/v2/models/adder/infer", "/v2/models/repeater/generate_stream", "/v2/models/talker/generate"])
@@ -377,8 +383,8 @@ async def test_a_response_after_the_requests_own_timeout_is_too_late(edge: HttpE
     fields: dict[str, object] = {"text_input": "a"} if "talker" in path else {"x": 1}
     if path.endswith("infer"):
         fields = {"inputs": [tensor("INT32", [1], name="x")]}
-    answer = await edge.post(path, fields | {"parameters": {"timeout": 100_000}})
-    assert (answer.status_code, answer.json()) == (504, {"error": "the deadline of the request has passed"})
+    response = await edge.post(path, fields | {"parameters": {"timeout": 100_000}})
+    assert (response.status_code, response.json()) == (504, {"error": "the deadline of the request has passed"})
     (stream,) = edge.client.streams
     assert stream.is_over
 
@@ -394,11 +400,11 @@ async def test_a_client_that_leaves_within_its_body_sends_no_request(edge: HttpE
 
 
 async def test_generate_makes_tensors_of_what_names_inputs_and_parameters_of_the_rest(edge: HttpEdge) -> None:
-    answer = await edge.post(
+    response = await edge.post(
         "/v2/models/org/types/generate",
         {"id": "7", "BYTES": ["a", "b"], "FP32": 1.5, "parameters": {"INT8": [1, 2, 3], "mine": "x"}, "own": 3},
     )
-    assert answer.json() == {
+    assert response.json() == {
         "id": "7",
         "model_name": "org/types",
         "model_version": "3",
@@ -431,19 +437,19 @@ async def test_generate_refuses_with_a_sentence(edge: HttpEdge, path: str, body:
 
 
 async def test_generate_takes_exactly_one_response_of_a_decoupled_model(edge: HttpEdge) -> None:
-    answer = await edge.post("/v2/models/repeater/generate", {"x": [1, 2], "times": 1})
-    assert answer.json()["y"] == [1, 2]
+    response = await edge.post("/v2/models/repeater/generate", {"x": [1, 2], "times": 1})
+    assert response.json()["y"] == [1, 2]
     assert "exactly 1 response, but it produced more" in await edge.error("/v2/models/repeater/generate", {"x": [1], "times": 2})
     assert "but it produced none" in await edge.error("/v2/models/repeater/generate", {"x": [1], "times": 0})
 
 
 async def test_generate_stream_sends_every_response_as_an_event(edge: HttpEdge) -> None:
-    answer = await edge.post("/v2/models/repeater/generate_stream", {"x": [1, 2], "times": 3})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = [json.loads(data) for _, data in events_of(answer.text)]
+    response = await edge.post("/v2/models/repeater/generate_stream", {"x": [1, 2], "times": 3})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(data) for _, data in events_of(response.text)]
     assert [event["y"] for event in events] == [[1, 2]] * 3
-    answer = await edge.post("/v2/models/adder/generate_stream", {"x": 5})
-    assert [json.loads(data)["y"] for _, data in events_of(answer.text)] == [5]
+    response = await edge.post("/v2/models/adder/generate_stream", {"x": 5})
+    assert [json.loads(data)["y"] for _, data in events_of(response.text)] == [5]
 
 
 async def test_an_error_before_the_first_event_has_a_status_and_one_after_it_is_the_last_event(edge: HttpEdge) -> None:
@@ -451,16 +457,16 @@ async def test_an_error_before_the_first_event_has_a_status_and_one_after_it_is_
     assert await edge.error("/v2/models/repeater/generate_stream", {"x": 1}) == "not this"
 
     def half(stream: FakeStream) -> None:
-        answer = pb.ModelInferResponse(model_name="repeater", model_version="1")
-        answer.outputs.add(name="y", datatype="INT32", shape=[1])
-        answer.raw_output_contents.append(bytes(4))
-        stream.data(answer.SerializeToString())
+        response = pb.ModelInferResponse(model_name="repeater", model_version="1")
+        response.outputs.add(name="y", datatype="INT32", shape=[1])
+        response.raw_output_contents.append(bytes(4))
+        stream.data(response.SerializeToString())
         asyncio.get_running_loop().call_soon(stream.fail, EngineError("the model broke"))
 
     edge.client.respond = half
-    answer = await edge.post("/v2/models/repeater/generate_stream", {"x": 1})
-    events = [json.loads(data) for _, data in events_of(answer.text)]
-    assert (answer.status_code, events[0]["y"], events[1:]) == (200, 0, [{"error": "the model broke"}])
+    response = await edge.post("/v2/models/repeater/generate_stream", {"x": 1})
+    events = [json.loads(data) for _, data in events_of(response.text)]
+    assert (response.status_code, events[0]["y"], events[1:]) == (200, 0, [{"error": "the model broke"}])
 
 
 # Generate, with text
@@ -468,11 +474,11 @@ async def test_an_error_before_the_first_event_has_a_status_and_one_after_it_is_
 
 async def test_generate_returns_the_text_of_the_model(edge: HttpEdge) -> None:
     edge.client.respond = speaker = Speaker()
-    answer = await edge.post(
+    response = await edge.post(
         "/v2/models/talker/generate",
         {"text_input": "Hi", "id": "7", "max_tokens": 20, "parameters": {"temperature": 0.5, "stop": ["x"], "seed": 3}},
     )
-    assert answer.json() == {"id": "7", "model_name": "talker", "model_version": "1", "text_output": "Hello you"}
+    assert response.json() == {"id": "7", "model_name": "talker", "model_version": "1", "text_output": "Hello you"}
     assert (speaker.prompt, speaker.last.stop.max_tokens, speaker.last.sampling.temperature) == ("Hi", 20, 0.5)
 
 
@@ -492,9 +498,9 @@ async def test_generate_returns_details_and_log_probabilities_if_requested(edge:
 async def test_generate_handles_several_prompts_and_choices(edge: HttpEdge) -> None:
     edge.client.respond = Speaker(reason=FinishReason.LENGTH)
     body = {"text_input": ["a", "b"], "n": 2, "details": True, "temperature": 1}
-    answer = (await edge.post("/v2/models/talker/generate", body)).json()
-    assert answer["text_output"] == ["Hello you"] * 4
-    assert answer["details"] == [{"finish_reason": "length"}] * 4
+    response = (await edge.post("/v2/models/talker/generate", body)).json()
+    assert response["text_output"] == ["Hello you"] * 4
+    assert response["details"] == [{"finish_reason": "length"}] * 4
 
 
 async def test_generate_takes_a_conversation(edge: HttpEdge) -> None:
@@ -509,8 +515,8 @@ async def test_generate_stream_sends_each_piece_at_once(edge: HttpEdge) -> None:
     asking = asyncio.create_task(edge.http.send(request, stream=True))
     stream = await edge.client.next_stream()
     say(stream, "one")
-    answer = await asking
-    lines = (line async for line in answer.aiter_lines() if line)
+    response = await asking
+    lines = (line async for line in response.aiter_lines() if line)
     async with asyncio.timeout(5):
         assert json.loads((await anext(lines))[6:])["text_output"] == "one"
         say(stream, " two")
@@ -543,10 +549,10 @@ async def test_text_that_cannot_be_generated_is_refused(edge: HttpEdge, path: st
 
 async def test_infer_works_with_a_language_model(edge: HttpEdge) -> None:
     edge.client.respond = Speaker()
-    answer = await edge.post(
+    response = await edge.post(
         "/v2/models/talker/infer", request_of(tensor("BYTES", ["Hi"], name="text_input"), parameters={"max_tokens": 9})
     )
-    assert {output["name"]: output["data"] for output in answer.json()["outputs"]} == {
+    assert {output["name"]: output["data"] for output in response.json()["outputs"]} == {
         "text_output": ["Hello you"],
         "finish_reason": ["stop"],
     }

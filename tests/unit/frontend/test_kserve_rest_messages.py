@@ -1,4 +1,4 @@
-"""Bodies of KServe's REST requests and answers: JSON, binary tensors, compression."""
+"""Bodies of KServe's REST requests and responses: JSON, binary tensors, compression."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def test_a_response_equals_its_message_in_binary_and_in_json(
         message.raw_output_contents.append(raw)
     binary = {f"y{at}": data.draw(st.booleans()) or datatype == "BYTES" for at, (datatype, _, _) in enumerate(found)}
     text, tail = write_response(ModelResponse.parse(message.SerializeToString()), OutputForm(own=binary))
-    answer = json.loads(text)
+    response = json.loads(text)
     left = b"".join(map(bytes, tail))
-    for (datatype, shape, raw), output in zip(found, answer["outputs"], strict=True):
+    for (datatype, shape, raw), output in zip(found, response["outputs"], strict=True):
         assert (output["datatype"], output["shape"]) == (datatype, shape)
         if binary[output["name"]]:
             size = output["parameters"]["binary_data_size"]

@@ -149,9 +149,9 @@ async def test_decoupled_responses_are_marked_as_final_or_not(edge: Edge) -> Non
     plain = [await stream.read() for _ in range(3)]
     assert [is_final(response) for response in plain] == [False, False, False]
     await stream.send(tensor_request("told", "repeater", triton_enable_empty_final_response=True))
-    told = await stream.rest()
-    assert [is_final(response) for response in told] == [False, False, False, True]
-    last = told[-1].infer_response
+    received = await stream.rest()
+    assert [is_final(response) for response in received] == [False, False, False, True]
+    last = received[-1].infer_response
     assert (last.id, last.model_name, len(last.outputs)) == ("told", "repeater", 0)
 
 

@@ -155,10 +155,10 @@ class Directory(FakeDirectory):
 @dataclass
 class Question:
     body: Buffer
-    answer: bytes = b""
+    response: bytes = b""
 
     def end(self, body: Body = b"") -> None:
-        self.answer = bytes(joined(body))
+        self.response = bytes(joined(body))
 
 
 @dataclass
@@ -225,7 +225,7 @@ class World:
         await asyncio.sleep(self.rng.random() * 0.1)
         if self.rng.random() < self.silent:
             raise InstanceGone(instance.id)
-        return question.answer
+        return question.response
 
     def be_good(self) -> None:
         self.silent = 0.0
@@ -350,7 +350,7 @@ async def test_a_snapshot_takes_the_place_of_what_is_on_record() -> None:
 
 
 @in_virtual_time
-async def test_a_hole_in_the_record_is_asked_for_when_a_snapshot_is_made() -> None:
+async def test_a_hole_in_the_record_is_requested_when_a_snapshot_is_made() -> None:
     async with world(durable=True, workers=1) as w:
         w.threshold = 30
         await w.start_frontend()

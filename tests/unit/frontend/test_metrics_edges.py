@@ -42,7 +42,7 @@ def request(model: str = "m") -> pb.ModelInferRequest:
     return made
 
 
-def answer(stream: FakeStream) -> None:
+def response(stream: FakeStream) -> None:
     stream.end(pb.ModelInferResponse(model_name="m", id="1").SerializeToString())
 
 
@@ -56,7 +56,7 @@ async def read(edge: Edge, name: str, value: float, **labels: str) -> None:
 @pytest.mark.parametrize("server", SERVERS)
 async def test_a_unary_call_is_counted_with_its_status(server: GrpcServerChoice) -> None:
     async with open_edge(CARD, server=server) as edge:
-        edge.client.respond = answer
+        edge.client.respond = response
         await edge.infer(request())
         await read(edge, "grpc_server_handled_total", 1, **UNARY, grpc_code="OK")
         for name in ("started", "msg_received", "msg_sent"):
@@ -71,7 +71,7 @@ async def test_a_unary_call_is_counted_with_its_status(server: GrpcServerChoice)
 @pytest.mark.parametrize("server", SERVERS)
 async def test_the_messages_of_a_stream_are_counted(server: GrpcServerChoice) -> None:
     async with open_edge(CARD, server=server) as edge:
-        edge.client.respond = answer
+        edge.client.respond = response
         stream = edge.stream()
         await stream.send(request(), request(), request())
         await read(edge, "grpc_server_started_total", 1, **BIDI)
@@ -84,10 +84,10 @@ async def test_the_messages_of_a_stream_are_counted(server: GrpcServerChoice) ->
 @pytest.mark.parametrize("server", SERVERS)
 async def test_a_call_that_its_client_cancels_is_counted_as_canceled(server: GrpcServerChoice) -> None:
     async with open_edge(CARD, server=server) as edge:
-        asked = asyncio.Event()
-        edge.client.respond = lambda stream: asked.set()
+        requested = asyncio.Event()
+        edge.client.respond = lambda stream: requested.set()
         call = edge.channel.unary_unary(f"/{SERVICE}/ModelInfer")(request().SerializeToString())
-        await asked.wait()
+        await requested.wait()
         call.cancel()
         await read(edge, "grpc_server_handled_total", 1, **UNARY, grpc_code="Canceled")
 

@@ -27,7 +27,7 @@ WEATHER = {
 }
 
 
-async def test_an_answer_has_the_shape_that_openai_clients_read() -> None:
+async def test_a_response_has_the_shape_that_openai_clients_read() -> None:
     speaker = Speaker(cached_tokens=3)
     async with open_http_edge(respond=speaker) as edge:
         response = await edge.post(CHAT, HELLO, headers={"x-request-id": "mine"})

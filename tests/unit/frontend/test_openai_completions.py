@@ -16,7 +16,7 @@ PATH = "/v1/completions"
 ONCE: dict[str, Any] = {"model": "talker", "prompt": "Once"}
 
 
-async def test_an_answer_has_the_shape_that_openai_clients_read() -> None:
+async def test_a_response_has_the_shape_that_openai_clients_read() -> None:
     async with open_http_edge(respond=Speaker(reason=FinishReason.LENGTH)) as edge:
         body = (await edge.post(PATH, ONCE)).json()
     assert body.pop("id").startswith("cmpl-")

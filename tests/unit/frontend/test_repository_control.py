@@ -35,7 +35,7 @@ def registered(number: int, mode: ControlMode = EXPLICIT, revision: int = 1, sta
 
 
 class FakeEtcd:
-    """Tells a list of changes, then waits for ever; lists what it is told to."""
+    """Tells a list of changes, then waits for ever; lists what the test set."""
 
     def __init__(self, *changes: Reset | Events) -> None:
         self.changes = changes

@@ -90,10 +90,10 @@ def cached_at_one(s: Situation) -> object:
 
 def told_and_chosen(s: Situation) -> object:
     s.store(A, P, 10)
-    told = s.ask(P, (A,))[1]
+    received = s.ask(P, (A,))[1]
     chosen = s.ask(prompt(2), (B,))[1]
     s.now += 1.0
-    return told, chosen, s.ask(prompt(2), (B,))[1]
+    return received, chosen, s.ask(prompt(2), (B,))[1]
 
 
 def a_minute_later(s: Situation) -> object:

@@ -37,10 +37,10 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     )
 )
 def test_hashes_are_those_of_the_prompt_alone_whatever_came_before(
-    asked: list[tuple[list[list[int]], list[int], int | None, int]],
+    requested: list[tuple[list[list[int]], list[int], int | None, int]],
 ) -> None:
     recent = RecentPrompts(most=3)
-    for blocks, rest, parent, size in asked:
+    for blocks, rest, parent, size in requested:
         prompt = pack_tokens([token for block in blocks for token in block] + rest)
         assert recent.hashes(prompt, size, parent)[0] == sequence_hashes(prompt, size, parent)
 

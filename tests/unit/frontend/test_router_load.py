@@ -143,15 +143,15 @@ def test_a_finished_booking_is_not_waited_for() -> None:
 
 
 def test_a_booking_that_is_made_again_replaces_the_first_here_and_at_siblings() -> None:
-    told: list[BookingEvent] = []
-    here, there = LoadTable("here", told.append), LoadTable("there")
+    received: list[BookingEvent] = []
+    here, there = LoadTable("here", received.append), LoadTable("there")
     here.book("r", A, 0.0, prefill_tokens=10)
     here.book("r", B, 0.0, prefill_tokens=20)
-    for event in told:
+    for event in received:
         there.apply(event, 0.0)
     assert read(here) == read(there) == [(0, 0, 0), (1, 20, 0)]
     here.finished("r")
-    there.apply(told[-1], 0.0)
+    there.apply(received[-1], 0.0)
     assert read(here) == read(there) == [(0, 0, 0), (0, 0, 0)]
 
 
@@ -193,22 +193,22 @@ def test_instances_without_recent_reports_are_read_with_those_that_report() -> N
 
 
 def test_bookings_of_siblings_count_like_own_ones() -> None:
-    told: list[BookingEvent] = []
-    here, there = LoadTable("here"), LoadTable("there", told.append)
+    received: list[BookingEvent] = []
+    here, there = LoadTable("here"), LoadTable("there", received.append)
     there.book("r", A, 0.0, prefill_tokens=10, blocks=[1, 2], extra_blocks=1)
     here.book("r", A, 0.0, prefill_tokens=5, blocks=[1, 2, 3])
-    for event in told:
+    for event in received:
         here.apply(event, 0.0)
         there.apply(event, 0.0)  # one's own come back
     assert read(here)[0] == (2, 15, 4)
     assert read(there)[0] == (1, 10, 3)
-    told.clear()
+    received.clear()
     there.first_token("r")
     there.finished("r")
-    assert [event.step for event in told] == [Step.FIRST_TOKEN, Step.FINISHED]
-    here.apply(told[0], 0.0)
+    assert [event.step for event in received] == [Step.FIRST_TOKEN, Step.FINISHED]
+    here.apply(received[0], 0.0)
     assert read(here)[0] == (2, 5, 4)
-    here.apply(told[1], 0.0)
+    here.apply(received[1], 0.0)
     assert read(here)[0] == (1, 5, 3)
 
 

@@ -86,7 +86,7 @@ async def serving(protocol: str, server: Pair, client_ca: Path | None = None) ->
 
 
 async def ask(protocol: str, port: int, authority: Authority, client: Pair | None = None) -> bool:
-    """Whether a client that trusts the CA, and shows `client`, is answered."""
+    """Whether a client that trusts the CA, and shows `client`, gets a response."""
     if protocol == "http":
         async with httpx2.AsyncClient(verify=authority.context(client)) as session:
             try:
@@ -96,8 +96,8 @@ async def ask(protocol: str, port: int, authority: Authority, client: Pair | Non
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", authority.credentials(client), options) as channel:
         try:
-            answer: bytes = await channel.unary_unary("/test.Echo/Say")(b"hi", timeout=5)  # type: ignore[assignment]
-            return answer == b"hi"
+            response: bytes = await channel.unary_unary("/test.Echo/Say")(b"hi", timeout=5)  # type: ignore[assignment]
+            return response == b"hi"
         except grpc.aio.AioRpcError:
             return False
 

@@ -15,7 +15,7 @@ from dynamo.protos import inference_pb2 as pb
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def test_a_prompt_is_asked_for_as_a_stream() -> None:
+def test_a_prompt_is_requested_as_a_stream() -> None:
     request = text_request("m", "héllo", 7)
     assert [tensor.name for tensor in request.inputs] == ["text_input", "streaming"]
     assert to_numpy(request.raw_input_contents[0], "BYTES", [1]).tolist() == ["héllo".encode()]

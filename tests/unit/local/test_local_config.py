@@ -30,7 +30,7 @@ def instance(number: int, model: str) -> Instance:
     return Instance(id=InstanceId(number), endpoint=Endpoint(), subject="s", card=card, started_at=0.0)
 
 
-def test_several_models_and_workers_can_be_asked_for() -> None:
+def test_several_models_and_workers_can_be_requested() -> None:
     config = read("--model", "smollm2", "--model", "m.py:M", "--workers", "2", "--worker-flag=--drain-timeout=5")
     command = worker_command(config, ETCD, NATS)
     assert command[:3] == [sys.executable, "-m", "dynamo.worker"]
