@@ -5,6 +5,7 @@ import logging
 import socket
 import zlib
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -152,6 +153,23 @@ async def test_calls_to_methods_that_do_not_exist_are_unimplemented(kind: GrpcSe
 
         found = await asyncio.gather(*(ask(path) for path in ("/test.Echo/Nothing", "/no.Service/At", "/x", "/test.Echo/Say")))
         assert found == [grpc.StatusCode.UNIMPLEMENTED] * 3 + [grpc.StatusCode.OK]
+
+
+async def test_a_path_that_is_not_utf_8_does_not_stop_the_server_that_replaces_parts_of_grpcio() -> None:
+    assert version("grpcio") == "1.85.1", (
+        "look whether `api/rpc/hardening.py` still fits, then change this line and pyproject.toml"
+    )
+    async with serve_grpc(GrpcOptions(port=0, server=GRPCIO), SERVICES) as server:
+        connection = await connect("127.0.0.1", server.port)
+        async with asyncio.timeout(10):
+            headers = request_headers("/test.Echo/Say", "localhost")
+            refused = connection.call(headers.replace(b"Say", b"S\xffy"), message(b""), keep=True)
+            await refused.done
+            served = connection.call(headers, message(b"hello"), keep=True)
+            await served.done
+        connection.close()
+    assert refused.status != 0
+    assert (served.status, bytes(served.body or b"")[5:]) == (0, b"hello")
 
 
 # Compressed responses, read as they are on the wire
