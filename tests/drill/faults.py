@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from tests.drill.fleet import DrilledFleet
+from tests.support.servers import EtcdServer, NatsServer
 
 
 @dataclass(frozen=True)
@@ -72,27 +73,20 @@ def frontend_paused(seconds: float) -> Callable[[DrilledFleet], Awaitable[None]]
 
 
 def nats_down(seconds: float, how: signal.Signals) -> Callable[[DrilledFleet], Awaitable[None]]:
-    async def act(fleet: DrilledFleet) -> None:
-        os.kill(fleet.real_nats.pid, how)
-        await asyncio.sleep(seconds)
-        if how is signal.SIGSTOP:
-            os.kill(fleet.real_nats.pid, signal.SIGCONT)
-        else:
-            await fleet.real_nats.restart()
-
-    return act
+    return lambda fleet: _server_down(fleet.real_nats, seconds, how)
 
 
 def etcd_down(seconds: float, how: signal.Signals) -> Callable[[DrilledFleet], Awaitable[None]]:
-    async def act(fleet: DrilledFleet) -> None:
-        os.kill(fleet.etcd.pid, how)
-        await asyncio.sleep(seconds)
-        if how is signal.SIGSTOP:
-            os.kill(fleet.etcd.pid, signal.SIGCONT)
-        else:
-            await fleet.etcd.restart()
+    return lambda fleet: _server_down(fleet.etcd, seconds, how)
 
-    return act
+
+async def _server_down(server: EtcdServer | NatsServer, seconds: float, how: signal.Signals) -> None:
+    os.kill(server.pid, how)
+    await asyncio.sleep(seconds)
+    if how is signal.SIGSTOP:
+        os.kill(server.pid, signal.SIGCONT)
+    else:
+        await server.restart()
 
 
 def link_blackholed(of_frontend: bool, seconds: float) -> Callable[[DrilledFleet], Awaitable[None]]:

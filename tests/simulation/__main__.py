@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="Run the fleet in simulated time.")
     parser.add_argument("--seeds", default="", help="FIRST-LAST or a list of seeds, separated by commas")
-    parser.add_argument("--new", type=int, default=0, metavar="COUNT", help="so many seeds from a random one on, besides --seeds")
+    parser.add_argument(
+        "--new", type=int, default=0, metavar="COUNT", help="so many seeds from a random one on, in addition to --seeds"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--results", type=Path, help="a file of results, one JSON object per line, to which more are appended")
     parser.add_argument("--within-s", type=float, default=float("inf"), help="start no more seeds after this many seconds")

@@ -138,7 +138,7 @@ async def etcd_cut_off(h: History) -> None:
 
 
 async def hostile_request(h: History) -> None:
-    """A request that makes somebody say more than a NATS message may hold."""
+    """A request whose header or error text exceeds what a NATS message may hold."""
     frontend = h.pick_frontend()
     if frontend is not None:
         await h.hostile(frontend, h.rng.choice(["raise", "header"]))

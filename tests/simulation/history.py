@@ -83,12 +83,6 @@ class Result:
         return not self.violations
 
 
-@dataclass
-class _Baseline:
-    tasks: int
-    open_streams: int = 0
-
-
 class History:
     """A running history. Made and run by `run_history`."""
 
