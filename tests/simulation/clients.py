@@ -59,11 +59,13 @@ class Attempt:
     """When the client loses its patience."""
     pause_s: float = 0.0
     """Between two reads of a slow reader."""
-    task: asyncio.Task[None] | None = field(default=None, repr=False)
+    over: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    """Set when the request has ended, however it did."""
 
     def end(self, outcome: Outcome, now: float, error: str = "") -> None:
         self.ends += 1
         self.outcome, self.ended_s, self.error = outcome, now, error
+        self.over.set()
 
     def __str__(self) -> str:
         text = f"request {self.number} ({self.kind}, {self.size}) at {self.frontend.process.name} from {self.begun_s:.2f} s"

@@ -23,11 +23,13 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import Context
 from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar, cast
 from unittest import mock
 
+from dynamo.common import telemetry
 from dynamo.common.etcd import client as etcd_client
 from dynamo.frontend.config import RouterMode
 from dynamo.worker import serve
@@ -48,6 +50,8 @@ WELL_S = 9.5
 """A fleet that is well for this long answers any request of a history, even one that was first sent to an instance that hangs."""
 LATE_S = 2.0
 """A request may end this long after its deadline, since clocks of timers are coarse and frontends may be busy."""
+OVERDUE_S = 60.0
+"""A request that has not ended this long after its deadline never will."""
 QUIET_S = 60.0
 HOSTILE = ("raise", "header")
 """Kinds of requests that may fail."""
@@ -283,11 +287,12 @@ class History:
     async def _send(self, attempt: Attempt, rng: Random) -> None:
         """Run a request to its end, or until it is long overdue."""
         process = attempt.frontend.process
-        task = attempt.task = process.context.copy().run(self.loop.create_task, run_request(attempt, rng))
-        while attempt.outcome is Outcome.OPEN and not task.done():
-            await asyncio.sleep(0.02)
-            if self.loop.time() > attempt.deadline_s + 60 and not process.is_paused:
-                break
+        task = process.context.copy().run(self.loop.create_task, run_request(attempt, rng))
+        task.add_done_callback(lambda task: attempt.over.set(), context=Context())
+        while not attempt.over.is_set() and (self.loop.time() < attempt.deadline_s + OVERDUE_S or process.is_paused):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await attempt.over.wait()
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             self.violations.append(f"{attempt} ended with {error!r}")
 
@@ -400,12 +405,14 @@ def run_history(seed: int, plan: Plan | None = None, faults: Sequence[tuple[floa
     if not os.environ.get("SIMULATION_LOGS"):
         logging.disable(logging.CRITICAL)
     gc.disable()  # when it runs depends on more than the seed
+    gc.freeze()  # what was there before need not be searched after each history
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             result = _run(seed, plan, faults)
             gc.collect()  # coroutines of dead processes; what they say when they are collected means nothing
     finally:
+        gc.unfreeze()
         gc.enable()
         logging.disable(logging.NOTSET)
         sys.unraisablehook = hook
@@ -458,6 +465,7 @@ def _deterministic(seed: int, loop: SimulatedLoop, history: History) -> Iterator
             (secrets, "randbits", rng.getrandbits),
             (sim_engine, "perf_counter", loop.time),
             (serve, "perf_counter_ns", lambda: int(loop.time() * 1e9)),
+            (telemetry, "_LAG_PERIOD_S", 10.0),  # a simulated loop never lags, and timers cost real time
             (etcd_client, "Transport", lambda config: SimulatedTransport(config, history.etcd)),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
