@@ -23,8 +23,9 @@ from dynamo.common.names import Endpoint
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.config import KvRouterOptions, RouterMode, RouterOptions
+from dynamo.frontend.fleet.bookings import Bookings
 from dynamo.frontend.fleet.directory import Directory, open_directory
-from dynamo.frontend.fleet.kv_feed import Bookings, open_kv_feed
+from dynamo.frontend.fleet.kv_feed import open_kv_feed
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import LoadTable

@@ -13,7 +13,8 @@ from dynamo.common.kv.events import LoadMessage, LoadReport
 from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.fleet.kv_feed import Bookings, open_kv_feed
+from dynamo.frontend.fleet.bookings import Bookings
+from dynamo.frontend.fleet.kv_feed import open_kv_feed
 from dynamo.frontend.fleet.siblings import open_siblings
 from dynamo.frontend.router.load import BookingEvent, LoadTable, Step
 from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable

@@ -16,8 +16,9 @@ from dynamo.common.messaging.kv_stream import KvStream
 from dynamo.common.names import Endpoint
 from dynamo.frontend.api.http.routing_operations import RoutingControl
 from dynamo.frontend.config import FrontendConfig, RouterOptions
+from dynamo.frontend.fleet.bookings import Bookings
 from dynamo.frontend.fleet.directory import Directory
-from dynamo.frontend.fleet.kv_feed import Bookings, open_kv_feed
+from dynamo.frontend.fleet.kv_feed import open_kv_feed
 from dynamo.frontend.fleet.kv_history import KvHistory
 from dynamo.frontend.fleet.siblings import open_siblings
 from dynamo.frontend.metrics import RouterMetrics
