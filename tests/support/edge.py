@@ -12,13 +12,15 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.model_card import ModelCard
+from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.service import SERVICE, KserveService
+from dynamo.frontend.api.rpc.bounded import bounded
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
 from dynamo.frontend.api.rpc.metered import metered
 from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
-from dynamo.frontend.config import GrpcOptions, GrpcServerChoice, OverloadStatus, ServingOptions
+from dynamo.frontend.config import CapacityOptions, GrpcOptions, GrpcServerChoice, OverloadStatus, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.accounts import ANONYMOUS
@@ -39,6 +41,7 @@ class Edge:
     server: GrpcServer
     channel: grpc.aio.Channel
     registry: CollectorRegistry
+    capacity: Capacity
 
     async def call(self, method: str, request: object, **options: object) -> bytes:
         """One unary call with a message or raw bytes, answered with raw bytes."""
@@ -85,6 +88,7 @@ async def open_edge(
     declared: tuple[ModelCard, ...] = (),
     max_stream_requests: int = 256,
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
+    capacity: CapacityOptions | None = None,
 ) -> AsyncIterator[Edge]:
     """An edge whose instances 1, 2, … serve one card each; `edge.client.respond` says how they answer."""
     options = replace(options or GrpcOptions(), port=0, server=server)
@@ -102,22 +106,23 @@ async def open_edge(
         readiness.attach(plane)
         drain = StreamDrain()
         options = replace(options, max_stream_requests=max_stream_requests)
+        counted = Capacity(capacity)
         services = {
-            SERVICE: KserveService(plane, readiness, drain, options, lambda: ANONYMOUS, overload).handlers(),
+            SERVICE: KserveService(plane, readiness, drain, options, lambda: ANONYMOUS, overload, counted).handlers(),
             HEALTH_SERVICE: HealthService(plane, readiness).handlers(),
             **dict.fromkeys(
                 REFLECTION_SERVICES, ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).handlers()
             ),
         }
         async with (
-            serve_grpc(options, metered(services, GrpcServerMetrics(registry))) as running,
+            serve_grpc(options, metered(bounded(services, counted, overload), GrpcServerMetrics(registry))) as running,
             grpc.aio.insecure_channel(
                 f"127.0.0.1:{running.port}",
                 options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
             ) as channel,
         ):
             await asyncio.sleep(0)  # tokenizers load in the next turn
-            yield Edge(plane, directory, client, readiness, drain, running, channel, registry)
+            yield Edge(plane, directory, client, readiness, drain, running, channel, registry, counted)
 
 
 async def over(*streams: FakeStream) -> None:

@@ -27,6 +27,7 @@ from dynamo.common.etcd.config import check_etcd
 from dynamo.common.http_server import HttpServer
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal
 from dynamo.common.messaging.login import check_nats
+from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.guard import make_guards
 from dynamo.frontend.api.health import Readiness
@@ -88,6 +89,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
     check_etcd(config.etcd)
     share_port = metrics_folder is not None
     metrics, readiness, links, drain = Metrics(metrics_folder), Readiness(), Links(), StreamDrain()
+    capacity = Capacity(config.capacity)
     control = make_control(config.router, links)
     loads = LoadWatch(links, config.namespace, asyncio.get_running_loop().time)
     with _plain_errors():
@@ -96,12 +98,12 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             if config.grpc.wanted:
                 check_grpc(config.grpc, share_port=share_port)
             http = await stack.enter_async_context(
-                open_http(config, http_guard, readiness, links, loads, control, metrics, share_port=share_port)
+                open_http(config, http_guard, readiness, links, loads, control, metrics, capacity, share_port=share_port)
             )
             await stack.enter_async_context(metrics.following(links))
             plane = await stack.enter_async_context(open_plane(config, links, loads, control, metrics))
             grpc = await stack.enter_async_context(
-                open_grpc(config, grpc_guard, plane, readiness, drain, metrics, share_port=share_port)
+                open_grpc(config, grpc_guard, plane, readiness, drain, metrics, capacity, share_port=share_port)
             )
             readiness.attach(plane)
             stack.push_async_callback(_drain, config, readiness, drain, http, grpc)

@@ -215,6 +215,31 @@ class HttpOptions:
     max_connections: int = option(
         32_768, minimum=1, maximum=1_000_000, help="Connections of a process; the system's limit of open files may permit fewer."
     )
+    max_head_bytes: int = option(
+        64 * 1024,
+        flags=("--http-max-head-size",),
+        parse=parse_bytes,
+        minimum=1024,
+        maximum=16 * MIB,
+        metavar="SIZE",
+        help="Largest request line with its headers.",
+    )
+    head_timeout_s: float = option(
+        10.0, minimum=0.1, help="A request line and its headers must arrive within this many seconds of their first byte."
+    )
+    idle_timeout_s: float = option(75.0, minimum=0.1, help="A connection without a request for so many seconds is closed.")
+    min_body_bytes_per_s: int = option(
+        1024,
+        flags=("--http-min-body-rate",),
+        parse=parse_bytes,
+        minimum=0,
+        maximum=2**31 - 1,
+        metavar="SIZE",
+        help="Bytes per second of a body that arrives, averaged over 10 s; a slower one is refused. 0: none is.",
+    )
+    unread_timeout_s: float = option(
+        300.0, minimum=0.1, help="A client that reads nothing of a response for so many seconds is disconnected."
+    )
     max_json_depth: int = option(100, minimum=4, maximum=500, help="How deep arrays and objects of a request may nest.")
     max_json_values: int = option(
         1_000_000,
@@ -254,10 +279,13 @@ class HttpOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityOptions:
-    """What the HTTP requests of a process together may occupy; past it they get 503 with Retry-After."""
+    """What the requests of a process together may occupy; past it they are refused, with a hint when to retry."""
 
     max_concurrent_requests: int = option(
-        32_768, minimum=1, maximum=10_000_000, help="HTTP requests in progress, streams included, health excepted."
+        32_768,
+        minimum=1,
+        maximum=10_000_000,
+        help="Requests and gRPC calls in progress, streams and the requests in them included, health excepted.",
     )
     max_buffered_bytes: int = option(
         1024 * MIB,
@@ -266,7 +294,7 @@ class CapacityOptions:
         minimum=MIB,
         maximum=2**40,
         metavar="SIZE",
-        help="Bytes of the bodies of all HTTP requests in progress.",
+        help="Bytes of the bodies and messages of all requests in progress.",
     )
 
 
@@ -329,8 +357,8 @@ class GrpcOptions:
     )
     server: GrpcServerChoice = option(
         GrpcServerChoice.AUTO,
-        help="Which server runs: auto takes the native one (extra `fast`) if it is installed, supports all options given, and the"
-        " host is this machine's alone; elsewhere it takes grpcio, since native does not bound what clients send.",
+        help="Which server runs: auto takes the native one (extra `fast`) if it is installed, has all the options, the host"
+        " is this machine's alone, and no keys are required; else grpcio, since native does not bound what clients send.",
     )
     workers: int = option(
         1,

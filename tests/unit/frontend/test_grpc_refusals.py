@@ -65,10 +65,10 @@ def no_collector() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def served(handlers: Handlers, server: GrpcServerChoice) -> AsyncIterator[grpc.aio.Channel]:
+async def served(handlers: Handlers, server: GrpcServerChoice, *, guarded: bool = False) -> AsyncIterator[grpc.aio.Channel]:
     options = GrpcOptions(port=0, server=server)
     async with (
-        serve_grpc(options, {SERVICE: handlers}) as running,
+        serve_grpc(options, {SERVICE: handlers}, guarded=guarded) as running,
         grpc.aio.insecure_channel(f"127.0.0.1:{running.port}", options=[("grpc.max_send_message_length", -1)]) as channel,
     ):
         yield channel
@@ -140,7 +140,7 @@ METHODS = ("ModelInfer", "RepositoryModelLoad", "RepositoryModelUnload", "ModelC
 async def test_a_call_without_a_key_does_not_reach_its_handler(server: GrpcServerChoice, tmp_path: Path) -> None:
     handler = Handler()
     handlers = {name: grpc.unary_unary_rpc_method_handler(handler.__call__) for name in METHODS}
-    async with served(guarded({SERVICE: handlers}, guard_of(tmp_path))[SERVICE], server) as channel:
+    async with served(guarded({SERVICE: handlers}, guard_of(tmp_path))[SERVICE], server, guarded=True) as channel:
         for name in METHODS:
             assert await status(channel, b"x", f"/{SERVICE}/{name}") is grpc.StatusCode.UNAUTHENTICATED
     assert handler.read == 0
@@ -148,7 +148,9 @@ async def test_a_call_without_a_key_does_not_reach_its_handler(server: GrpcServe
 
 async def test_a_call_without_a_key_is_refused_before_its_message_arrives(tmp_path: Path) -> None:
     handlers = {name: grpc.unary_unary_rpc_method_handler(Handler().__call__) for name in METHODS}
-    async with served(guarded({SERVICE: handlers}, guard_of(tmp_path))[SERVICE], GrpcServerChoice.GRPCIO) as channel:
+    async with served(
+        guarded({SERVICE: handlers}, guard_of(tmp_path))[SERVICE], GrpcServerChoice.GRPCIO, guarded=True
+    ) as channel:
         for name in METHODS:
             call = channel.stream_unary(f"/{SERVICE}/{name}")()  # sends headers, and no message
             async with asyncio.timeout(5):
@@ -157,7 +159,7 @@ async def test_a_call_without_a_key_is_refused_before_its_message_arrives(tmp_pa
 
 async def test_a_call_without_a_message_is_refused() -> None:
     handlers = {"ModelConfig": grpc.unary_unary_rpc_method_handler(Handler().__call__)}
-    async with served(handlers, GrpcServerChoice.GRPCIO) as channel:
+    async with served(handlers, GrpcServerChoice.GRPCIO, guarded=True) as channel:
         call = channel.stream_unary(f"/{SERVICE}/ModelConfig")()
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -49,6 +49,19 @@ def test_auto_takes_grpcio_without_the_package_and_where_strangers_can_connect()
     assert choose_server(GrpcOptions(host="0.0.0.0", server=NATIVE), native_installed=True).server is NATIVE
 
 
+def test_auto_takes_grpcio_where_callers_must_show_credentials() -> None:
+    choice = choose_server(GrpcOptions(), native_installed=True, guarded=True)
+    assert choice.server is GRPCIO
+    assert "before these are checked" in choice.why
+    assert choose_server(GrpcOptions(server=NATIVE), native_installed=True, guarded=True).server is NATIVE
+
+
+async def test_native_that_is_configured_where_callers_must_show_credentials_warns(caplog: pytest.LogCaptureFixture) -> None:
+    async with serve_grpc(GrpcOptions(port=0, server=NATIVE), SERVICES, guarded=True):
+        [record] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "before their credentials are checked" in record.message
+
+
 @pytest.mark.parametrize("options", NEEDS_GRPCIO)
 def test_what_only_grpcio_does_makes_auto_take_it_and_native_refuse(options: GrpcOptions) -> None:
     assert choose_server(options, native_installed=True).server is GRPCIO

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from dynamo.common.generation import FinishReason
+from dynamo.common.http_connection import HttpLimits
+from dynamo.frontend.api.http.server import limits_of
 from dynamo.frontend.config import CapacityOptions, HttpOptions
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeStream, tensor_card
@@ -175,3 +177,54 @@ async def test_a_client_that_closed_its_side_gets_the_rest_of_a_stream() -> None
         events = [data for _, data in events_of(received.decode().partition("\r\n\r\n")[2])]
         assert "".join(json.loads(data)["choices"][0]["text"] for data in events[:-1]) == "Hello"
         assert events[-1] == "[DONE]"
+
+
+# Heads and bodies that take long
+
+
+async def status_line(port: int, data: bytes) -> bytes:
+    """Send bytes and return the first line of the response; empty if the connection is closed without one."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        async with asyncio.timeout(5):
+            return (await reader.readline()).strip()
+    finally:
+        writer.close()
+
+
+async def test_limits_of_heads_and_of_idle_connections_are_those_of_the_options() -> None:
+    http = HttpOptions(max_head_bytes=2048, head_timeout_s=0.3, idle_timeout_s=0.2)
+    async with open_http_edge(http=http) as edge:
+        assert (
+            await status_line(edge.port, b"GET /v2 HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * 1000 + b"\r\n\r\n")
+            == b"HTTP/1.1 200 OK"
+        )
+        large = await status_line(edge.port, b"GET /v2 HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * 3000 + b"\r\n\r\n")
+        assert large.startswith(b"HTTP/1.1 431 ")
+        assert (await status_line(edge.port, b"GET /v2 HTTP/1.1\r\nhost: x\r\n")).startswith(b"HTTP/1.1 408 ")
+        assert await status_line(edge.port, b"") == b""
+        reader, writer = await asyncio.open_connection("127.0.0.1", edge.port)
+        writer.write(b"GET /v2 HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(5):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")  # until the server closes the connection
+        writer.close()
+
+
+def test_all_limits_of_connections_come_from_options() -> None:
+    options = HttpOptions(
+        max_connections=7,
+        max_head_bytes=2048,
+        head_timeout_s=3,
+        idle_timeout_s=4,
+        min_body_bytes_per_s=0,
+        unread_timeout_s=6,
+    )
+    assert limits_of(options) == HttpLimits(
+        max_connections=7,
+        max_head_bytes=2048,
+        head_timeout_s=3,
+        idle_timeout_s=4,
+        min_body_bytes_per_s=0,
+        unread_timeout_s=6,
+    )

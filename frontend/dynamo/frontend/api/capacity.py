@@ -1,4 +1,4 @@
-"""What all requests of this process together may occupy: their number, and the bytes of their bodies.
+"""What all requests of this process together may occupy: their number, and the bytes of their bodies and messages.
 
 Each request has bounds of its own; many requests within theirs could still exhaust the memory. Past the bounds here requests are
 refused with Overloaded, so that those which were admitted can finish.
@@ -20,21 +20,37 @@ class Capacity:
         self.requests = 0
         self.buffered_bytes = 0
 
-    def enter(self) -> None:
-        """Count a request; call `leave` when it has ended. Raises Overloaded."""
+    def enter(self) -> Occupancy:
+        """Count a request until the occupancy is left. Raises Overloaded."""
         if self.requests >= self._options.max_concurrent_requests:
             message = f"the server is processing {self.requests} requests, which is its limit"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S)
         self.requests += 1
+        return Occupancy(self)
 
     def hold(self, size_bytes: int) -> None:
-        """Count bytes of a request's body. Raises Overloaded, and counts none of them then."""
+        """Count bytes of a request. Raises Overloaded, and counts none of them then."""
         if self.buffered_bytes + size_bytes > self._options.max_buffered_bytes:
             message = f"the server holds {self.buffered_bytes} bytes of requests, which is near its limit"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S)
         self.buffered_bytes += size_bytes
 
-    def leave(self, held_bytes: int) -> None:
-        """Count a request no longer, nor the bytes that were held for it."""
-        self.requests -= 1
-        self.buffered_bytes -= held_bytes
+
+class Occupancy:
+    """What one request occupies of a capacity."""
+
+    __slots__ = ("_capacity", "held_bytes")
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self.held_bytes = 0
+
+    def hold(self, size_bytes: int) -> None:
+        """Count bytes that are kept for the request until its end. Raises Overloaded."""
+        self._capacity.hold(size_bytes)
+        self.held_bytes += size_bytes
+
+    def leave(self) -> None:
+        """Count the request and its bytes no longer."""
+        self._capacity.requests -= 1
+        self._capacity.buffered_bytes -= self.held_bytes

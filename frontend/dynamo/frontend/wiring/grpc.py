@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
+from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT
 from dynamo.frontend.api.kserve.service import SERVICE, KserveService
+from dynamo.frontend.api.rpc.bounded import bounded
 from dynamo.frontend.api.rpc.guard import account_source, guarded
 from dynamo.frontend.api.rpc.handlers import Handlers
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
@@ -30,6 +32,7 @@ async def open_grpc(
     readiness: Readiness,
     drain: StreamDrain,
     metrics: Metrics,
+    capacity: Capacity,
     *,
     share_port: bool,
 ) -> AsyncIterator[GrpcServer | None]:
@@ -37,20 +40,27 @@ async def open_grpc(
     if not config.grpc.wanted:
         yield None
         return
-    services = grpc_services(config, plane, readiness, drain, account_source(guard))
-    services = guarded(services, guard, partial(metrics.frontend.refused, TENSOR_ENDPOINT))
-    services = metered(services, metrics.grpc)
-    async with serve_grpc(config.grpc, services, share_port=share_port) as server:
+    refused = partial(metrics.frontend.refused, TENSOR_ENDPOINT)
+    services = grpc_services(config, plane, readiness, drain, account_source(guard), capacity)
+    services = bounded(services, capacity, config.overload_status, refused)
+    services = metered(guarded(services, guard, refused), metrics.grpc)
+    async with serve_grpc(config.grpc, services, share_port=share_port, guarded=guard.is_on) as server:
         yield server
 
 
 def grpc_services(
-    config: FrontendConfig, plane: DataPlane, readiness: Readiness, drain: StreamDrain, account: Callable[[], Account]
+    config: FrontendConfig,
+    plane: DataPlane,
+    readiness: Readiness,
+    drain: StreamDrain,
+    account: Callable[[], Account],
+    capacity: Capacity,
 ) -> dict[str, Handlers]:
     """Return the handlers of everything on the gRPC port, by full service name."""
+    kserve = KserveService(plane, readiness, drain, config.grpc, account, config.overload_status, capacity)
     reflection = ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).handlers()
     return {
-        SERVICE: KserveService(plane, readiness, drain, config.grpc, account, config.overload_status).handlers(),
+        SERVICE: kserve.handlers(),
         HEALTH_SERVICE: HealthService(plane, readiness).handlers(),
         **dict.fromkeys(REFLECTION_SERVICES, reflection),
     }

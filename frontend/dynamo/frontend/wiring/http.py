@@ -36,11 +36,12 @@ async def open_http(
     loads: LoadWatch,
     control: RoutingControl,
     metrics: Metrics,
+    capacity: Capacity,
     *,
     share_port: bool,
 ) -> AsyncIterator[HttpServer]:
     """Serve HTTP until the context is left. Raises ConfigError for a port, certificate or template that cannot be used."""
-    settings = HttpSettings(options=config.http, overload=config.overload_status, capacity=Capacity(config.capacity))
+    settings = HttpSettings(options=config.http, overload=config.overload_status, capacity=capacity)
     operations = [
         *health_operations(readiness, links),
         *metrics_operations(metrics.scrape),

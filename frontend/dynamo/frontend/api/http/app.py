@@ -77,7 +77,7 @@ class HttpApp:
             return await exchange.run(operation.handle)
         capacity = self._settings.capacity
         try:
-            capacity.enter()
+            exchange.occupancy = occupied = capacity.enter()
         except Overloaded as error:
             return await exchange.fail(error)
         try:
@@ -86,7 +86,7 @@ class HttpApp:
             else:
                 await exchange.run(operation.handle)
         finally:
-            capacity.leave(exchange.held_bytes)
+            occupied.leave()
 
     async def _not_found(self, exchange: Exchange) -> None:
         exchange.errors = self._errors_near(exchange.path)

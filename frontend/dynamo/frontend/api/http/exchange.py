@@ -27,7 +27,7 @@ from dynamo.common.http_connection import ON_HALF_CLOSE
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
-from dynamo.frontend.api.capacity import Capacity
+from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.router.explanation import Explanation
@@ -106,8 +106,8 @@ class Exchange:
         self.stream: EventStream | None = None
         self.progress = Progress()
         """Of the request, for calls made from it."""
-        self.held_bytes = 0
-        """Bytes that count against the capacity of the process until the end of the request."""
+        self.occupancy: Occupancy | None = None
+        """What the request occupies of the capacity of the process until its end; None for requests that do not count."""
         self._account: Account | None = None
         self._scope = scope
         self._receive = receive
@@ -177,8 +177,8 @@ class Exchange:
 
     def hold(self, size_bytes: int) -> None:
         """Count bytes that are kept for this request until its end. Raises Overloaded."""
-        self.settings.capacity.hold(size_bytes)
-        self.held_bytes += size_bytes
+        if self.occupancy is not None:
+            self.occupancy.hold(size_bytes)
 
     async def any_body(self, max_bytes: int | None = None) -> bytes:
         """Return the request's body, of any content type. `max_bytes` is `max_body_bytes` by default. Raises as `body` does."""

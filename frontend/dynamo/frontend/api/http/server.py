@@ -20,11 +20,22 @@ from dynamo.frontend.config import HttpOptions
 _log = logging.getLogger(__name__)
 
 
+def limits_of(options: HttpOptions) -> HttpLimits:
+    return HttpLimits(
+        max_connections=options.max_connections,
+        max_head_bytes=options.max_head_bytes,
+        head_timeout_s=options.head_timeout_s,
+        idle_timeout_s=options.idle_timeout_s,
+        min_body_bytes_per_s=options.min_body_bytes_per_s,
+        unread_timeout_s=options.unread_timeout_s,
+    )
+
+
 @asynccontextmanager
 async def serve_http(options: HttpOptions, app: ASGIApp, *, share_port: bool = False) -> AsyncIterator[HttpServer]:
     """Serves `app` until the context is left. Raises ConfigError if the port or the certificate cannot be used."""
     context = None if options.tls is None else server_context(options.tls)
     listener = open_listener(options.host, options.port, flag="--http-port", reuse_port=share_port)
-    async with serve_asgi(listener, app, context, HttpLimits(max_connections=options.max_connections)) as server:
+    async with serve_asgi(listener, app, context, limits_of(options)) as server:
         _log.info("HTTP on %s:%d, %s", options.host, server.port, "no TLS" if context is None else "TLS")
         yield server

@@ -18,6 +18,7 @@ from dynamo.common.logs import request_id as logged_id
 from dynamo.common.message_limits import MessageScanner, parse_message
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
+from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, infer
@@ -50,7 +51,9 @@ class KserveService:
         options: GrpcOptions,
         account: Callable[[], Account],
         overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
+        capacity: Capacity | None = None,
     ) -> None:
+        """`capacity` is what the requests within streams count against; calls count against it elsewhere."""
         self._plane = plane
         self._readiness = readiness
         self._drain = drain
@@ -58,6 +61,7 @@ class KserveService:
         self._account = account
         self._scanner = MessageScanner(pb.ModelInferRequest, options.limits)
         self._overload = overload
+        self._capacity = capacity or Capacity()
         self._live = pb.ServerLiveResponse(live=True).SerializeToString()
         self._metadata = kserve_messages.server_metadata().SerializeToString()
 
@@ -123,7 +127,8 @@ class KserveService:
         try:
             caller = _caller(self._account(), context)
             request_id, explanation = caller.request_id, caller.explanation
-            await KserveStream(self._plane, self._drain, self._scanner, self._options, context, caller).run()
+            stream = KserveStream(self._plane, self._drain, self._scanner, self._options, self._capacity, context, caller)
+            await stream.run()
             if request_id or explanation is not None:
                 context.set_trailing_metadata(_trailing_metadata(caller))
         except Exception as error:

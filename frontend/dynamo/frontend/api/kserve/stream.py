@@ -24,6 +24,7 @@ from dynamo.common.protobuf_wire import tag, varint
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import ResponseForm
 from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of
 from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
 from dynamo.frontend.api.rpc.handlers import Context
@@ -62,6 +63,7 @@ class KserveStream:
         drain: StreamDrain,
         scanner: MessageScanner,
         options: GrpcOptions,
+        capacity: Capacity,
         context: Context,
         caller: Caller,
     ) -> None:
@@ -69,6 +71,7 @@ class KserveStream:
         self._drain = drain
         self._scanner = scanner
         self._options = options
+        self._capacity = capacity
         self._context = context
         self._caller = caller
         self._running = 0
@@ -113,18 +116,27 @@ class KserveStream:
         request: TensorRequest | None = None
         card: ModelCard | None = None
         problem: DynamoError | None = None
+        occupied: Occupancy | None = None
         try:
+            occupied = self._capacity.enter()
+            occupied.hold(len(data))
             request = TensorRequest.parse(data, self._scanner)
             card = self._plane.card(self._caller.account, request.head.model_name, request.head.model_version)
         except DynamoError as error:
             release(error)  # this frame, which its traceback keeps, keeps the error
             problem = error
+        except BaseException:
+            if occupied is not None:
+                occupied.leave()
+            raise
         turn = after = None
         if card is None or (card.kind is ModelKind.TENSOR and not card.decoupled):
             turn, after = asyncio.get_running_loop().create_future(), self._turn
             self._turn = turn
         self._running += 1
-        tasks.create_task(self._serve(request, card, problem, after, turn))
+        task = tasks.create_task(self._serve(request, card, problem, after, turn))
+        if occupied is not None:
+            task.add_done_callback(lambda _: occupied.leave())
 
     async def _serve(
         self,

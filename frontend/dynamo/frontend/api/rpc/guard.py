@@ -14,9 +14,8 @@ from dynamo.common.logs import request_id as logged_id
 from dynamo.common.message_limits import parse_message
 from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.guard import Guard, record, record_refusal
-from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
+from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, kind_of, read_message, refuse
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES
-from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.security.surfaces import Surface
 from dynamo.protos import inference_pb2 as pb
@@ -94,7 +93,7 @@ def _guarded(
     if not guard.guards(surface) and not is_action:
         return handler
     # All our handlers are coroutines of (request or request iterator, context), whichever kind of call they serve.
-    kind = _kind(handler)
+    kind = kind_of(handler)
     inner: Callable[[object, Context], Awaitable[object]] = getattr(handler, kind)
 
     async def enter(request: object, context: Context) -> object:
@@ -109,7 +108,7 @@ def _guarded(
                 record_refusal(name, context.peer(), request_id, error)
             if surface is Surface.INFERENCE:
                 refused(error)
-            await _refuse(context, error, request_id)
+            await refuse(context, error, request_id)
         _account.set(account)
         if not is_action:
             return await inner(request, context)
@@ -142,16 +141,3 @@ def _action(name: str, message: bytes) -> str:
     except InvalidRequest:
         return name
     return f"{name} {model[:200]!r}"  # quoted: no line breaks that could forge a record
-
-
-def _kind(handler: grpc.RpcMethodHandler[bytes, bytes]) -> str:
-    request = "stream" if handler.request_streaming else "unary"
-    response = "stream" if handler.response_streaming else "unary"
-    return f"{request}_{response}"
-
-
-async def _refuse(context: Context, error: DynamoError, request_id: str) -> None:
-    metadata: list[tuple[str, str | bytes]] = [("x-request-id", request_id)]
-    if (pause_s := retry_after_s(error)) is not None:
-        metadata.append(("retry-after", f"{pause_s:g}"))
-    await context.abort(grpc_status(error), public_message(error), tuple(metadata))

@@ -1,8 +1,8 @@
 """Handlers of calls, their messages, which are read when a handler wants them, and what they leave behind: nothing.
 
-1. grpcio receives the message of a unary call before it runs the handler. Here the handler reads it, so that a call that is
-refused
-   for its metadata costs neither the decompression nor the memory of its message.
+1. grpcio receives the message of a unary call before it runs the handler. Where callers must show who they are, the handler reads
+   it here, so that a call that is refused for its metadata costs neither the decompression nor the memory of its message. That
+   costs some CPU time in each call, so the others stay as they are.
 2. grpcio's call keeps the AbortError that ended it, and the error's traceback keeps every local variable on its way, the message
    included. Call and error form a cycle that only the garbage collector finds, which runs rarely here. So errors lose their
    tracebacks where they leave the handlers.
@@ -10,13 +10,16 @@ refused
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
 
-from dynamo.common.errors import release
+from dynamo.common.errors import DynamoError, release
+from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
+from dynamo.frontend.config import OverloadStatus
 
 Handlers: TypeAlias = Mapping[str, "grpc.RpcMethodHandler[bytes, bytes]"]
 """Method name → handler, a coroutine function, without serializers. Requests of unary ones are taken by `read_message`."""
@@ -26,45 +29,68 @@ Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 class PendingMessage:
     """The message of a call with a unary request, not received yet."""
 
-    __slots__ = ("_context",)
+    __slots__ = ("_context", "on_received")
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self.on_received: Callable[[int], None] | None = None
+        """Called with the size of the message; an error that it raises goes to the reader."""
 
     async def read(self) -> bytes:
         """Receive the message. Aborts the call if the client sent none."""
         data: object = await self._context.read()
-        if isinstance(data, bytes):
-            return data
-        await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+        if not isinstance(data, bytes):
+            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+        if self.on_received is not None:
+            self.on_received(len(data))
+        return data
 
 
 async def read_message(request: bytes | PendingMessage) -> bytes:
-    """Return the message of a unary request, of which the native server has the bytes already."""
+    """Return the message of a unary request, of which the server may have the bytes already."""
     return request if isinstance(request, bytes) else await request.read()
 
 
-def for_grpcio(handlers: Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]) -> Handlers:
-    """Return the handlers in the form that grpcio's server takes, which reads no message by itself."""
-    return {name: _reading(handler) for name, handler in handlers.items()}
+async def refuse(
+    context: Context, error: DynamoError, request_id: str = "", overload: OverloadStatus = OverloadStatus.UNAVAILABLE
+) -> NoReturn:
+    """End a call that does not reach its handler."""
+    metadata: list[tuple[str, str | bytes]] = [("x-request-id", request_id or secrets.token_hex(12))]
+    if (pause_s := retry_after_s(error)) is not None:
+        metadata.append(("retry-after", f"{pause_s:g}"))
+    await context.abort(grpc_status(error, overload), public_message(error), tuple(metadata))
 
 
-def _reading(handler: grpc.RpcMethodHandler[bytes, bytes]) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """Make a handler that reads its request, or its requests, by its context. On the wire the call stays the same."""
+def kind_of(handler: grpc.RpcMethodHandler[bytes, bytes]) -> str:
+    """Return the name of the attribute in which a handler has its function."""
     request = "stream" if handler.request_streaming else "unary"
     response = "stream" if handler.response_streaming else "unary"
-    inner: Callable[[Any, Context], Awaitable[Any]] = getattr(handler, f"{request}_{response}")
-    reads_stream = handler.request_streaming
+    return f"{request}_{response}"
 
-    async def handle(requests: object, context: Context) -> Any:
+
+def for_grpcio(handlers: Handlers, *, reads_late: bool = False) -> Handlers:
+    """Return the handlers in the form that grpcio's server takes; with `reads_late` it reads no message by itself."""
+    return {name: _for_grpcio(handler, reads_late=reads_late) for name, handler in handlers.items()}
+
+
+def _for_grpcio(handler: grpc.RpcMethodHandler[bytes, bytes], *, reads_late: bool) -> grpc.RpcMethodHandler[bytes, bytes]:
+    kind = kind_of(handler)
+    inner: Callable[[Any, Context], Awaitable[Any]] = getattr(handler, kind)
+    reads_message = reads_late and not handler.request_streaming
+
+    async def handle(request: object, context: Context) -> Any:
         try:
-            return await inner(requests if reads_stream else PendingMessage(context), context)
+            return await inner(PendingMessage(context) if reads_message else request, context)
         except BaseException as error:
             if isinstance(error, grpc.aio.AbortError):
                 release(error)
-            del requests, context  # this frame is in the next traceback
+            del request, context  # this frame is in the next traceback
             raise
 
+    if not reads_message:
+        replaced: grpc.RpcMethodHandler[bytes, bytes] = handler._replace(**{kind: handle})  # type: ignore[attr-defined]
+        return replaced
+    # On the wire a call with a stream of one request is the same as one with a request.
     if handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler(handle)
     return grpc.stream_unary_rpc_method_handler(handle)

@@ -6,7 +6,7 @@ are the same for both: coroutines from bytes to bytes.
 
 Native is several times faster but, as of 0.5.0, checks the size limit only when a whole message has been received and
 decompressed: any client that can connect can fill the memory, with gzip by few bytes. So `auto` uses it only if just this machine
-can connect; `--grpc-server native` uses it anywhere, for networks where every client is trusted.
+can connect and needs no credentials; `--grpc-server native` uses it anywhere, for networks where every client is trusted.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def needs_grpcio(options: GrpcOptions) -> str:
     return ""
 
 
-def choose_server(options: GrpcOptions, native_installed: bool) -> ServerChoice:
+def choose_server(options: GrpcOptions, native_installed: bool, *, guarded: bool = False) -> ServerChoice:
     """Choose the server. Raises ConfigError if the native one is configured and cannot be used."""
     obstacle = needs_grpcio(options)
     if options.server is GrpcServerChoice.GRPCIO:
@@ -84,6 +84,9 @@ def choose_server(options: GrpcOptions, native_installed: bool) -> ServerChoice:
         return ServerChoice(GrpcServerChoice.GRPCIO, "pygrpc-native (extra `fast`) is not installed")
     if not options.is_local:
         why = "other machines can connect, and native does not bound what they send; with trusted clients use native"
+        return ServerChoice(GrpcServerChoice.GRPCIO, why)
+    if guarded:
+        why = "callers must show credentials, and native receives whole messages before these are checked"
         return ServerChoice(GrpcServerChoice.GRPCIO, why)
     return ServerChoice(GrpcServerChoice.NATIVE, "it is installed, nothing needs grpcio, and only this machine can connect")
 
@@ -125,16 +128,19 @@ def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[s
 
 @asynccontextmanager
 async def serve_grpc(
-    options: GrpcOptions, services: Mapping[str, Handlers], *, share_port: bool = False
+    options: GrpcOptions, services: Mapping[str, Handlers], *, share_port: bool = False, guarded: bool = False
 ) -> AsyncIterator[GrpcServer]:
     """Serve `services` (full service name → handlers) until the context is left, which cancels running calls.
 
-    Raises ConfigError if the port, the certificate or the chosen server cannot be used.
+    `guarded`: callers must show credentials, so messages are read only after the handlers have
+    checked the metadata. Raises ConfigError if the port, the certificate or the chosen server cannot be used.
     """
-    choice = choose_server(options, importlib.util.find_spec("pygrpc_native") is not None)
+    choice = choose_server(options, importlib.util.find_spec("pygrpc_native") is not None, guarded=guarded)
+    if guarded and choice.server is GrpcServerChoice.NATIVE:
+        _log.warning("the native gRPC server receives and decompresses messages before their credentials are checked")
     server = _make_server(options, choice.server, share_port)
     for service, handlers in services.items():
-        ready = for_grpcio(handlers) if choice.server is GrpcServerChoice.GRPCIO else handlers
+        ready = for_grpcio(handlers, reads_late=guarded) if choice.server is GrpcServerChoice.GRPCIO else handlers
         server.add_registered_method_handlers(service, dict(ready))
     port = _bind(server, options)
     await server.start()
