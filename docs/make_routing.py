@@ -60,10 +60,10 @@ def main() -> None:
     axes.bar(names, waiting, 0.5, bottom=own, color="C9", label=f"{scale:g} · blocks waiting for prefill")
     axes.bar(names, held, 0.5, bottom=below, color="C1", label="blocks held by running requests")
     axes.bar(names, cached, 0.5, color="C2", label=f"−{scale:g} · {weight:g} · blocks cached")
-    found = costs()
-    axes.plot(names, found, "kD", label="cost: the sum; the lowest wins")
-    for at, cost in enumerate(found):
-        axes.annotate(f"{cost:g}", (at, cost), (50, -4), textcoords="offset points")
+    totals = costs()
+    axes.plot(names, totals, "kD", label="cost: the sum; the lowest wins")
+    for position, cost in enumerate(totals):
+        axes.annotate(f"{cost:g}", (position, cost), (50, -4), textcoords="offset points")
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_ylabel("KV blocks")
     axes.legend(fontsize=9, loc="upper right")

@@ -73,8 +73,8 @@ async def _drill(fault: Fault, arguments: argparse.Namespace) -> bool:
 
 def _resources(fleet: DrilledFleet) -> tuple[int, int]:
     """Memory and open files of all frontends together."""
-    found = [resources(frontend.process.process.pid) for frontend in fleet.frontends]
-    return sum(rss for rss, _ in found), sum(files for _, files in found)
+    usages = [resources(frontend.process.process.pid) for frontend in fleet.frontends]
+    return sum(rss for rss, _ in usages), sum(files for _, files in usages)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ not is written to the target's folder in the corpus, where the tests find it aga
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,10 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=1_000_000, help="inputs for each target")
     parser.add_argument("--seconds", type=int, default=600, help="at most so long for each target")
     parser.add_argument("--jobs", type=int, default=2, help="targets at a time")
+    parser.add_argument(
+        "--collect", type=Path, help="a folder that keeps inputs that reach new code, for another run to begin with"
+    )
     parser.add_argument("--in-process", action="store_true", help="fuzz the one target that is named, in this process")
     arguments = parser.parse_args(argv)
     if arguments.in_process:
-        fuzz(arguments.targets[0], arguments.runs, arguments.seconds)
+        fuzz(arguments.targets[0], arguments.runs, arguments.seconds, arguments.collect)
     names = arguments.targets or sorted(path.name for path in CORPUS.iterdir() if path.is_dir())
     with ThreadPoolExecutor(arguments.jobs) as pool:
         failed = [name for name, good in zip(names, pool.map(lambda name: run(name, arguments), names), strict=True) if not good]
@@ -38,16 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(name: str, arguments: argparse.Namespace) -> bool:
     """Fuzz one target in a process of its own; return whether nothing was found."""
     limits = ["--runs", str(arguments.runs), "--seconds", str(arguments.seconds)]
-    command = [sys.executable, "-m", "tests.fuzz", name, "--in-process", *limits]
+    collect = [] if arguments.collect is None else ["--collect", str(arguments.collect)]
+    command = [sys.executable, "-m", "tests.fuzz", name, "--in-process", *limits, *collect]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stderr.splitlines() if line.startswith(("Done ", "#")) or "stat::" in line]
-    print(f"{name}: {'ok' if done.returncode == 0 else 'FAILED'}; {lines[-1] if lines else ''}", flush=True)
+    statistics = dict(re.findall(r"^stat::(\w+):\s+(\d+)$", done.stderr, re.M))
+    inputs, rate = statistics.get("number_of_executed_units", "0"), statistics.get("average_exec_per_sec", "0")
+    print(f"{name}: {'ok' if done.returncode == 0 else 'FAILED'}; {inputs} inputs, {rate} a second", flush=True)
     if done.returncode != 0:
         print(done.stdout[-4000:], done.stderr[-4000:], sep="\n")
     return done.returncode == 0
 
 
-def fuzz(name: str, runs: int, seconds: int) -> None:
+def fuzz(name: str, runs: int, seconds: int, collect: Path | None) -> None:
     """Does not return."""
     import atheris
 
@@ -57,10 +63,12 @@ def fuzz(name: str, runs: int, seconds: int) -> None:
     target = TARGETS[name]
     folder = CORPUS / name
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as found:  # what libFuzzer collects, and what is kept in the repository
+    with tempfile.TemporaryDirectory() as scratch:
+        collected = (collect or Path(scratch)) / name
+        collected.mkdir(parents=True, exist_ok=True)
         options = [f"-runs={runs}", f"-max_total_time={seconds}", "-max_len=4096", "-timeout=10", "-rss_limit_mb=2048"]
         options += [f"-artifact_prefix={folder}/", "-print_final_stats=1"]
-        atheris.Setup([sys.argv[0], *options, found, str(folder)], target)
+        atheris.Setup([sys.argv[0], *options, str(collected), str(folder)], target)
         atheris.Fuzz()
 
 

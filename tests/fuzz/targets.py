@@ -1,4 +1,4 @@
-"""The decoders of foreign bytes, and which errors they may raise."""
+"""The decoders of untrusted input, and which errors they may raise."""
 
 from __future__ import annotations
 

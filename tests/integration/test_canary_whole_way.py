@@ -41,8 +41,8 @@ async def test_no_request_meets_an_idle_instance_that_froze(
         try:
             await left_out(http, 1)
             for _ in range(6):
-                answer = await http.post("/v1/completions", json={"model": "sim", "prompt": "Hi", "max_tokens": 2})
-                assert answer.status_code == 200
+                response = await http.post("/v1/completions", json={"model": "sim", "prompt": "Hi", "max_tokens": 2})
+                assert response.status_code == 200
             assert 'dynamo_frontend_retries_total{model="sim"} 0.0' in (await http.get("/metrics")).text
         finally:
             os.kill(frozen.process.pid, signal.SIGCONT)

@@ -40,15 +40,15 @@ async def fleet(etcd: EtcdServer, nats: NatsServer, namespace: str, *flags: str)
         yield front
 
 
-async def asking(front: FrontendProcess, stop: asyncio.Event) -> None:
+async def _requests(front: FrontendProcess, stop: asyncio.Event) -> None:
     """Keeps the fleet busy with prompts that share a beginning."""
     async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30) as client:
         number = 0
         while not stop.is_set():
             number += 1
             prompt = "the same beginning, over and over, " * 4 + str(number)
-            answer = await client.post("/v1/completions", json={"model": "sim", "prompt": prompt, "max_tokens": 40})
-            assert answer.status_code == 200, answer.text
+            response = await client.post("/v1/completions", json={"model": "sim", "prompt": prompt, "max_tokens": 40})
+            assert response.status_code == 200, response.text
 
 
 @asynccontextmanager
@@ -56,7 +56,7 @@ async def load(front: FrontendProcess) -> AsyncIterator[None]:
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for _ in range(4):
-            tasks.create_task(asking(front, stop))
+            tasks.create_task(_requests(front, stop))
         try:
             yield
         finally:
@@ -66,9 +66,9 @@ async def load(front: FrontendProcess) -> AsyncIterator[None]:
 async def until(seen: Callable[[], Any]) -> Any:
     """What `seen` returns once that is true."""
     async with asyncio.timeout(LOOK_S):
-        while not (found := await asyncio.to_thread(seen)):
+        while not (result := await asyncio.to_thread(seen)):
             await asyncio.sleep(0.1)
-        return found
+        return result
 
 
 async def test_the_fleet_is_described_with_live_loads_and_hit_rates(
@@ -154,7 +154,7 @@ def _text(driver: Chrome, selector: str) -> str:
     return text
 
 
-def _ask(driver: Chrome, model: str) -> None:
+def _send(driver: Chrome, model: str) -> None:
     script = """
         const select = document.getElementById("try-model");
         select.value = arguments[0];
@@ -176,9 +176,9 @@ async def test_the_page_shows_the_fleet_and_tries_models(
             await until(lambda: "healthy" in _text(driver, "#state") and "%" in _text(driver, "#models"))
             await until(lambda: "TOKENS" in _text(driver, "#tiles").upper() and "TTFT" in _text(driver, "#tiles"))
             await until(lambda: "blocks cached" in _text(driver, "#decisions"))
-            await asyncio.to_thread(_ask, driver, "sim")
-            assert "tokens, the first after" in await until(lambda: _answered(driver))
-            await asyncio.to_thread(_ask, driver, "classifier")
+            await asyncio.to_thread(_send, driver, "sim")
+            assert "tokens, the first after" in await until(lambda: _figures(driver))
+            await asyncio.to_thread(_send, driver, "classifier")
             await until(lambda: "answered after" in _text(driver, "#try-figures"))
             assert '"probability"' in _text(driver, "#try-answer")
             assert _text(driver, "#problem") == ""
@@ -202,7 +202,7 @@ async def test_with_keys_the_page_says_what_is_missing_and_asks_models_with_a_ke
 ) -> None:
     keys = KeyFile(tmp_path / "keys.yaml", {})
     looks = keys.add("looks", Scope.CONSOLE)
-    asks = keys.add("asks", Scope.INFER, Scope.METRICS)
+    infers = keys.add("asks", Scope.INFER, Scope.METRICS)
     flags = ("--api-keys-file", str(keys.path), "--api-open", "metadata")
     async with fleet(etcd_server, nats_server, namespace, *flags) as front:
 
@@ -212,23 +212,23 @@ async def test_with_keys_the_page_says_what_is_missing_and_asks_models_with_a_ke
             await until(lambda: "classifier" in _text(driver, "#models"))
             problem = await until(lambda: _text(driver, "#problem"))
             assert problem.startswith("Traffic figures need a key with the scope “metrics” (403: "), problem
-            await asyncio.to_thread(_ask, driver, "classifier")
-            assert (await until(lambda: _answered(driver))).startswith("401: an API key is required")
+            await asyncio.to_thread(_send, driver, "classifier")
+            assert (await until(lambda: _figures(driver))).startswith("401: an API key is required")
 
             field = driver.find_element("id", "key")
-            await asyncio.to_thread(field.send_keys, f"{asks}x\n")  # a wrong one opens no window of the browser's own
-            await asyncio.to_thread(_ask, driver, "classifier")
-            assert await until(lambda: _answered(driver)) == "401: the API key is not valid"
+            await asyncio.to_thread(field.send_keys, f"{infers}x\n")  # a wrong one opens no window of the browser's own
+            await asyncio.to_thread(_send, driver, "classifier")
+            assert await until(lambda: _figures(driver)) == "401: the API key is not valid"
             await asyncio.to_thread(field.send_keys, "\ue003\n")  # backspace
             await until(lambda: "TTFT" in _text(driver, "#tiles") and not _text(driver, "#problem"))
             assert "classifier" in _text(driver, "#models"), "what the login may read is no longer read"
-            for model, answer in (("classifier", "answered after"), ("sim", "tokens, the first after")):
-                await asyncio.to_thread(_ask, driver, model)
-                assert answer in await until(lambda: _answered(driver))
+            for model, words in (("classifier", "answered after"), ("sim", "tokens, the first after")):
+                await asyncio.to_thread(_send, driver, model)
+                assert words in await until(lambda: _figures(driver))
 
             await asyncio.to_thread(driver.save_screenshot, str(tmp_path / "console-with-keys.png"))
             kept = "return JSON.stringify([location.href, document.cookie, {...sessionStorage}, {...localStorage}])"
-            assert asks not in driver.execute_script(kept)
+            assert infers not in driver.execute_script(kept)
 
         def opened() -> Any:
             return stack.enter_context(browser())
@@ -237,6 +237,6 @@ async def test_with_keys_the_page_says_what_is_missing_and_asks_models_with_a_ke
             await look(await asyncio.to_thread(opened))
 
 
-def _answered(driver: Chrome) -> str:
+def _figures(driver: Chrome) -> str:
     figures = _text(driver, "#try-figures")
     return "" if figures == "Asking…" else figures

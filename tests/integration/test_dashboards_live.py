@@ -64,8 +64,8 @@ async def test_every_expression_asks_for_what_running_processes_show(scrapes: li
     for where, expression in all_expressions():
         for selector in selectors(parsed(expression)):
             assert selector.name in names, f"{where}: nobody shows {selector.name}"
-            asked = {matcher.name for matcher in selector.matchers.matchers} - ADDED_BY_PROMETHEUS
-            assert selector.name not in labels or asked <= labels[selector.name], f"{where}: {selector.name} lacks {asked}"
+            wanted = {matcher.name for matcher in selector.matchers.matchers} - ADDED_BY_PROMETHEUS
+            assert selector.name not in labels or wanted <= labels[selector.name], f"{where}: {selector.name} lacks {wanted}"
 
 
 @pytest.mark.timeout(120)

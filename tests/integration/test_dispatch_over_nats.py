@@ -53,8 +53,8 @@ class Fleet:
     async def call(self, body: bytes = b"?") -> int:
         work = Work(model="adder", verb="infer", body=body, metrics=self.metrics.for_model("adder"))
         deadline = asyncio.get_running_loop().time() + 20
-        answer = await self.dispatcher.call(work, Call(account=ANONYMOUS, request_id="r", deadline=deadline))
-        return int(bytes(answer), 16)
+        response = await self.dispatcher.call(work, Call(account=ANONYMOUS, request_id="r", deadline=deadline))
+        return int(bytes(response), 16)
 
 
 @asynccontextmanager

@@ -17,9 +17,9 @@ async def test_rest_and_grpc_give_the_same_responses(etcd_server: EtcdServer, na
         frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
     ):
         await front.serves(*NAMES)
-        found = await run_client("kserve_doors", front.grpc_target, str(front.http_port))
-        assert sum(line["case"].startswith("refused: ") for line in found) >= 100
-        assert len(found) >= 220
-        problems = [f"{line['case']}\n{line['problem']}" for line in found if line["problem"]]
+        result = await run_client("kserve_doors", front.grpc_target, str(front.http_port))
+        assert sum(line["case"].startswith("refused: ") for line in result) >= 100
+        assert len(result) >= 220
+        problems = [f"{line['case']}\n{line['problem']}" for line in result if line["problem"]]
         assert not problems, "\n".join(problems)
         assert not [line for line in front.lines if " ERROR " in line or "Traceback" in line]

@@ -23,11 +23,11 @@ from tests.support.sim_fleet import SimFleet, prompt, until
 @asynccontextmanager
 async def recording(etcd: EtcdServer, nats: NatsServer, namespace: str, workers: int = 2) -> AsyncIterator[SimFleet]:
     """Workers that record their KV events."""
-    found = SimFleet(etcd, nats, namespace, durable=True)
+    fleet = SimFleet(etcd, nats, namespace, durable=True)
     async with AsyncExitStack() as stack:
         for _ in range(workers):
-            await stack.enter_async_context(found.worker())
-        yield found
+            await stack.enter_async_context(fleet.worker())
+        yield fleet
 
 
 @asynccontextmanager
@@ -54,13 +54,13 @@ async def test_a_frontend_is_exact_from_the_record_without_responses_of_workers(
 ) -> None:
     async with recording(etcd_server, nats_server, namespace) as f, record_of(nats_server) as record:
         async with f.frontend():
-            placed = [(await f.ask(prompt(number)))[0] for number in range(8)]
+            placed = [(await f.generate(prompt(number)))[0] for number in range(8)]
         await all_is_recorded(record, f)
-        f.answer_no_questions()
+        f.refuse_recovery()
         async with f.frontend():
             await until(f.is_exact)
             for number, instance in enumerate(placed):
-                again, overlap, _ = await f.ask(prompt(number))
+                again, overlap, _ = await f.generate(prompt(number))
                 assert again == instance
                 assert overlap > 10
             await until(f.is_exact)
@@ -78,13 +78,13 @@ async def test_snapshots_keep_the_record_short_and_frontends_exact(
     ):
         number = 0
         while await record.load(subject.removesuffix(".*")) is None:
-            await f.ask(prompt(number))
+            await f.generate(prompt(number))
             number += 1
             assert number < 200
         async with asyncio.timeout(5):
             while await record.count(subject) >= 20:
                 await asyncio.sleep(0.02)
-        f.answer_no_questions()
+        f.refuse_recovery()
         async with f.frontend(snapshot_threshold=1000) as late:
             await until(lambda: f.is_exact(late))
 
@@ -98,7 +98,7 @@ async def test_a_higher_snapshot_threshold_leaves_the_record_longer(
         async with f.frontend(snapshot_threshold=1000):
             number = 0
             while engine.kv.number < 60:
-                await f.ask(prompt(number))
+                await f.generate(prompt(number))
                 number += 1
             await all_is_recorded(record, f)
             await until(f.is_exact)  # so it has heard of them all
@@ -115,8 +115,8 @@ async def test_reset_states_forgets_what_is_on_record(etcd_server: EtcdServer, n
     async with recording(etcd_server, nats_server, namespace, workers=1) as f, record_of(nats_server) as record:
         async with f.frontend(snapshot_threshold=3):
             while await record.load(subject.removesuffix(".*")) is None:
-                await f.ask(prompt(1))
-                await f.ask(prompt(2))
+                await f.generate(prompt(1))
+                await f.generate(prompt(2))
         async with f.frontend(reset_states=True):
             async with asyncio.timeout(5):
                 while await record.load(subject.removesuffix(".*")) is not None:
@@ -133,14 +133,14 @@ async def test_without_jetstream_frontends_request_snapshots_and_both_sides_warn
             nats = await stack.enter_async_context(start_nats(tmp_path / "nats"))
             f = await stack.enter_async_context(recording(etcd_server, nats, namespace))
             async with f.frontend(), record_of(nats) as record:
-                await f.ask(prompt(1))
+                await f.generate(prompt(1))
                 await all_is_recorded(record, f)
             await nats.stop()
             await stack.enter_async_context(start_nats(tmp_path / "other", port=nats.port, jetstream=False))
             async with f.frontend():
                 await until(f.is_exact)
-                assert (await f.ask(prompt(1)))[1] > 10
-                await f.ask(prompt(2))
+                assert (await f.generate(prompt(1)))[1] > 10
+                await f.generate(prompt(2))
                 await until(f.is_exact)
                 await until(lambda: "KV events are not recorded until JetStream is there" in caplog.text)
     assert "cannot be used; requesting snapshots from the instances" in caplog.text
@@ -152,19 +152,19 @@ async def test_a_record_lost_with_its_server_is_made_up_for_and_begun_anew(
     async with start_nats(tmp_path / "nats") as nats, recording(etcd_server, nats, namespace) as f:
         async with record_of(nats) as record:
             async with f.frontend():
-                await f.ask(prompt(1))
+                await f.generate(prompt(1))
                 await all_is_recorded(record, f)
                 nats.kill()
                 shutil.rmtree(tmp_path / "nats" / "jetstream")
                 await nats.restart()
                 await until(lambda: len(f.frontends[0].plane.models.instances("sim")) == 2)
                 for number in range(2, 8):  # every worker gets one and misses its receipt
-                    await f.ask(prompt(number))
+                    await f.generate(prompt(number))
                 await until(f.is_exact)
                 async with f.frontend() as late:
                     await until(lambda: f.is_exact(late))
             await all_is_recorded(record, f, within_s=20)
-        f.answer_no_questions()
+        f.refuse_recovery()
         async with f.frontend():
             await until(f.is_exact)
 
@@ -216,7 +216,7 @@ async def test_a_frontend_restarted_under_load_is_exact_within_two_seconds(
 
         async def load(client: int) -> None:
             for number in range(10**6):
-                await f.ask(prompt(number * 4 + client), first)
+                await f.generate(prompt(number * 4 + client), first)
                 await asyncio.sleep(0.01)  # there are moments at which nothing is on its way
 
         async with asyncio.TaskGroup() as clients:
@@ -224,6 +224,6 @@ async def test_a_frontend_restarted_under_load_is_exact_within_two_seconds(
             await until(lambda: all(len(engine.kv) > 150 for engine in f.engines.values()))
             for _ in range(2):
                 async with f.frontend() as restarted:
-                    await until(lambda at=restarted: f.is_exact(at), within_s=2.0)  # type: ignore[misc]
+                    await until(lambda frontend=restarted: f.is_exact(frontend), within_s=2.0)  # type: ignore[misc]
             for task in load_tasks:
                 task.cancel()

@@ -131,7 +131,7 @@ async def test_a_frontend_that_leaves_under_load_finishes_what_it_has_and_takes_
                 await leaving.process.logged("draining")
                 async with leaving.client() as late:
                     with pytest.raises(grpc.aio.AioRpcError) as refused:
-                        await ask_until(slow, late)  # the port closes a moment after the word in the log
+                        await send_until(slow, late)  # the port closes a moment after the word in the log
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
                 assert not slow.done()
                 await load.completed(100)
@@ -182,6 +182,6 @@ async def test_a_hung_worker_costs_a_few_seconds_but_no_request_and_repeats_noth
             assert (await fleet.statistics(hung, "sim")).response_stats["0"].success.count <= 1
 
 
-async def ask_until(done: asyncio.Task[Any], client: Client) -> None:
+async def send_until(done: asyncio.Task[Any], client: Client) -> None:
     while not done.done():
         await client.infer(echo_request())

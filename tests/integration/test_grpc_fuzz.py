@@ -118,9 +118,9 @@ class Client:
         """`grpc-status` of one call; `rst N`, `http N` or `closed` if the server ended it otherwise."""
         for kind, flags, of, payload in self.frames(until_s):
             if kind == HEADERS:
-                found = {str(name): str(value) for name, value in self._decoder.decode(payload)}
+                headers = {str(name): str(value) for name, value in self._decoder.decode(payload)}
                 if of == stream and flags & END_STREAM:
-                    return found.get("grpc-status") or f"http {found.get(':status')}"
+                    return headers.get("grpc-status") or f"http {headers.get(':status')}"
             elif kind == RST and of == stream:
                 return f"rst {int.from_bytes(payload, 'big')}"
         return "closed"
@@ -360,9 +360,9 @@ def test_headers_of_a_mebibyte_are_refused_or_at_least_cheap(target: Target) -> 
     def attack() -> None:
         with target.connect() as connection:
             data = frame(HEADERS, 0, 1, huge[:16384])
-            for at in range(16384, len(huge), 16384):
-                last = at + 16384 >= len(huge)
-                data += frame(CONTINUATION, END_HEADERS if last else 0, 1, huge[at : at + 16384])
+            for offset in range(16384, len(huge), 16384):
+                last = offset + 16384 >= len(huge)
+                data += frame(CONTINUATION, END_HEADERS if last else 0, 1, huge[offset : offset + 16384])
             connection.send(data + frame(DATA, END_STREAM, 1, message(b"")))
             connection.status_of(1)  # grpcio counts headers anew in each frame, and takes these
 
@@ -462,8 +462,8 @@ def pour(client: Client, headers: bytes, body: Iterator[bytes], most_bytes: int)
     connection, stream, sent = 65_535, 65_535, 0
     for kind, flags, of, payload in client.frames(2.0):
         if kind == SETTINGS and not flags & 1:
-            for at in range(0, len(payload), 6):
-                key, value = struct.unpack(">HI", payload[at : at + 6])
+            for offset in range(0, len(payload), 6):
+                key, value = struct.unpack(">HI", payload[offset : offset + 6])
                 stream += value - 65_535 if key == 4 else 0
         elif kind == WINDOW:
             size = int.from_bytes(payload, "big")
@@ -507,7 +507,7 @@ def test_a_gzip_bomb_does_not_unpack(target: Target) -> None:
 
     def attack() -> None:
         with target.connect() as connection:
-            chunks = (bomb[at : at + 16_000] for at in range(0, len(bomb), 16_000))
+            chunks = (bomb[offset : offset + 16_000] for offset in range(0, len(bomb), 16_000))
             pour(connection, headers, chunks, len(bomb))
 
     assert_bounded(target, 128 * MIB, attack)
@@ -524,9 +524,9 @@ def test_a_client_that_does_not_read_delays_no_other(target: Target) -> None:
             body = message(request)
             for stream in range(1, 41, 2):
                 data = start[:5] + struct.pack(">I", stream) + start[9:]
-                for at in range(0, len(body), 16_384):
-                    last = at + 16_384 >= len(body)
-                    data += frame(DATA, END_STREAM if last else 0, stream, body[at : at + 16_384])
+                for offset in range(0, len(body), 16_384):
+                    last = offset + 16_384 >= len(body)
+                    data += frame(DATA, END_STREAM if last else 0, stream, body[offset : offset + 16_384])
                 if not connection.send(data):
                     break
             target.assert_serving()

@@ -53,9 +53,9 @@ async def test_tritons_client_finds_everything_as_it_expects(
         frontend(etcd_server.endpoint, nats_server.url, namespace, "--grpc-server", server) as front,
     ):
         await front.serves(*NAMES)
-        found = await run_client("kserve_conformance", front.grpc_target)
-        assert sum(line["kind"] == "good" for line in found) >= 40
-        assert sum(line["kind"] == "bad" for line in found) >= 60
-        problems = [f"{line['kind']}: {line['case']}\n{line['problem']}" for line in found if line["problem"]]
+        result = await run_client("kserve_conformance", front.grpc_target)
+        assert sum(line["kind"] == "good" for line in result) >= 40
+        assert sum(line["kind"] == "bad" for line in result) >= 60
+        problems = [f"{line['kind']}: {line['case']}\n{line['problem']}" for line in result if line["problem"]]
         assert not problems, "\n".join(problems)
         assert not [line for line in front.lines if " ERROR " in line or "Traceback" in line]

@@ -54,11 +54,11 @@ async def test_after_a_quiet_second_the_index_equals_the_workers_own_copies(
         nats = await stack.enter_async_context(connect_nats(config, "frontend"))
         client = await stack.enter_async_context(open_client(nats, namespace))
 
-        async def ask(instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
+        async def request(instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
             return await client.open(instance.id, instance.subject, verb, body, deadline=deadline).result()
 
         directory = Directory(*registered)
-        await stack.enter_async_context(open_kv_feed(nats, directory, ask, router, router.loads))
+        await stack.enter_async_context(open_kv_feed(nats, directory, request, router, router.loads))
         for _ in range(300):
             rng.choice(list(engines.values())).step(blocks=200)
             await asyncio.sleep(0)

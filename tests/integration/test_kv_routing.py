@@ -19,11 +19,11 @@ from tests.support.sim_fleet import prompt, sim_fleet, until
 
 async def test_a_prompt_goes_where_its_prefix_lies(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
     async with sim_fleet(etcd_server, nats_server, namespace) as f:
-        first = [await f.ask(prompt(number)) for number in range(6)]
+        first = [await f.generate(prompt(number)) for number in range(6)]
         assert all(overlap == 0 for _, overlap, _ in first)
         await until(f.is_exact)
         for number, (instance, _, _) in enumerate(first):
-            again, overlap, summary = await f.ask(prompt(number))
+            again, overlap, summary = await f.generate(prompt(number))
             assert again == instance
             assert overlap > 10
             assert summary.cached_tokens >= 16 * overlap
@@ -34,12 +34,12 @@ async def test_lost_repeated_and_stale_updates_are_made_up_for(
 ) -> None:
     async with sim_fleet(etcd_server, nats_server, namespace, workers=1) as f:
         (instance,) = f.engines
-        await f.ask(prompt(1))
+        await f.generate(prompt(1))
         await until(f.is_exact)
         # Updates that nobody hears of, until the next one shows the hole.
         f.engines[instance].kv.store([1, 2, 3])
         assert f.engines[instance].kv.take_update() is not None
-        await f.ask(prompt(2))
+        await f.generate(prompt(2))
         await until(f.is_exact)
         # A repeated one changes nothing; one from far ahead makes the frontend ask.
         subject = Endpoint(namespace=namespace).kv_subject(instance)
@@ -48,7 +48,7 @@ async def test_lost_repeated_and_stale_updates_are_made_up_for(
                 connection.publish_nowait(subject, message_encoder.encode(KvMessage("sim", KvUpdate(number))))
             connection.publish_nowait(subject, b"\xc1 not a message")
             await connection.client.flush()
-        await f.ask(prompt(3))
+        await f.generate(prompt(3))
         f.engines[instance].kv.store([4])  # the last one is lost: the load report tells that there was one
         f.engines[instance].kv.take_update()
         await until(f.is_exact)
@@ -58,9 +58,9 @@ async def test_a_frontend_that_starts_late_learns_everything(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with sim_fleet(etcd_server, nats_server, namespace, frontends=2) as f:
-        instance, _, _ = await f.ask(prompt(1), frontend=0)
+        instance, _, _ = await f.generate(prompt(1), frontend=0)
         await until(lambda: f.is_exact(0) and f.is_exact(1))
-        again, overlap, _ = await f.ask(prompt(1), frontend=1)
+        again, overlap, _ = await f.generate(prompt(1), frontend=1)
         assert again == instance
         assert overlap > 10
 
@@ -69,13 +69,13 @@ async def test_an_instance_that_left_is_forgotten(etcd_server: EtcdServer, nats_
     async with AsyncExitStack() as leaving, sim_fleet(etcd_server, nats_server, namespace, workers=1) as f:
         worker = await leaving.enter_async_context(f.worker())
         await until(lambda: len(f.frontends[0].plane.models.instances("sim")) == 2)
-        placed = [(await f.ask(prompt(number)))[0] for number in range(8)]
+        placed = [(await f.generate(prompt(number)))[0] for number in range(8)]
         assert worker.instance in placed
         index = f.router().index("sim")
         await until(lambda: bool(index.held(worker.instance)))
         await leaving.aclose()
         await until(lambda: not index.held(worker.instance))
-        assert {(await f.ask(prompt(number)))[0] for number in range(8)} == {f.workers[0].instance}
+        assert {(await f.generate(prompt(number)))[0] for number in range(8)} == {f.workers[0].instance}
 
 
 async def test_bookings_are_shared_between_frontends(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:

@@ -25,11 +25,11 @@ async def test_a_prompt_goes_to_the_worker_whose_slot_has_its_prefix(
         for _ in range(2):
             await stack.enter_async_context(fleet.worker())
         await stack.enter_async_context(fleet.frontend())
-        first = [await fleet.ask(prompt(number)) for number in range(4)]
+        first = [await fleet.generate(prompt(number)) for number in range(4)]
         assert all(overlap == 0 and summary.cached_tokens < 16 for _, overlap, summary in first)
         await until(fleet.is_exact)
         for number, (instance, _, before) in enumerate(first):
-            again, overlap, summary = await fleet.ask(prompt(number) + "and something else")
+            again, overlap, summary = await fleet.generate(prompt(number) + "and something else")
             assert again == instance
             assert overlap >= before.prompt_tokens // 16 - 1
             assert summary.cached_tokens >= 16 * overlap

@@ -43,7 +43,7 @@ async def test_a_hundred_workers_in_one_process_register_and_serve(
     ):
         await until(lambda: len(frontend.plane.models.instances("sim")) == COUNT, 30)
 
-        async def ask(number: int) -> int:
+        async def generate(number: int) -> int:
             request = TextRequest(model="sim", prompt=f"request {number}", stop=Stop(max_tokens=4))
             async with frontend.plane.generate(request, Call(account=ANONYMOUS, request_id=f"r{number}")) as generation:
                 while await generation.read():
@@ -51,7 +51,7 @@ async def test_a_hundred_workers_in_one_process_register_and_serve(
                 assert generation.decision is not None and generation.summary.output_tokens > 0
                 return generation.decision.instance.id
 
-        served = await asyncio.gather(*(ask(number) for number in range(2 * COUNT)))
+        served = await asyncio.gather(*(generate(number) for number in range(2 * COUNT)))
         assert {served.count(instance) for instance in served} == {2}, "each of them took two requests"
         assert time.monotonic() - begun < 15
         process.terminate()
@@ -66,5 +66,5 @@ async def test_each_worker_of_a_process_has_a_status_port_of_its_own(
     flags = ("--model", "sim", "--num-workers", "2", "--status-port", str(port))
     async with worker(etcd_server, nats_server, namespace, *flags) as process, httpx2.AsyncClient() as client:
         await process.logged("serving sim", times=2)
-        told = [(await client.get(f"http://127.0.0.1:{port + number}/health")).json() for number in range(2)]
-        assert told[0] != told[1], "they are different instances"
+        bodies = [(await client.get(f"http://127.0.0.1:{port + number}/health")).json() for number in range(2)]
+        assert bodies[0] != bodies[1], "they are different instances"

@@ -83,10 +83,10 @@ class Received:
     async def read(self, front: FrontendProcess, door: Door) -> None:
         async with (
             httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=60) as client,
-            client.stream("POST", door.path, json=door.body) as answer,
+            client.stream("POST", door.path, json=door.body) as response,
         ):
-            assert answer.status_code == 200, await answer.aread()
-            async for line in answer.aiter_lines():
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line[6:])
                     if event.get("error"):
@@ -189,11 +189,11 @@ async def test_prompts_computed_apart_give_the_same_answers_through_every_door(
         async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30) as client:
             explained = {"x-dynamo-explain": "true"}
             body = {"model": "sim", "prompt": "A prompt that nobody has cached", "max_tokens": 4}
-            answer = await client.post("/v1/completions", json=body, headers=explained)
-            decisions = json.loads(answer.headers["x-dynamo-explain"])
+            response = await client.post("/v1/completions", json=body, headers=explained)
+            decisions = json.loads(response.headers["x-dynamo-explain"])
             assert len({decision["instance"] for decision in decisions}) == 2  # one computed, another one answered
             strictly = await client.post(f"http://127.0.0.1:{strict.http_port}/v1/completions", json=body)
-            assert strictly.json()["choices"][0]["text"] == answer.json()["choices"][0]["text"]
+            assert strictly.json()["choices"][0]["text"] == response.json()["choices"][0]["text"]
 
             computing.process.kill()
             await computing.process.wait()

@@ -105,11 +105,11 @@ class Held:
 
 
 async def read_all(stream: RequestStream) -> list[bytes]:
-    answers: list[bytes] = []
+    responses: list[bytes] = []
     async with stream:
         while some := await stream.read():
-            answers += map(bytes, some)
-    return answers
+            responses += map(bytes, some)
+    return responses
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000, 512 * KIB, 512 * KIB + 1, MIB, 3 * MIB + 17, 64 * MIB])
@@ -139,8 +139,8 @@ async def test_requests_of_one_turn_travel_in_one_message(nats_server: NatsServe
 async def test_many_large_requests_at_once_all_pass(nats_server: NatsServer) -> None:
     body = os.urandom(MIB)
     async with plane(nats_server.url, {"echo": echo}, client=PlaneLimits(), server=PlaneLimits()) as p:
-        answers = await asyncio.gather(*[p.open("echo", body).result() for _ in range(64)])
-        assert all(answer == body for answer in answers)
+        responses = await asyncio.gather(*[p.open("echo", body).result() for _ in range(64)])
+        assert all(response == body for response in responses)
         assert p.client.free_budget_bytes == p.client.limits.budget_bytes
         assert p.server.uploads.free_bytes == p.server.limits.budget_bytes
 
@@ -307,17 +307,17 @@ async def test_asking_after_a_silent_request_harms_no_younger_one(nats_server: N
     async with plane(nats_server.url, {"held": held}, client=QUICK, server=silent) as p:
         streams = [p.open("held")]
         await held.started.wait()
-        asked: list[frames.Known] = []
+        questions: list[frames.Known] = []
 
         def on_message(subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-            asked.extend(frame for frame in frames.decode(payload) if isinstance(frame, frames.Known))
+            questions.extend(frame for frame in frames.decode(payload) if isinstance(frame, frames.Known))
 
         await p.workers_connection.subscribe(f"{p.client.prefix}.>", on_message)
         async with asyncio.timeout(10):
-            while len(asked) < 3:  # at each question some are old enough to be asked after, and some are not
+            while len(questions) < 3:  # at each question some are old enough to be asked after, and some are not
                 streams.append(p.open("held"))
                 await asyncio.sleep(QUICK.probe_after_s / 10)
-        assert any(len(frame.streams) < len(streams) - 1 for frame in asked)
+        assert any(len(frame.streams) < len(streams) - 1 for frame in questions)
         held.release.set()
         assert [bytes(await stream.result()) for stream in streams] == [b"released"] * len(streams)
 
@@ -418,15 +418,15 @@ async def test_requests_wait_for_the_connection_and_are_then_answered(tmp_path: 
             await too_late.result()
         await server.restart()
         try:
-            answer = await asyncio.wait_for(waiting.result(), 10)
+            response = await asyncio.wait_for(waiting.result(), 10)
         except InstanceGone:  # we were back before the instance was: `dispatch` asks again inside the grace
             while True:
                 try:
-                    answer = await p.open("echo", b"patient", deadline_s=10).result()
+                    response = await p.open("echo", b"patient", deadline_s=10).result()
                     break
                 except InstanceGone:
                     await asyncio.sleep(0.02)
-        assert answer == b"patient"
+        assert response == b"patient"
 
 
 async def test_a_stream_survives_a_restart_of_the_server_or_fails_retryably(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ SHORT = {"model": "sim", "prompt": "others", "max_tokens": 2}
 
 
 async def waiting(client: httpx2.AsyncClient) -> int:
-    found = re.search(r'^dynamo_frontend_router_queue_requests\{model="sim"\} (\S+)$', (await client.get("/metrics")).text, re.M)
-    return int(float(found[1])) if found else 0
+    gauge = re.search(r'^dynamo_frontend_router_queue_requests\{model="sim"\} (\S+)$', (await client.get("/metrics")).text, re.M)
+    return int(float(gauge[1])) if gauge else 0
 
 
 def client_of(front: FrontendProcess) -> httpx2.AsyncClient:
@@ -36,8 +36,8 @@ async def test_one_waits_until_there_is_room_and_one_more_is_told_to_come_back(
         asyncio.TaskGroup() as tasks,
     ):
         await front.serves("sim")
-        async with client.stream("POST", "/v1/completions", json=BUSY) as answer:
-            lines = answer.aiter_lines()  # kept: a dropped iterator ends the request
+        async with client.stream("POST", "/v1/completions", json=BUSY) as response:
+            lines = response.aiter_lines()  # kept: a dropped iterator ends the request
             await anext(lines)
             in_line = tasks.create_task(client.post("/v1/completions", json=SHORT))
             async with asyncio.timeout(20):

@@ -62,10 +62,10 @@ class Door:
 
     async def instance(self, *, headers: dict[str, str] | None = None, nvext: dict[str, Any] | None = None, **fields: Any) -> str:
         """Where a request goes, as `nvext` tells."""
-        answer = await self.complete(headers=headers, nvext={**(nvext or {}), "extra_fields": ["worker_id"]}, **fields)
-        assert answer.status_code == 200, answer.text
-        found: str = answer.json()["nvext"]["worker_id"]["decode_worker_id"]
-        return found
+        response = await self.complete(headers=headers, nvext={**(nvext or {}), "extra_fields": ["worker_id"]}, **fields)
+        assert response.status_code == 200, response.text
+        id_: str = response.json()["nvext"]["worker_id"]["decode_worker_id"]
+        return id_
 
     async def infer(self, *metadata: tuple[str, str], prompt: str = PROMPT) -> list[dict[str, Any]]:
         """The explanation of a ModelInfer call."""
@@ -88,21 +88,21 @@ class Door:
     async def holding(self, instance: str) -> AsyncIterator[None]:
         """A long answer is on its way from an instance while the body runs."""
         body = {"model": "sim", "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
-        async with self.http.stream("POST", "/v1/completions", json=body, headers={"x-dynamo-instance": instance}) as answer:
-            assert answer.status_code == 200
-            async with aclosing(answer.aiter_lines()) as lines:  # its end would be that of the answer
+        async with self.http.stream("POST", "/v1/completions", json=body, headers={"x-dynamo-instance": instance}) as response:
+            assert response.status_code == 200
+            async with aclosing(response.aiter_lines()) as lines:  # its end would be that of the answer
                 await anext(lines)
                 yield
 
     async def thresholds(self) -> dict[str, Any]:
-        answer = await self.http.get("/busy_threshold")
-        assert answer.status_code == 200
-        return {entry.pop("model"): entry for entry in answer.json()["thresholds"]}
+        response = await self.http.get("/busy_threshold")
+        assert response.status_code == 200
+        return {entry.pop("model"): entry for entry in response.json()["thresholds"]}
 
 
 def _explained(metadata: Any) -> list[dict[str, Any]]:
-    found = dict(metadata or ()).get("x-dynamo-explain", "[]")
-    decisions: list[dict[str, Any]] = json.loads(found)
+    explained = dict(metadata or ()).get("x-dynamo-explain", "[]")
+    decisions: list[dict[str, Any]] = json.loads(explained)
     return decisions
 
 
@@ -141,10 +141,10 @@ class Deployment:
 async def deployment(etcd: EtcdServer, nats: NatsServer, namespace: str, workers: int = 2) -> AsyncIterator[Deployment]:
     links = {"etcd": EtcdOptions(endpoints=(etcd.endpoint,)), "nats": NatsOptions(servers=(nats.url,)), "log": LogOptions()}
     async with AsyncExitStack() as stack:
-        found = Deployment(links, namespace, stack)
+        deployment = Deployment(links, namespace, stack)
         for _ in range(workers):
-            await found.add_worker(stack)
-        yield found
+            await deployment.add_worker(stack)
+        yield deployment
 
 
 def router_inside(door: Door) -> Router:
@@ -210,8 +210,8 @@ async def test_router_settings_of_one_request_change_its_costs_and_no_others(
 
         def gap(decisions: list[dict[str, Any]]) -> float:
             """How much less it costs where the prompt is cached."""
-            found = {each["instance"]: each["cost"] for each in decisions[0]["candidates"]}
-            return sum(found.values()) - 2 * found[cached]
+            costs = {each["instance"]: each["cost"] for each in decisions[0]["candidates"]}
+            return sum(costs.values()) - 2 * costs[cached]
 
         async with door.holding(cached):  # so that it costs more where the prompt is cached, if that counts for nothing
             usual = await by_grpc()
@@ -242,9 +242,9 @@ async def test_settings_out_of_range_are_refused_in_every_mode_and_protocol(
             ({}, {"router": {"heat": 1}}, "unknown field 'nvext.router.heat'"),
             ({}, {"backend_instance_id": "zz"}, "'zz' is not an instance id"),
         ):
-            answer = await door.complete(headers=headers, **({} if nvext is None else {"nvext": nvext}))
-            assert answer.status_code == 400
-            assert sentence in answer.json()["error"]["message"]
+            response = await door.complete(headers=headers, **({} if nvext is None else {"nvext": nvext}))
+            assert response.status_code == 400
+            assert sentence in response.json()["error"]["message"]
         rest = await door.http.post(
             "/v2/models/sim/generate", json={"text_input": "x"}, headers={"x-dynamo-router-temperature": "x"}
         )
@@ -266,16 +266,16 @@ async def test_explanations_are_returned_on_request_by_every_protocol(
         streamed = await door.complete(headers=why, stream=True)
         rest = await door.http.post("/v2/models/sim/generate", json={"text_input": PROMPT, "max_tokens": 4}, headers=why)
         events = await door.http.post("/v2/models/sim/generate_stream", json={"text_input": PROMPT, "max_tokens": 4}, headers=why)
-        told = [json.loads(answer.headers["x-dynamo-explain"]) for answer in (unary, streamed, rest, events)]
+        explanations = [json.loads(response.headers["x-dynamo-explain"]) for response in (unary, streamed, rest, events)]
         metadata = (("x-dynamo-explain", "true"), ("x-request-id", "mine"))
-        told += [await door.infer(*metadata), await door.stream(*metadata)]
-        for (decision,) in told:
+        explanations += [await door.infer(*metadata), await door.stream(*metadata)]
+        for (decision,) in explanations:
             assert (decision["request_id"], decision["model"], decision["instances"]) == ("mine", "sim", 2)
             assert sorted(each["instance"] for each in decision["candidates"]) == d.instances
             assert {"cost", "overlap_blocks", "prefill_tokens", "decode_blocks", "kv_usage"} <= decision["candidates"][0].keys()
-        assert told[0][0]["reason"] == "kv: nothing cached"
-        assert {decision["instance"] for (decision,) in told} == {told[0][0]["instance"]}
-        assert told[-1][0]["overlap_blocks"] > 10
+        assert explanations[0][0]["reason"] == "kv: nothing cached"
+        assert {decision["instance"] for (decision,) in explanations} == {explanations[0][0]["instance"]}
+        assert explanations[-1][0]["overlap_blocks"] > 10
         # Who did not ask is told nothing; a call that failed is told what is known.
         assert "x-dynamo-explain" not in (await door.complete()).headers
         assert await door.infer() == []
@@ -316,12 +316,12 @@ async def test_frontends_that_share_bookings_share_sessions(
         options = replace(KV, session_affinity_ttl_s=60, session_affinity_mode=AffinityMode.SOFT, replica_sync=True)
         doors = [await d.add_door(options) for _ in range(2)]
         for number in range(6):
-            asked, other = doors[number % 2], doors[1 - number % 2]
+            first, other = doors[number % 2], doors[1 - number % 2]
             session = {"x-dynamo-session": f"s{number}"}
-            placed = await asked.instance(headers=session, prompt=f"{number} {PROMPT}")
+            placed = await first.instance(headers=session, prompt=f"{number} {PROMPT}")
             await until(lambda: len(sessions_of(other)) > number)  # noqa: B023  # awaited here and now
-            answer = await other.complete(headers={**session, "x-dynamo-explain": "true"}, prompt="new")
-            (decision,) = json.loads(answer.headers["x-dynamo-explain"])
+            response = await other.complete(headers={**session, "x-dynamo-explain": "true"}, prompt="new")
+            (decision,) = json.loads(response.headers["x-dynamo-explain"])
             assert (decision["reason"], decision["instance"]) == ("session", placed)
 
 
@@ -356,16 +356,16 @@ async def test_busy_thresholds_change_while_it_runs_in_every_frontend(
             changed = await post(one, model="sim", active_decode_blocks_threshold=0.0)
             assert changed.json() == {"model": "sim", **unset, "active_decode_blocks_threshold": 0.0}
 
-            async def heard() -> bool:
+            async def is_shared() -> bool:
                 return bool((await two.thresholds())["sim"] == {**unset, "active_decode_blocks_threshold": 0.0})
 
-            await until_async(heard)
+            await until_async(is_shared)
             for door in (one, two):
 
                 async def refuses(door: Door = door) -> bool:
-                    answer = await door.complete()
-                    assert answer.status_code == 200 or int(answer.headers["retry-after"]) >= 1
-                    return answer.status_code == 503
+                    response = await door.complete()
+                    assert response.status_code == 200 or int(response.headers["retry-after"]) >= 1
+                    return response.status_code == 503
 
                 await until_async(refuses)  # as soon as both have reported their load
                 assert (await door.complete(headers={"x-dynamo-instance": first})).status_code == 200
@@ -380,8 +380,8 @@ async def test_busy_thresholds_change_while_it_runs_in_every_frontend(
         assert (await post(one, model="sim")).json() == {"model": "sim", **unset}
 
 
-async def _equals(found: Any, wanted: object) -> bool:
-    return bool(await found == wanted)
+async def _equals(value: Any, wanted: object) -> bool:
+    return bool(await value == wanted)
 
 
 async def test_thresholds_need_a_router_that_follows_loads_and_the_admin_paths_can_be_closed(
@@ -411,14 +411,14 @@ async def test_thresholds_hold_in_all_processes_behind_one_port(
 
         async def seen() -> set[int | None]:
             """By connections of their own, which the kernel spreads over the processes."""
-            found: set[int | None] = set()
+            thresholds: set[int | None] = set()
             for _ in range(24):
                 async with httpx2.AsyncClient() as client:
-                    answer = (await client.get(url)).json()
-                    found |= {entry["active_prefill_tokens_threshold"] for entry in answer.get("thresholds", ())}
-            return found
+                    response = (await client.get(url)).json()
+                    thresholds |= {entry["active_prefill_tokens_threshold"] for entry in response.get("thresholds", ())}
+            return thresholds
 
         async with httpx2.AsyncClient() as client:
-            answer = await client.post(url, json={"model": "sim", "active_prefill_tokens_threshold": 77})
-        assert answer.status_code == 200, answer.text
+            response = await client.post(url, json={"model": "sim", "active_prefill_tokens_threshold": 77})
+        assert response.status_code == 200, response.text
         await until_async(lambda: _equals(seen(), {77}))

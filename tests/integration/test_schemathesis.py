@@ -47,8 +47,8 @@ def aimed(case: Case, model: str, version: str, datatype: str, kept: int, chance
 
     At most `kept` of the optional fields stay, as with many there is always one that the server refuses.
     """
-    known = {"model": model, "version": version}
-    case.path_parameters = {name: known.get(name, value) for name, value in (case.path_parameters or {}).items()}
+    parameters = {"model": model, "version": version}
+    case.path_parameters = {name: parameters.get(name, value) for name, value in (case.path_parameters or {}).items()}
     body = case.body
     if not isinstance(body, dict):
         return case
@@ -78,8 +78,8 @@ def attack(url: str) -> list[str]:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     broken: list[str] = []
     count = 0
-    for found in schema.get_all_operations():
-        operation = found.ok()
+    for described in schema.get_all_operations():
+        operation = described.ok()
         for mode in GenerationMode:
             test = _attack_one(operation.as_strategy(generation_mode=mode), broken)
             try:
@@ -109,9 +109,9 @@ def _attack_one(cases: st.SearchStrategy[Case], broken: list[str]) -> Callable[[
         datatype=st.sampled_from(DATATYPES),
     )
     def test(case: Case, model: str, version: str, datatype: str, kept: int, chance: random.Random) -> None:
-        answer = aimed(case, model, version, datatype, kept, chance).call(timeout=20)
-        if answer.status_code in BROKEN:
-            broken.append(f"{answer.status_code} {answer.text[:300]}\n  {case.as_curl_command()[:1500]}")
+        response = aimed(case, model, version, datatype, kept, chance).call(timeout=20)
+        if response.status_code in BROKEN:
+            broken.append(f"{response.status_code} {response.text[:300]}\n  {case.as_curl_command()[:1500]}")
 
     return test
 

@@ -86,11 +86,11 @@ def doors_with(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str,
 async def test_without_a_key_only_health_is_answered(doors_with: Open, server: GrpcServerChoice) -> None:
     async with doors_with(server) as doors:
         for path, body in HTTP_REQUESTS.items():
-            answer = await doors.post(path, body)
-            assert (path, answer.status_code) == (path, 401)
-            assert "an API key is required" in answer.text
-            assert answer.headers["www-authenticate"] == "Bearer"
-            assert answer.headers["x-request-id"]
+            response = await doors.post(path, body)
+            assert (path, response.status_code) == (path, 401)
+            assert "an API key is required" in response.text
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.headers["x-request-id"]
         for path in HTTP_QUESTIONS:
             assert (path, (await doors.get(path)).status_code) == (path, 401)
         for path in ("/live", "/health", "/v2/health/live", "/v2/health/ready", "/v2/models/echo/ready"):
@@ -113,8 +113,8 @@ async def test_a_key_is_taken_in_each_of_its_forms(doors_with: Open, key_file: K
     async with doors_with(server) as doors:
         for headers in ({"authorization": f"Bearer {key}"}, {"authorization": f"bearer  {key}"}, {"x_api_key": key}):
             for path, body in HTTP_REQUESTS.items():
-                answer = await doors.post(path, body, **headers)
-                assert (path, answer.status_code) == (path, 200), answer.text
+                response = await doors.post(path, body, **headers)
+                assert (path, response.status_code) == (path, 200), response.text
             assert (await doors.call("ModelInfer", infer_request(), **headers)).status == 200
             stream = doors.stream(**headers)
             await stream.write(infer_request())
@@ -137,15 +137,15 @@ async def test_the_holder_of_one_key_is_not_taken_for_that_of_another(
     tensors, texts = key_file.add("tensors", models=("echo",)), key_file.add("texts", models=("echo-llm",))
     async with doors_with(server) as doors:
         for _ in range(3):
-            found = await asyncio.gather(
+            responses = await asyncio.gather(
                 *(doors.call("ModelInfer", infer_request(), x_api_key=key) for key in (tensors, texts, tensors, texts)),
                 *(doors.call("ModelInfer", infer_request()) for _ in range(2)),
             )
-            assert [answer.status for answer in found] == [200, 403, 200, 403, 401, 401]
-            answers = await asyncio.gather(
+            assert [response.status for response in responses] == [200, 403, 200, 403, 401, 401]
+            responses = await asyncio.gather(
                 *(doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key) for key in (tensors, texts, tensors, texts))
             )
-            assert [answer.status_code for answer in answers] == [200, 403, 200, 403]
+            assert [response.status_code for response in responses] == [200, 403, 200, 403]
 
 
 @SERVERS
@@ -156,18 +156,18 @@ async def test_models_that_a_key_may_not_use_are_as_those_that_are_not_there(
     async with doors_with(server) as doors:
         for path, body in HTTP_REQUESTS.items():
             for model in ("echo", "echo-llm", "nowhere"):
-                asked = path.replace("/echo-llm/", f"/{model}/").replace("/echo/", f"/{model}/")
-                answer = await doors.post(asked, {**body, "model": model} if "model" in body else body, x_api_key=key)
-                assert (asked, answer.status_code) == (asked, 403), answer.text
-                assert "may not use model" in answer.text
+                target = path.replace("/echo-llm/", f"/{model}/").replace("/echo/", f"/{model}/")
+                response = await doors.post(target, {**body, "model": model} if "model" in body else body, x_api_key=key)
+                assert (target, response.status_code) == (target, 403), response.text
+                assert "may not use model" in response.text
         for path in ("/v1/models/{}", "/v2/models/{}", "/v2/models/{}/config", "/v2/models/{}/stats"):
             for model in ("echo", "nowhere"):
-                answer = await doors.get(path.format(model), x_api_key=key)
-                assert (path, model, answer.status_code) == (path, model, 403)
+                response = await doors.get(path.format(model), x_api_key=key)
+                assert (path, model, response.status_code) == (path, model, 403)
         for model in ("echo", "nowhere"):
             assert (await doors.call("ModelInfer", infer_request(model), x_api_key=key)).status == 403
-            asked_for = pb.ModelMetadataRequest(name=model).SerializeToString()
-            assert (await doors.call("ModelMetadata", asked_for, x_api_key=key)).status == 403
+            message = pb.ModelMetadataRequest(name=model).SerializeToString()
+            assert (await doors.call("ModelMetadata", message, x_api_key=key)).status == 403
             stream = doors.stream(x_api_key=key)
             await stream.write(infer_request(model))
             assert await in_band(stream) == f"the API key 'team' may not use model '{model}'"
@@ -188,15 +188,15 @@ async def test_lists_hold_what_a_key_may_use_and_nothing_else(doors_with: Open, 
 async def test_answers_in_a_stream_say_in_band_what_is_refused(doors_with: Open, key_file: KeyFile) -> None:
     async with doors_with() as doors:
         key = key_file.add("team", models=("other", "echo"))
-        await known(doors, key)
+        await until_key_is_valid(doors, key)
         stream = doors.stream(x_api_key=key)
         await stream.write(text_request(4))
         await stream.write(infer_request())
         await stream.done_writing()
-        found = [pb.ModelStreamInferResponse.FromString(data) async for data in read_all(stream)]
-        errors = [answer.error_message for answer in found if answer.error_message]
+        responses = [pb.ModelStreamInferResponse.FromString(data) async for data in read_all(stream)]
+        errors = [response.error_message for response in responses if response.error_message]
         assert errors == ["the API key 'team' may not use model 'echo-llm'"]
-        assert [answer.infer_response.model_name for answer in found if not answer.error_message] == ["echo"]
+        assert [response.infer_response.model_name for response in responses if not response.error_message] == ["echo"]
 
 
 async def in_band(stream: grpc.aio.StreamStreamCall[bytes, bytes]) -> str:
@@ -223,9 +223,9 @@ async def test_a_limit_is_one_for_all_protocols_and_says_when_to_come_back(
         assert (refused.status, refused.message) == (429, "the API key 'team' may send 0.01 requests per second")
         assert 90 < float(refused.headers["retry-after"]) <= 100
         for path, body in HTTP_REQUESTS.items():
-            answer = await doors.post(path, body, x_api_key=key)
-            assert (path, answer.status_code) == (path, 429), answer.text
-            assert 90 < int(answer.headers["retry-after"]) <= 100
+            response = await doors.post(path, body, x_api_key=key)
+            assert (path, response.status_code) == (path, 429), response.text
+            assert 90 < int(response.headers["retry-after"]) <= 100
             assert (await doors.post(path, body, x_api_key=other)).status_code == 200
         assert (await doors.get("/v1/models", x_api_key=key)).status_code == 429
         assert (await doors.get("/health", x_api_key=key)).status_code == 200
@@ -257,9 +257,9 @@ async def test_prompts_and_choices_count_as_requests_at_once(doors_with: Open, k
             assert "this request has more than 3 prompts and choices" in response.text
         for stream in (False, True):
             body = {"model": "echo-llm", "prompt": ["one", "two", "three"], "max_tokens": 4, "stream": stream}
-            answer = await doors.post("/v1/completions", body, x_api_key=key)
-            assert answer.status_code == 200, answer.text
-            assert "error" not in answer.text
+            response = await doors.post("/v1/completions", body, x_api_key=key)
+            assert response.status_code == 200, response.text
+            assert "error" not in response.text
 
 
 async def test_tokenizing_counts_as_a_request_at_once(doors_with: Open, key_file: KeyFile) -> None:
@@ -283,7 +283,7 @@ async def test_tokenizing_counts_as_a_request_at_once(doors_with: Open, key_file
             assert (path, response.status_code) == (path, 200), response.text
 
 
-async def known(doors: Doors, key: str) -> None:
+async def until_key_is_valid(doors: Doors, key: str) -> None:
     """Returns when the server has read a key that was added while it ran."""
     async with asyncio.timeout(10):
         while (await doors.get("/v1/models", x_api_key=key)).status_code == 401:
@@ -329,8 +329,8 @@ async def test_every_ending_of_a_request_gives_its_place_free(
         stream.cancel()
         await free_again(doors, key)
 
-        async with doors.http.stream("POST", "/v1/chat/completions", json=chat, headers={"x-api-key": key}) as answer:
-            await anext(answer.aiter_lines())  # disconnected
+        async with doors.http.stream("POST", "/v1/chat/completions", json=chat, headers={"x-api-key": key}) as response:
+            await anext(response.aiter_lines())  # disconnected
             await busy(doors, key)
         await free_again(doors, key)
 
@@ -352,8 +352,8 @@ async def test_every_ending_of_a_request_gives_its_place_free(
         await stream.done_writing()
         await free_again(doors, key)
 
-        answer_whole = await doors.post("/v1/chat/completions", {**chat, "max_tokens": 3}, x_api_key=key)
-        assert "data: [DONE]" in answer_whole.text
+        whole = await doors.post("/v1/chat/completions", {**chat, "max_tokens": 3}, x_api_key=key)
+        assert "data: [DONE]" in whole.text
         await free_again(doors, key)
 
 
@@ -371,14 +371,14 @@ async def test_each_admin_surface_needs_its_own_scope(doors_with: Open, key_file
     async with doors_with() as doors:
         for scope, key in keys.items():
             for needed, (method, path) in SCOPED.items():
-                answer = await doors.http.request(method, path, headers={"x-api-key": key})
+                response = await doors.http.request(method, path, headers={"x-api-key": key})
                 wanted = {200, 404} if scope in (needed, Scope.ADMIN) else {403}
-                assert answer.status_code in wanted, (scope, path, answer.text)
+                assert response.status_code in wanted, (scope, path, response.text)
             may_infer = scope in (Scope.INFER, Scope.ADMIN)
-            answer = await doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key)
-            assert answer.status_code == (200 if may_infer else 403)
+            response = await doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key)
+            assert response.status_code == (200 if may_infer else 403)
             if not may_infer:
-                assert "lacks the scope 'infer'" in answer.text
+                assert "lacks the scope 'infer'" in response.text
             index = await doors.call("RepositoryIndex", x_api_key=key)
             assert index.status == (200 if scope in (Scope.REPOSITORY, Scope.ADMIN) else 403)
             for method in ("LogSettings", "TraceSetting", "SystemSharedMemoryStatus"):
@@ -533,7 +533,7 @@ async def test_keys_come_and_go_without_a_restart_even_on_streams_that_are_open(
 ) -> None:
     async with doors_with(server) as doors:
         key = key_file.add("team")
-        await known(doors, key)
+        await until_key_is_valid(doors, key)
         assert (await doors.call("ModelInfer", infer_request(), x_api_key=key)).status == 200
         stream = doors.stream(x_api_key=key)
         await stream.write(infer_request())
@@ -621,13 +621,13 @@ async def test_without_keys_actions_are_recorded_as_anybody_s(doors_with: Open, 
 
 async def test_every_answer_over_http_has_an_id(doors_with: Open) -> None:
     async with doors_with(keys_file=None) as doors:
-        answers = [await doors.get(path) for path in (*HTTP_QUESTIONS, "/live", "/health", "/v2/health/ready")]
-        answers += [await doors.post(path, body) for path, body in HTTP_REQUESTS.items()]
-        answers += [await doors.post(path, {}) for path in HTTP_REQUESTS]
-        answers.append(await doors.post("/busy_threshold", {"model": "echo-llm"}))
-        assert answers[-1].status_code == 200
-        ids = [answer.headers.get("x-request-id", "") for answer in answers]
-        assert [answer.url.path for answer, id_ in zip(answers, ids, strict=True) if not id_] == []
+        responses = [await doors.get(path) for path in (*HTTP_QUESTIONS, "/live", "/health", "/v2/health/ready")]
+        responses += [await doors.post(path, body) for path, body in HTTP_REQUESTS.items()]
+        responses += [await doors.post(path, {}) for path in HTTP_REQUESTS]
+        responses.append(await doors.post("/busy_threshold", {"model": "echo-llm"}))
+        assert responses[-1].status_code == 200
+        ids = [response.headers.get("x-request-id", "") for response in responses]
+        assert [response.url.path for response, id_ in zip(responses, ids, strict=True) if not id_] == []
         assert len(set(ids)) == len(ids)
         repeated = await doors.get("/metrics", x_request_id="mine-1")
         assert repeated.headers["x-request-id"] == "mine-1"

@@ -290,8 +290,8 @@ async def test_a_deployment_serves_with_the_permissions_of_its_roles(
         async with fleet.worker(), fleet.worker():
             async with fleet.frontend(replica_sync=True, snapshot_threshold=1), fleet.frontend(replica_sync=True):
                 for number in range(4):
-                    await fleet.ask("the same prompt " * 20 + str(number))
-                    await fleet.ask("the same prompt " * 20 + str(number), frontend=1)
+                    await fleet.generate("the same prompt " * 20 + str(number))
+                    await fleet.generate("the same prompt " * 20 + str(number), frontend=1)
                 http = f"http://127.0.0.1:{fleet.frontends[0].http_port}"
                 async with httpx2.AsyncClient(base_url=http) as client:
                     changed = {"model": "sim", "active_prefill_tokens_threshold": 9000}
@@ -300,7 +300,7 @@ async def test_a_deployment_serves_with_the_permissions_of_its_roles(
                     assert (await client.get("/v2/models/sim/stats")).status_code == 200
                 await asyncio.sleep(1.2)  # a load report, a snapshot
             async with fleet.frontend(reset_states=True):
-                await fleet.ask("after the record was cleared")
+                await fleet.generate("after the record was cleared")
         assert "Violation" not in server.log_file.read_text()
 
 
@@ -312,5 +312,5 @@ async def test_a_role_may_not_act_as_the_other(tmp_path: Path, etcd_server: Etcd
         fleet = SimFleet(etcd_server, server, namespace, logins=LOGINS | {role: LOGINS[other]})
         with pytest.raises((DynamoError, TimeoutError)):
             async with asyncio.timeout(5), fleet.worker(), fleet.frontend():
-                await fleet.ask("hello")
+                await fleet.generate("hello")
         assert "Violation" in server.log_file.read_text()

@@ -62,7 +62,7 @@ async def test_no_secret_is_shown_anywhere(tmp_path: Path, namespace: str) -> No
             shown = await every_response(front.http_port, front.grpc_target, values)
             keys.add("another")  # read anew
             keys.path.write_text("- {name: x, hash: " + values["hash 0"] + "}")  # cannot be used
-            await asked_until_it_is_logged(front, values["root"], "the old one stays")
+            await request_until_logged(front, values["root"], "the old one stays")
             shown["frontend's arguments"] = arguments(front)
             shown["worker's arguments"] = arguments(back)
             front.terminate()
@@ -75,7 +75,7 @@ async def test_no_secret_is_shown_anywhere(tmp_path: Path, namespace: str) -> No
     assert leaks == []
 
 
-async def asked_until_it_is_logged(front: FrontendProcess, key: str, words: str) -> None:
+async def request_until_logged(front: FrontendProcess, key: str, words: str) -> None:
     """Make the server look at its key file, which it does when a request comes."""
     async with asyncio.timeout(10), httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client:
         while not any(words in line for line in front.lines):

@@ -52,7 +52,7 @@ class Served:
 
     async def run(self) -> None:
         while True:
-            instance, _, summary = await self._fleet.ask(prompt(next(self._numbers) % 40), tokens=12)
+            instance, _, summary = await self._fleet.generate(prompt(next(self._numbers) % 40), tokens=12)
             assert summary.output_tokens == 12
             self.by[instance] += 1
 
@@ -97,16 +97,16 @@ async def test_routers_know_that_what_was_cached_before_the_sleep_is_gone(
 ) -> None:
     f = fleet(etcd_server, nats_server, namespace)
     async with f.worker() as sleepy, f.frontend():
-        instance, _, _ = await f.ask(prompt(1))
+        instance, _, _ = await f.generate(prompt(1))
         await until(f.is_exact)
         await order(sleepy, "/sleep")
         await order(sleepy, "/wake_up")
         await until(lambda: len(f.frontends[0].plane.models.instances("sim")) == 1)
         await until(f.is_exact)
-        again, overlap, summary = await f.ask(prompt(1))
+        again, overlap, summary = await f.generate(prompt(1))
         assert (again, overlap, summary.cached_tokens) == (instance, 0, 0)
         await until(f.is_exact)
-        assert (await f.ask(prompt(1)))[1] > 10
+        assert (await f.generate(prompt(1)))[1] > 10
 
 
 @pytest.mark.timeout(120)
@@ -134,14 +134,14 @@ async def test_without_an_awake_worker_requests_are_unavailable_until_one_wakes(
 ) -> None:
     f = fleet(etcd_server, nats_server, namespace)
     async with f.worker() as only, f.frontend():
-        await f.ask(prompt(1))
+        await f.generate(prompt(1))
         await order(only, "/sleep")
         with pytest.raises(Unavailable):
-            await f.ask(prompt(1))
+            await f.generate(prompt(1))
         await order(only, "/wake_up")
         async with asyncio.timeout(10):
             while True:
                 with suppress(Unavailable):
-                    await f.ask(prompt(1))
+                    await f.generate(prompt(1))
                     return
                 await asyncio.sleep(0.02)

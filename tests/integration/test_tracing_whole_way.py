@@ -39,8 +39,8 @@ async def test_a_request_leaves_one_trace_from_the_client_to_the_engine(
             await front.serves("sim", "echo")
             body = {"model": "sim", "prompt": "Hello", "max_tokens": 5}
 
-            answer = await http.post("/v1/completions", json=body, headers={"traceparent": parent(), "x-request-id": "r-1"})
-            assert answer.status_code == 200, answer.text
+            response = await http.post("/v1/completions", json=body, headers={"traceparent": parent(), "x-request-id": "r-1"})
+            assert response.status_code == 200, response.text
             names = ["dynamo-frontend/completions", "dynamo-frontend/route", "dynamo-worker/serve"]
             names += [f"dynamo-worker/{part}" for part in ("queue", "prefill", "decode")]
             spans = await collector.trace(TRACE, *names)
@@ -116,8 +116,8 @@ async def test_log_lines_of_both_processes_name_the_request_and_the_trace(
         await front.serves("faulty")
         tensor = {"name": "how", "datatype": "BYTES", "shape": [1], "data": ["raise"]}
         headers = {"traceparent": parent(), "x-request-id": "r-7"}
-        answer = await http.post("/v2/models/faulty/infer", json={"inputs": [tensor]}, headers=headers)
-        assert answer.status_code == 500
+        response = await http.post("/v2/models/faulty/infer", json={"inputs": [tensor]}, headers=headers)
+        assert response.status_code == 500
         for process in (front, backend):
             async with asyncio.timeout(20):
                 while not (lines := [line for line in process.lines if "r-7" in line]):

@@ -52,7 +52,7 @@ async def test_two_workers_answer_and_a_prompt_goes_where_its_prefix_lies(
     ):
         await until(lambda: len(frontend.plane.models.instances("tiny")) == 2, 300)
 
-        async def ask(text: str, name: str) -> tuple[InstanceId, int, Summary]:
+        async def generate(text: str, name: str) -> tuple[InstanceId, int, Summary]:
             stop, sampling = Stop(max_tokens=8, ignore_eos=True), Sampling(temperature=0.0)
             request = TextRequest(model="tiny", prompt=text, stop=stop, sampling=sampling)
             async with frontend.plane.generate(request, Call(account=ANONYMOUS, request_id=name)) as generation:
@@ -61,18 +61,18 @@ async def test_two_workers_answer_and_a_prompt_goes_where_its_prefix_lies(
                 assert generation.decision is not None
                 return generation.decision.instance.id, generation.decision.overlap_blocks, generation.summary
 
-        asked = [await ask(prompt(number), f"first {number}") for number in range(6)]
-        assert all(overlap == 0 for _, overlap, _ in asked)
-        assert len({instance for instance, _, _ in asked}) == 2
-        for number, (instance, _, before) in enumerate(asked):
-            again, overlap, summary = await ask(prompt(number), f"second {number}")
+        served = [await generate(prompt(number), f"first {number}") for number in range(6)]
+        assert all(overlap == 0 for _, overlap, _ in served)
+        assert len({instance for instance, _, _ in served}) == 2
+        for number, (instance, _, before) in enumerate(served):
+            again, overlap, summary = await generate(prompt(number), f"second {number}")
             assert again == instance
             assert summary.cached_tokens == 32 * overlap == before.prompt_tokens // 32 * 32
         kill_engine_process(first)
         assert await first.ended(120) == 1
         assert any("died" in line for line in first.lines)
         await until(lambda: len(frontend.plane.models.instances("tiny")) == 1)
-        assert (await ask("more", "third"))[2].output_tokens == 8
+        assert (await generate("more", "third"))[2].output_tokens == 8
         second.terminate()
         assert await second.ended(60) == 0
 

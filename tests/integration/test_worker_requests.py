@@ -93,8 +93,8 @@ async def test_concurrent_requests_share_batches_of_the_classifier(nats_server: 
 
         responses = await asyncio.gather(*(bus.infer(request(n % 10)) for n in range(64)))
         statistics = bus.service.models[0].statistics["1"].to_message()
-    digits_found = [int.from_bytes(response.raw_output_contents[0], "little") for response in responses]
-    assert digits_found == [n % 10 for n in range(64)]
+    digits = [int.from_bytes(response.raw_output_contents[0], "little") for response in responses]
+    assert digits == [n % 10 for n in range(64)]
     assert statistics.inference_count == 64
     assert statistics.execution_count < 32
     assert sum(batch.batch_size * batch.compute_infer.count for batch in statistics.batch_stats) == 64

@@ -88,7 +88,7 @@ class SimulatedEtcd:
     async def delay(self) -> None:
         await asyncio.sleep(0.0003 + self._rng.random() * 0.001)
 
-    def answer(self, request: Any) -> Any:
+    def respond(self, request: Any) -> Any:
         """The response to a unary call. Raises as the client library would."""
         header = pb.ResponseHeader(cluster_id=self.cluster_id, revision=self.revision)
         if isinstance(request, pb.RangeRequest):
@@ -260,7 +260,7 @@ class SimulatedTransport:
                 while True:
                     await etcd.delay()
                     if etcd.is_up and not etcd.is_hung and etcd.reaches(process):
-                        response = etcd.answer(request)
+                        response = etcd.respond(request)
                         await etcd.delay()
                         return response
                     await asyncio.sleep(0.1)

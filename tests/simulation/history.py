@@ -257,8 +257,8 @@ class History:
             plane.model_ready(model) and len(plane.models.instances(model)) == len(self.workers) for model in ("echo", "sim")
         )
 
-    async def _fault(self, at: float) -> None:
-        await asyncio.sleep(at - self.loop.time())
+    async def _fault(self, begin_s: float) -> None:
+        await asyncio.sleep(begin_s - self.loop.time())
         weights = [weight for weight, _ in self._faults]
         _, fault = self.rng.choices(self._faults, weights)[0]
         await cast(Awaitable[None], fault(self))
@@ -364,7 +364,7 @@ class History:
             self.violations.append(f"wrong: {attempt}")
         elif attempt.outcome is not Outcome.LOST and attempt.ended_s > attempt.deadline_s + self._lateness(attempt):
             self.violations.append(f"late: {attempt}")
-        elif attempt.outcome is Outcome.FAILED and attempt.kind not in HOSTILE and self._could_be_answered(attempt):
+        elif attempt.outcome is Outcome.FAILED and attempt.kind not in HOSTILE and self._could_succeed(attempt):
             self.violations.append(f"failed though it could be answered: {attempt}")
 
     def _lateness(self, attempt: Attempt) -> float:
@@ -372,7 +372,7 @@ class History:
         paused = [t for t in self.troubles if t.who == name and t.what.startswith("paused") and t.end_s > attempt.deadline_s]
         return LATE_S + max((t.end_s - attempt.deadline_s for t in paused), default=0.0)
 
-    def _could_be_answered(self, attempt: Attempt) -> bool:
+    def _could_succeed(self, attempt: Attempt) -> bool:
         """Whether frontend and some instance were well for long enough, and what may fail a request did not happen to it."""
         begin, end = attempt.begun_s, attempt.deadline_s
         during = [t for t in self.troubles if t.begin_s <= attempt.ended_s and t.end_s + RECOVERY_S >= begin]

@@ -157,15 +157,15 @@ class SimulatedNats:
     def publish(self, sender: Client, subject: bytes, reply: bytes, header: int, payload: bytes) -> None:
         """Deliver one message to everybody who subscribed to its subject."""
         tokens = tuple(subject.split(b"."))
-        heard = False
+        is_delivered = False
         for client in list(self.clients):
             for sid, pattern in list(client.subscriptions.items()):
                 if matches(pattern, tokens):
-                    heard = True
+                    is_delivered = True
                     if self.loss and self._rng.random() < self.loss:
                         continue
                     self._deliver(client, subject, sid, reply, header, payload)
-        if not heard and reply and sender.wants_no_responders:
+        if not is_delivered and reply and sender.wants_no_responders:
             tokens = tuple(reply.split(b"."))
             for sid, pattern in list(sender.subscriptions.items()):
                 if matches(pattern, tokens):

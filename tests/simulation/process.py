@@ -156,11 +156,11 @@ class SimulatedFrontend:
             router = make_router(options, loads, loop.time, rng=Random(self._seed))
             self.kv = router if isinstance(router, KvRouter) else None
 
-            async def ask(instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
+            async def request(instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
                 return await client.open(instance.id, instance.subject, verb, body, deadline=deadline).result()
 
             if self.mode is not RouterMode.ROUND_ROBIN:
-                feed = await stack.enter_async_context(open_kv_feed(nats, directory, ask, self.kv, loads, None))
+                feed = await stack.enter_async_context(open_kv_feed(nats, directory, request, self.kv, loads, None))
                 if bookings is not None:
                     await stack.enter_async_context(bookings.exchanged(loads, feed.is_registered))
             plane = await stack.enter_async_context(

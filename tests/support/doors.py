@@ -40,7 +40,7 @@ class KeyFile:
     ) -> str:
         """A new key, known to the server within two seconds."""
         key = make_key()
-        known = self.path.read_text() if self.path.exists() else ""
+        existing = self.path.read_text() if self.path.exists() else ""
         entry = entry_for(
             key,
             name,
@@ -49,7 +49,7 @@ class KeyFile:
             limits=Limits(**limits),  # type: ignore[arg-type]
             expires=expires,
         )
-        self._write(known + entry)
+        self._write(existing + entry)
         self.keys[name] = key
         return key
 

@@ -46,8 +46,8 @@ class Edge:
     async def call(self, method: str, request: object, **options: object) -> bytes:
         """One unary call with a message or raw bytes, answered with raw bytes."""
         data = request if isinstance(request, bytes) else request.SerializeToString()  # type: ignore[attr-defined]
-        answer: bytes = await self.channel.unary_unary(f"/{SERVICE}/{method}")(data, **options)  # type: ignore[arg-type]
-        return answer
+        response: bytes = await self.channel.unary_unary(f"/{SERVICE}/{method}")(data, **options)  # type: ignore[arg-type]
+        return response
 
     async def infer(self, request: pb.ModelInferRequest, **options: object) -> pb.ModelInferResponse:
         return pb.ModelInferResponse.FromString(await self.call("ModelInfer", request, **options))
@@ -74,10 +74,10 @@ class Stream:
     async def rest(self) -> list[pb.ModelStreamInferResponse]:
         """Half-closes and reads to the end."""
         await self.call.done_writing()
-        found = []
+        messages = []
         while isinstance(data := await self.call.read(), bytes):
-            found.append(pb.ModelStreamInferResponse.FromString(data))
-        return found
+            messages.append(pb.ModelStreamInferResponse.FromString(data))
+        return messages
 
 
 @asynccontextmanager

@@ -307,9 +307,9 @@ class TokenEngine(DyingEngine):
         request, limit, death = self.next_request(stream)
         response = continuation(request.tokens, limit)
         whole = response if death is None else response[:death]
-        for at in range(0, len(whole), self._per_step):
-            step = tuple(whole[at : at + self._per_step])
-            ends = death is None and at + self._per_step >= len(whole)
+        for start in range(0, len(whole), self._per_step):
+            step = tuple(whole[start : start + self._per_step])
+            ends = death is None and start + self._per_step >= len(whole)
             stream.data(delta_encoder.encode(Delta(step, finish_reason=FinishReason.LENGTH if ends else None)))
         if death is None:
             trailer = Summary(prompt_tokens=request.prompt_tokens, output_tokens=len(response), cached_tokens=1)
@@ -322,7 +322,7 @@ def continuation(prompt: Sequence[int], length: int) -> list[int]:
     """The tokens that TokenEngine appends to `prompt`."""
     tokens = list(prompt)
     for _ in range(length):
-        tokens.append((sum((at + 1) * token for at, token in enumerate(tokens)) * 31 + 7) % 50_000)
+        tokens.append((sum((position + 1) * token for position, token in enumerate(tokens)) * 31 + 7) % 50_000)
     return tokens[len(prompt) :]
 
 

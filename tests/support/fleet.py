@@ -73,14 +73,14 @@ class Text:
     reason: str = ""
     messages: int = 0
     longest_silence_s: float = 0.0
-    _heard: float = field(default_factory=time.monotonic)
+    _last_message_s: float = field(default_factory=time.monotonic)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, message: pb.ModelStreamInferResponse) -> None:
         assert not message.error_message, message.error_message
         now = time.monotonic()
-        self.longest_silence_s = max(self.longest_silence_s, now - self._heard)
-        self._heard = now
+        self.longest_silence_s = max(self.longest_silence_s, now - self._last_message_s)
+        self._last_message_s = now
         self.messages += 1
         for output in message.infer_response.outputs:
             for value in output.contents.bytes_contents:
@@ -168,12 +168,12 @@ class Load:
             request = self._request(next(self._numbers))
             begun = time.monotonic()
             try:
-                answer = await self._client.infer(request, 60.0)
+                response = await self._client.infer(request, 60.0)
             except grpc.aio.AioRpcError as error:
                 self.failures.append(f"{error.code().name}: {error.details()}")
             else:
                 sent = pb.ModelInferRequest.FromString(request)
-                if list(answer.raw_output_contents) != list(sent.raw_input_contents):
+                if list(response.raw_output_contents) != list(sent.raw_input_contents):
                     self.failures.append("the answer of another request")
                 self.count += 1
             self.longest_s = max(self.longest_s, time.monotonic() - begun)
@@ -212,9 +212,9 @@ class FleetWorker:
     @property
     def instance(self) -> str:
         """Its id, as it says in its log."""
-        found = re.search(r"as instance ([0-9a-f]+)", "\n".join(self.process.lines))
-        assert found is not None, self.process.log()
-        return found[1]
+        match = re.search(r"as instance ([0-9a-f]+)", "\n".join(self.process.lines))
+        assert match is not None, self.process.log()
+        return match[1]
 
     async def serving(self) -> None:
         await self.process.logged("as instance")
@@ -336,6 +336,6 @@ class Fleet:
             open_client(connection, self.namespace) as client,
             asyncio.timeout(20),
         ):
-            answer = await client.open(instance, subject, "statistics", body).result()
-        [statistics] = pb.ModelStatisticsResponse.FromString(bytes(answer)).model_stats
+            response = await client.open(instance, subject, "statistics", body).result()
+        [statistics] = pb.ModelStatisticsResponse.FromString(bytes(response)).model_stats
         return statistics

@@ -94,16 +94,16 @@ class Speaker:
         self.requests.append(request)
         made = 0
         for index in range(request.n):
-            at = 0
+            position = 0
             for number, piece in enumerate(self.pieces):
                 tokens = tokens_of(piece)
                 logprobs = None
                 if request.logprobs is not None and self.logprobs is not None:
-                    logprobs = [[(token, self.logprobs(at + place)), (0, -9.0)] for place, token in enumerate(tokens)]
+                    logprobs = [[(token, self.logprobs(position + place)), (0, -9.0)] for place, token in enumerate(tokens)]
                 reason = self.reason if number == len(self.pieces) - 1 else None
                 stream.data(delta_encoder.encode(Delta(tokens, index, reason, logprobs)))
-                at += len(tokens)
-            made += at
+                position += len(tokens)
+            made += position
         of_prompt = None
         if request.prompt_logprobs is not None:
             of_prompt = [None, *([(token, -0.5), (0, -9.0)] for token in request.tokens[1:])]
@@ -125,7 +125,7 @@ class Speaker:
         return text_of(self.last.tokens)
 
 
-def say(stream: FakeStream, piece: str, *, index: int = 0, reason: FinishReason | None = None) -> None:
+def send_delta(stream: FakeStream, piece: str, *, index: int = 0, reason: FinishReason | None = None) -> None:
     """One delta, at once."""
     stream.data(delta_encoder.encode(Delta(tokens_of(piece), index, reason)))
 
@@ -173,8 +173,8 @@ async def open_http_edge(
     declared: tuple[ModelCard, ...] = (),
 ) -> AsyncIterator[HttpEdge]:
     """An edge whose instances 1, 2, … serve one card each; without cards, one of `chat_card()`. Nobody serves `declared`."""
-    known = cards or (chat_card(),)
-    directory = FakeDirectory(*(instance(number, card) for number, card in enumerate(known, 1)))
+    served = cards or (chat_card(),)
+    directory = FakeDirectory(*(instance(number, card) for number, card in enumerate(served, 1)))
     client = FakeClient() if respond is None else FakeClient(respond)
     loaded = asyncio.Event()
 
@@ -203,14 +203,14 @@ async def open_http_edge(
             serve_http(options, app) as server,
             httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20, verify=False) as session,
         ):
-            if any(card.llm is not None for card in known):
+            if any(card.llm is not None for card in served):
                 await loaded.wait()
             yield HttpEdge(plane, directory, client, session, server.port, registry, readiness, counted)
 
 
 def events_of(text: str) -> list[tuple[str, str]]:
     """The (event, data) pairs of an event stream; comments are left out."""
-    found = []
+    events = []
     for block in text.split("\n\n"):
         event, data = "", []
         for line in block.splitlines():
@@ -219,8 +219,8 @@ def events_of(text: str) -> list[tuple[str, str]]:
             elif line.startswith("data: "):
                 data.append(line[6:])
         if data:
-            found.append((event, "\n".join(data)))
-    return found
+            events.append((event, "\n".join(data)))
+    return events
 
 
 @contextmanager

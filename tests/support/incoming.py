@@ -46,6 +46,6 @@ class FakeIncoming:
         assert self.final is None, "two last words"
         self.final = joined(body)
 
-    def grant(self, answers: int) -> None:
-        self.window += answers
+    def grant(self, responses: int) -> None:
+        self.window += responses
         self._credit.set()

@@ -86,18 +86,18 @@ def pod_containers(
     pod: Manifest, pod_name: str, manifests: Sequence[Manifest], secrets: Mapping[str, Files]
 ) -> Iterator[Container]:
     """The containers of a pod template. `secrets` are those that the manifests expect to be there."""
-    known_secrets = {name: manifest_files(secret) for name, secret in of_kind(manifests, "Secret").items()} | dict(secrets)
-    config_maps = {name: manifest_files(found) for name, found in of_kind(manifests, "ConfigMap").items()}
+    existing_secrets = {name: manifest_files(secret) for name, secret in of_kind(manifests, "Secret").items()} | dict(secrets)
+    config_maps = {name: manifest_files(manifest) for name, manifest in of_kind(manifests, "ConfigMap").items()}
     volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", ())}
     for spec in pod["spec"]["containers"]:
         environment: dict[str, str] = {}
         for source in spec.get("envFrom", ()):
             environment |= config_maps[source["configMapRef"]["name"]]
         for variable in spec.get("env", ()):
-            value = _value(variable, spec, pod_name, config_maps, known_secrets)
+            value = _value(variable, spec, pod_name, config_maps, existing_secrets)
             environment[variable["name"]] = _expand(value, environment)
         mounts = {
-            mount["mountPath"]: _volume_files(volumes.get(mount["name"], {}), config_maps, known_secrets)
+            mount["mountPath"]: _volume_files(volumes.get(mount["name"], {}), config_maps, existing_secrets)
             for mount in spec.get("volumeMounts", ())
         }
         command = [*(spec.get("command") or entrypoint(spec["image"])), *spec.get("args", ())]
@@ -114,23 +114,23 @@ def manifest_files(manifest: Manifest) -> Files:
 def entrypoint(image: str) -> list[str]:
     """Of an image of ours: the Dockerfile's, whose targets are named like the images."""
     target = image.rsplit("/", 1)[-1].partition(":")[0].removeprefix("dynamo-")
-    found = re.search(r"^ENTRYPOINT \[(.*)\]$", image_stage(target), re.M)
-    assert found is not None, f"the target {target} has no ENTRYPOINT"
-    return [word.strip(' "') for word in found[1].split(",")]
+    match = re.search(r"^ENTRYPOINT \[(.*)\]$", image_stage(target), re.M)
+    assert match is not None, f"the target {target} has no ENTRYPOINT"
+    return [word.strip(' "') for word in match[1].split(",")]
 
 
 def image_stage(name: str) -> str:
     """What a stage of the Dockerfile does."""
-    found = re.search(rf"^FROM \S+ AS {name}$(.*?)(?=^FROM |\Z)", (DEPLOY / "Dockerfile").read_text(), re.M | re.S)
-    assert found is not None, f"the Dockerfile has no stage {name}"
-    return found[1]
+    match = re.search(rf"^FROM \S+ AS {name}$(.*?)(?=^FROM |\Z)", (DEPLOY / "Dockerfile").read_text(), re.M | re.S)
+    assert match is not None, f"the Dockerfile has no stage {name}"
+    return match[1]
 
 
 def quantity(text: str | int) -> float:
     """A Kubernetes quantity: cores or bytes."""
-    found = re.fullmatch(r"([0-9.]+)(m|Ki|Mi|Gi)?", str(text))
-    assert found is not None, text
-    return float(found[1]) * _QUANTITIES[found[2] or ""]
+    match = re.fullmatch(r"([0-9.]+)(m|Ki|Mi|Gi)?", str(text))
+    assert match is not None, text
+    return float(match[1]) * _QUANTITIES[match[2] or ""]
 
 
 def _value(
@@ -167,7 +167,7 @@ def _volume_files(volume: Manifest, config_maps: Mapping[str, Files], secrets: M
 
 def _expand(text: str, environment: Mapping[str, str]) -> str:
     """`$(NAME)` as Kubernetes replaces it; names that are not known stay as they are."""
-    return _VARIABLE.sub(lambda found: environment.get(found[1], found[0]), text)
+    return _VARIABLE.sub(lambda match: environment.get(match[1], match[0]), text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class Placed:
             return text
         words = "|".join(re.escape(word) for word in sorted(replacements, key=len, reverse=True))
         # Whole paths and host names only: at the start, or after `=`, `"` or `//`, and up to the next separator.
-        return re.sub(rf'(?:(?<=[="\s])|(?<=//)|^)({words})(?=[/:",\s]|$)', lambda found: replacements[found[1]], text)
+        return re.sub(rf'(?:(?<=[="\s])|(?<=//)|^)({words})(?=[/:",\s]|$)', lambda match: replacements[match[1]], text)
 
     def _folder_of(self, path: str) -> Path:
         return self.folder / path.strip("/").replace("/", "-")

@@ -75,9 +75,9 @@ class FrontendProcess(Process):
             while missing:
                 assert self.process.returncode is None, f"it ended with status {self.process.returncode}:\n{self.log()}"
                 with contextlib.suppress(httpx2.TransportError):
-                    answer = await client.get("/v1/models")
-                    if answer.status_code == 200:
-                        missing = set(models) - {model["id"] for model in answer.json()["data"] if model["ready"]}
+                    response = await client.get("/v1/models")
+                    if response.status_code == 200:
+                        missing = set(models) - {model["id"] for model in response.json()["data"] if model["ready"]}
                 await asyncio.sleep(0.05)
 
 

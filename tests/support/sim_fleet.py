@@ -111,7 +111,7 @@ class SimFleet:
         assert isinstance(router, KvRouter)
         return router
 
-    async def ask(self, prompt: str, frontend: int = 0, tokens: int = 4) -> tuple[InstanceId, int, Summary]:
+    async def generate(self, prompt: str, frontend: int = 0, tokens: int = 4) -> tuple[InstanceId, int, Summary]:
         """Where the request went, how many blocks of it the router thought to be there, and what it took."""
         request = TextRequest(
             model=self.model, prompt=prompt, stop=Stop(max_tokens=tokens, ignore_eos=True), sampling=Sampling(seed=1)
@@ -122,7 +122,7 @@ class SimFleet:
             assert generation.decision is not None
             return generation.decision.instance.id, generation.decision.overlap_blocks, generation.summary
 
-    def answer_no_questions(self) -> None:
+    def refuse_recovery(self) -> None:
         """From now on no worker tells what it holds, if asked."""
         for worker in self.workers:
             del worker.requests.handlers["snapshot"], worker.requests.handlers["events_since"]
@@ -138,13 +138,13 @@ async def sim_fleet(
     etcd: EtcdServer, nats: NatsServer, namespace: str, *, workers: int = 2, frontends: int = 1, replica_sync: bool = False
 ) -> AsyncIterator[SimFleet]:
     """A fleet that is ready."""
-    found = SimFleet(etcd, nats, namespace)
+    fleet = SimFleet(etcd, nats, namespace)
     async with AsyncExitStack() as stack:
         for _ in range(workers):
-            await stack.enter_async_context(found.worker())
+            await stack.enter_async_context(fleet.worker())
         for _ in range(frontends):
-            await stack.enter_async_context(found.frontend(replica_sync=replica_sync))
-        yield found
+            await stack.enter_async_context(fleet.frontend(replica_sync=replica_sync))
+        yield fleet
 
 
 async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:

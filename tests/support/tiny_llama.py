@@ -93,14 +93,14 @@ def _weights(random: np.random.Generator) -> dict[str, NDArray[np.float32]]:
         "lm_head.weight": _matrix(random, VOCABULARY, WIDTH, 0.2),
     }
     for layer in range(LAYERS):
-        at = f"model.layers.{layer}"
+        prefix = f"model.layers.{layer}"
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            weights[f"{at}.self_attn.{name}.weight"] = _matrix(random, WIDTH, WIDTH, 0.1)
-        weights[f"{at}.mlp.gate_proj.weight"] = _matrix(random, INNER, WIDTH, 0.1)
-        weights[f"{at}.mlp.up_proj.weight"] = _matrix(random, INNER, WIDTH, 0.1)
-        weights[f"{at}.mlp.down_proj.weight"] = _matrix(random, WIDTH, INNER, 0.1)
-        weights[f"{at}.input_layernorm.weight"] = np.ones(WIDTH, np.float32)
-        weights[f"{at}.post_attention_layernorm.weight"] = np.ones(WIDTH, np.float32)
+            weights[f"{prefix}.self_attn.{name}.weight"] = _matrix(random, WIDTH, WIDTH, 0.1)
+        weights[f"{prefix}.mlp.gate_proj.weight"] = _matrix(random, INNER, WIDTH, 0.1)
+        weights[f"{prefix}.mlp.up_proj.weight"] = _matrix(random, INNER, WIDTH, 0.1)
+        weights[f"{prefix}.mlp.down_proj.weight"] = _matrix(random, WIDTH, INNER, 0.1)
+        weights[f"{prefix}.input_layernorm.weight"] = np.ones(WIDTH, np.float32)
+        weights[f"{prefix}.post_attention_layernorm.weight"] = np.ones(WIDTH, np.float32)
     return weights
 
 

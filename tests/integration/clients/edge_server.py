@@ -14,9 +14,9 @@ from tests.support.fakes import FakeStream, tensor_card
 
 def echo(stream: FakeStream) -> None:
     request = pb.ModelInferRequest.FromString(stream.body)
-    answer = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
-    answer.raw_output_contents.extend(request.raw_input_contents)
-    stream.end(answer.SerializeToString())
+    response = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
+    response.raw_output_contents.extend(request.raw_input_contents)
+    stream.end(response.SerializeToString())
 
 
 async def serve(kind: str) -> None:

@@ -74,7 +74,7 @@ def tensor(name: str, values: np.ndarray, datatype: str) -> triton.InferInput:
 
 async def fails(call: Awaitable[Any], status: str, *words: str) -> None:
     try:
-        answer = await call
+        response = await call
     except InferenceServerException as error:
         assert error.status() == f"StatusCode.{status}", (error.status(), error.message())
         for word in words:
@@ -84,7 +84,7 @@ async def fails(call: Awaitable[Any], status: str, *words: str) -> None:
         for word in words:
             assert word in (error.details() or ""), error.details()
     else:
-        raise AssertionError(f"it was answered: {answer}")
+        raise AssertionError(f"it was answered: {response}")
 
 
 def raw_request(model: str, *inputs: tuple[str, str, Sequence[int], bytes], **fields: Any) -> pb.ModelInferRequest:
@@ -224,9 +224,9 @@ def _round_trip(datatype: str, typed: bool) -> Case:
         request = pb.ModelInferRequest(model_name="types")
         contents = request.inputs.add(name=datatype, datatype=datatype, shape=[len(values)]).contents
         getattr(contents, f"{field}_contents").extend(values.tolist())
-        answer = await server.infer(request)
-        assert not answer.raw_output_contents
-        assert list(getattr(answer.outputs[0].contents, f"{field}_contents")) == values.tolist()
+        response = await server.infer(request)
+        assert not response.raw_output_contents
+        assert list(getattr(response.outputs[0].contents, f"{field}_contents")) == values.tolist()
 
     return run
 
@@ -259,15 +259,15 @@ async def _(server: Server) -> None:
 
 @case("an empty tensor")
 async def _(server: Server) -> None:
-    answer = await server.infer(raw_request("types", ("FP32", "FP32", [0], b"")))
-    assert (list(answer.outputs[0].shape), answer.raw_output_contents[0]) == ([0], b"")
+    response = await server.infer(raw_request("types", ("FP32", "FP32", [0], b"")))
+    assert (list(response.outputs[0].shape), response.raw_output_contents[0]) == ([0], b"")
 
 
 @case("a scalar")
 async def _(server: Server) -> None:
-    answer = await server.infer(fixed())
-    scalar = next(i for i, output in enumerate(answer.outputs) if output.name == "S")
-    assert (list(answer.outputs[scalar].shape), answer.raw_output_contents[scalar]) == ([], np.float32(1.5).tobytes())
+    response = await server.infer(fixed())
+    scalar = next(i for i, output in enumerate(response.outputs) if output.name == "S")
+    assert (list(response.outputs[scalar].shape), response.raw_output_contents[scalar]) == ([], np.float32(1.5).tobytes())
 
 
 @case("no inputs where all are optional")
@@ -278,8 +278,8 @@ async def _(server: Server) -> None:
 @case("a tensor of 24 MiB")
 async def _(server: Server) -> None:
     data = np.random.default_rng(1).bytes(24 * 2**20)
-    answer = await server.infer(raw_request("types", ("UINT8", "UINT8", [len(data)], data)))
-    assert answer.raw_output_contents[0] == data
+    response = await server.infer(raw_request("types", ("UINT8", "UINT8", [len(data)], data)))
+    assert response.raw_output_contents[0] == data
 
 
 @case("a batch")
@@ -300,8 +300,8 @@ async def _(server: Server) -> None:
 
 @case("id, model and version come back")
 async def _(server: Server) -> None:
-    answer = await server.infer(fixed(id="größe ☃", model_version="1"))
-    assert (answer.id, answer.model_name, answer.model_version) == ("größe ☃", FIXED, "1")
+    response = await server.infer(fixed(id="größe ☃", model_version="1"))
+    assert (response.id, response.model_name, response.model_version) == ("größe ☃", FIXED, "1")
 
 
 @case("without a version the newest answers")
@@ -317,9 +317,9 @@ async def _(server: Server) -> None:
     request.parameters["s"].string_param = "größe"
     request.parameters["d"].double_param = 0.1
     request.parameters["u"].uint64_param = 2**64 - 1
-    answer = await server.infer(request)
+    response = await server.infer(request)
     for key, value in request.parameters.items():
-        assert answer.parameters[key] == value
+        assert response.parameters[key] == value
 
 
 @case("priority, timeout and sequence parameters")
@@ -340,9 +340,9 @@ async def _(server: Server) -> None:
 @case("deflate requests are taken, or refused with a sentence")
 async def _(server: Server) -> None:
     a = np.zeros(100_000, np.float32)
-    asked = server.client.infer("types", [tensor("FP32", a, "FP32")], compression_algorithm="deflate")
+    call = server.client.infer("types", [tensor("FP32", a, "FP32")], compression_algorithm="deflate")
     try:
-        assert (await asked).as_numpy("FP32").shape == (100_000,)
+        assert (await call).as_numpy("FP32").shape == (100_000,)
     except InferenceServerException as error:  # the native server knows gzip only
         assert "deflate" in error.message()
 
@@ -397,7 +397,7 @@ async def _(server: Server) -> None:
 # Language models. `echo-llm` says the prompt again, one byte per token
 
 
-def say(
+def text_request(
     *prompts: str, model: str = "echo-llm", parameters: dict[str, Any] | None = None, **inputs: tuple[str, Any]
 ) -> pb.ModelInferRequest:
     """A text request; `inputs` are (datatype, value) by name, typed parameters go by their Python type.
@@ -422,27 +422,27 @@ def say(
 
 
 def elements(data: bytes) -> list[str]:
-    found = []
+    texts = []
     while data:
         size = int.from_bytes(data[:4], "little")
-        found.append(data[4 : 4 + size].decode())
+        texts.append(data[4 : 4 + size].decode())
         data = data[4 + size :]
-    return found
+    return texts
 
 
-def said(answer: pb.ModelInferResponse, output: str = "text_output") -> list[str]:
-    names = [tensor.name for tensor in answer.outputs]
-    return elements(answer.raw_output_contents[names.index(output)])
+def texts_of(response: pb.ModelInferResponse, output: str = "text_output") -> list[str]:
+    names = [tensor.name for tensor in response.outputs]
+    return elements(response.raw_output_contents[names.index(output)])
 
 
 async def text_stream(server: Server, request: pb.ModelInferRequest) -> list[pb.ModelStreamInferResponse]:
     call = server.channel.stream_stream(SERVICE + "ModelStreamInfer")(timeout=20.0)
     await call.write(request.SerializeToString())
     await call.done_writing()
-    found = []
+    responses = []
     while isinstance(data := await call.read(), bytes):
-        found.append(pb.ModelStreamInferResponse.FromString(data))
-    return found
+        responses.append(pb.ModelStreamInferResponse.FromString(data))
+    return responses
 
 
 @case("text: metadata and config of a language model")
@@ -456,9 +456,9 @@ async def _(server: Server) -> None:
 
 @case("text: one answer")
 async def _(server: Server) -> None:
-    answer = await server.infer(say("größe ☃"))
-    assert said(answer) == ["größe ☃"]
-    assert said(answer, "finish_reason") == ["length"]
+    response = await server.infer(text_request("größe ☃"))
+    assert texts_of(response) == ["größe ☃"]
+    assert texts_of(response, "finish_reason") == ["length"]
 
 
 @case("text: Triton's client, typed and raw alike")
@@ -475,74 +475,76 @@ async def _(server: Server) -> None:
 
 @case("text: a batch of prompts")
 async def _(server: Server) -> None:
-    assert said(await server.infer(say("one", "two", "six"))) == ["one", "two", "six"]
+    assert texts_of(await server.infer(text_request("one", "two", "six"))) == ["one", "two", "six"]
 
 
 @case("text: max_tokens as a parameter or as an input")
 async def _(server: Server) -> None:
-    assert said(await server.infer(say("abcdef", parameters={"max_tokens": 2}))) == ["ab"]
-    assert said(await server.infer(say("abcdef", max_tokens=("INT32", 3)))) == ["abc"]
+    assert texts_of(await server.infer(text_request("abcdef", parameters={"max_tokens": 2}))) == ["ab"]
+    assert texts_of(await server.infer(text_request("abcdef", max_tokens=("INT32", 3)))) == ["abc"]
 
 
 @case("text: several choices")
 async def _(server: Server) -> None:
-    assert said(await server.infer(say("ab", parameters={"n": 3}))) == ["ab"] * 3
+    assert texts_of(await server.infer(text_request("ab", parameters={"n": 3}))) == ["ab"] * 3
 
 
 @case("text: a stop string")
 async def _(server: Server) -> None:
-    answer = await server.infer(say("hello world", parameters={"stop": " wor"}))
-    assert (said(answer), said(answer, "finish_reason")) == (["hello"], ["stop"])
+    response = await server.infer(text_request("hello world", parameters={"stop": " wor"}))
+    assert (texts_of(response), texts_of(response, "finish_reason")) == (["hello"], ["stop"])
 
 
 @case("text: every sampling setting is taken")
 async def _(server: Server) -> None:
     settings = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "frequency_penalty": 0.1}
     settings |= {"presence_penalty": 0.1, "ignore_eos": True, "max_tokens": 2}
-    assert said(await server.infer(say("ab", parameters=settings))) == ["ab"]
+    assert texts_of(await server.infer(text_request("ab", parameters=settings))) == ["ab"]
 
 
 @case("text: log probabilities")
 async def _(server: Server) -> None:
-    answer = await server.infer(say("ab", parameters={"logprobs": 0}))
-    assert len(json.loads(said(answer, "logprobs")[0])) == 2
+    response = await server.infer(text_request("ab", parameters={"logprobs": 0}))
+    assert len(json.loads(texts_of(response, "logprobs")[0])) == 2
 
 
 @case("text: a conversation, by parameter or input")
 async def _(server: Server) -> None:
-    (by_parameter,) = said(await server.infer(say("hi", parameters={"chat": True, "max_tokens": 20})))
+    (by_parameter,) = texts_of(await server.infer(text_request("hi", parameters={"chat": True, "max_tokens": 20})))
     messages = json.dumps([{"role": "user", "content": "hi"}])
-    (by_input,) = said(await server.infer(say(messages=("BYTES", messages), parameters={"max_tokens": 20})))
+    (by_input,) = texts_of(await server.infer(text_request(messages=("BYTES", messages), parameters={"max_tokens": 20})))
     assert by_parameter == by_input == "user: hi\nassistant: "
 
 
 @case("text: streamed")
 async def _(server: Server) -> None:
-    found = await text_stream(server, say("hello", streaming=("BOOL", True)))
-    assert "".join(said(r.infer_response)[0] for r in found) == "hello"
-    assert [r.infer_response.parameters["triton_final_response"].bool_param for r in found] == [False] * (len(found) - 1) + [True]
-    assert said(found[-1].infer_response, "finish_reason") == ["length"]
+    responses = await text_stream(server, text_request("hello", streaming=("BOOL", True)))
+    assert "".join(texts_of(r.infer_response)[0] for r in responses) == "hello"
+    assert [r.infer_response.parameters["triton_final_response"].bool_param for r in responses] == [False] * (
+        len(responses) - 1
+    ) + [True]
+    assert texts_of(responses[-1].infer_response, "finish_reason") == ["length"]
 
 
 @case("text: streams of several prompts and choices")
 async def _(server: Server) -> None:
-    found = await text_stream(server, say("ab", "cd", streaming=("BOOL", True), parameters={"n": 2}))
-    columns = zip(*(said(r.infer_response) for r in found), strict=True)
+    responses = await text_stream(server, text_request("ab", "cd", streaming=("BOOL", True), parameters={"n": 2}))
+    columns = zip(*(texts_of(r.infer_response) for r in responses), strict=True)
     assert ["".join(column) for column in columns] == ["ab", "ab", "cd", "cd"]
 
 
 @case("text: not streamed on a stream")
 async def _(server: Server) -> None:
-    (only,) = await text_stream(server, say("hello"))
-    assert said(only.infer_response) == ["hello"]
+    (only,) = await text_stream(server, text_request("hello"))
+    assert texts_of(only.infer_response) == ["hello"]
 
 
 @case("text: 32 streams at once")
 async def _(server: Server) -> None:
     async def one(number: int) -> None:
         prompt = f"{number} " * 50
-        found = await text_stream(server, say(prompt, streaming=("BOOL", True)))
-        assert "".join(said(r.infer_response)[0] for r in found) == prompt
+        responses = await text_stream(server, text_request(prompt, streaming=("BOOL", True)))
+        assert "".join(texts_of(r.infer_response)[0] for r in responses) == prompt
 
     await asyncio.gather(*(one(number) for number in range(32)))
 
@@ -565,9 +567,9 @@ def streamed(model: str, name: str, values: np.ndarray, datatype: str, **fields:
 @case("stream: answers keep the order of requests")
 async def _(server: Server) -> None:
     requests = [streamed("types", "INT32", np.array([n], np.int32), "INT32", request_id=str(n)) for n in range(50)]
-    found = await stream(server, *requests)
-    assert [error for _, error in found] == [None] * 50
-    assert [result.get_response().id for result, _ in found] == [str(n) for n in range(50)]
+    responses = await stream(server, *requests)
+    assert [error for _, error in responses] == [None] * 50
+    assert [result.get_response().id for result, _ in responses] == [str(n) for n in range(50)]
 
 
 @case("stream: a decoupled model ends with an empty final answer")
@@ -579,21 +581,21 @@ async def _(server: Server) -> None:
             text = blocking.InferInput("text", [1], "BYTES")
             text.set_data_from_numpy(np.array([b"one two three"], object))
             client.async_stream_infer("words", [text], enable_empty_final_response=True)
-            found = [done.get(timeout=10)[0] for _ in range(4)]
+            results = [done.get(timeout=10)[0] for _ in range(4)]
             client.stop_stream()
-            return found
+            return results
 
-    found = await asyncio.to_thread(run)
-    said = [r.as_numpy("word")[0].decode() for r in found if r.get_response().outputs]
-    assert said == ["one", "two", "three"]
-    final = [r.get_response().parameters["triton_final_response"].bool_param for r in found]
+    results = await asyncio.to_thread(run)
+    words = [r.as_numpy("word")[0].decode() for r in results if r.get_response().outputs]
+    assert words == ["one", "two", "three"]
+    final = [r.get_response().parameters["triton_final_response"].bool_param for r in results]
     assert final == [False] * 3 + [True], final
 
 
 @case("stream: a decoupled model without that wish sends its answers only")
 async def _(server: Server) -> None:
-    found = await stream(server, streamed("words", "text", np.array([b"a b"], object), "BYTES"))
-    assert len(found) == 2
+    results = await stream(server, streamed("words", "text", np.array([b"a b"], object), "BYTES"))
+    assert len(results) == 2
 
 
 @case("stream: decoupled requests do not wait for each other")
@@ -602,8 +604,8 @@ async def _(server: Server) -> None:
         "repeater", "X", np.array([1], np.int32), "INT32", request_id="slow", parameters={"repeat": 2, "delay_ms": 300}
     )
     quick = streamed("repeater", "X", np.array([2], np.int32), "INT32", request_id="quick", parameters={"repeat": 2})
-    found = await stream(server, slow, quick)
-    assert [r.get_response().id for r, _ in found] == ["quick", "quick", "slow", "slow"]
+    results = await stream(server, slow, quick)
+    assert [r.get_response().id for r, _ in results] == ["quick", "quick", "slow", "slow"]
 
 
 @case("stream: errors have the id of their request, and the stream lives on")
@@ -614,10 +616,10 @@ async def _(server: Server) -> None:
     for request in (bad, raw_request("nobody", id="none"), fixed(id="good")):
         await channel.write(request.SerializeToString())
     await channel.done_writing()
-    found = []
+    responses = []
     while isinstance(data := await channel.read(), bytes):
-        found.append(pb.ModelStreamInferResponse.FromString(data))
-    assert [(r.infer_response.id, bool(r.error_message)) for r in found] == [("bad", True), ("none", True), ("good", False)]
+        responses.append(pb.ModelStreamInferResponse.FromString(data))
+    assert [(r.infer_response.id, bool(r.error_message)) for r in responses] == [("bad", True), ("none", True), ("good", False)]
     assert (await channel.code()).name == "OK"
 
 
@@ -819,32 +821,32 @@ refused(
 )
 
 LLM = "echo-llm"
-refused("text: no input", say(), INVALID, "text_input")
-refused("text: no text but a setting", say(max_tokens=("INT32", 3)), INVALID, "text_input")
-refused("text: unknown input", say("a", text_inputs=("BYTES", "b")), INVALID, "text_inputs")
-refused("text: unknown parameter", say("a", parameters={"max_tokns": 3}), INVALID, "max_tokns")
-refused("text: unknown output", changed(lambda r: r.outputs.add(name="text"), say("a")), INVALID, "'text'")
+refused("text: no input", text_request(), INVALID, "text_input")
+refused("text: no text but a setting", text_request(max_tokens=("INT32", 3)), INVALID, "text_input")
+refused("text: unknown input", text_request("a", text_inputs=("BYTES", "b")), INVALID, "text_inputs")
+refused("text: unknown parameter", text_request("a", parameters={"max_tokns": 3}), INVALID, "max_tokns")
+refused("text: unknown output", changed(lambda r: r.outputs.add(name="text"), text_request("a")), INVALID, "'text'")
 refused("text: wrong datatype", raw_request(LLM, ("text_input", "INT32", [1], int32(1))), INVALID, "text_input", "BYTES")
 refused("text: three dimensions", raw_request(LLM, ("text_input", "BYTES", [1, 2, 2], element(b"a") * 4)), INVALID, "text_input")
 refused("text: no elements", raw_request(LLM, ("text_input", "BYTES", [0], b"")), INVALID, "text_input")
 refused("text: no UTF-8", raw_request(LLM, ("text_input", "BYTES", [1], element(b"\xff"))), INVALID, "UTF-8")
 refused("text: an element cut off", raw_request(LLM, ("text_input", "BYTES", [1], b"\x09\0\0\0abc")), INVALID, "text_input")
-refused("text: an empty prompt", say(""), INVALID)
-refused("text: max_tokens of 0", say("a", parameters={"max_tokens": 0}), INVALID, "max_tokens")
-refused("text: max_tokens as text", say("a", parameters={"max_tokens": "many"}), INVALID, "max_tokens")
-refused("text: max_tokens twice", say("a", parameters={"max_tokens": 1}, max_tokens=("INT32", 1)), INVALID, "max_tokens")
-refused("text: a temperature of 9", say("a", parameters={"temperature": 9.0}), INVALID, "temperature")
-refused("text: top_p of 0", say("a", parameters={"top_p": 0.0}), INVALID, "top_p")
-refused("text: n of 100000", say("a", parameters={"n": 100_000}), INVALID, "'n'")
-refused("text: streaming as a number", say("a", streaming=("INT32", 1)), INVALID, "streaming", "BOOL")
-refused("text: streaming and stream", say("a", streaming=("BOOL", False), stream=("BOOL", False)), INVALID, "stream")
-refused("text: messages that are no JSON", say(messages=("BYTES", "hello")), INVALID, "messages")
-refused("text: a prompt above the context", say("a" * 200_000), INVALID)
-refused("text: unknown version", changed(lambda r: setattr(r, "model_version", "9"), say("a")), MISSING, "'9'")
+refused("text: an empty prompt", text_request(""), INVALID)
+refused("text: max_tokens of 0", text_request("a", parameters={"max_tokens": 0}), INVALID, "max_tokens")
+refused("text: max_tokens as text", text_request("a", parameters={"max_tokens": "many"}), INVALID, "max_tokens")
+refused("text: max_tokens twice", text_request("a", parameters={"max_tokens": 1}, max_tokens=("INT32", 1)), INVALID, "max_tokens")
+refused("text: a temperature of 9", text_request("a", parameters={"temperature": 9.0}), INVALID, "temperature")
+refused("text: top_p of 0", text_request("a", parameters={"top_p": 0.0}), INVALID, "top_p")
+refused("text: n of 100000", text_request("a", parameters={"n": 100_000}), INVALID, "'n'")
+refused("text: streaming as a number", text_request("a", streaming=("INT32", 1)), INVALID, "streaming", "BOOL")
+refused("text: streaming and stream", text_request("a", streaming=("BOOL", False), stream=("BOOL", False)), INVALID, "stream")
+refused("text: messages that are no JSON", text_request(messages=("BYTES", "hello")), INVALID, "messages")
+refused("text: a prompt above the context", text_request("a" * 200_000), INVALID)
+refused("text: unknown version", changed(lambda r: setattr(r, "model_version", "9"), text_request("a")), MISSING, "'9'")
 
 ONLY_UNARY: dict[str, Bad] = {
     "text: streaming on the unary call": Bad(
-        say("a", streaming=("BOOL", True)).SerializeToString(), INVALID, ("ModelStreamInfer",)
+        text_request("a", streaming=("BOOL", True)).SerializeToString(), INVALID, ("ModelStreamInfer",)
     ),
     "a decoupled model asked for one answer": Bad(
         raw_request("repeater", ("X", "INT32", [1], int32(1))).SerializeToString(), "UNIMPLEMENTED", ("stream",)
@@ -867,15 +869,15 @@ async def refused_on_streams(server: Server) -> dict[str, str]:
     problems: dict[str, str] = {}
     for name, request in bad.items():
         await call.write(request.data)
-        answer = pb.ModelStreamInferResponse.FromString(await call.read())
-        if not answer.error_message:
+        response = pb.ModelStreamInferResponse.FromString(await call.read())
+        if not response.error_message:
             problems[name] = "it was answered"
-        elif any(word not in answer.error_message for word in request.words):
-            problems[name] = answer.error_message
+        elif any(word not in response.error_message for word in request.words):
+            problems[name] = response.error_message
         await call.write(fixed(id=name).SerializeToString())
-        answer = pb.ModelStreamInferResponse.FromString(await call.read())
-        if answer.error_message or answer.infer_response.id != name:
-            problems[name] = f"the good request after it: {answer.error_message or answer.infer_response.id}"
+        response = pb.ModelStreamInferResponse.FromString(await call.read())
+        if response.error_message or response.infer_response.id != name:
+            problems[name] = f"the good request after it: {response.error_message or response.infer_response.id}"
     await call.done_writing()
     assert (await call.code()).name == "OK"
     return problems

@@ -35,7 +35,7 @@ from tests.integration.clients.kserve_conformance import (
     element,
     fixed,
     raw_request,
-    say,
+    text_request,
     typed,
 )
 
@@ -59,20 +59,20 @@ class Doors:
     channel: grpc.Channel
     port: int
 
-    def ask_grpc(self, request: Any, headers: Mapping[str, str]) -> tuple[str, Any]:
+    def send_grpc(self, request: Any, headers: Mapping[str, str]) -> tuple[str, Any]:
         """The status and, if it is OK, the answer, else the words."""
         call = self.channel.unary_unary(SERVICE + "ModelInfer")
         try:
-            answer = call(request.SerializeToString(), timeout=20.0, metadata=tuple(headers.items()))
+            response = call(request.SerializeToString(), timeout=20.0, metadata=tuple(headers.items()))
         except grpc.RpcError as error:
             return error.code().name, error.details()  # type: ignore[attr-defined]
-        return "OK", pb.ModelInferResponse.FromString(answer)
+        return "OK", pb.ModelInferResponse.FromString(response)
 
-    def ask_rest(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, Mapping[str, str], bytes]:
+    def send_rest(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, Mapping[str, str], bytes]:
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
             connection.request("POST", path, body, dict(headers))
-            answer = connection.getresponse()
-            return answer.status, dict(answer.getheaders()), answer.read()
+            response = connection.getresponse()
+            return response.status, dict(response.getheaders()), response.read()
 
 
 # One request in both forms
@@ -127,24 +127,24 @@ def in_rest(request: Any, form: Form) -> tuple[str, dict[str, str], bytes]:
 
 def elements_in_json(raw: bytes, datatype: str) -> list[Any]:
     if datatype == "BYTES":
-        found = []
+        texts = []
         while raw:
             end = 4 + int.from_bytes(raw[:4], "little")
-            found.append(raw[4:end].decode())
+            texts.append(raw[4:end].decode())
             raw = raw[end:]
-        return found
+        return texts
     if datatype == "BF16":
         return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32).tolist()
     return np.frombuffer(raw, NUMPY[datatype]).tolist()
 
 
-def outputs_of_grpc(answer: Any) -> dict[str, tuple[str, list[int], bytes]]:
-    if answer.outputs and not answer.raw_output_contents:
-        return {output.name: (output.datatype, list(output.shape), raw_of_contents(output)) for output in answer.outputs}
-    assert len(answer.raw_output_contents) == len(answer.outputs)
+def outputs_of_grpc(response: Any) -> dict[str, tuple[str, list[int], bytes]]:
+    if response.outputs and not response.raw_output_contents:
+        return {output.name: (output.datatype, list(output.shape), raw_of_contents(output)) for output in response.outputs}
+    assert len(response.raw_output_contents) == len(response.outputs)
     return {
         output.name: (output.datatype, list(output.shape), raw)
-        for output, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)
+        for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
     }
 
 
@@ -159,7 +159,7 @@ def outputs_of_rest(headers: Mapping[str, str], body: bytes) -> tuple[dict[str, 
     size = int(headers.get("inference-header-content-length", len(body)))
     message = json.loads(body[:size])
     tail = body[size:]
-    found = {}
+    outputs = {}
     for output in message["outputs"]:
         if "data" in output:
             raw = raw_of_json(output["data"], output["datatype"])
@@ -167,9 +167,9 @@ def outputs_of_rest(headers: Mapping[str, str], body: bytes) -> tuple[dict[str, 
             of = output["parameters"].pop("binary_data_size")
             raw, tail = tail[:of], tail[of:]
             assert len(raw) == of
-        found[output["name"]] = (output["datatype"], output["shape"], raw)
+        outputs[output["name"]] = (output["datatype"], output["shape"], raw)
     assert not tail
-    return message, found
+    return message, outputs
 
 
 def raw_of_json(data: Sequence[Any], datatype: str) -> bytes:
@@ -180,22 +180,22 @@ def raw_of_json(data: Sequence[Any], datatype: str) -> bytes:
     return np.array(data, NUMPY[datatype]).tobytes()
 
 
-def same_answer(doors: Doors, request: Any, form: Form = Form.BINARY, headers: Mapping[str, str] | None = None) -> None:
+def check_same_response(doors: Doors, request: Any, form: Form = Form.BINARY, headers: Mapping[str, str] | None = None) -> None:
     """Both doors answer alike: the same tensors, or the status that belongs to the other's and the same words."""
-    status, answer = doors.ask_grpc(request, headers or {})
+    status, response = doors.send_grpc(request, headers or {})
     path, own, body = in_rest(request, form)
-    code, found, text = doors.ask_rest(path, body, own | dict(headers or {}))
-    assert code == STATUSES[status], (status, answer, code, text)
+    code, response_headers, text = doors.send_rest(path, body, own | dict(headers or {}))
+    assert code == STATUSES[status], (status, response, code, text)
     if status != "OK":
-        assert found["content-type"] == "application/json"
-        assert json.loads(text) == {"error": answer}
+        assert response_headers["content-type"] == "application/json"
+        assert json.loads(text) == {"error": response}
         return
-    message, outputs = outputs_of_rest(found, text)
-    assert list(outputs.items()) == list(outputs_of_grpc(answer).items())
-    assert message["model_name"] == answer.model_name
-    assert message["model_version"] == answer.model_version
-    assert message.get("id", "") == answer.id
-    assert message.get("parameters", {}) == parameters_in_json(answer.parameters)
+    message, outputs = outputs_of_rest(response_headers, text)
+    assert list(outputs.items()) == list(outputs_of_grpc(response).items())
+    assert message["model_name"] == response.model_name
+    assert message["model_version"] == response.model_version
+    assert message.get("id", "") == response.id
+    assert message.get("parameters", {}) == parameters_in_json(response.parameters)
 
 
 # Cases by message: what is refused, and what is answered
@@ -298,11 +298,14 @@ def messages() -> Iterator[tuple[str, Any]]:
     request.outputs.add(name="probability").parameters["classification"].int64_param = 3
     yield "a classification", request
     yield "the classifier", raw_request("classifier", image)
-    yield "text", say("größe ☃")
-    yield "several texts and choices", say("one", "two", "six", parameters={"n": 2})
-    yield "text with settings", say("hello world", parameters={"stop": " wor", "temperature": 0.5, "seed": 7, "ignore_eos": True})
-    yield "text with log probabilities", requested(say("ab", parameters={"logprobs": 0}), "logprobs", "text_output")
-    yield "a conversation", say("hi", parameters={"chat": True, "max_tokens": 20})
+    yield "text", text_request("größe ☃")
+    yield "several texts and choices", text_request("one", "two", "six", parameters={"n": 2})
+    yield (
+        "text with settings",
+        text_request("hello world", parameters={"stop": " wor", "temperature": 0.5, "seed": 7, "ignore_eos": True}),
+    )
+    yield "text with log probabilities", requested(text_request("ab", parameters={"logprobs": 0}), "logprobs", "text_output")
+    yield "a conversation", text_request("hi", parameters={"chat": True, "max_tokens": 20})
 
 
 # Cases by Triton's clients
@@ -345,7 +348,7 @@ def same_result(doors: Doors, model: str, *tensors: tuple[str, Any, str], json_t
     ):
         if not (binary_in and binary_out) and not json_too:
             continue
-        found = doors.http.infer(
+        result = doors.http.infer(
             model,
             inputs_of(by_http, *tensors, binary_data=binary_in),
             outputs=[by_http.InferRequestedOutput(name, binary_data=binary_out) for name in names],
@@ -353,11 +356,11 @@ def same_result(doors: Doors, model: str, *tensors: tuple[str, Any, str], json_t
             response_compression_algorithm=encoding,
             **options,
         )
-        answer = found.get_response()
-        assert (answer["model_name"], answer["model_version"]) == (described.model_name, described.model_version)
-        assert answer.get("id", "") == described.id
+        response = result.get_response()
+        assert (response["model_name"], response["model_version"]) == (described.model_name, described.model_version)
+        assert response.get("id", "") == described.id
         for name in names:
-            ours, theirs = found.as_numpy(name), want.as_numpy(name)
+            ours, theirs = result.as_numpy(name), want.as_numpy(name)
             assert ours.shape == theirs.shape
             assert as_bytes(ours) == as_bytes(theirs), (binary_in, binary_out, ours, theirs)
 
@@ -394,9 +397,9 @@ def _(doors: Doors) -> None:
 @case("Triton's clients, everything in binary unless outputs are named")
 def _(doors: Doors) -> None:
     values = np.arange(3, dtype=np.int32)
-    found = doors.http.infer("types", inputs_of(by_http, ("INT32", values, "INT32")))
-    assert found.get_output("INT32")["parameters"] == {"binary_data_size": 12}
-    assert (found.as_numpy("INT32") == values).all()
+    result = doors.http.infer("types", inputs_of(by_http, ("INT32", values, "INT32")))
+    assert result.get_output("INT32")["parameters"] == {"binary_data_size": 12}
+    assert (result.as_numpy("INT32") == values).all()
 
 
 @case("Triton's clients, classes")
@@ -418,9 +421,9 @@ def _(doors: Doors) -> None:
 @case("Triton's clients, many at once")
 def _(doors: Doors) -> None:
     values = [np.full(10, number, np.int32) for number in range(32)]
-    asked = [doors.http.async_infer("types", inputs_of(by_http, ("INT32", one, "INT32"))) for one in values]
-    for one, found in zip(values, asked, strict=True):
-        assert (found.get_result().as_numpy("INT32") == one).all()
+    calls = [doors.http.async_infer("types", inputs_of(by_http, ("INT32", one, "INT32"))) for one in values]
+    for one, call in zip(values, calls, strict=True):
+        assert (call.get_result().as_numpy("INT32") == one).all()
 
 
 @case("health and readiness")
@@ -436,9 +439,9 @@ def _(doors: Doors) -> None:
 
 @case("server metadata")
 def _(doors: Doors) -> None:
-    found = json_format.ParseDict(doors.http.get_server_metadata(), pb.ServerMetadataResponse())
-    assert found == doors.grpc.get_server_metadata()
-    assert "binary_tensor_data" in found.extensions
+    ours = json_format.ParseDict(doors.http.get_server_metadata(), pb.ServerMetadataResponse())
+    assert ours == doors.grpc.get_server_metadata()
+    assert "binary_tensor_data" in ours.extensions
 
 
 @case("metadata and configuration of every model and version")
@@ -446,18 +449,18 @@ def _(doors: Doors) -> None:
     for model in ("types", "batchy", "repeater", "echo-llm", "faulty", "classifier", "words"):
         for version in ("", "1"):
             metadata = doors.http.get_model_metadata(model, version)
-            found = json_format.ParseDict(metadata, pb.ModelMetadataResponse(), ignore_unknown_fields=True)
+            ours = json_format.ParseDict(metadata, pb.ModelMetadataResponse(), ignore_unknown_fields=True)
             theirs = doors.grpc.get_model_metadata(model, version)
             theirs.DiscardUnknownFields()
-            assert found == theirs
+            assert ours == theirs
             config = json_format.ParseDict(doors.http.get_model_config(model, version), model_config_pb2.ModelConfig())
             assert config == doors.grpc.get_model_config(model, version).config
 
 
 @case("the repository index")
 def _(doors: Doors) -> None:
-    found = json_format.ParseDict({"models": doors.http.get_model_repository_index()}, pb.RepositoryIndexResponse())
-    assert found == doors.grpc.get_model_repository_index()
+    ours = json_format.ParseDict({"models": doors.http.get_model_repository_index()}, pb.RepositoryIndexResponse())
+    assert ours == doors.grpc.get_model_repository_index()
 
 
 @case("statistics, which both doors add to")
@@ -499,13 +502,13 @@ def same_refusal(doors: Doors, call: Callable[[Any], Any]) -> None:
     words = []
     for client in (doors.grpc, doors.http):
         try:
-            answer = call(client)
+            response = call(client)
         except InferenceServerException as error:
             status = str(error.status())
             code = STATUSES[status.removeprefix("StatusCode.")] if client is doors.grpc else int(status)
             words.append((code, error.message()))
         else:
-            raise AssertionError(f"it was answered: {answer}")
+            raise AssertionError(f"it was answered: {response}")
     assert words[0] == words[1]
 
 
@@ -533,13 +536,13 @@ def main(target: str, port: int) -> None:
 
         for name, request in messages():
             for form in Form:
-                report(f"{name}, {form}", partial(same_answer, doors, request, form))
+                report(f"{name}, {form}", partial(check_same_response, doors, request, form))
         for name, refused in {**bad, **ONLY_UNARY}.items():
             if name not in ONLY_GRPC:
                 request = pb.ModelInferRequest.FromString(refused.data)
-                report(f"refused: {name}", partial(same_answer, doors, request))
+                report(f"refused: {name}", partial(check_same_response, doors, request))
         for name, (pair, _) in METADATA.items():
-            report(f"refused: {name}", partial(same_answer, doors, fixed(), headers=dict([pair])))
+            report(f"refused: {name}", partial(check_same_response, doors, fixed(), headers=dict([pair])))
         for name, call in REFUSALS.items():
             report(f"refused: {name}", partial(same_refusal, doors, call))
         for name, run in cases.items():

@@ -43,20 +43,20 @@ def seven() -> Any:
 
 
 def infer(door: Any, client: Any, model: str, inputs: dict[str, Any], *outputs: Any, **more: Any) -> Any:
-    asked = []
+    tensors = []
     for name, array in inputs.items():
         datatype = {"f": "FP32", "O": "BYTES"}[array.dtype.kind]
         tensor = door.InferInput(name, list(array.shape), datatype)
         tensor.set_data_from_numpy(array)
-        asked.append(tensor)
-    return client.infer(model, asked, outputs=list(outputs) or None, **more)
+        tensors.append(tensor)
+    return client.infer(model, tensors, outputs=list(outputs) or None, **more)
 
 
 def index(door: Any, client: Any) -> dict[str, tuple[str, str]]:
-    found = client.get_model_repository_index()
+    models = client.get_model_repository_index()
     if door is by_grpc:
-        return {model.name: (model.state, model.reason) for model in found.models}
-    return {model["name"]: (model["state"], model["reason"]) for model in found}
+        return {model.name: (model.state, model.reason) for model in models.models}
+    return {model["name"]: (model["state"], model["reason"]) for model in models}
 
 
 def config_of(door: Any, client: Any, model: str) -> Any:
@@ -74,23 +74,23 @@ def refused(work: Callable[[], object]) -> str:
 def examples(door: Any, client: Any, folder: Path) -> dict[str, Callable[[], None]]:
     def classifies() -> None:
         top = door.InferRequestedOutput("probability", class_count=2)
-        answer = infer(door, client, "digits", {"image": seven()}, top, door.InferRequestedOutput("digit"))
-        assert answer.as_numpy("probability")[0][0].endswith(b":7:seven"), answer.as_numpy("probability")
-        assert answer.as_numpy("digit").tolist() == [[7]]
+        result = infer(door, client, "digits", {"image": seven()}, top, door.InferRequestedOutput("digit"))
+        assert result.as_numpy("probability")[0][0].endswith(b":7:seven"), result.as_numpy("probability")
+        assert result.as_numpy("digit").tolist() == [[7]]
         batch = infer(door, client, "digits", {"image": np.concatenate([seven()] * 5)})
         assert batch.as_numpy("name").tolist() == [[b"seven"]] * 5
 
     def writes() -> None:
         texts = np.array([[b"one", b"two"]], object)
-        answer = infer(door, client, "llm_model", {"text_input": texts})
-        assert answer.as_numpy("text_output").tolist() == [[b"You said: one", b"You said: two"]]
-        found = refused(lambda: infer(door, client, "llm_model", {"text_input": np.array([[b""]], object)}))
-        assert found.endswith(": a text is empty") and ("INVALID_ARGUMENT" in found or "400" in found), found
+        result = infer(door, client, "llm_model", {"text_input": texts})
+        assert result.as_numpy("text_output").tolist() == [[b"You said: one", b"You said: two"]]
+        message = refused(lambda: infer(door, client, "llm_model", {"text_input": np.array([[b""]], object)}))
+        assert message.endswith(": a text is empty") and ("INVALID_ARGUMENT" in message or "400" in message), message
 
     def reads_aloud() -> None:
-        answer = infer(door, client, "read_aloud", {"image": seven()})
-        assert answer.as_numpy("text_output").tolist() == [[b"You said: seven"]]
-        assert answer.as_numpy("probability").argmax() == 7
+        result = infer(door, client, "read_aloud", {"image": seven()})
+        assert result.as_numpy("text_output").tolist() == [[b"You said: seven"]]
+        assert result.as_numpy("probability").argmax() == 7
         top = door.InferRequestedOutput("probability", class_count=1)
         classified = infer(door, client, "read_aloud", {"image": seven()}, top)
         assert classified.as_numpy("probability")[0][0].endswith(b":7:seven")
@@ -149,8 +149,8 @@ def control(door: Any, client: Any, folder: Path) -> dict[str, Callable[[], None
         client.unload_model("add")
         assert not client.is_model_ready("add")
         assert index(door, client)["add"] == ("UNAVAILABLE", "unloaded"), index(door, client)
-        found = refused(lambda: infer(door, client, "add", one))
-        assert "UNAVAILABLE" in found or "503" in found, found
+        message = refused(lambda: infer(door, client, "add", one))
+        assert "UNAVAILABLE" in message or "503" in message, message
 
     def brings_a_model() -> None:
         files = {"file:1/model.py": ADD_ONE.replace("STEP", "5").encode()}
@@ -162,16 +162,16 @@ def control(door: Any, client: Any, folder: Path) -> dict[str, Callable[[], None
     def refuses_paths_that_lead_out() -> None:
         for path in ("file:../../evil.py", "file:/tmp/evil.py", "file:1/../../../evil.py"):
             files = {"file:1/model.py": b"", path: b"evil"}
-            found = refused(lambda files=files: client.load_model("evil", config=json.dumps(CONFIG), files=files))
-            assert "not a path inside the model" in found, found
+            message = refused(lambda files=files: client.load_model("evil", config=json.dumps(CONFIG), files=files))
+            assert "not a path inside the model" in message, message
         assert "evil" not in index(door, client)
 
-    def says_what_is_wrong() -> None:
+    def reports_what_is_wrong() -> None:
         assert "'nobody' is not found" in refused(lambda: client.load_model("nobody"))
         assert "'nobody' is not found" in refused(lambda: client.unload_model("nobody"))
         files = {"file:1/model.py": b"raise ValueError('no weights here')"}
-        found = refused(lambda: client.load_model("broken", config=json.dumps(CONFIG), files=files))
-        assert "no weights here" in found, found
+        message = refused(lambda: client.load_model("broken", config=json.dumps(CONFIG), files=files))
+        assert "no weights here" in message, message
         (folder / "bad" / "1").mkdir(parents=True, exist_ok=True)
         (folder / "bad" / "config.pbtxt").write_text('backend: "tensorrt"')
         assert "backend 'tensorrt' is not supported" in refused(lambda: client.load_model("bad"))
@@ -189,7 +189,7 @@ def control(door: Any, client: Any, folder: Path) -> dict[str, Callable[[], None
         "loads and unloads": loads_and_unloads,
         "brings a model": brings_a_model,
         "refuses paths": refuses_paths_that_lead_out,
-        "says what is wrong": says_what_is_wrong,
+        "says what is wrong": reports_what_is_wrong,
         "unloads dependents": unloads_dependents,
     }
 

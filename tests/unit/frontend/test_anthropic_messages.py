@@ -17,7 +17,7 @@ from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.anthropic.requests import CountRequest, MessagesRequest
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.fakes import FakeStream
-from tests.support.http_edge import HttpEdge, Speaker, chat_card, end, events_of, open_http_edge, say
+from tests.support.http_edge import HttpEdge, Speaker, chat_card, end, events_of, open_http_edge, send_delta
 from tests.support.parsers import brackets
 
 PATH = "/v1/messages"
@@ -169,7 +169,7 @@ async def test_the_stop_reason_is_reported(pieces: Any, reason: FinishReason, st
 
 async def test_an_empty_response_has_no_text() -> None:
     def silent(stream: FakeStream) -> None:
-        say(stream, "", reason=FinishReason.STOP)
+        send_delta(stream, "", reason=FinishReason.STOP)
         end(stream)
 
     async with open_http_edge(respond=silent) as edge:
@@ -181,7 +181,7 @@ async def test_an_empty_response_has_no_text() -> None:
 
 async def test_errors_have_the_form_of_anthropic() -> None:
     def fail(stream: FakeStream) -> None:
-        say(stream, "Hel")
+        send_delta(stream, "Hel")
         stream.fail(EngineError("out of memory"))
 
     async with open_http_edge(respond=fail) as edge:

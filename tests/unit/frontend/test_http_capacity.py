@@ -17,7 +17,7 @@ from dynamo.frontend.api.http.server import limits_of
 from dynamo.frontend.config import CapacityOptions, HttpOptions
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeStream, tensor_card
-from tests.support.http_edge import HttpEdge, Speaker, chat_card, end, events_of, open_http_edge, say
+from tests.support.http_edge import HttpEdge, Speaker, chat_card, end, events_of, open_http_edge, send_delta
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 PROMPT = {"model": "talker", "prompt": "x"}
@@ -49,7 +49,7 @@ async def test_requests_beyond_the_capacity_are_503_until_others_end() -> None:
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["message"] == "the server is processing 2 requests, which is its limit"
         for stream in edge.client.streams:
-            say(stream, "a", reason=FinishReason.STOP)
+            send_delta(stream, "a", reason=FinishReason.STOP)
             end(stream, 1)
         assert [(await response).status_code for response in running] == [200, 200]
         await quiet(edge)
@@ -158,7 +158,7 @@ async def test_a_body_that_grows_too_much_when_decompressed_is_refused(encoding:
 
 async def test_a_client_that_closed_its_side_gets_the_rest_of_a_stream() -> None:
     def begin(stream: FakeStream) -> None:
-        say(stream, "Hel")
+        send_delta(stream, "Hel")
 
     async with open_http_edge(respond=begin) as edge:
         body = json.dumps(PROMPT | {"stream": True}).encode()
@@ -170,7 +170,7 @@ async def test_a_client_that_closed_its_side_gets_the_rest_of_a_stream() -> None
             await asyncio.sleep(0.3)
             [stream] = edge.client.streams
             assert not stream.cancelled
-            say(stream, "lo", reason=FinishReason.STOP)
+            send_delta(stream, "lo", reason=FinishReason.STOP)
             end(stream, 2)
             while more := await asyncio.to_thread(connection.recv, 65536):
                 received += more

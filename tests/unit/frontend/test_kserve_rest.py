@@ -19,7 +19,7 @@ from dynamo.common.tensors import DATATYPES, encode_bytes
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeStream, tensor_card
-from tests.support.http_edge import HttpEdge, Speaker, chat_card, end, events_of, open_http_edge, raw_connection, say
+from tests.support.http_edge import HttpEdge, Speaker, chat_card, end, events_of, open_http_edge, raw_connection, send_delta
 
 EVERY = tuple(TensorSpec(name=name, datatype=name, shape=(-1,), optional=True) for name in DATATYPES)
 TYPES = ModelCard(name="org/types", kind=ModelKind.TENSOR, versions=("1", "3"), inputs=EVERY, outputs=EVERY)
@@ -514,14 +514,14 @@ async def test_generate_stream_sends_each_piece_at_once(edge: HttpEdge) -> None:
     request = edge.http.build_request("POST", "/v2/models/talker/generate_stream", json={"text_input": "Hi", "stream": True})
     asking = asyncio.create_task(edge.http.send(request, stream=True))
     stream = await edge.client.next_stream()
-    say(stream, "one")
+    send_delta(stream, "one")
     response = await asking
     lines = (line async for line in response.aiter_lines() if line)
     async with asyncio.timeout(5):
         assert json.loads((await anext(lines))[6:])["text_output"] == "one"
-        say(stream, " two")
+        send_delta(stream, " two")
         assert json.loads((await anext(lines))[6:])["text_output"] == " two"
-        say(stream, "!", reason=FinishReason.STOP)
+        send_delta(stream, "!", reason=FinishReason.STOP)
         end(stream)
         assert json.loads((await anext(lines))[6:])["text_output"] == "!"
         assert await anext(lines, None) is None

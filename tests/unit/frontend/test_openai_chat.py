@@ -16,7 +16,7 @@ from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.edge import over
 from tests.support.fakes import FakeStream
-from tests.support.http_edge import Speaker, chat_card, end, events_of, open_http_edge, say, text_of
+from tests.support.http_edge import Speaker, chat_card, end, events_of, open_http_edge, send_delta, text_of
 from tests.support.parsers import brackets
 
 CHAT = "/v1/chat/completions"
@@ -104,7 +104,7 @@ async def test_chunks_of_a_stream_name_their_choice() -> None:
 
 
 def begin(stream: FakeStream) -> None:
-    say(stream, "first")
+    send_delta(stream, "first")
 
 
 async def test_the_first_token_is_sent_before_the_second_exists() -> None:
@@ -165,7 +165,7 @@ async def test_a_failure_before_the_first_token_has_its_own_status() -> None:
 
 async def test_a_failure_in_a_stream_is_its_last_event() -> None:
     def fail(stream: FakeStream) -> None:
-        say(stream, "Hel")
+        send_delta(stream, "Hel")
         stream.fail(EngineError("out of memory"))
 
     async with open_http_edge(respond=fail) as edge:
@@ -245,8 +245,8 @@ async def test_every_setting_reaches_the_engine() -> None:
 
 async def test_a_stop_string_ends_the_response_and_cancels_the_engine() -> None:
     def speak(stream: FakeStream) -> None:
-        say(stream, "one, two, thr")
-        say(stream, "ee")
+        send_delta(stream, "one, two, thr")
+        send_delta(stream, "ee")
 
     async with open_http_edge(respond=speak) as edge:
         response = await edge.post(CHAT, HELLO | {"stop": [" three"]})
@@ -496,7 +496,7 @@ async def test_comments_keep_a_silent_stream_alive() -> None:
         pieces = response.aiter_text()
         assert await anext(pieces) == ": keepalive\n\n"  # and with it the head went out
         stream = await edge.client.next_stream()
-        say(stream, "Hi", reason=FinishReason.STOP)
+        send_delta(stream, "Hi", reason=FinishReason.STOP)
         end(stream)
         rest = "".join([piece async for piece in pieces])
     assert rest.endswith("data: [DONE]\n\n")

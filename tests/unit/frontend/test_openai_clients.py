@@ -25,7 +25,7 @@ from dynamo.frontend.config import TextLimits, TextOptions
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from tests.support.fakes import FakeStream, tensor_card
-from tests.support.http_edge import HttpEdge, Speaker, chat_card, open_http_edge, say, tokens_of
+from tests.support.http_edge import HttpEdge, Speaker, chat_card, open_http_edge, send_delta, tokens_of
 from tests.support.parsers import brackets
 
 USER: Any = [{"role": "user", "content": "Hi"}]
@@ -94,7 +94,7 @@ async def test_the_client_assembles_streamed_calls() -> None:
 
 async def test_the_client_sees_its_own_exceptions() -> None:
     def fail(stream: FakeStream) -> None:
-        say(stream, "Hel")
+        send_delta(stream, "Hel")
         stream.fail(EngineError("out of memory"))
 
     async with open_http_edge(respond=fail) as edge, client(edge) as ours:

@@ -10,7 +10,7 @@ import pytest
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import Delta, FinishReason, Summary, delta_encoder, request_decoder, summary_encoder
 from tests.support.fakes import FakeStream
-from tests.support.http_edge import Speaker, end, events_of, open_http_edge, say, text_of, tokens_of
+from tests.support.http_edge import Speaker, end, events_of, open_http_edge, send_delta, text_of, tokens_of
 
 PATH = "/v1/completions"
 ONCE: dict[str, Any] = {"model": "talker", "prompt": "Once"}
@@ -65,7 +65,7 @@ async def test_prompts_come_in_four_forms(prompt: object, seen: list[str]) -> No
 def say_the_prompt(stream: FakeStream) -> None:
     request = request_decoder.decode(stream.body)
     for index in range(request.n):
-        say(stream, f"{text_of(request.tokens)}{index}", index=index, reason=FinishReason.STOP)
+        send_delta(stream, f"{text_of(request.tokens)}{index}", index=index, reason=FinishReason.STOP)
     end(stream, request.n * 5)
 
 

@@ -13,7 +13,7 @@ from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.fakes import FakeStream
-from tests.support.http_edge import Speaker, chat_card, events_of, open_http_edge, say
+from tests.support.http_edge import Speaker, chat_card, events_of, open_http_edge, send_delta
 from tests.support.parsers import brackets
 
 PATH = "/v1/responses"
@@ -93,7 +93,7 @@ async def test_a_response_that_is_cut_off_is_incomplete() -> None:
 
 async def test_a_stream_that_fails_ends_with_the_output_so_far() -> None:
     def fail(stream: FakeStream) -> None:
-        say(stream, "Hel")
+        send_delta(stream, "Hel")
         stream.fail(EngineError("out of memory"))
 
     async with open_http_edge(respond=fail) as edge:

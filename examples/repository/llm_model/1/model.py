@@ -22,9 +22,9 @@ class TritonPythonModel:
                 error = pb_utils.TritonError("a text is empty", pb_utils.TritonError.INVALID_ARG)
                 responses.append(pb_utils.InferenceResponse(error=error))
                 continue
-            answers = [f"{self.greeting}: {text.decode()}" for text in texts.reshape(-1)]
-            answer = pb_utils.Tensor("text_output", np.array(answers, self.dtype).reshape(texts.shape))
-            responses.append(pb_utils.InferenceResponse([answer]))
+            lines = [f"{self.greeting}: {text.decode()}" for text in texts.reshape(-1)]
+            output = pb_utils.Tensor("text_output", np.array(lines, self.dtype).reshape(texts.shape))
+            responses.append(pb_utils.InferenceResponse([output]))
         return responses
 
     def finalize(self):

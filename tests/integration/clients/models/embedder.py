@@ -20,7 +20,7 @@ class Embedder:
     def infer(self, text: NDArray[np.object_]) -> dict[str, Any]:
         vectors = np.zeros((len(text), SIZE), np.float32)
         for row, one in enumerate(text):
-            for at in range(len(one) - 2):
-                vectors[row, crc32(one[at : at + 3]) % SIZE] += 1
+            for start in range(len(one) - 2):
+                vectors[row, crc32(one[start : start + 3]) % SIZE] += 1
         vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-6)
         return {"vector": vectors, "prompt_tokens": np.array([len(one) for one in text], np.int32)}
