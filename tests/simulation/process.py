@@ -18,7 +18,6 @@ from dynamo.common.messaging.client import RequestClient, open_client
 from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.messaging.limits import KIB, PlaneLimits
-from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.common.tensor_request import TensorRequest
@@ -31,7 +30,6 @@ from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.select import make_router
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
-from dynamo.frontend.serving.text_models import TextModel
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import Context, TensorResponse
@@ -39,7 +37,7 @@ from dynamo.worker.engine.echo import EchoTensors
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import sim_config
 from tests.simulation.clock import Process
-from tests.support.fakes import FakeText
+from tests.support.fakes import FakeTexts
 
 NAMESPACE = "simulated"
 MAX_PAYLOAD = 64 * KIB
@@ -164,11 +162,7 @@ class SimulatedFrontend:
                 if bookings is not None:
                     await stack.enter_async_context(bookings.exchanged(loads, feed.is_registered))
             plane = await stack.enter_async_context(
-                open_data_plane(directory, client, nats, router, _load_text, FrontendMetrics(CollectorRegistry()))
+                open_data_plane(directory, client, nats, router, FakeTexts(), FrontendMetrics(CollectorRegistry()))
             )
             await directory.ready.wait()
             yield plane
-
-
-async def _load_text(card: ModelCard) -> TextModel:
-    return FakeText()

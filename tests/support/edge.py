@@ -26,7 +26,7 @@ from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.protos import inference_pb2 as pb
-from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, FakeText, instance
+from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, FakeTexts, instance
 
 SERVERS = (GrpcServerChoice.GRPCIO, GrpcServerChoice.NATIVE)
 
@@ -95,13 +95,10 @@ async def open_edge(
     directory = FakeDirectory(*(instance(number, card) for number, card in enumerate(cards, 1)))
     client = FakeClient()
 
-    async def load_text(card: ModelCard) -> FakeText:
-        return FakeText()
-
     registry = CollectorRegistry()
     metrics = FrontendMetrics(registry)
     settings = ServingOptions(models=declared)
-    async with open_data_plane(directory, client, FakeLink(), RoundRobin(), load_text, metrics, settings) as plane:
+    async with open_data_plane(directory, client, FakeLink(), RoundRobin(), FakeTexts(), metrics, settings) as plane:
         readiness = Readiness()
         readiness.attach(plane)
         drain = StreamDrain()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from dynamo.common.discovery import Instance, View, encode_registration
 from dynamo.common.errors import Cancelled, DeadlineExceeded, DynamoError
@@ -23,6 +24,7 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role, Tensor
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
+from dynamo.frontend.serving.text_models import TextModel
 
 ENDPOINT = Endpoint()
 
@@ -350,6 +352,32 @@ class FakeText:
 
     def detokenizer(self, request: TextRequest, prompt: GenerateRequest) -> FakeDetokenizer:
         return FakeDetokenizer(request)
+
+
+LoadText: TypeAlias = Callable[[ModelCard], Awaitable[TextModel]]
+
+
+async def load_fake_text(card: ModelCard) -> TextModel:
+    """Return a text model without reading files."""
+    return FakeText()
+
+
+class FakeTexts:
+    """Loads text models early, by `load`, and keeps them by the names of their models."""
+
+    def __init__(self, load: LoadText = load_fake_text) -> None:
+        self._load = load
+        self._models: dict[str, TextModel] = {}
+
+    def loaded(self, card: ModelCard) -> TextModel | None:
+        return self._models.get(card.name)
+
+    async def prepare(self, card: ModelCard) -> None:
+        await self.load(card)
+
+    async def load(self, card: ModelCard) -> TextModel:
+        model = self._models[card.name] = await self._load(card)
+        return model
 
 
 class FakeVocabulary:

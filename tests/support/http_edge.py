@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -34,9 +33,10 @@ from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import CapacityOptions, HttpOptions, OverloadStatus, ServingOptions, TextOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.parsers import OutputParsers
-from dynamo.frontend.preprocess.pipeline import TextModel, load_text_model
+from dynamo.frontend.preprocess.text_files import open_text_files
 from dynamo.frontend.preprocess.tokenizer import Tokenizer
 from dynamo.frontend.router.simple import RoundRobin
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.worker.engine.echo import byte_tokenizer
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, instance
@@ -76,6 +76,9 @@ class _Files:
 
     async def get(self, key: str) -> bytes:
         return self._files[key]
+
+    async def fetch(self, key: str) -> None:
+        """Each file is at hand."""
 
 
 @dataclass
@@ -176,18 +179,14 @@ async def open_http_edge(
     served = cards or (chat_card(),)
     directory = FakeDirectory(*(instance(number, card) for number, card in enumerate(served, 1)))
     client = FakeClient() if respond is None else FakeClient(respond)
-    loaded = asyncio.Event()
-
-    async def load_text(card: ModelCard) -> TextModel:
-        model = await load_text_model(card, _Files())
-        loaded.set()
-        return model
-
     options = replace(http or HttpOptions(), port=0)
     registry = CollectorRegistry()
     metrics = FrontendMetrics(registry)
     settings = ServingOptions(models=declared)
-    async with open_data_plane(directory, client, FakeLink(), RoundRobin(), load_text, metrics, settings) as plane:
+    async with (
+        open_text_files(_Files(), text or TextOptions()) as texts,
+        open_data_plane(directory, client, FakeLink(), RoundRobin(), texts, metrics, settings) as plane,
+    ):
         readiness = Readiness()
         readiness.attach(plane)
         own = OutputParsers({}, {}) if parsers is None else parsers
@@ -203,8 +202,9 @@ async def open_http_edge(
             serve_http(options, app) as server,
             httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20, verify=False) as session,
         ):
-            if any(card.llm is not None for card in served):
-                await loaded.wait()
+            for card in served:
+                if card.kind is ModelKind.LLM:
+                    await plane.text_model(ANONYMOUS, card.name)
             yield HttpEdge(plane, directory, client, session, server.port, registry, readiness, counted)
 
 

@@ -324,6 +324,16 @@ class TextOptions:
         env=("DYN_FAST_TOKENIZER",),
         help="Tokenize with fastokens (extra `fast`) where it gives the same ids as tokenizers, which is checked for each model.",
     )
+    tokenizer_cache_bytes: int = option(
+        512 * MIB,
+        flags=("--tokenizer-cache-size",),
+        env=("DYN_TOKENIZER_CACHE_SIZE",),
+        parse=parse_bytes,
+        minimum=0,
+        maximum=2**40,
+        metavar="SIZE",
+        help="Memory for tokenizers, shared by models and loaded at first use. Beyond it, those that are not in use are evicted.",
+    )
     request_template: Path | None = option(
         None,
         flags=("--request-template",),

@@ -17,9 +17,8 @@ from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.data_plane import open_data_plane
 from dynamo.frontend.serving.dispatch import Dispatcher
-from dynamo.frontend.serving.text_models import TextModel
 from dynamo.protos.inference_pb2 import ModelInferRequest
-from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, RecordingRouter, instance
+from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeTexts, RecordingRouter, instance
 from tests.support.virtual_time import in_virtual_time
 
 
@@ -260,7 +259,7 @@ async def test_metrics_say_how_many_wait_and_why_others_may_not() -> None:
     metrics, client, router = FrontendMetrics(registry), FakeClient(lambda stream: None), OneAtATime()
     settings = ServingOptions(queue=QueueOptions(size=1))
     directory = FakeDirectory(instance(1))
-    async with open_data_plane(directory, client, FakeLink(), router, load_text, metrics, settings) as plane:
+    async with open_data_plane(directory, client, FakeLink(), router, FakeTexts(), metrics, settings) as plane:
         head = ModelInferRequest(model_name="adder")
         head.inputs.add(name="x", datatype="INT32", shape=[1])
         request = TensorRequest.build(head, [bytes(4)])
@@ -281,7 +280,3 @@ async def test_metrics_say_how_many_wait_and_why_others_may_not() -> None:
         assert (count("refusals_total", reason="full"), count("refusals_total", reason="expired")) == (1, 1)
         client.streams[0].end(b"response")
         await running
-
-
-async def load_text(card: object) -> TextModel:
-    raise NotImplementedError

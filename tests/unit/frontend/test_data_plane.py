@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import (
     DynamoError,
+    EngineError,
     Forbidden,
     InstanceGone,
     InvalidRequest,
@@ -29,7 +30,7 @@ from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
 from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
-from dynamo.frontend.serving.text_models import LoadText, TextModel
+from dynamo.frontend.serving.text_models import TextModel
 from dynamo.protos.inference_pb2 import (
     InferBatchStatistics,
     InferStatistics,
@@ -44,9 +45,12 @@ from tests.support.fakes import (
     FakeLink,
     FakeStream,
     FakeText,
+    FakeTexts,
+    LoadText,
     RecordingRouter,
     instance,
     llm_card,
+    load_fake_text,
     tensor_card,
 )
 from tests.support.virtual_time import in_virtual_time
@@ -65,22 +69,19 @@ class Front:
         return self.registry.get_sample_value(f"dynamo_frontend_{name}", labels) or 0.0
 
 
-async def load_at_once(card: ModelCard) -> TextModel:
-    return FakeText()
-
-
 @asynccontextmanager
 async def front(
     directory: FakeDirectory,
     respond: Callable[[FakeStream], None] = lambda stream: None,
     *,
-    load: LoadText = load_at_once,
+    load: LoadText = load_fake_text,
+    texts: FakeTexts | None = None,
     settings: ServingOptions | None = None,
 ) -> AsyncIterator[Front]:
     client, router, registry = FakeClient(respond), RecordingRouter(), CollectorRegistry()
     metrics = FrontendMetrics(registry)
     link = FakeLink()
-    async with open_data_plane(directory, client, link, router, load, metrics, settings) as plane:
+    async with open_data_plane(directory, client, link, router, texts or FakeTexts(load), metrics, settings) as plane:
         await settled()
         yield Front(plane, directory, client, router, registry, link)
 
@@ -395,7 +396,7 @@ async def test_a_broken_tokenizer_file_spoils_its_own_model_only() -> None:
 
 
 @in_virtual_time
-async def test_a_tokenizer_is_loaded_once_for_all_instances_and_dropped_with_the_last() -> None:
+async def test_a_tokenizer_is_prepared_once_for_all_instances_and_again_when_the_model_returns() -> None:
     loads: list[str] = []
 
     async def load(card: ModelCard) -> TextModel:
@@ -412,6 +413,45 @@ async def test_a_tokenizer_is_loaded_once_for_all_instances_and_dropped_with_the
         f.directory.add(instance(3, small))
         await settled()
         assert loads == ["talker", "talker"]
+
+
+class LateTexts(FakeTexts):
+    """Loads nothing before a request needs it."""
+
+    async def prepare(self, card: ModelCard) -> None:
+        """The files are at hand."""
+
+
+@in_virtual_time
+async def test_a_model_that_cannot_be_loaded_when_a_request_needs_it_is_not_ready_until_it_can() -> None:
+    attempts = 0
+
+    async def load(card: ModelCard) -> TextModel:
+        nonlocal attempts
+        attempts += 1
+        await asyncio.sleep(0)
+        if attempts < 5:
+            raise EngineError("the model's tokenizer cannot be read")
+        return FakeText()
+
+    async with front(FakeDirectory(instance(1, llm_card())), texts=LateTexts(load)) as f:
+        assert f.plane.model_ready("talker")
+        assert attempts == 0
+        requests = [f.plane.text_model(ANONYMOUS, "talker") for _ in range(2)]
+        for failure in await asyncio.gather(*requests, return_exceptions=True):
+            assert isinstance(failure, Unavailable)
+            assert str(failure) == "the tokenizer of model 'talker' is not available: the model's tokenizer cannot be read"
+        assert attempts == 2
+        assert not f.plane.model_ready("talker")
+        assert f.count("model_ready", model="talker") == 0
+        with pytest.raises(Unavailable, match="cannot be read"):
+            await f.plane.text_model(ANONYMOUS, "talker")
+        assert attempts == 2  # it is not tried for each request
+        await asyncio.sleep(10)
+        assert attempts == 5
+        assert f.plane.model_ready("talker")
+        assert f.count("model_ready", model="talker") == 1
+        assert await f.plane.text_model(ANONYMOUS, "talker")
 
 
 # Statistics

@@ -41,19 +41,21 @@ from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, Generation, open_data_plane
-from dynamo.frontend.serving.text_models import LoadText, TextModel
+from dynamo.frontend.serving.text_models import TextModel
 from tests.support.fakes import (
     DyingEngine,
     FakeClient,
     FakeDirectory,
     FakeLink,
     FakeStream,
-    FakeText,
+    FakeTexts,
+    LoadText,
     RecordingRouter,
     TokenEngine,
     continuation,
     instance,
     llm_card,
+    load_fake_text,
     tensor_card,
 )
 from tests.support.virtual_time import in_virtual_time, run
@@ -88,18 +90,12 @@ async def front(
     instances: int = 8,
     card: ModelCard | None = None,
     settings: ServingOptions | None = None,
-    load: LoadText | None = None,
+    load: LoadText = load_fake_text,
 ) -> AsyncIterator[Front]:
     directory = FakeDirectory(*(instance(id_, card or llm_card()) for id_ in range(1, instances + 1)))
     client, link, router, registry = FakeClient(respond), FakeLink(), RecordingRouter(), CollectorRegistry()
-    async with open_data_plane(
-        directory, client, link, router, load or load_at_once, FrontendMetrics(registry), settings
-    ) as plane:
+    async with open_data_plane(directory, client, link, router, FakeTexts(load), FrontendMetrics(registry), settings) as plane:
         yield Front(plane, client, link, router, registry)
-
-
-async def load_at_once(card: ModelCard) -> TextModel:
-    return FakeText()
 
 
 def gone(id_: InstanceId) -> DynamoError:

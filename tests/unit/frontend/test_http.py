@@ -23,7 +23,7 @@ from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
-from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeText, instance, tensor_card
+from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeTexts, instance, tensor_card
 
 
 @dataclass
@@ -71,12 +71,9 @@ async def side() -> AsyncIterator[Side]:
     ]
     http_settings = HttpSettings(overload=OverloadStatus.TOO_MANY_REQUESTS)
 
-    async def load_text(card: object) -> FakeText:
-        return FakeText()
-
     settings = ServingOptions(models=(tensor_card("later"),))
     async with (
-        open_data_plane(directory, FakeClient(), FakeLink(), RoundRobin(), load_text, metrics, settings) as plane,
+        open_data_plane(directory, FakeClient(), FakeLink(), RoundRobin(), FakeTexts(), metrics, settings) as plane,
         serve_http(HttpOptions(port=0), HttpApp(operations, http_settings)) as server,
         httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client,
     ):

@@ -11,10 +11,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unavailable
 from dynamo.common.generation import Delta, FinishReason, Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
-from dynamo.frontend.config import TextLimits
+from dynamo.frontend.config import TextLimits, TextOptions
 from dynamo.frontend.preprocess.offload import Offload
-from dynamo.frontend.preprocess.pipeline import MAX_PROMPT_LOGPROBS, TextModel, load_text_model
+from dynamo.frontend.preprocess.pipeline import MAX_PROMPT_LOGPROBS, TextModel
 from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
+from dynamo.frontend.preprocess.text_files import TextFiles
 
 CONTEXT = 100
 TEMPLATE = (
@@ -50,10 +51,19 @@ class Files:
             raise Unavailable(f"there is no file {key}")
         return self._files[key]
 
+    async def fetch(self, key: str) -> None:
+        await self.get(key)
+
 
 async def model(files: Files | None = None, limits: TextLimits | None = None, **info: Any) -> TextModel:
     card = ModelCard(name="talker", kind=ModelKind.LLM, llm=msgspec.structs.replace(INFO, **info))
-    return await load_text_model(card, files or Files(), limits)
+    return await load(card, files, TextOptions(limits=limits or TextLimits()))
+
+
+async def load(
+    card: ModelCard, files: Files | None = None, options: TextOptions | None = None, offload: Offload | None = None
+) -> TextModel:
+    return await TextFiles(files or Files(), options or TextOptions(), offload or Offload()).load(card)
 
 
 def text_request(prompt: str | list[int] | None = None, **fields: Any) -> TextRequest:
@@ -115,7 +125,7 @@ class RecordingOffload(Offload):
 async def test_a_rendering_that_takes_long_leaves_the_event_loop(template: str, messages: int, content: str, calls: int) -> None:
     offload = RecordingOffload()
     card = ModelCard(name="talker", kind=ModelKind.LLM, llm=INFO)
-    text_model = await load_text_model(card, Files(template.encode()), offload=offload)
+    text_model = await load(card, Files(template.encode()), offload=offload)
     prompt = await text_model.render(text_request(messages=({"role": "user", "content": content},) * messages))
     assert prompt
     assert offload.calls == calls
@@ -124,7 +134,7 @@ async def test_a_rendering_that_takes_long_leaves_the_event_loop(template: str, 
 @pytest.mark.parametrize("field", ["content", "tool_calls"])
 async def test_a_message_of_many_parts_leaves_the_event_loop(field: str) -> None:
     offload = RecordingOffload()
-    text_model = await load_text_model(ModelCard(name="talker", kind=ModelKind.LLM, llm=INFO), Files(), offload=offload)
+    text_model = await load(ModelCard(name="talker", kind=ModelKind.LLM, llm=INFO), offload=offload)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     parts = [{"type": "text", "text": "a"} if field == "content" else call] * 200
     await text_model.render(text_request(messages=({"role": "assistant", "content": "x"} | {field: parts},)))
@@ -177,7 +187,7 @@ async def test_a_prompt_that_leaves_no_room_is_rejected_with_the_numbers(prompt:
 
 async def test_too_many_tokens_are_counted_before_a_list_is_made_of_them() -> None:
     card = ModelCard(name="talker", kind=ModelKind.LLM, llm=msgspec.structs.replace(INFO, context_length=40_000))
-    text_model = await load_text_model(card, Files(), fast_tokenizer=False)  # fastokens has made the list already
+    text_model = await load(card, options=TextOptions(fast_tokenizer=False))  # fastokens has made the list already
     text = "x" * 1_000_000
     tracemalloc.start()
     try:

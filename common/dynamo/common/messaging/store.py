@@ -51,6 +51,11 @@ class FileStore:
             raise Unavailable(f"the model file store cannot be written: {error or type(error).__name__}") from error
         return key
 
+    async def fetch(self, key: str) -> None:
+        """Have a file on disk. Raises Unavailable if it cannot be had."""
+        if not _KEY.fullmatch(key) or not await asyncio.to_thread((self._cache / key).exists):
+            await self.get(key)
+
     async def get(self, key: str) -> bytes:
         """The content of a file, from disk if it was fetched before. Raises Unavailable if it cannot be had."""
         if not _KEY.fullmatch(key):

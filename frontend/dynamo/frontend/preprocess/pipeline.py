@@ -9,18 +9,17 @@ and larger values are reduced to that, so that a client can set a large `max_tok
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import GenerateRequest, Stop, pack_tokens, unpack_tokens
 from dynamo.common.generation_rules import check_request
-from dynamo.common.model_card import LlmInfo, ModelCard
+from dynamo.common.model_card import ModelCard
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.detokenize import CONTEXT_TOKENS, Detokenizer
 from dynamo.frontend.preprocess.offload import Offload
@@ -46,45 +45,11 @@ _MODALITIES = {
 }
 """The modality that a model needs for content parts of these types."""
 
-__all__ = ["Detokenizer", "FileReader", "TextModel", "load_text_model"]
-
-
-class FileReader(Protocol):
-    """Reads the files that model cards name."""
-
-    async def get(self, key: str) -> bytes:
-        """Return the contents of the file with this sha256 (hexadecimal)."""
-        ...
-
-
-async def load_text_model(
-    card: ModelCard,
-    store: FileReader,
-    limits: TextLimits | None = None,
-    *,
-    fast_tokenizer: bool = True,
-    offload: Offload | None = None,
-) -> TextModel:
-    """Load the card's tokenizer and chat template. Raises EngineError if one is invalid.
-
-    `fast_tokenizer` is the argument `fast` of `Tokenizer`. `offload` renders long conversations; models may share it.
-    """
-    info = card.llm
-    if info is None:
-        raise InvalidRequest(f"model '{card.name}' is not a language model")
-    limits = limits or TextLimits()
-    files = [await store.get(key) if key else b"" for key in (info.tokenizer, info.chat_template)]
-
-    def read() -> tuple[Tokenizer, ChatTemplate | None]:
-        tokenizer = Tokenizer(files[0], bos_token=info.bos_token, add_bos=info.add_bos, fast=fast_tokenizer)
-        return tokenizer, _template(files[1], info, limits) if files[1] else None
-
-    tokenizer, template = await asyncio.to_thread(read)
-    return TextModel(card, tokenizer, template, limits, offload or Offload())
+__all__ = ["Detokenizer", "TextModel", "Tokenizer"]
 
 
 class TextModel:
-    """The text pipeline of one model card. Any number of requests may use it concurrently."""
+    """The text pipeline of one model card, cheap to make of parts that models share. Requests may use it concurrently."""
 
     def __init__(
         self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None, limits: TextLimits, offload: Offload
@@ -254,14 +219,6 @@ class TextModel:
             return msgspec.structs.replace(stop, max_tokens=max_tokens)
         ids = tuple(dict.fromkeys((*stop.token_ids, *self._eos)))
         return msgspec.structs.replace(stop, max_tokens=max_tokens, token_ids=ids)
-
-
-def _template(data: bytes, info: LlmInfo, limits: TextLimits) -> ChatTemplate:
-    try:
-        source = data.decode()
-    except UnicodeDecodeError as error:
-        raise EngineError("the model's chat template is not UTF-8") from error
-    return ChatTemplate(source, bos_token=info.bos_token, eos_token=info.eos_token, max_chars=limits.max_prompt_chars)
 
 
 def _message(message: Mapping[str, Any], modalities: Collection[str]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -23,6 +23,8 @@ _LONG_TEXT_CHARS_FAST = 20_000
 """Longer texts are encoded in a thread: they take more than about a millisecond. The second is for fastokens."""
 _MANY_TOKENS = 2_000
 """More are decoded in a thread."""
+_TOKEN_BYTES, _FAST_TOKEN_BYTES = 300, 750
+"""Memory that each token of a vocabulary takes, as measured, without and with fastokens."""
 _ANCHOR = "a"
 """Decoded in front of a token, since some decoders treat the first token of a text differently."""
 
@@ -63,10 +65,17 @@ class Tokenizer:
             if self._bos is None:
                 raise EngineError(f"the model's tokenizer has no token {bos_token!r}, with which each prompt should start")
         added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
-        fast_path = fast_encode(data, self._reference, added) if fast else None
+        # No bound method: a tokenizer that is part of a reference cycle would stay long after its eviction.
+        reference = partial(_encode, self._tokenizer)
+        fast_path = fast_encode(data, reference, added) if fast else None
         self.is_fast = fast_path is not None
-        self._encode = fast_path or self._reference
+        self._encode = fast_path or reference
         self._long_text_chars = _LONG_TEXT_CHARS_FAST if self.is_fast else _LONG_TEXT_CHARS
+
+    @property
+    def size_bytes(self) -> int:
+        """Estimate of the memory that it takes."""
+        return self.vocabulary_size * (_FAST_TOKEN_BYTES if self.is_fast else _TOKEN_BYTES)
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocabulary_size={self.vocabulary_size}, is_fast={self.is_fast})"
@@ -94,11 +103,6 @@ class Tokenizer:
         if special_tokens and self._bos is not None and ids[:1] != [self._bos]:
             ids.insert(0, self._bos)
         return ids
-
-    def _reference(self, text: str, special_tokens: bool) -> Encoding:
-        # The batch call releases the GIL; `encode` does not.
-        encoding: Encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
-        return encoding
 
     def check_ids(self, tokens: Sequence[int]) -> None:
         """Raises InvalidRequest unless all of `tokens`, of which there is at least one, are in the vocabulary."""
@@ -134,7 +138,7 @@ class Tokenizer:
     @cached_property
     def pieces(self) -> Mapping[int, Piece] | None:
         """Map each token to its text, unknown ids to ""; None if a token's text depends on its neighbours."""
-        return _Pieces(self._piece) if _is_local(self._decoders) else None
+        return _Pieces(partial(_piece, self._tokenizer, self._decoders)) if _is_local(self._decoders) else None
 
     @cached_property
     def pieces_without_special(self) -> Mapping[int, Piece] | None:
@@ -143,22 +147,32 @@ class Tokenizer:
             return None
         added = self._tokenizer.get_added_tokens_decoder().values()
         special = frozenset(token.content for token in added if token.special)
-        return _Pieces(lambda token: "" if self._tokenizer.id_to_token(token) in special else self._piece(token))
+        return _Pieces(partial(_piece, self._tokenizer, self._decoders, special=special))
 
-    def _piece(self, token: int) -> Piece | None:
-        content: str | None = self._tokenizer.id_to_token(token)
-        if content is None:
-            return None
-        if not self._decoders:
-            return " " + content
-        kinds = [decoder["type"] for decoder in self._decoders]
-        if kinds == ["ByteLevel"]:
-            return _as_text_if_whole(_bytes_of(content))
-        byte = _BYTE_TOKEN.fullmatch(content) if "ByteFallback" in kinds else None
-        if byte is not None:
-            return _as_text_if_whole(bytes([int(byte[1], 16)]))
-        text: str = self._tokenizer.decoder.decode([_ANCHOR, content])
-        return text.removeprefix(_ANCHOR)
+
+def _encode(tokenizer: Any, text: str, special_tokens: bool) -> Encoding:
+    # The batch call releases the GIL; `encode` does not.
+    encoding: Encoding = tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
+    return encoding
+
+
+def _piece(tokenizer: Any, decoders: Sequence[Mapping[str, Any]], token: int, special: Collection[str] = ()) -> Piece | None:
+    """Return the text of a token, "" for those in `special`; None if there is no such token."""
+    content: str | None = tokenizer.id_to_token(token)
+    if content is None:
+        return None
+    if content in special:
+        return ""
+    if not decoders:
+        return " " + content
+    kinds = [decoder["type"] for decoder in decoders]
+    if kinds == ["ByteLevel"]:
+        return _as_text_if_whole(_bytes_of(content))
+    byte = _BYTE_TOKEN.fullmatch(content) if "ByteFallback" in kinds else None
+    if byte is not None:
+        return _as_text_if_whole(bytes([int(byte[1], 16)]))
+    text: str = tokenizer.decoder.decode([_ANCHOR, content])
+    return text.removeprefix(_ANCHOR)
 
 
 class _Pieces(dict[int, Piece]):

@@ -1,6 +1,6 @@
 """What every protocol edge calls: which models there are, and requests to them.
 
-A model is *ready* when an instance that can serve it is registered and, for a language model, its tokenizer is loaded here.
+A model is *ready* when an instance that can serve it is registered and, for a language model, its tokenizer is at hand here.
 A model that was served a short while ago, or that the configuration declares, is known but not ready: requests for it raise
 `NoInstances`. Requests for any other model raise `ModelNotFound`.
 """
@@ -48,7 +48,7 @@ from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.generation import Generation
 from dynamo.frontend.serving.model_catalog import ModelCatalog, ModelDirectory, NamedModel
 from dynamo.frontend.serving.request_scope import RequestScope
-from dynamo.frontend.serving.text_models import LoadText, TextModel, TextModels
+from dynamo.frontend.serving.text_models import TextLoader, TextModel, TextModels
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 
 __all__ = ["DataPlane", "Generation", "TensorResponses", "open_data_plane"]
@@ -91,7 +91,7 @@ class DataPlane:
         self._draining = False
         self._catalog = catalog
         catalog.on_refresh(self._refreshed)
-        texts.on_loaded(self._show_readiness)
+        texts.on_change(self._show_readiness_of)
         catalog.refresh()
 
     # Models
@@ -116,7 +116,7 @@ class DataPlane:
             return False
         if card.llm is not None and not self._disaggregation.is_complete(model, tokenizer):
             return False
-        return card.llm is None or self._texts.is_loaded(card)
+        return card.llm is None or self._texts.is_ready(card)
 
     def card(self, account: Account, model: str, version: str = "") -> ModelCard:
         """Return the card of a model, by its name, an alias or an adapter. Raises ModelNotFound, Forbidden."""
@@ -247,8 +247,11 @@ class DataPlane:
 
     def _show_readiness(self) -> None:
         for name, cards in self._catalog.served.items():
-            self._metrics.for_model(name).ready.set(self.model_ready(name))
+            self._show_readiness_of(name)
             self._metrics.describe(cards[0], instances=len(cards), migration_limit=self._settings.retry.migration_limit)
+
+    def _show_readiness_of(self, model: str) -> None:
+        self._metrics.for_model(model).ready.set(self.model_ready(model))
 
 
 async def _check(checker: RequestChecker, request: TensorRequest) -> None:
@@ -315,13 +318,13 @@ async def open_data_plane(
     client: Client,
     link: Link,
     router: Router,
-    load_text: LoadText,
+    text_loader: TextLoader,
     metrics: FrontendMetrics,
     settings: ServingOptions | None = None,
     tracing: Tracing | None = None,
     repositories: RepositoryView | None = None,
 ) -> AsyncIterator[DataPlane]:
-    """Open a data plane that follows `directory`. `load_text` reads a card's tokenizer; `link` is the client's connection."""
+    """Open a data plane that follows `directory`. `text_loader` reads tokenizers; `link` is the client's connection."""
     settings = settings or ServingOptions()
     queue: AdmissionQueue | None = None
     if settings.queue.size:
@@ -335,7 +338,7 @@ async def open_data_plane(
         queue = AdmissionQueue(settings.queue.size, settings.queue.policy, changed, refused)
     client.on_sign_of_life(directory.mark_up)
     dispatcher = Dispatcher(directory, client, link, router, settings, queue)
-    async with TextModels(load_text) as texts:
+    async with TextModels(text_loader) as texts:
         repository = None
         if repositories is not None:
             repository = Repository(repositories, dispatcher.query_at, directory, settings.repository_timeout_s)

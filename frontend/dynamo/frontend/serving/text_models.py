@@ -1,4 +1,4 @@
-"""The text side of each language model (tokenizer, chat template): loaded when the model appears, dropped when it is gone."""
+"""The text side of each language model (tokenizer, chat template): prepared when the model appears, loaded when it is used."""
 
 from __future__ import annotations
 
@@ -66,12 +66,27 @@ class TextModel(Protocol):
     def detokenizer(self, request: TextRequest, prompt: GenerateRequest) -> Detokenizer: ...
 
 
-LoadText: TypeAlias = Callable[[ModelCard], Awaitable[TextModel]]
+class TextLoader(Protocol):
+    """The part of `preprocess.text_files.TextFiles` that is used. Cards are those of language models."""
+
+    def loaded(self, card: ModelCard, /) -> TextModel | None:
+        """Return a text model if it is in memory."""
+        ...
+
+    async def prepare(self, card: ModelCard, /) -> None:
+        """Have what `load` needs at hand. Raises DynamoError."""
+        ...
+
+    async def load(self, card: ModelCard, /) -> TextModel:
+        """Return a text model, loaded if it is not in memory. Raises DynamoError."""
+        ...
+
+
 _Key: TypeAlias = tuple[str, LlmInfo]
 
 
 def _key(card: ModelCard) -> _Key:
-    """Return what cards must agree in to share a tokenizer; memory and load of an instance do not matter for text."""
+    """Return what cards must agree in to share a text model; memory and load of an instance do not matter for text."""
     assert card.llm is not None
     return card.name, msgspec.structs.replace(
         card.llm, block_size=0, total_blocks=0, max_num_seqs=0, max_batched_tokens=0, data_parallel_size=1, adapters=()
@@ -81,7 +96,8 @@ def _key(card: ModelCard) -> _Key:
 class _Entry:
     def __init__(self, card: ModelCard) -> None:
         self.card = card
-        self.model: TextModel | None = None
+        self.is_ready = False
+        """Whether the files are at hand, and the last load did not fail."""
         self.problem = ""
         self.settled = asyncio.Event()
         """Set at the first success or failure."""
@@ -89,11 +105,14 @@ class _Entry:
 
 
 class TextModels:
-    """Loads in the background, for as long as it takes; a model whose files cannot be read now is tried again."""
+    """Prepares models in the background, for as long as it takes, and loads them when a request needs them.
 
-    def __init__(self, load: LoadText) -> None:
-        self._load = load
-        self._callbacks: list[Callable[[], None]] = []
+    A model whose files cannot be fetched or read is not ready, and tried again.
+    """
+
+    def __init__(self, loader: TextLoader) -> None:
+        self._loader = loader
+        self._callbacks: list[Callable[[str], None]] = []
         self._entries: dict[_Key, _Entry] = {}
         self._tasks = asyncio.TaskGroup()
 
@@ -107,64 +126,90 @@ class TextModels:
         self.keep(())
         await self._tasks.__aexit__(None, None, None)  # `error` comes from elsewhere and goes on as it is
 
-    def on_loaded(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, synchronously, whenever a model has been loaded."""
+    def on_change(self, callback: Callable[[str], None]) -> None:
+        """Call `callback`, synchronously, with the name of each model that has become ready, or is not ready any more."""
         self._callbacks.append(callback)
 
     def keep(self, cards: Iterable[ModelCard]) -> None:
-        """Load the tokenizers of new language models, and drop those of models that are not among `cards`."""
+        """Prepare new language models, and forget those that are not among `cards`."""
         wanted = {_key(card): card for card in cards if card.llm is not None}
         for key in self._entries.keys() - wanted.keys():
             entry = self._entries.pop(key)
             if entry.task is not None:
                 entry.task.cancel()
+            entry.is_ready = False
             entry.problem = entry.problem or "the model is gone"
             entry.settled.set()
         for key, card in wanted.items():
             if key not in self._entries:
-                self._start(key, card)
+                self._add(key, card)
 
-    def is_loaded(self, card: ModelCard) -> bool:
+    def is_ready(self, card: ModelCard) -> bool:
+        """Return whether the model's files are at hand, and could be read if they have been read."""
         entry = self._entries.get(_key(card))
-        return entry is not None and entry.model is not None
+        return entry is not None and entry.is_ready
 
     async def get(self, card: ModelCard, deadline: float | None) -> TextModel:
-        """Return the text side of a model; wait while it is loaded for the first time. Raises Unavailable, DeadlineExceeded."""
-        entry = self._entries.get(_key(card)) or self._start(_key(card), card)
-        if entry.model is not None:
-            return entry.model
+        """Return the text side of a model, loaded now if it is not in memory. Raises Unavailable, DeadlineExceeded."""
+        if (model := self._loader.loaded(card)) is not None:
+            return model
+        entry = self._entries.get(_key(card)) or self._add(_key(card), card)
         longest = asyncio.get_running_loop().time() + _LONGEST_WAIT_S
         try:
             async with asyncio.timeout_at(longest if deadline is None else min(deadline, longest)):
                 await entry.settled.wait()
+                if entry.is_ready and (model := await self._load(entry)) is not None:
+                    return model
         except TimeoutError:
             if deadline is not None and deadline <= longest:
                 raise DeadlineExceeded() from None
-            entry.problem = "it is still being loaded"
-        if entry.model is None:
-            raise Unavailable(f"the tokenizer of model '{card.name}' is not available: {entry.problem}", retryable=False)
-        return entry.model
+            raise _unavailable(card, "it is still being loaded") from None
+        raise _unavailable(card, entry.problem)
 
-    def _start(self, key: _Key, card: ModelCard) -> _Entry:
+    def _add(self, key: _Key, card: ModelCard) -> _Entry:
         entry = self._entries[key] = _Entry(card)
-        entry.task = self._tasks.create_task(self._load_until_loaded(entry), name=f"load the tokenizer of {card.name}")
+        self._try_until_ready(entry, self._loader.prepare)
         return entry
 
-    async def _load_until_loaded(self, entry: _Entry) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                entry.model = await self._load(entry.card)
-            except DynamoError as error:
-                entry.problem = str(error)
-                log.warning("the tokenizer of model %s could not be loaded: %s", entry.card.name, error)
-            except Exception:  # a file that its library cannot read must not take the other models down
-                entry.problem = "its files cannot be read"
-                log.exception("the tokenizer of model %s could not be loaded", entry.card.name)
-            entry.settled.set()
-            if entry.model is not None:
-                for callback in self._callbacks:
-                    callback()
-                return
+    async def _load(self, entry: _Entry) -> TextModel | None:
+        try:
+            return await self._loader.load(entry.card)
+        except Exception as error:
+            self._failed(entry, error)
+        if entry.is_ready:  # the first request that fails
+            entry.is_ready = False
+            self._try_until_ready(entry, self._loader.load, _FIRST_PAUSE_S)
+            self._changed(entry)
+        return None
+
+    def _try_until_ready(self, entry: _Entry, attempt: Callable[[ModelCard], Awaitable[object]], pause_s: float = 0.0) -> None:
+        work = self._until_ready(entry, attempt, pause_s)
+        entry.task = self._tasks.create_task(work, name=f"load the tokenizer of {entry.card.name}")
+
+    async def _until_ready(self, entry: _Entry, attempt: Callable[[ModelCard], Awaitable[object]], pause_s: float) -> None:
+        while not entry.is_ready:
             await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+            pause_s = min(max(pause_s * 2, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            try:
+                await attempt(entry.card)
+                entry.is_ready = True
+            except Exception as error:  # a file that its library cannot read must not take the other models down
+                self._failed(entry, error)
+            entry.settled.set()
+        self._changed(entry)
+
+    def _failed(self, entry: _Entry, error: Exception) -> None:
+        if isinstance(error, DynamoError):
+            entry.problem = str(error)
+            log.warning("the tokenizer of model %s could not be loaded: %s", entry.card.name, error)
+        else:
+            entry.problem = "its files cannot be read"
+            log.error("the tokenizer of model %s could not be loaded", entry.card.name, exc_info=error)
+
+    def _changed(self, entry: _Entry) -> None:
+        for callback in self._callbacks:
+            callback(entry.card.name)
+
+
+def _unavailable(card: ModelCard, problem: str) -> Unavailable:
+    return Unavailable(f"the tokenizer of model '{card.name}' is not available: {problem}", retryable=False)

@@ -1,0 +1,172 @@
+"""Tokenizers and chat templates in memory, by the digests of their files. Models with the same file share them.
+
+They are loaded at first use and evicted by size, so that neither the number of models nor the number of tokenizers bounds what a
+frontend can serve. The first few are loaded as soon as their model appears, so that its first request does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+from dynamo.common.errors import EngineError
+from dynamo.common.model_card import LlmInfo, ModelCard
+from dynamo.frontend.config import TextOptions
+from dynamo.frontend.preprocess.offload import Offload
+from dynamo.frontend.preprocess.shared import Shared
+
+if TYPE_CHECKING:  # heavy; a fleet of tensor models does without
+    from dynamo.frontend.preprocess.pipeline import TextModel
+    from dynamo.frontend.preprocess.template import ChatTemplate
+    from dynamo.frontend.preprocess.tokenizer import Tokenizer
+
+K = TypeVar("K", "_TokenizerKey", "_TemplateKey")
+V = TypeVar("V")
+
+LOADED_EARLY = 4
+"""So many tokenizers, and so many templates, are loaded before a request needs them."""
+_FETCHES_AT_ONCE = 4
+_TEMPLATE_BYTES = 64 * 1024
+_TEMPLATES_BYTES = 256 * _TEMPLATE_BYTES
+
+
+class FileStore(Protocol):
+    """The part of `messaging.store.FileStore` that is used."""
+
+    async def get(self, key: str) -> bytes:
+        """Return the contents of the file with this sha256 (hexadecimal)."""
+        ...
+
+    async def fetch(self, key: str) -> None:
+        """Have the file at hand, so that `get` need not wait for the network."""
+        ...
+
+
+class _TokenizerKey(NamedTuple):
+    file: str
+    bos_token: str
+    add_bos: bool
+
+
+class _TemplateKey(NamedTuple):
+    file: str
+    bos_token: str
+    eos_token: str
+
+
+class TextFiles:
+    """Makes text models of files. Use `open_text_files`."""
+
+    def __init__(self, store: FileStore, options: TextOptions, offload: Offload) -> None:
+        self._store = store
+        self._options = options
+        self._offload = offload
+        self._tokenizers = Shared(self._tokenizer, lambda made: made.size_bytes, options.tokenizer_cache_bytes)
+        self._templates = Shared(self._template, lambda made: _TEMPLATE_BYTES, _TEMPLATES_BYTES)
+        self._fetches = asyncio.Semaphore(_FETCHES_AT_ONCE)
+        self._turn = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"TextFiles(tokenizers={self._tokenizers}, templates={self._templates})"
+
+    @property
+    def tokenizers_bytes(self) -> int:
+        """Estimated memory of the tokenizers that are loaded."""
+        return self._tokenizers.used_bytes
+
+    def loaded(self, card: ModelCard) -> TextModel | None:
+        """Return the text side of a language model if all of it is in memory."""
+        assert card.llm is not None
+        tokenizer = self._tokenizers.get(_tokenizer_key(card.llm))
+        if tokenizer is None:
+            return None
+        template = self._templates.get(_template_key(card.llm)) if card.llm.chat_template else None
+        if card.llm.chat_template and template is None:
+            return None
+        return self._text_model(card, tokenizer, template)
+
+    async def prepare(self, card: ModelCard) -> None:
+        """Fetch the files of a language model, and load the first few. Raises Unavailable, or EngineError for invalid ones."""
+        assert card.llm is not None
+        tokenizer, template = _tokenizer_key(card.llm), _template_key(card.llm)
+        if _is_early(tokenizer, self._tokenizers):
+            await self._tokenizers.load(tokenizer)
+        else:
+            await self._fetch(tokenizer.file)
+        if not template.file:
+            return
+        if _is_early(template, self._templates):
+            await self._templates.load(template)
+        else:
+            await self._fetch(template.file)
+
+    async def load(self, card: ModelCard) -> TextModel:
+        """Return the text side of a language model. Raises Unavailable, and EngineError for a file that is invalid."""
+        assert card.llm is not None
+        tokenizer = await self._tokenizers.load(_tokenizer_key(card.llm))
+        template = await self._templates.load(_template_key(card.llm)) if card.llm.chat_template else None
+        return self._text_model(card, tokenizer, template)
+
+    async def close(self) -> None:
+        """Stop loading."""
+        await self._tokenizers.close()
+        await self._templates.close()
+
+    def _text_model(self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None) -> TextModel:
+        from dynamo.frontend.preprocess.pipeline import TextModel
+
+        return TextModel(card, tokenizer, template, self._options.limits, self._offload)
+
+    async def _fetch(self, key: str) -> None:
+        async with self._fetches:  # each holds a file in memory
+            await self._store.fetch(key)
+
+    async def _tokenizer(self, key: _TokenizerKey) -> Tokenizer:
+        data = await self._store.get(key.file)
+        async with self._turn:  # one at a time: the library holds the interpreter's lock while it reads a file
+            return await asyncio.to_thread(_read_tokenizer, data, key, self._options.fast_tokenizer)
+
+    async def _template(self, key: _TemplateKey) -> ChatTemplate:
+        data = await self._store.get(key.file)
+        async with self._turn:
+            return await asyncio.to_thread(_read_template, data, key, self._options.limits.max_prompt_chars)
+
+
+@asynccontextmanager
+async def open_text_files(store: FileStore, options: TextOptions) -> AsyncIterator[TextFiles]:
+    """Open the tokenizers and chat templates of one process. Closing stops what is being loaded."""
+    files = TextFiles(store, options, Offload())
+    try:
+        yield files
+    finally:
+        await files.close()
+
+
+def _tokenizer_key(info: LlmInfo) -> _TokenizerKey:
+    return _TokenizerKey(info.tokenizer, info.bos_token if info.add_bos else "", info.add_bos)
+
+
+def _template_key(info: LlmInfo) -> _TemplateKey:
+    return _TemplateKey(info.chat_template, info.bos_token, info.eos_token)
+
+
+def _is_early(key: K, shared: Shared[K, V]) -> bool:
+    return key in shared or len(shared) < LOADED_EARLY
+
+
+def _read_tokenizer(data: bytes, key: _TokenizerKey, fast: bool) -> Tokenizer:
+    from dynamo.frontend.preprocess.pipeline import Tokenizer  # with all that text models need, which is heavy to import
+
+    return Tokenizer(data, bos_token=key.bos_token, add_bos=key.add_bos, fast=fast)
+
+
+def _read_template(data: bytes, key: _TemplateKey, max_chars: int) -> ChatTemplate:
+    from dynamo.frontend.preprocess.template import ChatTemplate
+
+    try:
+        source = data.decode()
+    except UnicodeDecodeError as error:
+        raise EngineError("the model's chat template is not UTF-8") from error
+    return ChatTemplate(source, bos_token=key.bos_token, eos_token=key.eos_token, max_chars=max_chars)

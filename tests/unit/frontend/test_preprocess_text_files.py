@@ -1,0 +1,137 @@
+"""Tokenizers and chat templates that models share, with real files of them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from dynamo.common.errors import EngineError, Unavailable
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.frontend.config import TextOptions
+from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.preprocess.text_files import LOADED_EARLY, TextFiles, open_text_files
+from dynamo.worker.engine.echo import byte_tokenizer
+
+
+class Files:
+    """A store whose tokenizer `tN` has the additional token `<N>`, and whose template `cN` renders `N`."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+        self.fetched: list[str] = []
+        self.broken: set[str] = set()
+
+    async def get(self, key: str) -> bytes:
+        self.read.append(key)
+        await asyncio.sleep(0)
+        if key in self.broken:
+            return b"\xff"
+        return tokenizer_file(key[1:]) if key[0] == "t" else key[1:].encode()
+
+    async def fetch(self, key: str) -> None:
+        self.fetched.append(key)
+
+
+def tokenizer_file(name: str) -> bytes:
+    file = json.loads(byte_tokenizer())
+    token = {"content": f"<{name}>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    file["added_tokens"].append({"id": 300, **token})
+    return json.dumps(file).encode()
+
+
+def card(name: str, tokenizer: str, template: str = "") -> ModelCard:
+    return ModelCard(name=name, kind=ModelKind.LLM, llm=LlmInfo(context_length=64, tokenizer=tokenizer, chat_template=template))
+
+
+@pytest.fixture(autouse=True)
+def without_garbage_collection() -> Iterator[None]:
+    """What is evicted must go by its reference count."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def test_models_share_the_tokenizer_and_the_template_of_their_files() -> None:
+    files = Files()
+    async with open_text_files(files, TextOptions()) as texts:
+        first, second = await asyncio.gather(texts.load(card("a", "t1", "c1")), texts.load(card("b", "t1", "c1")))
+        assert first.tokenizer is second.tokenizer
+        assert files.read == ["t1", "c1"]
+
+
+async def test_models_that_differ_in_their_template_only_share_the_tokenizer() -> None:
+    async with open_text_files(Files(), TextOptions()) as texts:
+        first, second = await texts.load(card("a", "t1", "c1")), await texts.load(card("b", "t1", "c2"))
+        request = TextRequest(model="a", messages=({"role": "user", "content": "hi"},))
+        assert first.tokenizer is second.tokenizer
+        assert [await first.render(request), await second.render(request)] == ["1", "2"]
+
+
+async def test_the_first_tokenizers_are_loaded_early_and_the_others_only_fetched() -> None:
+    files = Files()
+    cards = [card(f"m{number}", f"t{number}") for number in range(LOADED_EARLY + 2)]
+    async with open_text_files(files, TextOptions()) as texts:
+        await asyncio.gather(*map(texts.prepare, cards))
+        loaded = [card.name for card in cards if texts.loaded(card) is not None]
+        assert loaded == [f"m{number}" for number in range(LOADED_EARLY)]
+        assert files.fetched == [f"t{number}" for number in range(LOADED_EARLY, LOADED_EARLY + 2)]
+        last = cards[-1]
+        await texts.load(last)
+        assert texts.loaded(last) is not None
+
+
+@pytest.mark.parametrize("fast", [True, False])
+async def test_tokenizers_beyond_the_bound_are_evicted_unless_a_request_holds_them(fast: bool) -> None:
+    options = TextOptions(tokenizer_cache_bytes=1, fast_tokenizer=fast)
+    async with open_text_files(Files(), options) as texts:
+        held = await texts.load(card("held", "t1"))
+        assert list(map(held.tokenizer.pieces_without_special.__getitem__, (65, 300)))  # type: ignore[union-attr]
+        await texts.load(card("free", "t2"))
+        await texts.load(card("last", "t3"))
+        assert texts.loaded(card("free", "t2")) is None
+        again = texts.loaded(card("held", "t1"))
+        assert again is not None
+        assert again.tokenizer is held.tokenizer
+        del held, again
+        await texts.load(card("next", "t4"))
+        assert texts.loaded(card("held", "t1")) is None
+
+
+async def test_a_tokenizer_that_was_evicted_is_loaded_again() -> None:
+    files = Files()
+    async with open_text_files(files, TextOptions(tokenizer_cache_bytes=0)) as texts:
+        for key in ("t1", "t2", "t1"):
+            await texts.load(card("a", key))
+        assert files.read == ["t1", "t2", "t1"]
+        assert texts.tokenizers_bytes > 0
+
+
+async def test_a_file_that_cannot_be_read_spoils_what_needs_it_only() -> None:
+    files = Files()
+    files.broken = {"t1", "c1"}
+    async with open_text_files(files, TextOptions()) as texts:
+        for broken in (card("a", "t1"), card("b", "t2", "c1")):
+            with pytest.raises(EngineError):
+                await texts.prepare(broken)
+        assert (await texts.load(card("c", "t2", "c2"))).tokenizer
+        files.broken.clear()
+        await texts.prepare(card("a", "t1"))
+        assert texts.loaded(card("a", "t1")) is not None
+
+
+async def test_loads_that_are_running_are_stopped_at_the_end() -> None:
+    class Silent(Files):
+        async def get(self, key: str) -> bytes:
+            await asyncio.Event().wait()
+            raise Unavailable("never")
+
+    async with open_text_files(Silent(), TextOptions()) as texts:
+        waiting = asyncio.create_task(texts.load(card("a", "t1")))
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert isinstance(texts, TextFiles)
