@@ -1,0 +1,224 @@
+"""The owner's side of an arena: lends regions to readers and gets them back.
+
+A region is lent to one reader, which is another process of this host. It becomes free when the reader has marked it as
+released, or when the reader is dead. Nothing else ends a loan: not the end of the request, not silence. A reader that
+never learned of a region cannot release it, however, so a region that nobody has taken can be *revoked*: the owner clears its
+generation, after which no reader can take it, waits until the reader's own counter shows that it cannot be in the middle of
+taking it, and looks once more whether it was taken.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from dynamo.common.shared_memory.files import create_file, remove_file
+from dynamo.common.shared_memory.layout import BEAT_OFFSET, UNIT_BYTES, Layout, Reference, released, taken, units_for
+from dynamo.common.shared_memory.units import Units
+
+UNTAKEN_BEATS = 60
+"""A region that its reader has not taken within so many of the reader's beats, which are seconds, is revoked."""
+IDLE_SWEEPS = 10
+"""Memory that no region used for so many sweeps is returned to the system."""
+_QUIET_BEATS = 2
+"""After so many beats of a reader, what it was doing at the first has ended."""
+_LOOKED_AT = 2
+"""So many of the longest lent regions are looked at with each new one, so that as many come back as are lent."""
+
+_ABSENT, _IDLE, _RECENT, _USED = range(4)
+"""States of a unit: without memory; free and not used since the last round; free; part of a region."""
+_AGED = bytes((_ABSENT, _IDLE, _IDLE, _USED)) + bytes(range(4, 256))
+_IDLE_RUNS = re.compile(bytes((_IDLE,)) + b"+")
+
+
+class Reader(Protocol):
+    """The process that a region is lent to."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def beat(self) -> int:
+        """A counter that grows by one each time that its event loop has ended a turn, about once a second."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    unit: int
+    units: int
+    generation: int
+    reader: Reader
+    since: int
+    """The reader's beat when the region was lent or, if it is revoked, at that moment."""
+    is_revoked: bool = False
+    is_free: bool = False
+
+
+class Arena:
+    """The regions that this process lends. All calls belong to one thread. Close it to remove its file."""
+
+    def __init__(self, directory: Path, capacity_bytes: int) -> None:
+        """Create the file. Raises OSError."""
+        self.layout = Layout(units_for(capacity_bytes))
+        self._directory = directory
+        self._descriptor, self.token = create_file(directory, self.layout.units)
+        """What other processes open it by; `token` is its public half."""
+        self._map = mmap.mmap(self._descriptor, self.layout.file_bytes)
+        whole = memoryview(self._map)
+        tables = whole.cast("Q")
+        begin, words = self.layout.generations_offset // 8, self.layout.units
+        self._generations = tables[begin : begin + words]
+        begin = self.layout.marks_offset // 8
+        self._marks = tables[begin : begin + words]
+        self._beat = tables[BEAT_OFFSET // 8 : BEAT_OFFSET // 8 + 1]
+        self._data = whole[self.layout.data_offset :]
+        self._units = Units(self.layout.units)
+        self._states = bytearray(self.layout.units)
+        self._regions: dict[int, _Region] = {}
+        """By generation."""
+        self._queue: deque[_Region] = deque()
+        """Those of them, and some that are free by now, in the order in which they are looked at."""
+        self._last_generation = 0
+        self._sweeps = 0
+
+    def __repr__(self) -> str:
+        return f"<Arena {self.token.partition(':')[0]}, {self.used_bytes} of {self.capacity_bytes} bytes in {len(self)} regions>"
+
+    def __len__(self) -> int:
+        """The number of regions that are lent."""
+        return len(self._regions)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.layout.units * UNIT_BYTES
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the units that regions occupy."""
+        return (self.layout.units - self._units.free) * UNIT_BYTES
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the units that occupy memory, whether or not a region uses them."""
+        return (self.layout.units - self._states.count(_ABSENT)) * UNIT_BYTES
+
+    def lend(self, pieces: Sequence[bytes | bytearray | memoryview], size: int, reader: Reader) -> Reference | None:
+        """Copy `pieces`, `size` bytes together and not empty, into a region for `reader`. None if there is no room."""
+        self._look_at_oldest()
+        count = units_for(size)
+        unit = self._units.allocate(count)
+        if unit is None:
+            return None
+        if not self._populate(unit, count):
+            self._units.release(unit)
+            return None
+        position = unit * UNIT_BYTES
+        for piece in pieces:
+            end = position + len(piece)
+            self._data[position:end] = piece
+            position = end
+        self._last_generation += 1
+        region = _Region(unit, count, self._last_generation, reader, reader.beat)
+        self._generations[unit] = region.generation
+        self._regions[region.generation] = region
+        self._queue.append(region)
+        return Reference(unit, size, region.generation)
+
+    def _populate(self, unit: int, count: int) -> bool:
+        """Have memory under the units; return False if the system has none: touching them would be a bus error."""
+        end = unit + count
+        if self._states.find(_ABSENT, unit, end) >= 0:
+            try:
+                os.posix_fallocate(self._descriptor, self.layout.data_offset + unit * UNIT_BYTES, count * UNIT_BYTES)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                    raise
+                return False
+        self._states[unit:end] = bytes((_USED,)) * count
+        return True
+
+    def settle(self, generation: int) -> None:
+        """The request is over for which a region was lent: it is free as soon as its reader lets go. Never waits."""
+        region = self._regions.get(generation)
+        if region is not None and not self._free_if_released(region) and self._marks[region.unit] != taken(generation):
+            self._revoke(region)
+
+    def forget(self, generation: int) -> None:
+        """Free a region whose reader certainly never got its reference."""
+        if region := self._regions.get(generation):
+            self._free(region)
+
+    def _look_at_oldest(self) -> None:
+        queue = self._queue
+        for _ in range(min(_LOOKED_AT, len(queue))):
+            region = queue.popleft()
+            if not region.is_free and not self._free_if_released(region):
+                queue.append(region)
+
+    def _free_if_released(self, region: _Region) -> bool:
+        if self._marks[region.unit] != released(region.generation):
+            return False
+        self._free(region)
+        return True
+
+    def _revoke(self, region: _Region) -> None:
+        if not region.is_revoked:
+            region.is_revoked = True
+            region.since = region.reader.beat
+            self._generations[region.unit] = 0
+
+    def _free(self, region: _Region) -> None:
+        region.is_free = True
+        del self._regions[region.generation]
+        self._generations[region.unit] = 0
+        self._states[region.unit : region.unit + region.units] = bytes((_RECENT,)) * region.units
+        self._units.release(region.unit)
+
+    def sweep(self) -> None:
+        """Count a beat, free what can be freed, return idle memory. Call it about once a second, from the event loop."""
+        self._beat[0] += 1
+        for region in list(self._regions.values()):
+            self._check(region)
+        self._queue = deque(self._regions.values())
+        self._sweeps += 1
+        if self._sweeps % IDLE_SWEEPS == 0:
+            self._return_idle_memory()
+
+    def _check(self, region: _Region) -> None:
+        if self._free_if_released(region):
+            return
+        if not region.reader.is_alive:
+            return self._free(region)
+        if self._marks[region.unit] == taken(region.generation):
+            return
+        waited = region.reader.beat - region.since
+        if region.is_revoked:
+            if waited >= _QUIET_BEATS:
+                self._free(region)
+        elif waited >= UNTAKEN_BEATS:
+            self._revoke(region)
+
+    def _return_idle_memory(self) -> None:
+        for run in _IDLE_RUNS.finditer(bytes(self._states)):
+            begin, end = run.span()
+            offset = self.layout.data_offset + begin * UNIT_BYTES
+            self._map.madvise(mmap.MADV_REMOVE, offset, (end - begin) * UNIT_BYTES)
+            self._states[begin:end] = bytes(end - begin)
+        self._states = self._states.translate(_AGED)
+
+    def close(self) -> None:
+        """Remove the file, and let other processes know that its owner is gone. Readers keep what they have mapped."""
+        remove_file(self._directory, self.token)
+        for view in (self._data, self._beat, self._marks, self._generations):
+            view.release()
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)

@@ -1,0 +1,95 @@
+"""The reader's side of another process's arena: views of regions, where they lie."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamo.common.shared_memory.files import ArenaRefused, is_owned, open_file, remove_file
+from dynamo.common.shared_memory.layout import BEAT_OFFSET, UNIT_BYTES, Reference, released, taken, units_for
+
+
+class BadReference(Exception):
+    """A reference does not mean a region that may be read. `str()` says why."""
+
+
+class Neighbour:
+    """The arena of another process of this host. Use `take` from one thread; views may be dropped in any."""
+
+    def __init__(self, directory: Path, token: str) -> None:
+        """Open it. Raises ArenaRefused."""
+        self.token = token
+        self._directory = directory
+        self._descriptor, self._layout = open_file(directory, token)
+        layout = self._layout
+        try:
+            self._map = mmap.mmap(self._descriptor, layout.file_bytes, prot=mmap.PROT_READ)
+            marks = mmap.mmap(self._descriptor, layout.table_bytes, offset=layout.marks_offset)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise ArenaRefused(f"{token.partition(':')[0]} cannot be mapped: {error.strerror}") from None
+        tables = memoryview(self._map).cast("Q")
+        begin = layout.generations_offset // 8
+        self._generations = tables[begin : begin + layout.units]
+        self._beat = tables[BEAT_OFFSET // 8 : BEAT_OFFSET // 8 + 1]
+        self._marks = memoryview(marks).cast("Q")
+        self._held: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        """The regions that are being read, by generation."""
+        self._is_alive = True
+
+    def __repr__(self) -> str:
+        return f"<Neighbour {self.token.partition(':')[0]}, {len(self._held)} regions held>"
+
+    def __len__(self) -> int:
+        """The number of its regions that are being read."""
+        return len(self._held)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process is alive and has not closed it. Once False, always False."""
+        self._is_alive = self._is_alive and is_owned(self._descriptor)
+        return self._is_alive
+
+    @property
+    def beat(self) -> int:
+        """How many sweeps its process has done."""
+        return self._beat[0]
+
+    def take(self, reference: Reference) -> memoryview:
+        """Return a read-only view of a region. It goes back to its owner when the last view of it, or of a part, is gone.
+
+        Raises BadReference.
+        """
+        unit, size, generation = reference
+        end = unit + units_for(size)
+        if not (0 < generation < 2**62 and size > 0 and 0 <= unit < end <= self._layout.units):
+            raise BadReference(f"{reference} is outside of {self.token.partition(':')[0]}")
+        if self._generations[unit] != generation or generation in self._held:
+            raise BadReference(f"{reference} is not lent by {self.token.partition(':')[0]}")
+        self._marks[unit] = taken(generation)
+        if self._generations[unit] != generation:  # it was revoked before the mark could be seen
+            self._marks[unit] = released(generation)
+            raise BadReference(f"{reference} is not lent by {self.token.partition(':')[0]} any more")
+        region = np.frombuffer(self._map, np.uint8, size, self._layout.data_offset + unit * UNIT_BYTES)
+        self._held[generation] = weakref.ref(region, partial(self._release, unit, generation))
+        return region.data
+
+    def _release(self, unit: int, generation: int, _: object) -> None:
+        """Called in whichever thread drops the last view."""
+        del self._held[generation]
+        self._marks[unit] = released(generation)
+
+    def close(self) -> None:
+        """Close the file. Views stay valid; the memory goes when the last is gone."""
+        self._is_alive = False
+        os.close(self._descriptor)
+
+    def remove(self) -> None:
+        """Remove the file that its dead process has left."""
+        remove_file(self._directory, self.token)

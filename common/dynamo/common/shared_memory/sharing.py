@@ -1,0 +1,124 @@
+"""The arena of this process and those of its neighbours, the other processes of this host that use shared memory.
+
+Who is a neighbour is found out: a process advertises the token of its arena, and whoever can open that arena and finds the
+nonce of the token in it shares the kernel, the directory and the user with its owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from dynamo.common.background import running
+from dynamo.common.shared_memory.arena import Arena
+from dynamo.common.shared_memory.files import ArenaRefused, remove_stale_files
+from dynamo.common.shared_memory.layout import Reference
+from dynamo.common.shared_memory.neighbour import BadReference, Neighbour
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 1.0
+_MAX_REFUSED = 1024
+"""Tokens that could not be opened are remembered, so that a busy peer is not tried with each message."""
+
+
+class SharedMemory:
+    """One per process; use `open_shared_memory`. All calls belong to the event loop's thread."""
+
+    def __init__(self, directory: Path, capacity_bytes: int) -> None:
+        """Create this process's arena. Raises OSError."""
+        self._directory = directory
+        self.arena = Arena(directory, capacity_bytes)
+        self._neighbours: dict[str, Neighbour] = {}
+        self._refused: set[str] = set()
+        self.bytes: Counter[str] = Counter()
+        """Bytes of bodies that were `lent` and `taken` by reference."""
+        self.fallbacks: Counter[str] = Counter()
+        """Bodies that went inline although the peer is a neighbour, or is said to be one, by reason."""
+
+    def __repr__(self) -> str:
+        return f"<SharedMemory {self.arena!r} with {len(self._neighbours)} neighbours>"
+
+    @property
+    def token(self) -> str:
+        """What other processes need to open this process's arena."""
+        return self.arena.token
+
+    def neighbour(self, token: str) -> Neighbour | None:
+        """Return the process that advertises `token`, if it shares memory with this one."""
+        neighbour = self._neighbours.get(token)
+        if neighbour is None and token not in self._refused:
+            try:
+                neighbour = self._neighbours[token] = Neighbour(self._directory, token)
+            except ArenaRefused as error:
+                log.info("bodies for the owner of an arena travel in messages: %s", error)
+                self._refuse(token)
+        return neighbour
+
+    def _refuse(self, token: str) -> None:
+        self.fallbacks["unreachable"] += 1
+        if len(self._refused) >= _MAX_REFUSED:
+            self._refused.clear()
+        self._refused.add(token)
+
+    def lend(self, pieces: list[memoryview], size: int, reader: Neighbour) -> Reference | None:
+        """Copy a body into a region for `reader`. None, counted, if there is no room."""
+        reference = self.arena.lend(pieces, size, reader)
+        if reference is None:
+            self.fallbacks["full"] += 1
+        else:
+            self.bytes["lent"] += size
+        return reference
+
+    def take(self, owner: Neighbour, reference: Reference) -> memoryview:
+        """Return a read-only view of what `owner` lent. Raises BadReference, counted."""
+        try:
+            view = owner.take(reference)
+        except BadReference:
+            self.fallbacks["refused"] += 1
+            raise
+        self.bytes["taken"] += reference.size
+        return view
+
+    def sweep(self) -> None:
+        """Get back what dead neighbours held, and remove what they have left."""
+        for token, neighbour in list(self._neighbours.items()):
+            if not neighbour.is_alive:
+                log.info("the owner of %s is gone", neighbour)
+                neighbour.remove()
+                neighbour.close()
+                del self._neighbours[token]
+        self.arena.sweep()
+
+    def close(self) -> None:
+        self.arena.close()
+        for neighbour in self._neighbours.values():
+            neighbour.close()
+
+    async def keep(self) -> None:
+        """Sweep, for ever."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.sweep()
+
+
+@asynccontextmanager
+async def open_shared_memory(directory: Path, capacity_bytes: int) -> AsyncIterator[SharedMemory | None]:
+    """Create this process's arena, after removing those of dead processes. None, with a warning, where that cannot be."""
+    try:
+        if removed := remove_stale_files(directory):
+            log.info("removed %d arenas of dead processes from %s", removed, directory)
+        memory = SharedMemory(directory, capacity_bytes)
+    except OSError as error:
+        log.warning("no shared memory in %s, bodies travel in messages: %s", directory, error.strerror)
+        yield None
+        return
+    try:
+        async with running(memory.keep(), "the shared memory"):
+            yield memory
+    finally:
+        memory.close()

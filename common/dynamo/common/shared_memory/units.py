@@ -1,0 +1,66 @@
+"""Which units of an arena are free: a buddy allocator that returns what a request does not need of its block.
+
+A run of any length comes out of the smallest free block that is long enough; the rest of that block becomes free again, as
+blocks of its own. Blocks are aligned to their length, which is a power of two, and merge with their neighbours as soon as
+both are free: when everything has been returned there is one block again, however long that took.
+"""
+
+from __future__ import annotations
+
+
+class Units:
+    """The units of one arena, numbered from 0."""
+
+    __slots__ = ("_blocks", "_runs", "count", "free")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.free = 0
+        """Units that no run holds."""
+        self._blocks: list[dict[int, None]] = [{} for _ in range(count.bit_length())]
+        """By level: the starts of free blocks of `2 ** level` units. The one that became free last is used first, since its
+        pages are the most likely to be in a cache."""
+        self._runs: dict[int, int] = {}
+        """Lengths of the runs in use, by start."""
+        self._put(0, count)
+
+    def __repr__(self) -> str:
+        return f"<Units {self.count - self.free} of {self.count} in use, by {len(self._runs)} runs>"
+
+    def allocate(self, count: int) -> int | None:
+        """Return the start of a run of `count` adjacent units, at least one; None if no free block is that long."""
+        blocks = self._blocks
+        for level in range((count - 1).bit_length(), len(blocks)):
+            if blocks[level]:
+                break
+        else:
+            return None
+        start, _ = blocks[level].popitem()
+        self.free -= 1 << level
+        if spare := (1 << level) - count:
+            self._put(start + count, spare)
+        self._runs[start] = count
+        return start
+
+    def release(self, start: int) -> None:
+        """Return the run that begins at `start`. Raises KeyError if there is none."""
+        self._put(start, self._runs.pop(start))
+
+    def _put(self, start: int, count: int) -> None:
+        """Make a run free, as the fewest aligned blocks."""
+        self.free += count
+        while count:
+            level = count.bit_length() - 1
+            if start:
+                level = min(level, (start & -start).bit_length() - 1)
+            self._put_block(start, level)
+            start += 1 << level
+            count -= 1 << level
+
+    def _put_block(self, start: int, level: int) -> None:
+        blocks = self._blocks
+        while level < len(blocks) - 1 and (other := start ^ (1 << level)) in blocks[level]:
+            del blocks[level][other]
+            start &= other
+            level += 1
+        blocks[level][start] = None
