@@ -226,21 +226,21 @@ async def test_the_prompts_that_are_echoed_count_for_each_choice() -> None:
 
 
 async def test_settings_bound_what_a_request_may_demand() -> None:
-    limits = TextLimits(max_messages=2, max_prompt_chars=10, max_choices=2, max_stop_strings=1, max_logprobs=1, max_best_of=2)
+    limits = TextLimits(max_messages=2, max_prompt_chars=40, max_choices=2, max_stop_strings=1, max_logprobs=1, max_best_of=2)
     message = {"role": "user", "content": "12345"}
     async with open_http_edge(respond=Speaker(logprobs=lambda index: -1.0), text=TextOptions(limits=limits)) as edge:
         fitting = HELLO | {"messages": [message] * 2, "n": 2, "stop": ["a"], "logprobs": True, "top_logprobs": 1}
         assert (await edge.post(CHAT, fitting)).status_code == 200
         for wrong, param in (
             ({"messages": [message] * 3}, "messages"),
-            ({"messages": [message, message | {"content": "123456"}]}, "messages"),
+            ({"messages": [message, message | {"content": "1" * 36}]}, "messages"),
             ({"n": 3}, "n"),
             ({"stop": ["a", "b"]}, "stop"),
             ({"top_logprobs": 2}, "top_logprobs"),
         ):
             assert (await edge.error(CHAT, fitting | wrong))["param"] == param
-        assert (await edge.post("/v1/completions", {"model": "talker", "prompt": "1234567890"})).status_code == 200
-        assert (await edge.error("/v1/completions", {"model": "talker", "prompt": "12345678901"}))["param"] == "prompt"
+        assert (await edge.post("/v1/completions", {"model": "talker", "prompt": "1" * 40})).status_code == 200
+        assert (await edge.error("/v1/completions", {"model": "talker", "prompt": "1" * 41}))["param"] == "prompt"
 
 
 async def test_numbers_that_do_not_fit_the_wire_format_are_rejected() -> None:
