@@ -19,7 +19,8 @@ INTRODUCTION = """\
 Every process reads one set of options from four places. A flag takes precedence over an environment variable, a variable over the
 configuration file, and the file over the default.
 
-- **Flags.** Switches have a negative form: `--grpc` and `--no-grpc`. `--help` lists all, `--version` shows the version.
+- **Flags.** Switches have a negative form: `--grpc` and `--no-grpc`. Of a flag that is given twice the later one counts;
+  repeatable flags add up. `--help` lists all, `--version` shows the version.
 - **Environment.** Variables that are set but empty count as unset. Lists are separated by commas.
 - **File.** YAML, named by `--config FILE` or `DYN_CONFIG`. The keys in the tables are paths: `nats.servers` is `servers`
   inside `nats`. One file may serve several processes: keys of another one are accepted and have no effect.
@@ -27,8 +28,8 @@ configuration file, and the file over the default.
   a file that a `…-file` flag or `…_FILE` variable names.
 
 What does not fit prevents the start, with one sentence and exit status 2: an unknown flag, `DYN_…` variable or key of the file
-(with the nearest known name), a value out of range, a port in use, and an option that is given twice or with different values in
-the file and on the command line.
+(with the nearest known name), a value out of range, a port in use, and an option that has different values in the file and on
+the command line.
 
 ```yaml
 # frontend.yaml: dynamo-frontend --config frontend.yaml

@@ -108,7 +108,6 @@ def pair(tmp_path: Path) -> Pair:
         (["--nats-serves", "x"], {}, "unknown flag --nats-serves; did you mean --nats-servers?"),
         (["--drain-timeout", "-1"], {}, "--drain-timeout: -1 is below 0"),
         (["--drain-timeout", "soon"], {}, "--drain-timeout: 'soon' is not a number"),
-        (["--drain-timeout", "1", "--drain-timeout", "2"], {}, "--drain-timeout is given twice with different values"),
         ([], {"DYN_DRAIN_TIMEOUT": "1"}, "unknown variable DYN_DRAIN_TIMEOUT; did you mean DYN_DRAIN_TIMEOUT_S?"),
         ([], {"DYN_DRAIN_TIMEOUT_S": "x"}, "variable DYN_DRAIN_TIMEOUT_S: 'x' is not a number"),
         ([], {"DYN_NATS_PASSWORD": "s3cret"}, "--nats-password-file needs --nats-user as well"),

@@ -23,7 +23,6 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
-from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -202,7 +201,7 @@ def load(cls: type[C], argv: Sequence[str], environ: Mapping[str, str], *, progr
             from_flags[setting.path] = _from_flags(setting, occurrences)
             if path is not None and values.get(setting.path, from_flags[setting.path]) != from_flags[setting.path]:
                 key = next(k for k in (*setting.file_keys, *setting.file_file_keys) if _lookup(document, k)[0])
-                raise ConfigError(f"{occurrences[0][0]} and '{key}' in {path} are both given and differ; keep one of them")
+                raise ConfigError(f"{occurrences[-1][0]} and '{key}' in {path} are both given and differ; keep one of them")
         values.update(_from_environment(setting, environ))
     values.update(from_flags)
     return _build(cls, (), values)
@@ -474,13 +473,8 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
 def _from_flags(setting: _Setting, occurrences: Sequence[tuple[str, str]]) -> object:
     if setting.option.repeatable:
         return tuple(value for flag, text in occurrences for value in _split(setting, text, flag))
-    convert = _read_secret if setting.option.secret else partial(_value, setting)
-    values = [(flag, convert(text, flag)) for flag, text in occurrences]
-    for flag, value in values[1:]:
-        if value != values[0][1]:
-            both = values[0][0] if flag == values[0][0] else f"{values[0][0]} and {flag}"
-            raise ConfigError(f"{both} is given twice with different values")
-    return values[0][1]
+    flag, text = occurrences[-1]
+    return _read_secret(text, flag) if setting.option.secret else _value(setting, text, flag)
 
 
 # --- environment -----------------------------------------------------------------------------------------------------
