@@ -16,12 +16,23 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from tests.simulation.clients import Outcome
+
 _PER_TASK = 10
-"""Seeds that a process runs before it is asked again."""
+"""Seeds that a process runs before it is given more."""
+
+_OUTCOMES = {
+    Outcome.RIGHT: "the response was right",
+    Outcome.CANCELLED: "the client left",
+    Outcome.LOST: "allowed: its frontend was killed",
+    Outcome.FAILED: "allowed: no instance could respond in time, the request was hostile, or messages were lost",
+    Outcome.OPEN: "not allowed: it never ended",
+    Outcome.WRONG: "not allowed: the response was wrong",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,12 +108,17 @@ def _run(seeds: list[int], jobs: int, results: Path | None, within_s: float) -> 
             bad.append(record["seed"])
             print(f"seed {record['seed']}:", *record["violations"][:10], sep="\n    ", flush=True)
     took = time.monotonic() - begun
-    print(
-        f"{count} seeds, {sum(outcomes.values())} requests {dict(outcomes)}, {virtual_s / 60:.0f} virtual minutes in {took:.0f} s"
-    )
+    print(f"{count} seeds, {sum(outcomes.values())} requests, {virtual_s / 60:.0f} virtual minutes in {took:.0f} s")
+    print("\n".join(summary(outcomes)))
     if bad:
         print(f"{len(bad)} broke an invariant; replay one with: python -m tests.simulation --replay {bad[0]}")
     return 1 if bad else 0
+
+
+def summary(outcomes: Mapping[str, int]) -> list[str]:
+    """Return a line for each outcome of requests, with its meaning and whether it is allowed; the most frequent one first."""
+    counts = sorted(outcomes.items(), key=lambda item: -item[1])
+    return [f"{count:9} {name:9} {_OUTCOMES[Outcome(name)]}" for name, count in counts]
 
 
 def _results(seeds: list[int], jobs: int, within_s: float) -> Iterator[str]:

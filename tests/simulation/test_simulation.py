@@ -16,6 +16,8 @@ from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.router.load import LoadTable
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors
+from tests.simulation.__main__ import summary
+from tests.simulation.clients import Outcome
 from tests.simulation.history import Plan, run_history
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +31,13 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-m", "tests.simulation", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_summary_says_of_each_outcome_whether_it_is_allowed() -> None:
+    lines = summary({outcome.value: count for count, outcome in enumerate(Outcome)})
+    assert [line.split()[1] for line in lines] == [outcome.value for outcome in reversed(Outcome)]
+    assert {line.split()[1] for line in lines if "not allowed" in line} == {"open", "wrong"}
+    assert {line.split()[1] for line in lines if " allowed:" in line and "not allowed" not in line} == {"failed", "lost"}
 
 
 def test_a_fleet_without_faults_answers_every_request() -> None:
