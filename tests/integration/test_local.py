@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -190,14 +191,46 @@ async def test_nothing_is_left_behind_when_the_launcher_is_killed(tmp_path: Path
         await gone(children)
 
 
-async def test_a_worker_that_dies_ends_the_deployment_and_is_named(tmp_path: Path) -> None:
-    async with launched(command(tmp_path, "--model", "echo", "--no-ask")) as local:
+async def test_whatever_dies_is_restarted_and_the_deployment_serves_on(tmp_path: Path) -> None:
+    async with launched(command(tmp_path, "--model", "echo", "--workers", "2")) as local:
         await local.read_until(RUNNING)
+        target = next(line.split()[-1] for line in local.lines if "KServe v2 gRPC" in line)
+        names = {"dynamo.worker": "worker", "dynamo.frontend": "frontend", "/etcd\0": "etcd", "nats-server\0": "nats-server"}
+        for part, name in names.items():
+            os.kill(
+                next(pid for pid in local.children() if part.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()),
+                signal.SIGKILL,
+            )
+            await local.read_until("was restarted")
+            assert name in local.lines[-1] and "was ended by signal 9; it is restarted in" in local.lines[-2]
+        arguments = [sys.executable, "-m", "dynamo.local.ask", target, "echo"]
+        process = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
+        output, _ = await process.communicate()
+        assert (process.returncode, b"INPUT0 FP32 [1]: 1" in output) == (0, True)
+        local.process.send_signal(signal.SIGINT)
+        assert await local.end() == 0, local.text
+
+
+async def test_a_worker_that_dies_before_it_serves_ends_the_deployment_and_is_named(tmp_path: Path) -> None:
+    async with launched(command(tmp_path, "--model", "echo", "--no-ask")) as local:
+        await local.read_until("workers      1")
         worker = next(pid for pid in local.children() if b"dynamo.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
         os.kill(worker, signal.SIGKILL)
         assert await local.end() == 1
     assert "dynamo-local: worker 1 was ended by signal 9; its log" in local.text
     assert "stopping etcd" in local.text
+
+
+async def test_a_frontend_with_api_keys_gets_no_first_request_and_serves(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(json.dumps([{"name": "a", "hash": f"sha256:{'0' * 32}:{'a' * 64}"}]))
+    keys.chmod(0o600)
+    flags = ("--model", "echo", f"--frontend-flag=--api-keys-file={keys}")
+    async with launched(command(tmp_path / "local", *flags)) as local:
+        await local.read_until(RUNNING)
+        assert "No first requests are sent: the frontend requires an API key" in local.text
+        local.process.send_signal(signal.SIGINT)
+        assert await local.end() == 0, local.text
 
 
 async def test_a_model_that_cannot_be_served_is_a_sentence_on_the_screen(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError
 from dynamo.common.lifecycle import EXIT_FAILURE, EXIT_OK, end_at_once, stop_on_signal
 from dynamo.common.model_card import ModelKind
+from dynamo.local.ask import EXIT_UNAUTHENTICATED
 from dynamo.local.config import LocalConfig
 from dynamo.local.deployment import Deployment, claimed, start_deployment
 from dynamo.local.supervisor import Supervisor, open_supervisor
@@ -26,7 +27,7 @@ class FirstRequestFailed(DynamoError):
 
 
 async def serve(config: LocalConfig) -> int:
-    """Run until a signal, the end of a process or, with `once`, the last response; return the exit status.
+    """Run until a signal, a process that keeps ending or, with `once`, the last response; return the exit status.
 
     Raises ConfigError for a configuration that cannot be used.
     """
@@ -68,9 +69,9 @@ async def _run(config: LocalConfig, supervisor: Supervisor) -> None:
     deployment = await start_deployment(config, supervisor, report)
     models = served_models(deployment.instances)
     _show(deployment, models)
+    supervisor.keep_running()
     if config.ask:
-        for model in models:
-            await supervisor.unless_died(_send_first(first_request_command(deployment, model, config)))
+        await supervisor.unless_died(_send_first_requests([first_request_command(deployment, model, config) for model in models]))
     if not config.once:
         print("Ctrl-C stops everything.", flush=True)
         await supervisor.unless_died(asyncio.Event().wait())
@@ -93,18 +94,28 @@ def _show(deployment: Deployment, models: Sequence[ServedModel]) -> None:
     print(f"  HTTP            {deployment.http}/health  /metrics  /v1/models\n", flush=True)
 
 
-async def _send_first(command: Sequence[str]) -> None:
+async def _send_first_requests(commands: Sequence[Sequence[str]]) -> None:
+    """Send one request after the other, and none if the frontend requires an API key. Raises FirstRequestFailed."""
+    for command in commands:
+        status = await _send_first(command)
+        if status == EXIT_UNAUTHENTICATED:
+            print("No first requests are sent: the frontend requires an API key, of which it keeps only the hash.\n", flush=True)
+            return
+        if status != EXIT_OK:
+            raise FirstRequestFailed(f"the request above failed with status {status}")
+        print(flush=True)
+
+
+async def _send_first(command: Sequence[str]) -> int:
+    """Return the exit status of the command."""
     print(f"$ {shlex.join([_from_here(Path(command[0])), *command[1:]])}", flush=True)
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
     try:
-        status = await process.wait()
+        return await process.wait()
     except BaseException:
         process.kill()
         await process.wait()
         raise
-    if status != 0:
-        raise FirstRequestFailed(f"the request above failed with status {status}")
-    print(flush=True)
 
 
 def _from_here(python: Path) -> str:

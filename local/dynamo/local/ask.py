@@ -28,6 +28,8 @@ from dynamo.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 MAX_TOKENS = 48
 READY_S, RESPONSE_S = 60.0, 120.0
+EXIT_UNAUTHENTICATED = 3
+"""The frontend requires an API key, which this program has not."""
 _POLL_S = 0.1
 _SHOWN_ELEMENTS = 10
 
@@ -68,14 +70,15 @@ def main() -> None:
             else:
                 _infer(stub, metadata, arguments.text.removeprefix("@"))
         except grpc.RpcError as error:
-            _fail(f"{error.code().name}: {error.details()}")
+            status = EXIT_UNAUTHENTICATED if error.code() is grpc.StatusCode.UNAUTHENTICATED else EXIT_FAILURE
+            _fail(f"{error.code().name}: {error.details()}", status)
         except (InvalidRequest, OSError, msgspec.DecodeError) as error:
             _fail(str(error))
 
 
-def _fail(text: str) -> NoReturn:
+def _fail(text: str, status: int = EXIT_FAILURE) -> NoReturn:
     print(text, file=sys.stderr)
-    sys.exit(EXIT_FAILURE)
+    sys.exit(status)
 
 
 def _wait_until_ready(stub: GRPCInferenceServiceStub, model: str) -> None:

@@ -1,16 +1,19 @@
-"""The processes of a deployment: started in stages, watched, and stopped stage by stage in the reverse order."""
+"""The processes of a deployment: started in stages, restarted when they end, and stopped stage by stage in the reverse order."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dynamo.common.background import awaited, start
+from dynamo.common.config import EXIT_CONFIG
 from dynamo.common.errors import DynamoError
-from dynamo.local.child import Child
+from dynamo.local.child import Child, ServerFailed
 from dynamo.local.servers import Server
 
 T = TypeVar("T")
@@ -21,40 +24,69 @@ _LOG_TAIL_LINES = 30
 
 
 class ChildDied(DynamoError):
-    """A process ended by itself. The message holds the end of its log."""
+    """A process ended by itself and is not restarted. The message holds the end of its log."""
+
+
+class Restarts:
+    """Decides when a process that ended is started again: later each time, and not at all when it keeps ending at once."""
+
+    SHORT_RUN_S = 10.0
+    MAX_SHORT_RUNS = 5
+    FIRST_PAUSE_S = 0.5
+
+    def __init__(self) -> None:
+        self._short_runs = 0
+
+    def pause_s(self, ran_s: float) -> float | None:
+        """Return the pause before the next start after a run of `ran_s`; None: too many runs one after the other were short."""
+        self._short_runs = self._short_runs + 1 if ran_s < self.SHORT_RUN_S else 0
+        if self._short_runs == self.MAX_SHORT_RUNS:
+            return None
+        return self.FIRST_PAUSE_S * 2.0**self._short_runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """One process of a stage."""
+
+    name: str
+    process: Process
+    start: Callable[[], Awaitable[None]]
+    """Start the process again. Raises ServerFailed."""
 
 
 class Supervisor:
-    """Knows every process, and notices one that ends by itself."""
+    """Knows every process. The end of one ends the deployment while it starts; from `keep_running` on it is restarted."""
 
     def __init__(self, report: Report, stop_timeout_s: float) -> None:
         self._report = report
         self._stop_timeout_s = stop_timeout_s
-        self._stages: list[dict[str, Process]] = []
+        self._stages: list[list[_Member]] = []
         self._watchers: list[asyncio.Task[None]] = []
+        self._keeps_running = False
         self._died: asyncio.Future[ChildDied] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
-        return f"<Supervisor of {', '.join(name for stage in self._stages for name in stage)}>"
+        return f"<Supervisor of {', '.join(member.name for stage in self._stages for member in stage)}>"
 
     async def start_server(self, name: str, server: Server) -> None:
         """Start a server as a stage of its own. Returns when it is ready; raises ServerFailed."""
         await self.unless_died(server.start())
-        self._add({name: server})
+        self._add([_Member(name, server, server.start)])
 
     def start(
         self, commands: Mapping[str, Sequence[str]], log_folder: Path, environment: Mapping[str, str] | None = None
     ) -> None:
         """Start a stage of processes that run side by side, each with a log file of its own."""
-        stage: dict[str, Process] = {}
-        for name, command in commands.items():
-            child = Child(log_folder / f"{name.replace(' ', '-')}.log")
-            child.start(command, environment)
-            stage[name] = child
+        stage = [_child(name, command, log_folder, environment) for name, command in commands.items()]
         self._add(stage)
 
+    def keep_running(self) -> None:
+        """From now on restart a process that ends, unless it keeps ending at once or cannot use its configuration."""
+        self._keeps_running = True
+
     async def unless_died(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. Raises ChildDied as soon as one of the processes ends by itself."""
+        """Return the result of `work`. Raises ChildDied as soon as a process has ended by itself and is not restarted."""
         task = awaited(work)
         either: set[asyncio.Future[Any]] = {task, self._died}
         try:
@@ -74,28 +106,56 @@ class Supervisor:
         await asyncio.gather(*self._watchers, return_exceptions=True)
         while self._stages:
             stage = self._stages[-1]
-            running = [name for name, process in stage.items() if process.is_running]
+            running = [member.name for member in stage if member.process.is_running]
             if running:
                 self._report(f"stopping {', '.join(running)}")
-            await asyncio.gather(*(process.stop(self._stop_timeout_s) for process in stage.values()))
+            await asyncio.gather(*(member.process.stop(self._stop_timeout_s) for member in stage))
             self._stages.pop()
 
     def kill(self) -> None:
         """Send SIGKILL to all processes, the last stage first."""
         for stage in reversed(self._stages):
-            for process in stage.values():
-                process.kill()
+            for member in stage:
+                member.process.kill()
 
-    def _add(self, stage: dict[str, Process]) -> None:
+    def _add(self, stage: list[_Member]) -> None:
         self._stages.append(stage)
-        self._watchers += [start(self._watch(name, process), f"watch of {name}") for name, process in stage.items()]
+        self._watchers += [start(self._watch(member), f"watch of {member.name}") for member in stage]
 
-    async def _watch(self, name: str, process: Process) -> None:
-        code = await process.exited()
-        tail = "\n".join(process.log().splitlines()[-_LOG_TAIL_LINES:])
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+    async def _watch(self, member: _Member) -> None:
+        restarts = Restarts()
+        while True:
+            begun = time.monotonic()
+            code = await member.process.exited()
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+            if not self._keeps_running or code == EXIT_CONFIG:  # which no restart mends
+                return self._give_up(member, how)
+            pause_s = restarts.pause_s(time.monotonic() - begun)
+            if pause_s is None:
+                return self._give_up(member, f"{how} {Restarts.MAX_SHORT_RUNS} times, each soon after its start")
+            self._report(f"{member.name} {how}; it is restarted in {pause_s:g} s, its log is {member.process.log_file}")
+            await asyncio.sleep(pause_s)
+            try:
+                await member.start()
+            except ServerFailed:
+                continue  # it has ended, which counts as one more short run
+            self._report(f"{member.name} was restarted")
+
+    def _give_up(self, member: _Member, how: str) -> None:
+        tail = "\n".join(member.process.log().splitlines()[-_LOG_TAIL_LINES:])
         if not self._died.done():
-            self._died.set_result(ChildDied(f"{name} {how}; its log {process.log_file} ends with:\n{tail}"))
+            self._died.set_result(ChildDied(f"{member.name} {how}; its log {member.process.log_file} ends with:\n{tail}"))
+
+
+def _child(name: str, command: Sequence[str], log_folder: Path, environment: Mapping[str, str] | None) -> _Member:
+    """Start a process and return it."""
+    child = Child(log_folder / f"{name.replace(' ', '-')}.log")
+
+    async def start_again() -> None:
+        child.start(command, environment)
+
+    child.start(command, environment)
+    return _Member(name, child, start_again)
 
 
 @asynccontextmanager

@@ -1,14 +1,17 @@
-"""Child processes that die, that stop in order, and that will not stop."""
+"""Child processes that die and are restarted, that stop in order, and that will not stop."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from dynamo.local.supervisor import ChildDied, open_supervisor
+from dynamo.local.supervisor import ChildDied, Restarts, open_supervisor
+from tests.support.servers import EtcdServer, etcdctl
 
 OBEDIENT = """
 import signal, sys
@@ -63,6 +66,84 @@ async def test_a_process_ended_by_a_signal_is_reported_with_its_number(tmp_path:
         supervisor.start({"worker": python("import os; os.kill(os.getpid(), 9)")}, tmp_path)
         with pytest.raises(ChildDied, match=r"^worker was ended by signal 9;"):
             await supervisor.unless_died(asyncio.Event().wait())
+
+
+def test_a_process_that_keeps_ending_at_once_is_restarted_later_each_time_and_then_no_more() -> None:
+    restarts = Restarts()
+    assert [restarts.pause_s(0.1) for _ in range(5)] == [1.0, 2.0, 4.0, 8.0, None]
+
+
+def test_a_process_that_ran_for_a_while_is_restarted_soon_however_often() -> None:
+    restarts = Restarts()
+    assert [restarts.pause_s(60.0) for _ in range(10)] == [0.5] * 10
+    restarts.pause_s(0.1)
+    assert (restarts.pause_s(60.0), restarts.pause_s(0.1)) == (0.5, 1.0), "a long run begins the count anew"
+
+
+async def test_a_process_that_dies_is_restarted_and_the_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Restarts, "FIRST_PAUSE_S", 0.01)
+    reported: list[str] = []
+    restarted = asyncio.Event()
+
+    def report(line: str) -> None:
+        reported.append(line)
+        if line == "worker 1 was restarted":
+            restarted.set()
+
+    async with asyncio.timeout(20), open_supervisor(report, stop_timeout_s=20) as supervisor:
+        supervisor.start({"worker 1": python(STUBBORN), "worker 2": python(STUBBORN)}, tmp_path)
+        await up(tmp_path / "worker-1.log")
+        await up(tmp_path / "worker-2.log")
+        supervisor.keep_running()
+        first = int((tmp_path / "worker-1.log").read_text().split()[1])
+        os.kill(first, signal.SIGKILL)
+        await supervisor.unless_died(restarted.wait())
+        async with asyncio.timeout(20):
+            while (tmp_path / "worker-1.log").read_text().count("up") < 2:
+                await asyncio.sleep(0.01)
+        assert (tmp_path / "worker-2.log").read_text().count("up") == 1
+        supervisor.kill()
+    assert reported[0].startswith("worker 1 was ended by signal 9; it is restarted in 0.02 s, its log is ")
+
+
+async def test_a_process_that_keeps_ending_ends_the_deployment_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Restarts, "FIRST_PAUSE_S", 0.001)
+    async with asyncio.timeout(20), open_supervisor(lambda line: None, stop_timeout_s=20) as supervisor:
+        supervisor.keep_running()
+        supervisor.start({"worker 1": python("import sys; sys.exit('out of memory')")}, tmp_path)
+        with pytest.raises(
+            ChildDied, match=r"^worker 1 ended with status 1 5 times, each soon after its start; .*\nout of memory$"
+        ):
+            await supervisor.unless_died(asyncio.Event().wait())
+    assert (tmp_path / "worker-1.log").read_text().count("out of memory") == Restarts.MAX_SHORT_RUNS
+
+
+async def test_a_process_whose_configuration_is_wrong_is_not_restarted(tmp_path: Path) -> None:
+    async with asyncio.timeout(20), open_supervisor(lambda line: None, stop_timeout_s=20) as supervisor:
+        supervisor.keep_running()
+        supervisor.start({"frontend": python("import sys; print('no such key file'); sys.exit(2)")}, tmp_path)
+        with pytest.raises(ChildDied, match=r"^frontend ended with status 2; .*\nno such key file$"):
+            await supervisor.unless_died(asyncio.Event().wait())
+
+
+async def test_a_server_that_dies_is_restarted_on_its_port_and_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Restarts, "FIRST_PAUSE_S", 0.01)
+    restarted = asyncio.Event()
+    server = EtcdServer(tmp_path, fsync=False)
+    async with (
+        asyncio.timeout(60),
+        open_supervisor(lambda line: restarted.set() if "was restarted" in line else None, stop_timeout_s=20) as supervisor,
+    ):
+        await supervisor.start_server("etcd", server)
+        supervisor.keep_running()
+        endpoint = server.endpoint
+        await asyncio.to_thread(etcdctl, endpoint, "put", "/k", "kept")
+        os.kill(server.pid, signal.SIGKILL)
+        await supervisor.unless_died(restarted.wait())
+        assert server.endpoint == endpoint
+        assert "kept" in await asyncio.to_thread(etcdctl, endpoint, "get", "/k")
 
 
 async def test_work_that_ends_before_any_process_gives_its_result(tmp_path: Path) -> None:
