@@ -62,6 +62,7 @@ class FakeDirectory:
     def __init__(self, *instances: Instance) -> None:
         self._view = View()
         self._callbacks: list[Callable[[], None]] = []
+        self._on_registrations: list[Callable[[Sequence[Instance], Sequence[Instance]], None]] = []
         self.down: list[InstanceId] = []
         """Instances as they were marked down."""
         self.add(*instances)
@@ -87,12 +88,27 @@ class FakeDirectory:
     def on_change(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
+    def newest_first(self, name: str) -> Iterator[Instance]:
+        return self._view.newest_first(name)
+
+    def count(self, name: str) -> int:
+        return self._view.count(name)
+
+    def on_registrations(self, callback: Callable[[Sequence[Instance], Sequence[Instance]], None]) -> None:
+        self._on_registrations.append(callback)
+
     def add(self, *instances: Instance) -> None:
-        if self._view.apply({instance.key: encode_registration(instance) for instance in instances}):
-            self._notify()
+        self._apply({instance.key: encode_registration(instance) for instance in instances})
 
     def remove(self, *ids: int) -> None:
-        if self._view.apply({registered.key: None for registered in self.registered() if registered.id in ids}):
+        self._apply({registered.key: None for registered in self.registered() if registered.id in ids})
+
+    def _apply(self, changes: Mapping[str, bytes | None]) -> None:
+        change = self._view.apply(changes)
+        if change.added or change.removed:
+            for callback in self._on_registrations:
+                callback(change.added, change.removed)
+        if change:
             self._notify()
 
     def _notify(self) -> None:

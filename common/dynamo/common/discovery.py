@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, KeysView, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -72,7 +74,7 @@ def decode_registration(key: str, value: bytes) -> Instance:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Registrations that were added and removed. One whose content changed is in both."""
+    """The instances that `View.registered` has and had not before, and those that it had. One whose card changed is in both."""
 
     added: tuple[Instance, ...] = ()
     removed: tuple[Instance, ...] = ()
@@ -81,6 +83,120 @@ class Change:
 
     def __bool__(self) -> bool:
         return bool(self.added or self.removed or self.revived)
+
+
+_Age: TypeAlias = tuple[float, InstanceId]
+_K = TypeVar("_K", InstanceId, _Age)
+
+
+def _contract(card: ModelCard) -> object:
+    """Return what requests are checked against before they are routed to an instance."""
+    return card.kind, frozenset(card.inputs), frozenset(card.outputs), card.max_batch_size, card.decoupled
+
+
+def _age(instance: Instance) -> _Age:
+    return instance.started_at, instance.id
+
+
+def _id(instance: Instance) -> InstanceId:
+    return instance.id
+
+
+class _Ordered(Generic[_K]):
+    """Instances in the order of a key. To add or remove one takes a binary search and a move of pointers."""
+
+    __slots__ = ("_key", "_keys", "instances")
+
+    def __init__(self, key: Callable[[Instance], _K]) -> None:
+        self._key: Callable[[Instance], _K] = key
+        self._keys: list[_K] = []
+        self.instances: list[Instance] = []
+
+    def add(self, instance: Instance) -> None:
+        key = self._key(instance)
+        position = bisect_right(self._keys, key)
+        self._keys.insert(position, key)
+        self.instances.insert(position, instance)
+
+    def remove(self, instance: Instance) -> None:
+        position = bisect_left(self._keys, self._key(instance))
+        while self.instances[position] is not instance:  # an id may be registered under two endpoints
+            position += 1
+        del self._keys[position], self.instances[position]
+
+
+class _Group:
+    """The registrations of one model whose cards agree in what requests are checked against."""
+
+    __slots__ = ("by_age", "by_id")
+
+    def __init__(self) -> None:
+        self.by_id = _Ordered(_id)
+        self.by_age = _Ordered(_age)
+
+    def __len__(self) -> int:
+        return len(self.by_id.instances)
+
+    def add(self, instance: Instance) -> None:
+        self.by_id.add(instance)
+        self.by_age.add(instance)
+
+    def remove(self, instance: Instance) -> None:
+        self.by_id.remove(instance)
+        self.by_age.remove(instance)
+
+
+_NO_GROUP = _Group()
+
+
+class _Model:
+    """The registrations of one model, grouped by contract, and the contract that counts."""
+
+    __slots__ = ("_groups", "contract")
+
+    def __init__(self) -> None:
+        self._groups: dict[object, _Group] = {}
+        self.contract: object = None
+        """That of most registrations as of the last `choose`; None before."""
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def agreeing(self) -> _Group:
+        return self._groups.get(self.contract, _NO_GROUP)
+
+    def add(self, instance: Instance) -> None:
+        self._groups.setdefault(_contract(instance.card), _Group()).add(instance)
+
+    def remove(self, instance: Instance) -> None:
+        contract = _contract(instance.card)
+        group = self._groups[contract]
+        group.remove(instance)
+        if not group:
+            del self._groups[contract]
+
+    def choose(self) -> bool:
+        """Choose the contract that counts. Return whether it is another one now."""
+        before = self.contract
+        if len(self._groups) == 1:
+            (self.contract,) = self._groups
+        else:
+            self.contract = min(self._groups, key=self._rank, default=None)
+        return self.contract != before
+
+    def agrees(self, instance: Instance) -> bool:
+        return len(self._groups) == 1 or _contract(instance.card) == self.contract
+
+    def others(self) -> Iterator[Instance]:
+        """Yield the registrations that are left out."""
+        for contract, group in self._groups.items():
+            if contract != self.contract:
+                yield from group.by_id.instances
+
+    def _rank(self, contract: object) -> tuple[int, _Age]:
+        group = self._groups[contract]
+        return -len(group), _age(group.by_age.instances[0])
 
 
 class View:
@@ -93,39 +209,43 @@ class View:
 
     Which model an alias or an adapter's name means: a model of that very name comes first, then the model whose instance
     with that alias started first.
+
+    A change costs what it changes, not all there is. A tuple of instances is made at the first lookup after a change.
     """
 
     def __init__(self) -> None:
-        self._by_model: dict[str, dict[str, Instance]] = {}
+        self._models: dict[str, _Model] = {}
         self._by_key: dict[str, Instance] = {}
+        self._of_instance: dict[InstanceId, dict[str, Instance]] = {}
+        """The registrations of each instance, by key."""
+        self._with_names: dict[str, Instance] = {}
+        """The registrations that have aliases or adapters, by key."""
         self._down: set[InstanceId] = set()
         # Filled on demand, cleared by changes. Only registered names get in, since clients choose which names are looked up.
-        self._agreeing: dict[str, tuple[Instance, ...]] = {}
-        self._serving: dict[str, tuple[Instance, ...]] = {}
+        self._serving: dict[str, dict[str, tuple[Instance, ...]]] = {}
+        """By model, then by the name that was looked up."""
         self._names: dict[str, str] | None = None
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"<View of {len(self._by_key)} registrations of {len(self._by_model)} models, {len(self._down)} instances down>"
+        return f"<View of {len(self._by_key)} registrations of {len(self._models)} models, {len(self._down)} instances down>"
 
     # Lookup
 
     def instances(self, name: str) -> tuple[Instance, ...]:
         """Return the instances that serve a model, alias or adapter now, in order of id; the same tuple until a change."""
-        cached = self._serving.get(name)
-        if cached is not None:
-            return cached
         model = self.model_of(name)
         if model is None:
             return ()
-        up = (i for i in self._agreeing_on(model) if i.id not in self._down)
-        serving = tuple(i for i in up if name == model or name in other_names(i.card))
-        self._serving[name] = serving
+        cached = self._serving.setdefault(model, {})
+        serving = cached.get(name)
+        if serving is None:
+            serving = cached[name] = self._find_serving(model, name)
         return serving
 
     def model_of(self, name: str) -> str | None:
         """Return the model that a name stands for; None if it is not registered."""
-        if name in self._by_model:
+        if name in self._models:
             return name
         if self._names is None:
             self._names = self._find_names()
@@ -133,16 +253,25 @@ class View:
 
     def models(self) -> list[str]:
         """Return the names of the registered models, sorted, without aliases and adapters."""
-        return sorted(self._by_model)
+        return sorted(self._models)
 
     def card(self, name: str) -> ModelCard | None:
         """Return the card of a model, by any of its names: that of the newest instance."""
+        return next((instance.card for instance in self.newest_first(name)), None)
+
+    def newest_first(self, name: str) -> Iterator[Instance]:
+        """Yield the registrations of a model, by any of its names, the newest first, including instances marked down."""
         model = self.model_of(name)
-        return None if model is None else max(self._agreeing_on(model), key=_age).card
+        return iter(()) if model is None else reversed(self._models[model].agreeing.by_age.instances)
+
+    def count(self, name: str) -> int:
+        """Return how many registrations `newest_first` yields."""
+        model = self.model_of(name)
+        return 0 if model is None else len(self._models[model].agreeing)
 
     def registered(self) -> Collection[Instance]:
         """Return every registration that agrees with the others of its model, including instances that are marked down."""
-        return tuple(instance for model in self._by_model for instance in self._agreeing_on(model))
+        return tuple(instance for model in self._models.values() for instance in model.agreeing.by_id.instances)
 
     @property
     def keys(self) -> KeysView[str]:
@@ -153,8 +282,8 @@ class View:
 
     def apply(self, changes: Mapping[str, bytes | None]) -> Change:
         """Apply new values of keys, None for deleted ones. A value that cannot be decoded counts as deleted, and is logged."""
-        added: list[Instance] = []
-        removed: list[Instance] = []
+        added: dict[str, list[Instance]] = {}
+        removed: dict[str, list[Instance]] = {}
         revived: set[InstanceId] = set()
         for key, value in changes.items():
             old, new = self._by_key.get(key), self._read(key, value)
@@ -164,26 +293,27 @@ class View:
             if old == new:
                 continue
             if old is not None:
-                removed.append(old)
-                self._forget(key, old)
+                removed.setdefault(old.card.name, []).append(old)
+                self._remove(key, old)
             if new is not None:
-                added.append(new)
-                self._by_key[key] = new
-                self._by_model.setdefault(new.card.name, {})[key] = new
-        if added or removed:
-            self._names = None
-            self._serving.clear()
-            for instance in (*added, *removed):
-                self._agreeing.pop(instance.card.name, None)
-            self._down.intersection_update([instance.id for instance in self._by_key.values()])
-        return Change(tuple(added), tuple(removed), frozenset(revived))
+                added.setdefault(new.card.name, []).append(new)
+                self._add(key, new)
+        for instances in removed.values():
+            self._down.difference_update([instance.id for instance in instances if instance.id not in self._of_instance])
+        appeared: list[Instance] = []
+        left: list[Instance] = []
+        for model in dict.fromkeys((*removed, *added)):
+            here, gone = self._settle(model, added.get(model, []), removed.get(model, []))
+            appeared += here
+            left += gone
+        return Change(tuple(appeared), tuple(left), frozenset(revived))
 
     def mark_down(self, instance: InstanceId) -> bool:
         """Leave an instance out until `mark_up` or until it registers again. Return False if that changes nothing."""
-        if instance in self._down or all(registered.id != instance for registered in self._by_key.values()):
+        if instance in self._down or instance not in self._of_instance:
             return False
         self._down.add(instance)
-        self._serving.clear()
+        self._clear_serving(instance)
         return True
 
     def mark_up(self, instance: InstanceId) -> bool:
@@ -198,14 +328,54 @@ class View:
 
     def _mark_up(self, instance: InstanceId) -> None:
         self._down.discard(instance)
-        self._serving.clear()
+        self._clear_serving(instance)
 
-    def _forget(self, key: str, instance: Instance) -> None:
+    def _clear_serving(self, instance: InstanceId) -> None:
+        for registration in self._of_instance.get(instance, {}).values():
+            self._serving.pop(registration.card.name, None)
+
+    def _add(self, key: str, instance: Instance) -> None:
+        self._by_key[key] = instance
+        self._of_instance.setdefault(instance.id, {})[key] = instance
+        self._models.setdefault(instance.card.name, _Model()).add(instance)
+        if other_names(instance.card):
+            self._with_names[key] = instance
+            self._names = None
+
+    def _remove(self, key: str, instance: Instance) -> None:
         del self._by_key[key]
-        of_model = self._by_model[instance.card.name]
-        del of_model[key]
-        if not of_model:
-            del self._by_model[instance.card.name]
+        registrations = self._of_instance[instance.id]
+        del registrations[key]
+        if not registrations:
+            del self._of_instance[instance.id]
+        self._models[instance.card.name].remove(instance)
+        if self._with_names.pop(key, None) is not None:
+            self._names = None
+
+    def _settle(self, name: str, added: list[Instance], removed: list[Instance]) -> tuple[list[Instance], list[Instance]]:
+        """Complete a change of one model's registrations. Return what it added to those that count, and removed from them."""
+        self._serving.pop(name, None)
+        model = self._models[name]
+        contract, members = model.contract, model.agreeing.by_id.instances
+        removed = [instance for instance in removed if _contract(instance.card) == contract]
+        left_out: Iterable[Instance]
+        if model.choose():
+            self._names = None
+            new = set(map(id, added))
+            removed += [instance for instance in members if id(instance) not in new]
+            added, left_out = list(model.agreeing.by_id.instances), model.others()
+        else:
+            left_out = [instance for instance in added if not model.agrees(instance)]
+            added = [instance for instance in added if model.agrees(instance)]
+        for instance in left_out:
+            self._warn_once(
+                instance.key,
+                f"instance {instance.id:x} serves another '{name}' than most others do "
+                "(kind, inputs, outputs, batching or decoupling differ); it is left out",
+            )
+        if not model:
+            del self._models[name]
+        return added, removed
 
     def _read(self, key: str, value: bytes | None) -> Instance | None:
         if value is None:
@@ -225,45 +395,21 @@ class View:
             self._warned.add(key)
             log.warning("%s", sentence)
 
-    def _agreeing_on(self, model: str) -> tuple[Instance, ...]:
-        agreeing = self._agreeing.get(model)
-        if agreeing is None:
-            agreeing = self._agreeing[model] = self._agree(self._by_model[model])
-        return agreeing
-
-    def _agree(self, registrations: Mapping[str, Instance]) -> tuple[Instance, ...]:
-        groups: dict[object, list[Instance]] = {}
-        for instance in registrations.values():
-            groups.setdefault(_contract(instance.card), []).append(instance)
-        oldest = {contract: min(map(_age, group)) for contract, group in groups.items()}
-        chosen = min(groups, key=lambda contract: (-len(groups[contract]), oldest[contract]))
-        for key, instance in registrations.items():
-            if _contract(instance.card) != chosen:
-                self._warn_once(
-                    key,
-                    f"instance {instance.id:x} serves another '{instance.card.name}' than most others do "
-                    "(kind, inputs, outputs, batching or decoupling differ); it is left out",
-                )
-        return tuple(sorted(groups[chosen], key=lambda instance: instance.id))
+    def _find_serving(self, model: str, name: str) -> tuple[Instance, ...]:
+        agreeing, down = self._models[model].agreeing.by_id.instances, self._down
+        if name == model and not down:
+            return tuple(agreeing)
+        return tuple(i for i in agreeing if i.id not in down and (name == model or name in other_names(i.card)))
 
     def _find_names(self) -> dict[str, str]:
         names: dict[str, str] = {}
-        agreeing = (instance for model in self._by_model for instance in self._agreeing_on(model))
-        for instance in sorted(agreeing, key=_age):
-            for name in other_names(instance.card):
-                names.setdefault(name, instance.card.name)
+        for instance in sorted(self._with_names.values(), key=_age):
+            if self._models[instance.card.name].agrees(instance):
+                for name in other_names(instance.card):
+                    names.setdefault(name, instance.card.name)
         return names
 
 
-def other_names(card: ModelCard) -> Iterable[str]:
+def other_names(card: ModelCard) -> tuple[str, ...]:
     """Return the other names by which requests may name a model: aliases and adapters."""
     return (*card.aliases, *(card.llm.adapters if card.llm is not None else ()))
-
-
-def _contract(card: ModelCard) -> object:
-    """Return what requests are checked against before they are routed to an instance."""
-    return card.kind, frozenset(card.inputs), frozenset(card.outputs), card.max_batch_size, card.decoupled
-
-
-def _age(instance: Instance) -> tuple[float, InstanceId]:
-    return instance.started_at, instance.id

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 
@@ -18,6 +19,8 @@ from dynamo.common.names import InstanceId, namespace_prefix
 
 log = logging.getLogger(__name__)
 
+COALESCE_S = 0.05
+"""Changes in etcd are applied at most this often: whoever follows the directory does some work each time."""
 RECONCILE_S = 30.0
 RETURN_S = 10.0
 """The TTL of a lease: within it, a live worker has noticed that its lease is gone and has registered again."""
@@ -43,6 +46,12 @@ class Directory:
         self._view = View()
         self._revision = 0
         """The revision of the store up to which the view is complete."""
+        self._waiting: dict[str, bytes | None] = {}
+        """Changes that have not been applied yet."""
+        self._applied_at = -math.inf
+        self._apply_timer: asyncio.TimerHandle | None = None
+        self._put_at: dict[str, int] = {}
+        """The revision at which each key was put last, so that a listing shows what changed since."""
         self._returning: set[str] = set()
         """Keys that etcd lost together with its history, and that their owners may still register again."""
         self._return_timer: asyncio.TimerHandle | None = None
@@ -75,6 +84,14 @@ class Directory:
         """Return the card of a model by its name, alias or adapter; None if it is not registered."""
         return self._view.card(name)
 
+    def newest_first(self, name: str) -> Iterator[Instance]:
+        """Yield the registrations of a model, by any of its names, the newest first, including instances marked down."""
+        return self._view.newest_first(name)
+
+    def count(self, name: str) -> int:
+        """Return how many registrations `newest_first` yields."""
+        return self._view.count(name)
+
     def cards(self) -> Mapping[str, ModelCard]:
         """Return the card of each registered model by its name."""
         cards = ((model, self._view.card(model)) for model in self._view.models())
@@ -87,7 +104,7 @@ class Directory:
         self._on_change.append(callback)
 
     def on_registrations(self, callback: OnRegistrations) -> None:
-        """Call `callback(added, removed)`, synchronously, with the registrations that were added and removed.
+        """Call `callback(added, removed)`, synchronously, with what `registered` gains and loses.
 
         A registration whose card changed is in both. An instance is gone only when its last model is. Marks do not count.
         """
@@ -150,8 +167,9 @@ class Directory:
         """Stop the timers; the view stays."""
         for instance in list(self._down_timers):
             self._stop_timer(instance)
-        if self._return_timer is not None:
-            self._return_timer.cancel()
+        for timer in (self._return_timer, self._apply_timer):
+            if timer is not None:
+                timer.cancel()
 
     def _connected(self, connected: bool) -> None:
         self.stale = not connected
@@ -159,27 +177,50 @@ class Directory:
             log.info("the view of %s is live", self._prefix)
 
     def _reset(self, reset: Reset) -> None:
+        self._apply_waiting()
         if reset.history_lost:
+            self._put_at.clear()
             self._await_return(self._view.keys - {kv.key for kv in reset.kvs})
         self._apply_listing(reset.kvs, reset.revision)
         self.ready.set()
 
     def _update(self, events: Events) -> None:
-        changes: dict[str, bytes | None] = {}
         for event in events.events:
             # The watch may repeat changes that a listing contained.
             if isinstance(event, Put) and event.kv.mod_revision > self._revision:
-                changes[event.kv.key] = event.kv.value
+                self._waiting[event.kv.key] = event.kv.value
+                self._put_at[event.kv.key] = event.kv.mod_revision
             elif not isinstance(event, Put) and event.revision > self._revision:
-                changes[event.key] = None
+                self._waiting[event.key] = None
+                self._put_at.pop(event.key, None)
         self._revision = max(self._revision, events.revision)
-        self._apply(changes)
+        if self._waiting and self._apply_timer is None:
+            loop = asyncio.get_running_loop()
+            due_at = self._applied_at + COALESCE_S
+            if due_at <= loop.time():
+                self._apply_waiting()
+            else:
+                self._apply_timer = loop.call_at(due_at, self._apply_waiting)
 
-    def _apply_listing(self, kvs: Iterable[KeyValue], revision: int) -> Change:
-        listed: dict[str, bytes | None] = {kv.key: kv.value for kv in kvs}
-        absent = self._view.keys - listed.keys() - self._returning
+    def _apply_waiting(self) -> None:
+        """Apply the changes that the watch has delivered since the last time."""
+        if self._apply_timer is not None:
+            self._apply_timer.cancel()
+            self._apply_timer = None
+        if self._waiting:
+            changes, self._waiting = self._waiting, {}
+            self._applied_at = asyncio.get_running_loop().time()
+            self._apply(changes)
+
+    def _apply_listing(self, kvs: Sequence[KeyValue], revision: int) -> Change:
+        """Apply what a listing shows to have changed. Registrations that it shows unchanged cost a comparison."""
+        self._apply_waiting()
+        changes: dict[str, bytes | None] = {kv.key: kv.value for kv in kvs if self._put_at.get(kv.key) != kv.mod_revision}
+        self._put_at = {kv.key: kv.mod_revision for kv in kvs}
+        absent = self._view.keys - self._put_at.keys() - self._returning
+        self._returning -= self._put_at.keys()
         self._revision = revision
-        return self._apply(listed | dict.fromkeys(absent))
+        return self._apply(changes | dict.fromkeys(absent))
 
     def _apply(self, changes: Mapping[str, bytes | None]) -> Change:
         self._returning.difference_update(changes)
@@ -204,10 +245,10 @@ class Directory:
 
     def _notify(self, added: Sequence[Instance] = (), removed: Sequence[Instance] = ()) -> None:
         """Call the subscribers. Without arguments: only marks have changed."""
-        callbacks: list[OnChange] = list(self._on_change)
+        callbacks: list[OnChange] = []
         if added or removed:
             callbacks += [partial(callback, added, removed) for callback in self._on_registrations]
-        for callback in callbacks:
+        for callback in callbacks + self._on_change:
             try:
                 callback()
             except Exception:

@@ -67,7 +67,7 @@ class FeedDirectory(Protocol):
 
     def registered(self) -> Collection[Instance]: ...
 
-    def on_change(self, callback: Callable[[], None]) -> None: ...
+    def on_registrations(self, callback: Callable[[Sequence[Instance], Sequence[Instance]], None]) -> None: ...
 
     def mark_up(self, instance: InstanceId) -> None: ...
 
@@ -132,7 +132,8 @@ class KvFeed:
         self._loop = asyncio.get_running_loop()
         self._sources: dict[Key, _Source] = {}
         self._components: dict[tuple[str, str], _Component] = {}
-        self._registered: set[InstanceId] = set()
+        self._registered: dict[InstanceId, set[str]] = {}
+        """The language models of each registered instance."""
         self._unreadable_updates = Unreadable("a KV update")
         self._unreadable_reports = Unreadable("a load report")
         self._turns = asyncio.Semaphore(_MAX_QUERIES)
@@ -150,22 +151,31 @@ class KvFeed:
         """Whether a language model of this instance is registered. What is published of any other instance is ignored."""
         return instance in self._registered
 
-    def refresh(self) -> None:
-        """Follow new instances, and clear those that are gone."""
+    def registrations_changed(self, added: Sequence[Instance], removed: Sequence[Instance]) -> None:
+        """Follow new instances, and clear those that are gone. One whose card changed is followed as before."""
         present: dict[Key, Instance] = {}
-        self._registered.clear()
-        for instance in self._directory.registered():
+        for instance in removed:
+            self._unregister(instance)
+        for instance in added:
             if instance.card.llm is not None:
-                self._registered.add(instance.id)
+                self._registered.setdefault(instance.id, set()).add(instance.card.name)
                 self._follow_component(instance.endpoint)
                 if instance.card.llm.block_size:
                     present[instance.id, instance.card.name] = instance
-        for key in self._sources.keys() - present.keys():
-            self._drop(self._sources.pop(key))
+        for instance in removed:
+            key = (instance.id, instance.card.name)
+            if key not in present and key in self._sources:
+                self._drop(self._sources.pop(key))
         for key, instance in present.items():
             if key not in self._sources:
                 self._sources[key] = source = _Source(instance)
                 self._catch_up(source)
+
+    def _unregister(self, instance: Instance) -> None:
+        models = self._registered.get(instance.id, set())
+        models.discard(instance.card.name)
+        if not models:
+            self._registered.pop(instance.id, None)
 
     def _drop(self, source: _Source) -> None:
         if source.resync is not None:
@@ -336,8 +346,8 @@ async def open_kv_feed(
     """Keep `caches` and `loads` current while the body runs. Without caches, only the loads."""
     async with running_tasks() as tasks:
         feed = KvFeed(bus, directory, query, caches, loads, history, tasks)
-        directory.on_change(feed.refresh)
-        feed.refresh()
+        directory.on_registrations(feed.registrations_changed)
+        feed.registrations_changed(tuple(directory.registered()), ())
         try:
             yield feed
         finally:

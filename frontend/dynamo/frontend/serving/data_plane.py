@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
@@ -29,7 +29,6 @@ from dynamo.common.errors import (
 )
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard, ModelKind
-from dynamo.common.names import InstanceId
 from dynamo.common.repository import IndexEntry, LoadRequest, UnloadRequest
 from dynamo.common.tensor_request import RequestChecker, TensorRequest
 from dynamo.common.tracing import Tracing
@@ -46,7 +45,7 @@ from dynamo.frontend.serving.call import Call, Client, Link, Work
 from dynamo.frontend.serving.disaggregation import Disaggregation
 from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.generation import Generation
-from dynamo.frontend.serving.model_catalog import ModelCatalog, ModelDirectory, NamedModel
+from dynamo.frontend.serving.model_catalog import CatalogChange, ModelCatalog, ModelDirectory, NamedModel
 from dynamo.frontend.serving.request_scope import RequestScope
 from dynamo.frontend.serving.text_models import TextLoader, TextModel, TextModels
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
@@ -90,9 +89,10 @@ class DataPlane:
         self.reuse = dispatcher.reuse
         self._draining = False
         self._catalog = catalog
-        catalog.on_refresh(self._refreshed)
+        catalog.on_change(self._changed)
         texts.on_change(self._show_readiness_of)
-        catalog.refresh()
+        self._texts.follow(added=[instance.card for instance in directory.registered()])
+        self._show_readiness(catalog.served)
 
     # Models
 
@@ -239,16 +239,17 @@ class DataPlane:
 
     # Following the catalog
 
-    def _refreshed(self, registered: Sequence[Instance], removed: Collection[InstanceId]) -> None:
-        for instance in removed:
+    def _changed(self, change: CatalogChange) -> None:
+        for instance in change.gone:
             self._dispatcher.removed(instance)
-        self._texts.keep(instance.card for instance in registered)
-        self._show_readiness()
+        self._texts.follow([instance.card for instance in change.added], [instance.card for instance in change.removed])
+        self._show_readiness(change.models)
 
-    def _show_readiness(self) -> None:
-        for name, cards in self._catalog.served.items():
+    def _show_readiness(self, models: Iterable[str]) -> None:
+        for name in models:
             self._show_readiness_of(name)
-            self._metrics.describe(cards[0], instances=len(cards), migration_limit=self._settings.retry.migration_limit)
+            card, count = self._catalog.find(name).card, self.models.count(name)
+            self._metrics.describe(card, instances=count, migration_limit=self._settings.retry.migration_limit)
 
     def _show_readiness_of(self, model: str) -> None:
         self._metrics.for_model(model).ready.set(self.model_ready(model))

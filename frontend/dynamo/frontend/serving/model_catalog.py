@@ -6,7 +6,8 @@ A request for a model that is in here and has no instance raises `NoInstances`; 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,8 +31,20 @@ class ModelDirectory(Instances, Protocol):
         """Return the card of a model, by its name, alias or adapter; None if no instance has registered it."""
         ...
 
+    def newest_first(self, name: str) -> Iterator[Instance]:
+        """Yield the registrations of a model, by any of its names, the newest first, including instances marked down."""
+        ...
+
+    def count(self, name: str) -> int:
+        """Return how many registrations `newest_first` yields."""
+        ...
+
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call `callback`, synchronously, whenever the result of `registered` or `instances` changes."""
+        ...
+
+    def on_registrations(self, callback: Callable[[Sequence[Instance], Sequence[Instance]], None]) -> None:
+        """Call `callback(added, removed)`, synchronously, with what `registered` gains and loses."""
         ...
 
 
@@ -44,7 +57,19 @@ class NamedModel:
     checker: RequestChecker
 
 
-OnRefresh = Callable[[Sequence[Instance], Collection[InstanceId]], None]
+@dataclass(frozen=True, slots=True)
+class CatalogChange:
+    """A change of what is registered."""
+
+    added: Sequence[Instance]
+    removed: Sequence[Instance]
+    models: Collection[str]
+    """The models that these belong to and that are served now."""
+    gone: Collection[InstanceId]
+    """The instances that serve no model any more."""
+
+
+OnCatalogChange = Callable[[CatalogChange], None]
 
 
 class ModelCatalog:
@@ -59,22 +84,23 @@ class ModelCatalog:
         self._declared = tuple(declared)
         self._remember_s = remember_s
         self._loop = asyncio.get_running_loop()
-        self._on_refresh: list[OnRefresh] = []
-        self._served: dict[str, list[ModelCard]] = {}
+        self._on_change: list[OnCatalogChange] = []
+        self._served: set[str] = set()
         self._looked_up: dict[tuple[str, str], NamedModel] = {}
         """By the name and version that requests use; all that were looked up since the last change."""
         self._gone: dict[str, tuple[ModelCard, float]] = {}
-        self._instances: set[InstanceId] = set()
-        self._refresh_due = False
+        self._models_of: Counter[InstanceId] = Counter()
+        """How many models each instance serves."""
         self._closed = False
-        directory.on_change(self._changed)
+        directory.on_registrations(self._registrations_changed)
+        self._registrations_changed(tuple(directory.registered()), ())
 
     def __repr__(self) -> str:
         return f"<ModelCatalog {len(self._served)} served, {len(self._gone)} gone, {len(self._declared)} declared>"
 
     @property
-    def served(self) -> Mapping[str, Sequence[ModelCard]]:
-        """The cards of every instance, by model, the newest first."""
+    def served(self) -> Collection[str]:
+        """The names of the models that have instances."""
         return self._served
 
     def find(self, name: str, version: str = "") -> NamedModel:
@@ -91,62 +117,62 @@ class ModelCatalog:
     def cards(self) -> list[ModelCard]:
         """Return one card per model that is served or declared, in order of name."""
         cards = {card.name: card for card in self._declared}
-        cards.update((name, of_instances[0]) for name, of_instances in self._served.items())
+        cards.update((name, card) for name in self._served if (card := self._directory.card(name)) is not None)
         return [cards[name] for name in sorted(cards)]
 
-    def on_refresh(self, callback: OnRefresh) -> None:
-        """Call `callback` after a change, with all registrations, the newest first, and the instances that are gone."""
-        self._on_refresh.append(callback)
-
-    def refresh(self) -> None:
-        """Apply the state of the directory."""
-        self._refresh_due = False
-        if self._closed:
-            return
-        self._looked_up.clear()
-        registered = sorted(self._directory.registered(), key=_started_at, reverse=True)
-        self._set_served(registered)
-        ids = {instance.id for instance in registered}
-        removed, self._instances = self._instances - ids, ids
-        for callback in self._on_refresh:
-            callback(registered, removed)
+    def on_change(self, callback: OnCatalogChange) -> None:
+        """Call `callback`, synchronously, after each change of what is registered."""
+        self._on_change.append(callback)
 
     def close(self) -> None:
         """Ignore further changes of the directory."""
         self._closed = True
 
-    def _changed(self) -> None:
-        """The directory has changed. Changes come in groups, so they are applied together in the next turn of the loop."""
+    def _registrations_changed(self, added: Sequence[Instance], removed: Sequence[Instance]) -> None:
+        if self._closed:
+            return
         self._looked_up.clear()
-        if not self._refresh_due and not self._closed:
-            self._refresh_due = True
-            self._loop.call_soon(self.refresh)
+        models = dict.fromkeys(instance.card.name for instance in (*removed, *added))
+        served = [name for name in models if self._directory.count(name)]
+        self._served.update(served)
+        self._remember_gone(models.keys() - served, removed)
+        change = CatalogChange(added, removed, served, self._count_models(added, removed))
+        for callback in self._on_change:
+            callback(change)
+
+    def _count_models(self, added: Iterable[Instance], removed: Iterable[Instance]) -> list[InstanceId]:
+        """Keep count of the models of each instance; return the instances that have none left."""
+        self._models_of.update(instance.id for instance in added)
+        self._models_of.subtract(instance.id for instance in removed)
+        gone = [instance for instance in dict.fromkeys(instance.id for instance in removed) if not self._models_of[instance]]
+        for instance in gone:
+            del self._models_of[instance]
+        return gone
 
     def _lookup(self, name: str, version: str) -> ModelCard:
         live = self._directory.card(name)
-        cards: Sequence[ModelCard]
+        cards: Iterable[ModelCard]
         if live is not None:
-            cards = self._served.get(live.name, [live])
+            cards = (instance.card for instance in self._directory.newest_first(live.name))
         else:
             now = self._loop.time()
-            lost = [card for card, gone_at in self._gone.values() if now - gone_at < self._remember_s]
-            if self._refresh_due:  # instances that left in this very turn of the loop are not among them yet
-                lost += [cards[0] for cards in self._served.values()]
+            lost = (card for card, gone_at in self._gone.values() if now - gone_at < self._remember_s)
             cards = [card for card in (*lost, *self._declared) if name in (card.name, *other_names(card))][:1]
-        if not cards:
-            raise ModelNotFound(name)
+            if not cards:
+                raise ModelNotFound(name)
         for card in cards:
             if not version or version in card.versions:
                 return card
         raise ModelNotFound(name, version)
 
-    def _set_served(self, registered: Sequence[Instance]) -> None:
+    def _remember_gone(self, models: Collection[str], removed: Iterable[Instance]) -> None:
+        """Remember the newest card of each of the models, which have lost their last instance, for a time."""
         now = self._loop.time()
-        before, self._served = self._served, {}
-        for instance in registered:
-            self._served.setdefault(instance.card.name, []).append(instance.card)
-        for name in before.keys() - self._served.keys():
-            self._gone[name] = (before[name][0], now)
+        self._served.difference_update(models)
+        for instance in sorted(removed, key=_started_at):
+            if instance.card.name in models:
+                self._gone[instance.card.name] = (instance.card, now)
+        for name in models:
             self._metrics.forget(name)
         self._gone = {
             name: (card, gone_at)

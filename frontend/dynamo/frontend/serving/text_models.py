@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias
@@ -114,6 +115,10 @@ class TextModels:
         self._loader = loader
         self._callbacks: list[Callable[[str], None]] = []
         self._entries: dict[_Key, _Entry] = {}
+        self._registrations: Counter[_Key] = Counter()
+        """How many registrations share each text side."""
+        self._unregistered: set[_Key] = set()
+        """Those loaded for a request to a model that has no registration; dropped at the next change."""
         self._tasks = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
@@ -123,26 +128,38 @@ class TextModels:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.keep(())
+        for key in list(self._entries):
+            self._drop(key)
         await self._tasks.__aexit__(None, None, None)  # `error` comes from elsewhere and goes on as it is
 
     def on_change(self, callback: Callable[[str], None]) -> None:
         """Call `callback`, synchronously, with the name of each model that has become ready, or is not ready any more."""
         self._callbacks.append(callback)
 
-    def keep(self, cards: Iterable[ModelCard]) -> None:
-        """Prepare new language models, and forget those that are not among `cards`."""
-        wanted = {_key(card): card for card in cards if card.llm is not None}
-        for key in self._entries.keys() - wanted.keys():
-            entry = self._entries.pop(key)
-            if entry.task is not None:
-                entry.task.cancel()
-            entry.is_ready = False
-            entry.problem = entry.problem or "the model is gone"
-            entry.settled.set()
-        for key, card in wanted.items():
+    def follow(self, added: Iterable[ModelCard] = (), removed: Iterable[ModelCard] = ()) -> None:
+        """Prepare new language models, and forget those whose last registration was removed."""
+        new = [(_key(card), card) for card in added if card.llm is not None]
+        gone = [_key(card) for card in removed if card.llm is not None]
+        self._registrations.update(key for key, _ in new)
+        self._registrations.subtract(gone)
+        for key in dict.fromkeys((*gone, *self._unregistered)):
+            if not self._registrations[key]:
+                del self._registrations[key]
+                self._drop(key)
+        self._unregistered.clear()
+        for key, card in new:
             if key not in self._entries:
                 self._add(key, card)
+
+    def _drop(self, key: _Key) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        if entry.task is not None:
+            entry.task.cancel()
+        entry.is_ready = False
+        entry.problem = entry.problem or "the model is gone"
+        entry.settled.set()
 
     def is_ready(self, card: ModelCard) -> bool:
         """Return whether the model's files are at hand, and could be read if they have been read."""
@@ -153,7 +170,11 @@ class TextModels:
         """Return the text side of a model, loaded now if it is not in memory. Raises Unavailable, DeadlineExceeded."""
         if (model := self._loader.loaded(card)) is not None:
             return model
-        entry = self._entries.get(_key(card)) or self._add(_key(card), card)
+        key = _key(card)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._add(key, card)
+            self._unregistered.add(key)
         longest = asyncio.get_running_loop().time() + _LONGEST_WAIT_S
         try:
             async with asyncio.timeout_at(longest if deadline is None else min(deadline, longest)):
