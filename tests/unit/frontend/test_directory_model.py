@@ -1,0 +1,275 @@
+"""The directory against a model of etcd: whatever happens to registrations and to the watch, the view ends up as the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar, cast
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dynamo.common.discovery import Instance, decode_registration, encode_registration
+from dynamo.common.etcd import Deleted, Etcd, Events, KeyValue, Put, Reset
+from dynamo.common.etcd.errors import EtcdUnavailable
+from dynamo.common.etcd.kv import Listing
+from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.frontend.fleet.directory import DOWN_S, RETURN_S, Directory, open_directory
+from tests.support.virtual_time import VirtualTimeLoop
+
+T = TypeVar("T")
+ENDPOINT = Endpoint()
+RECONCILE_S = 7.0
+SETTLED_S = 2 * max(RETURN_S, DOWN_S)
+
+
+def variant(number: int, model: str, version: str, size: int, adapter: str) -> Instance:
+    """Return a registration; those of a model that differ in size contradict one another."""
+    inputs = (TensorSpec(name="x", datatype="FP32", shape=(size,)),)
+    aliases = (adapter,) if adapter else ()
+    card = ModelCard(name=model, kind=ModelKind.TENSOR, versions=(version,), inputs=inputs, aliases=aliases)
+    id_ = InstanceId(number)
+    # Two instances each have started at the same time.
+    return Instance(id=id_, endpoint=ENDPOINT, subject=ENDPOINT.rpc_subject(id_), card=card, started_at=float(number // 2))
+
+
+registrations = st.builds(
+    variant,
+    number=st.integers(1, 6),
+    model=st.sampled_from(["a", "b"]),
+    version=st.sampled_from(["1", "2"]),
+    size=st.sampled_from([4, 8]),
+    adapter=st.sampled_from(["", "shared"]),
+)
+
+
+class Store:
+    """etcd, with a watch that delivers what a test lets through."""
+
+    def __init__(self) -> None:
+        self.kvs: dict[str, KeyValue] = {}
+        self.revision = 1
+        self.age = 0
+        """How often the history was lost."""
+        self._log: list[Events] = []
+        self._released = 0
+        self._connected = True
+        self._compacted = 0
+        self._changed = asyncio.Event()
+
+    # What workers and operators do
+
+    def put(self, key: str, value: bytes) -> None:
+        self.revision += 1
+        self.kvs[key] = kv = KeyValue(key, value, self.revision)
+        self._record(Put(kv))
+
+    def delete(self, *keys: str) -> None:
+        """Delete keys in one revision, as when a lease expires."""
+        present = [key for key in keys if key in self.kvs]
+        if present:
+            self.revision += 1
+            for key in present:
+                del self.kvs[key]
+            self._record(*(Deleted(key, self.revision) for key in present))
+
+    def compact(self) -> None:
+        self._compacted = self.revision
+
+    def lose_history(self, kept: int) -> None:
+        """Begin anew with the first few keys, at a revision that was there before."""
+        self.age += 1
+        self.revision = self._compacted = self._released = 1 + kept
+        kvs = list(self.kvs.values())[:kept]
+        self.kvs = {kv.key: KeyValue(kv.key, kv.value, 2 + number) for number, kv in enumerate(kvs)}
+        self._log = []
+        self._changed.set()
+
+    def connect(self, connected: bool) -> None:
+        self._connected = connected
+        self._changed.set()
+
+    def release(self, revision: int) -> None:
+        """Let the watch deliver changes up to `revision`."""
+        self._released = max(self._released, revision)
+        self._changed.set()
+
+    def _record(self, *events: Put | Deleted) -> None:
+        self._log.append(Events(events, self.revision))
+
+    # What the directory calls
+
+    async def range(self, key: str, *, prefix: bool) -> Listing:
+        if not self._connected:
+            raise EtcdUnavailable("etcd is away")
+        return Listing(tuple(self.kvs.values()), self.revision)
+
+    async def watch(
+        self, prefix: str, on_connected: Callable[[bool], None] = lambda connected: None
+    ) -> AsyncGenerator[Events | Reset, None]:
+        seen, age, was_connected = 0, self.age, False
+        while True:
+            self._changed.clear()
+            if self._connected != was_connected:
+                was_connected = self._connected
+                on_connected(was_connected)
+                if was_connected and (not seen or seen < self._compacted or age != self.age):
+                    history_lost, age, seen = age != self.age, self.age, self.revision
+                    yield Reset(tuple(self.kvs.values()), self.revision, history_lost)
+                    continue
+            elif self._connected and age != self.age:  # the old store closes the connection
+                was_connected = False
+                continue
+            due = [events for events in self._log if seen < events.revision <= self._released] if self._connected else []
+            if due:
+                seen = due[0].revision
+                yield due[0]
+            else:
+                await self._changed.wait()
+
+
+class DirectoryAndStore(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = VirtualTimeLoop()
+        self.run(self._open())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    async def _open(self) -> None:
+        self.store = Store()
+        self.stack = AsyncExitStack()
+        etcd = cast(Etcd, self.store)
+        self.directory: Directory = await self.stack.enter_async_context(open_directory(etcd, None, reconcile_s=RECONCILE_S))
+        self.summed: list[Instance] = []
+        """What the changes, added up, say to be registered."""
+        self.directory.on_registrations(self._changed)
+
+    def _changed(self, added: Sequence[Instance], removed: Sequence[Instance]) -> None:
+        for instance in removed:
+            self.summed.remove(instance)
+        self.summed += added
+
+    @initialize(instances=st.lists(registrations, max_size=6))
+    def begin(self, instances: list[Instance]) -> None:
+        for instance in instances:
+            self.put(instance)
+
+    @rule(instance=registrations)
+    def put(self, instance: Instance) -> None:
+        self.store.put(instance.key, encode_registration(instance))
+
+    @rule(instance=registrations)
+    def put_garbage(self, instance: Instance) -> None:
+        self.store.put(instance.key, b"garbage")
+
+    @rule(instance=registrations)
+    def delete(self, instance: Instance) -> None:
+        self.store.delete(instance.key)
+
+    @rule(number=st.integers(1, 6))
+    def expire_lease(self, number: int) -> None:
+        self.store.delete(*(key for key in self.store.kvs if key.endswith(f"/{number:x}")))
+
+    @rule()
+    def compact(self) -> None:
+        self.store.compact()
+
+    @rule(connected=st.booleans())
+    def cut_or_mend(self, connected: bool) -> None:
+        self.store.connect(connected)
+        self.wait(0.0)
+
+    @rule(kept=st.integers(0, 3))
+    def lose_history(self, kept: int) -> None:
+        self.store.lose_history(min(kept, len(self.store.kvs)))
+        self.wait(0.0)
+
+    @rule(held_back=st.integers(0, 3))
+    def deliver(self, held_back: int) -> None:
+        self.store.release(self.store.revision - held_back)
+        self.wait(0.0)
+
+    @rule(number=st.integers(1, 6), is_down=st.booleans())
+    def mark(self, number: int, is_down: bool) -> None:
+        async def mark() -> None:
+            mark_one = self.directory.mark_down if is_down else self.directory.mark_up
+            mark_one(InstanceId(number))
+
+        self.run(mark())
+        if is_down:
+            assert all(instance.id != number for name in ("a", "b") for instance in self.directory.instances(name))
+
+    @rule(seconds=st.sampled_from([0.0, 0.02, 0.1, 8.0]))
+    def wait(self, seconds: float) -> None:
+        async def pass_time() -> None:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            await asyncio.sleep(seconds)
+
+        self.run(pass_time())
+
+    @rule()
+    def settle(self) -> None:
+        """Mend everything, and compare the view with the store."""
+        self.store.connect(True)
+        self.store.release(self.store.revision)
+        self.wait(SETTLED_S)
+        for name, expected in expected_view(self.store).items():
+            assert list(self.directory.instances(name)) == expected
+        for name in ("a", "b"):
+            newest = max(self.directory.instances(name), key=_age, default=None)
+            assert self.directory.card(name) == (None if newest is None else newest.card)
+            assert self.directory.count(name) == len(self.directory.instances(name))
+
+    @invariant()
+    def changes_add_up_to_the_view(self) -> None:
+        assert sorted(self.summed, key=_key) == sorted(self.directory.registered(), key=_key)
+
+    @invariant()
+    def only_registered_instances_serve(self) -> None:
+        registered = set(map(_key, self.directory.registered()))
+        for name in ("a", "b"):
+            assert {instance.key for instance in self.directory.instances(name)} <= registered
+
+    def teardown(self) -> None:
+        self.settle()
+        self.run(self.stack.aclose())
+        self.loop.close()
+
+
+def _key(instance: Instance) -> str:
+    return instance.key
+
+
+def _age(instance: Instance) -> tuple[float, InstanceId]:
+    return instance.started_at, instance.id
+
+
+def expected_view(store: Store) -> dict[str, list[Instance]]:
+    """Return the instances that serve each model, in order of id: those of the most frequent size, at a tie of the oldest.
+
+    And those that serve `shared`, the alias: of the model whose instance with it is the oldest.
+    """
+    result: dict[str, list[Instance]] = {"a": [], "b": []}
+    readable = [decode_registration(kv.key, kv.value) for kv in store.kvs.values() if kv.value != b"garbage"]
+    for name in result:
+        groups: dict[int, list[Instance]] = {}
+        for instance in readable:
+            if instance.card.name == name:
+                groups.setdefault(instance.card.inputs[0].shape[0], []).append(instance)
+        if groups:
+            chosen = min(groups.values(), key=lambda group: (-len(group), min(map(_age, group))))
+            result[name] = sorted(chosen, key=lambda instance: instance.id)
+    with_alias = [instance for instances in result.values() for instance in instances if instance.card.aliases]
+    oldest = min(with_alias, key=_age, default=None)
+    result["shared"] = [] if oldest is None else [each for each in with_alias if each.card.name == oldest.card.name]
+    return result
+
+
+TestDirectoryAndStore = DirectoryAndStore.TestCase
+TestDirectoryAndStore.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
