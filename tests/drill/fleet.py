@@ -1,41 +1,56 @@
-"""A fleet whose processes reach nats-server through a proxy each, and load that notes every failure and every wait."""
+"""A fleet whose processes reach etcd and nats-server through a proxy each, and what its processes hold."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
-from urllib.parse import urlsplit
 
-import grpc
+import httpx2
 
-from tests.support.fleet import Client, Fleet, FleetFrontend, FleetWorker, connect, echo_request
+from tests.drill.backends import Backends, Links, open_links
+from tests.support.fleet import Fleet, FleetFrontend, FleetWorker
 from tests.support.processes import Process
-from tests.support.proxy import Proxy, start_proxy
-from tests.support.servers import EtcdServer, NatsServer
+from tests.support.servers import free_ports
 
-_RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_POLL_S = 0.5
+MODELS = ("echo", "sim", "faulty", "stream")
+_OWN = Path(__file__).with_name("model.py")
+_FLAGS = [
+    part
+    for model in ("echo", "sim:blocks=4000,speedup=2,seed=3", f"{_OWN}:Faulty", f"{_OWN}:Stream")
+    for part in ("--model", model)
+]
 
 
 @dataclass(frozen=True)
-class _Address:
-    """In the place of a NatsServer, for processes that go through a proxy."""
+class Held:
+    """What the processes of a fleet hold together."""
 
-    url: str
+    memory_mib: int
+    files: int
+    open_requests: int
+    """Streams and requests that are open in frontends and workers."""
+    credit_mib: int
+    """What peers may yet send at once, of all processes."""
+
+    def exceeds(self, before: Held) -> bool:
+        """Whether more files are open, or less credit is free. Memory is returned to the system later, if at all."""
+        return self.files > before.files or self.credit_mib < before.credit_mib
 
 
 class DrilledFleet(Fleet):
-    """As Fleet, with a proxy between each process and nats-server."""
+    """As Fleet, with proxies between each process and the servers."""
 
-    def __init__(self, etcd: EtcdServer, nats: NatsServer, namespace: str, model: Sequence[str]) -> None:
-        super().__init__(etcd, nats, namespace, model)
-        self.real_nats = nats
-        self._proxies: dict[int, Proxy] = {}
+    def __init__(self, backends: Backends, namespace: str, worker_flags: Sequence[str] = ()) -> None:
+        super().__init__(backends.etcd[0], backends.nats[0], namespace, [*_FLAGS, *worker_flags])
+        self.backends = backends
+        self._links: dict[int, Links] = {}
+        self._status_ports: dict[int, int] = {}
         self._proxy_stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -46,112 +61,77 @@ class DrilledFleet(Fleet):
         await super().__aexit__(kind, error, trace)
         await self._proxy_stack.__aexit__(kind, error, trace)
 
+    async def start(self, *, workers: int = 1, frontends: int = 1, frontend_flags: Sequence[str] = ()) -> None:
+        await super().start(workers=workers, frontends=frontends, frontend_flags=frontend_flags)
+        for front in self.frontends:
+            await front.process.serves(*MODELS)
+
     async def add_worker(self, *flags: str) -> FleetWorker:
-        proxy = await self._next_proxy()
-        worker = await super().add_worker(*flags)
-        self._proxies[worker.pid] = proxy
+        links = await self._next_links()
+        [port] = free_ports(1)
+        worker = await super().add_worker("--status-port", str(port), *flags)
+        self._links[worker.pid] = links
+        self._status_ports[worker.pid] = port
         return worker
 
     async def add_frontend(self, *flags: str) -> FleetFrontend:
-        proxy = await self._next_proxy()
+        links = await self._next_links()
         frontend = await super().add_frontend(*flags)
-        self._proxies[frontend.process.process.pid] = proxy
+        self._links[frontend.process.process.pid] = links
         return frontend
 
-    def proxy_of(self, process: Process) -> Proxy:
-        return self._proxies[process.process.pid]
+    def links_of(self, process: Process) -> Links:
+        return self._links[process.process.pid]
 
     async def replace_worker(self, number: int) -> None:
-        """Start a worker in the place of one that ended; it is at the end of the list."""
+        """Start a worker in the place of one that ended."""
         worker = await self.add_worker()
-        self.workers[number] = worker
-        self.workers.pop()
+        self.workers[number] = self.workers.pop()
         await worker.serving()
 
     async def replace_frontend(self, number: int) -> None:
+        """Start a frontend in the place of one that ended; until it serves, callers do not use it."""
         frontend = await self.add_frontend()
+        self.frontends.remove(frontend)
+        await frontend.process.serves(*MODELS)
         self.frontends[number] = frontend
-        self.frontends.pop()
-        await frontend.process.serves("echo")
 
-    async def _next_proxy(self) -> Proxy:
-        port = urlsplit(self.real_nats.url).port
-        assert port is not None
-        proxy = await self._proxy_stack.enter_async_context(start_proxy(port))
-        self.nats = cast(Any, _Address(f"nats://127.0.0.1:{proxy.port}"))
-        return proxy
+    async def held(self) -> Held:
+        """Return what the live processes hold. Raises httpx2.TransportError while one of them does not respond."""
+        pids = [process.process.pid for process in self.processes]
+        urls = [f"http://127.0.0.1:{front.process.http_port}/metrics" for front in self.frontends]
+        urls += [f"http://127.0.0.1:{self._status_ports[worker.pid]}/metrics" for worker in self.workers]
+        async with httpx2.AsyncClient(timeout=10.0) as client:
+            texts = [(await client.get(url)).text for url in urls]
+        return Held(
+            memory_mib=sum(map(_resident_kib, pids)) // 1024,
+            files=sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids),
+            open_requests=int(sum(_metric(text, "_open_streams", "_inflight_requests") for text in texts)),
+            credit_mib=int(sum(_metric(text, "_free_credit_bytes") for text in texts)) // 2**20,
+        )
 
+    async def idle(self, within_s: float, before: Held | None = None) -> Held:
+        """Return what is held once no request is open and no more is held than `before`, or when the time is over."""
+        held = await self.held()
+        with suppress(TimeoutError):  # the caller compares
+            async with asyncio.timeout(within_s):
+                while held.open_requests or (before and held.exceeds(before)):
+                    await asyncio.sleep(_POLL_S)
+                    held = await self.held()
+        return held
 
-@dataclass
-class Load:
-    """Paced requests to all frontends; a request that finds its frontend gone goes to another one, once a moment."""
-
-    fleet: DrilledFleet
-    per_s: float
-    size: int = 4096
-    """Bytes of a request."""
-    count: int = 0
-    failures: list[str] = field(default_factory=list)
-    excused: int = 0
-    """Requests whose connection broke, and that another frontend answered."""
-    longest_s: float = 0.0
-    durations: list[float] = field(default_factory=list)
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Send requests at a steady pace until `stop`, and wait for the last ones."""
-        async with AsyncExitStack() as stack:  # the connections close when the last request is over
-            clients: dict[str, Client] = {}
-            async with asyncio.TaskGroup() as tasks:
-                await self._pace(stop, clients, tasks, stack)
-
-    async def _pace(
-        self, stop: asyncio.Event, clients: dict[str, Client], tasks: asyncio.TaskGroup, stack: AsyncExitStack
-    ) -> None:
-        number = 0
-        while not stop.is_set():
-            frontend = self.fleet.frontends[number % len(self.fleet.frontends)]
-            if frontend.target not in clients:
-                clients[frontend.target] = await stack.enter_async_context(connect(frontend.target))
-            tasks.create_task(self._request(number, clients[frontend.target], clients))
-            number += 1
-            await asyncio.sleep(1 / self.per_s)
-
-    async def _request(self, number: int, client: Client, clients: dict[str, Client]) -> None:
-        data = number.to_bytes(8, "little") * (self.size // 8)
-        begun = time.monotonic()
-        try:
-            await self._until_answered(data, client, clients)
-        except grpc.aio.AioRpcError as error:
-            self.failures.append(f"{error.code().name}: {error.details()}")
-        except AssertionError:
-            self.failures.append("wrong response")
-        self.count += 1
-        took = time.monotonic() - begun
-        self.durations.append(took)
-        self.longest_s = max(self.longest_s, took)
-
-    async def _until_answered(self, data: bytes, client: Client, clients: dict[str, Client]) -> None:
-        request = echo_request(data)
-        try:
-            response = await client.infer(request, 60.0)
-        except grpc.aio.AioRpcError as error:
-            # A frontend that is gone, or on its way out, refuses; clients with a balancer in front go elsewhere.
-            targets = [frontend.target for frontend in self.fleet.frontends if frontend.process.process.returncode is None]
-            elsewhere = [clients[target] for target in targets if clients.get(target, client) is not client]
-            if error.code() not in _RETRIED or not elsewhere or self._is_from_the_fleet(error):
-                raise
-            self.excused += 1
-            response = await elsewhere[0].infer(request, 60.0)
-        assert list(response.raw_output_contents) == [data]
-
-    @staticmethod
-    def _is_from_the_fleet(error: grpc.aio.AioRpcError) -> bool:
-        """Whether a frontend said so, rather than the connection to it."""
-        return "instance" in (error.details() or "") or "worker" in (error.details() or "")
+    async def _next_links(self) -> Links:
+        links = await open_links(self.backends, self._proxy_stack)
+        self.etcd = self.nats = cast(Any, links)  # which the process that starts next is given
+        return links
 
 
-def resources(pid: int) -> tuple[int, int]:
-    """Return resident memory in KiB and the number of open files of a process."""
+def _resident_kib(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
-    rss = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-    return rss, len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+
+
+def _metric(text: str, *endings: str) -> float:
+    """Return the sum of the metrics whose names end so, over all their labels."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.partition("{")[0].partition(" ")[0].endswith(endings))

@@ -13,16 +13,12 @@ from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.kv_stream import KvStream
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.options import NatsOptions
-from tests.support.servers import NatsServer, free_ports, start_nats
+from tests.support.servers import start_nats_cluster
 
 
 async def test_files_and_the_record_of_kv_events_outlive_one_server_of_a_cluster(tmp_path: Path) -> None:
-    routes = free_ports(3)
-    async with AsyncExitStack() as stack:
-        starting = [
-            stack.enter_async_context(start_nats(tmp_path / f"n{number}", config=_cluster(number, routes))) for number in range(3)
-        ]
-        servers: list[NatsServer] = await asyncio.gather(*starting)
+    async with start_nats_cluster(tmp_path) as cluster, AsyncExitStack() as stack:
+        servers = cluster.servers
         urls = tuple(server.url for server in servers)
         writer = await stack.enter_async_context(connect_nats(NatsOptions(servers=urls), "writer"))
         async with asyncio.timeout(30):
@@ -39,11 +35,6 @@ async def test_files_and_the_record_of_kv_events_outlive_one_server_of_a_cluster
                     break
                 except Unavailable:  # a new leader is being elected
                     await asyncio.sleep(0.1)
-
-
-def _cluster(number: int, ports: list[int]) -> str:
-    routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
-    return f'server_name: "n{number}"\ncluster {{ name: "test", listen: "127.0.0.1:{ports[number]}", routes: [{routes}] }}\n'
 
 
 async def _put(store: FileStore, data: bytes) -> str:

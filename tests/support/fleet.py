@@ -18,7 +18,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -111,7 +111,9 @@ class Client:
         headers = [(name.replace("_", "-"), value) for name, value in metadata.items()]
         return pb.ModelInferResponse.FromString(await self._infer(request, timeout=timeout_s, metadata=headers))
 
-    async def stream(self, requests: Sequence[bytes], timeout_s: float = 60.0) -> AsyncIterator[pb.ModelStreamInferResponse]:
+    async def stream(
+        self, requests: Sequence[bytes], timeout_s: float = 60.0
+    ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """Return the messages that one ModelStreamInfer call with these requests gets."""
 
         async def sent() -> AsyncIterator[bytes]:

@@ -7,16 +7,21 @@ and `restart()`. Tests that only need one to be there take the fixtures `etcd_se
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
+
+import httpx2
 
 from dynamo.local.servers import EtcdServer, NatsServer, Server, ServerTls, etcd_binary, free_ports
 
 __all__ = [
     "ETCD_FLAGS",
+    "Cluster",
     "EtcdServer",
     "NatsServer",
     "Server",
@@ -25,11 +30,16 @@ __all__ = [
     "free_ports",
     "serving",
     "start_etcd",
+    "start_etcd_cluster",
     "start_nats",
+    "start_nats_cluster",
 ]
 
 ETCD_FLAGS = ("--grpc-keepalive-min-time", "100ms", "--heartbeat-interval", "20", "--election-timeout", "200")
 """A client may ping as often as a test likes; a restart takes 0.3 s and not 1.5; and a lease may be as short as 1 s."""
+
+_LEADER_TIMEOUT_S = 20.0
+_POLL_S = 0.05
 
 S = TypeVar("S", bound=Server)
 
@@ -71,6 +81,82 @@ async def _running(server: S) -> AsyncIterator[S]:
         raise
     finally:
         await server.stop()
+
+
+@dataclass(frozen=True)
+class Cluster(Generic[S]):
+    """Three servers of one kind that form a cluster. Each may be killed and restarted."""
+
+    servers: tuple[S, ...]
+    find_leader: Callable[[], Awaitable[S]]
+    """Return the server that leads now, of nats-server the leader of JetStream. Raises TimeoutError."""
+
+
+@asynccontextmanager
+async def start_nats_cluster(folder: Path) -> AsyncIterator[Cluster[NatsServer]]:
+    """Three nats-servers for the body, with JetStream."""
+    ports = free_ports(6)
+    routes, monitors = ports[:3], ports[3:]
+    async with _all_running(
+        [NatsServer(folder / f"n{number}", config=_nats_member(number, routes, monitors)) for number in range(3)]
+    ) as servers:
+
+        async def find_leader() -> NatsServer:
+            async with asyncio.timeout(_LEADER_TIMEOUT_S), httpx2.AsyncClient(timeout=1.0) as client:
+                while True:
+                    for server, port in zip(servers, monitors, strict=True):
+                        with suppress(httpx2.TransportError):
+                            url = f"http://127.0.0.1:{port}"
+                            name = (await client.get(f"{url}/varz")).json()["server_name"]
+                            if (await client.get(f"{url}/jsz")).json()["meta_cluster"].get("leader") == name:
+                                return server
+                    await asyncio.sleep(_POLL_S)
+
+        yield Cluster(servers, find_leader)
+
+
+def _nats_member(number: int, ports: Sequence[int], monitors: Sequence[int]) -> str:
+    routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
+    cluster = f'cluster {{ name: "test", listen: "127.0.0.1:{ports[number]}", routes: [{routes}] }}'
+    return f'{cluster}\nhttp: "127.0.0.1:{monitors[number]}"\n'
+
+
+@asynccontextmanager
+async def start_etcd_cluster(folder: Path) -> AsyncIterator[Cluster[EtcdServer]]:
+    """An etcd of three members for the body."""
+    peers = [f"http://127.0.0.1:{port}" for port in free_ports(3)]
+    members = [
+        EtcdServer(folder / f"m{number}", fsync=False, extra_flags=[*ETCD_FLAGS, *_etcd_member(number, peers)])
+        for number in range(3)
+    ]
+    async with _all_running(members) as servers:
+
+        async def find_leader() -> EtcdServer:
+            async with asyncio.timeout(_LEADER_TIMEOUT_S):
+                while True:
+                    for server in servers:
+                        with suppress(subprocess.CalledProcessError):
+                            text = await asyncio.to_thread(etcdctl, server.endpoint, "endpoint", "status", "-w", "json")
+                            [status] = [entry["Status"] for entry in json.loads(text)]
+                            if status["leader"] == status["header"]["member_id"]:
+                                return server
+                    await asyncio.sleep(_POLL_S)
+
+        yield Cluster(servers, find_leader)
+
+
+def _etcd_member(number: int, peers: Sequence[str]) -> list[str]:
+    """The flags that make a member of a cluster of what EtcdServer starts: of a flag given twice etcd takes the last."""
+    return [
+        *("--name", f"m{number}", "--listen-peer-urls", peers[number], "--initial-advertise-peer-urls", peers[number]),
+        *("--initial-cluster", ",".join(f"m{other}={peer}" for other, peer in enumerate(peers))),
+    ]
+
+
+@asynccontextmanager
+async def _all_running(servers: Sequence[S]) -> AsyncIterator[tuple[S, ...]]:
+    async with AsyncExitStack() as stack:  # started side by side: a member is ready when the cluster has a leader
+        yield tuple(await asyncio.gather(*(stack.enter_async_context(_running(server)) for server in servers)))
 
 
 @contextmanager
