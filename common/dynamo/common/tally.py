@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
@@ -73,6 +73,19 @@ class Spread:
         self._is_empty = True
 
 
+class Reading:
+    """A gauge that shows what a function returns."""
+
+    __slots__ = ("_gauge", "_read")
+
+    def __init__(self, gauge: Gauge, read: Callable[[], float]) -> None:
+        self._gauge = gauge
+        self._read = read
+
+    def flush(self) -> None:
+        self._gauge.set(self._read())
+
+
 class Tally(Collector):
     """All pending increments and observations of one registry. It exports no metrics itself.
 
@@ -81,7 +94,7 @@ class Tally(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._waiting: list[Amount | Spread] = []
+        self._waiting: list[Amount | Spread | Reading] = []
         self._thread = threading.get_ident()
         registry.register(self)  # collectors are collected in the order of their registration
 
@@ -95,6 +108,10 @@ class Tally(Collector):
         made = Spread(histogram, labels)
         self._waiting.append(made)
         return made
+
+    def show(self, gauge: Gauge, read: Callable[[], float]) -> None:
+        """Set a gauge to what `read` returns, at each flush, and so on the event loop, unlike `set_function`."""
+        self._waiting.append(Reading(gauge, read))
 
     def flush(self) -> None:
         for waiting in self._waiting:

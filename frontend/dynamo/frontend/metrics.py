@@ -23,11 +23,11 @@ from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 if TYPE_CHECKING:
     from dynamo.common.tracing import Span
 
-SHORT_SECONDS = (*(0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1), 1.0)
+SHORT_SECONDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02, 0.1)
 """Of what is computed between two requests."""
-TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-BLOCKS = (0, *(1 << power for power in range(16)))
-RATIOS = tuple(step / 20 for step in range(21))
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+BLOCKS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)
+RATIOS = tuple(step / 10 for step in range(11))
 
 UNKNOWN_MODEL = "unknown_model"
 """Label of names that no instance serves: clients choose them, so they may not become labels."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from dynamo.common import scrape as scraping
 from dynamo.common.errors import Unavailable
 from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.config import FrontendConfig, RouterOptions, Thresholds
 from dynamo.frontend.metrics import RequestType
-from dynamo.frontend.wiring import metrics as wiring_metrics
 from dynamo.frontend.wiring.links import Links
 from dynamo.frontend.wiring.metrics import Metrics
 from dynamo.frontend.wiring.routing import make_control
@@ -20,13 +20,13 @@ from dynamo.frontend.wiring.routing import make_control
 
 async def test_a_scrape_is_made_on_another_thread_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
-    render = wiring_metrics.render
+    render = scraping.render
 
     def noted(*arguments: Any) -> tuple[bytes, str]:
         threads.append(threading.get_ident())
         return render(*arguments)
 
-    monkeypatch.setattr(wiring_metrics, "render", noted)
+    monkeypatch.setattr(scraping, "render", noted)
     metrics = Metrics()
     metrics.frontend.for_model("m").start("tensor", RequestType.UNARY).finish()
     first, second = await asyncio.gather(metrics.scrape(), metrics.scrape())

@@ -14,6 +14,7 @@ from dynamo.common.errors import EngineError, NoInstances, ShuttingDown, Unavail
 from dynamo.common.generation import Delta, GenerateRequest, Stop, Summary, pack_tokens, request_encoder
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.scrape import Scraper
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.serve import ServedModel, Service
 from dynamo.worker.sleep import Sleeper
@@ -93,7 +94,7 @@ class Worker:
         await self.service.generate(FakeIncoming(request_encoder.encode(request)))
 
     def client(self, *, allow_sleep: bool = True) -> httpx2.AsyncClient:
-        app: Any = status_app(self.status, CollectorRegistry(), allow_sleep=allow_sleep)
+        app: Any = status_app(self.status, Scraper(CollectorRegistry(), ()).scrape, allow_sleep=allow_sleep)
         return httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://worker")
 
 

@@ -39,6 +39,7 @@ from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.repository import RepositoryInstance
+from dynamo.common.scrape import Scraper
 from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry
 from dynamo.common.tracing import Tracing, open_tracing
 from dynamo.worker.config import WorkerConfig
@@ -311,7 +312,7 @@ async def _open_observers(config: WorkerConfig, identity: Identity, stack: Async
     status = Status(identity.endpoint, identity.instance)
     metrics = WorkerMetrics(registry, identity.endpoint, identity.instance)
     runtime = RuntimeMetrics(registry, role="worker", version=project_version())
-    port = await stack.enter_async_context(serve_status(config.status, status, registry))
+    port = await stack.enter_async_context(serve_status(config.status, status, Scraper(registry, (metrics.tally,)).scrape))
     attributes = {"service.instance.id": f"{identity.instance:x}", "dynamo.endpoint": str(identity.endpoint)}
     tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-worker", attributes))
     await stack.enter_async_context(running(metrics.link.measure_lag(), "lag of the event loop"))

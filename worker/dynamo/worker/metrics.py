@@ -49,7 +49,7 @@ class WorkerMetrics:
         self.hit_rate = self._gauge("kv_cache_hit_rate", "Share of all prompt tokens found in the prefix cache, 0 to 1.")
         uptime = Gauge("dynamo_component_uptime_seconds", "Since the start of the process.", _NAMES, registry=registry)
         started = time.monotonic()
-        uptime.labels(*self._labels).set_function(lambda: time.monotonic() - started)
+        self.tally.show(uptime.labels(*self._labels), lambda: time.monotonic() - started)
         self.link = LinkMetrics(registry, "dynamo_component", dict(zip(_NAMES, self._labels, strict=True)))
         self._models: dict[str, WorkerModelMetrics] = {}
 
@@ -110,13 +110,13 @@ class WorkerModelMetrics:
             self._generations = _Generations(self._worker, self._labels)
 
     def _show_load(self, load: Callable[[], EngineLoad]) -> None:
-        worker, labels = self._worker, self._labels
-        worker.waiting.labels(*labels).set_function(lambda: load().waiting)
-        worker.running.labels(*labels).set_function(lambda: load().running)
-        worker.queued_tokens.labels(*labels).set_function(lambda: load().queued_prefill_tokens)
-        worker.total_blocks.labels(*labels).set_function(lambda: load().total_blocks)
-        worker.active_blocks.labels(*labels).set_function(lambda: load().active_blocks)
-        worker.cache_usage.labels(*labels).set_function(lambda: _share(load().active_blocks, load().total_blocks))
+        worker, labels, show = self._worker, self._labels, self._worker.tally.show
+        show(worker.waiting.labels(*labels), lambda: load().waiting)
+        show(worker.running.labels(*labels), lambda: load().running)
+        show(worker.queued_tokens.labels(*labels), lambda: load().queued_prefill_tokens)
+        show(worker.total_blocks.labels(*labels), lambda: load().total_blocks)
+        show(worker.active_blocks.labels(*labels), lambda: load().active_blocks)
+        show(worker.cache_usage.labels(*labels), lambda: _share(load().active_blocks, load().total_blocks))
 
     def generated(self, summary: Summary) -> None:
         """Count a complete generation."""
@@ -135,7 +135,7 @@ class _Generations:
         self._prompt = tally.amount(worker.prompt_tokens.labels(*labels))
         self._cached = tally.amount(worker.cached_tokens.labels(*labels))
         self._prompt_ever = self._cached_ever = 0
-        worker.hit_rate.labels(*labels).set_function(lambda: _share(self._cached_ever, self._prompt_ever))
+        tally.show(worker.hit_rate.labels(*labels), lambda: _share(self._cached_ever, self._prompt_ever))
 
     def add(self, summary: Summary) -> None:
         self._queue_time.observe(summary.queue_ms / 1000)

@@ -15,23 +15,24 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from urllib.parse import parse_qs
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from dynamo.common.asgi import ASGIApp, Receive, Scope, Send
 from dynamo.common.errors import Code, DynamoError, InvalidRequest
 from dynamo.common.http_server import serve_asgi
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.common.telemetry import render
 from dynamo.worker.config import StatusOptions
 from dynamo.worker.sleep import Sleeper
 
 _JSON = b"application/json"
 _REFUSALS = {Code.INVALID_REQUEST: 400, Code.UNSUPPORTED: 501, Code.UNAVAILABLE: 503}
+Scrape: TypeAlias = Callable[[], Awaitable[tuple[bytes, str]]]
+"""Returns the text of a metrics scrape and its content type."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -140,20 +141,20 @@ class Status:
         )
 
 
-def status_app(status: Status, registry: CollectorRegistry, *, allow_sleep: bool = False) -> ASGIApp:
+def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False) -> ASGIApp:
     """Return the app with `/health`, `/live`, `/metrics`, and vLLM's `/sleep`, `/wake_up`, `/is_sleeping`."""
 
-    def live() -> tuple[int, bytes, bytes]:
+    async def live() -> tuple[int, bytes, bytes]:
         return 200, b'{"status":"live"}', _JSON
 
-    def health() -> tuple[int, bytes, bytes]:
+    async def health() -> tuple[int, bytes, bytes]:
         return 200 if status.is_ready else 503, status.to_json(), _JSON
 
-    def metrics() -> tuple[int, bytes, bytes]:
-        text, kind = render(registry)
+    async def metrics() -> tuple[int, bytes, bytes]:
+        text, kind = await scrape()
         return 200, text, kind.encode()
 
-    def is_sleeping() -> tuple[int, bytes, bytes]:
+    async def is_sleeping() -> tuple[int, bytes, bytes]:
         sleeping = status.sleeper is not None and status.sleeper.is_sleeping
         return 200, msgspec.json.encode({"is_sleeping": sleeping}), _JSON
 
@@ -177,7 +178,7 @@ def status_app(status: Status, registry: CollectorRegistry, *, allow_sleep: bool
         except DynamoError as error:
             _log.warning("%s was refused: %s", scope["path"], error)
             return _REFUSALS.get(error.code, 500), msgspec.json.encode({"error": str(error)}), _JSON
-        return is_sleeping()
+        return await is_sleeping()
 
     pages = {"/live": live, "/health": health, "/metrics": metrics, "/is_sleeping": is_sleeping}
     orders = {"/sleep": sleep, "/wake_up": wake_up}
@@ -193,7 +194,7 @@ def status_app(status: Status, registry: CollectorRegistry, *, allow_sleep: bool
         elif scope["method"] not in ("GET", "HEAD"):
             code, body, kind = 405, b'{"error":"only GET is allowed"}', _JSON
         else:
-            code, body, kind = page()
+            code, body, kind = await page()
         headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": code, "headers": headers})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
@@ -202,7 +203,7 @@ def status_app(status: Status, registry: CollectorRegistry, *, allow_sleep: bool
 
 
 @asynccontextmanager
-async def serve_status(options: StatusOptions, status: Status, registry: CollectorRegistry) -> AsyncIterator[int | None]:
+async def serve_status(options: StatusOptions, status: Status, scrape: Scrape) -> AsyncIterator[int | None]:
     """Serve the status port while the body runs and yield its number; None without `--status-port`.
 
     Raises ConfigError if the port cannot be opened.
@@ -211,6 +212,6 @@ async def serve_status(options: StatusOptions, status: Status, registry: Collect
         yield None
         return
     listener = open_listener(options.host, options.port, flag="--status-port")
-    async with serve_asgi(listener, status_app(status, registry, allow_sleep=options.allow_sleep)) as server:
+    async with serve_asgi(listener, status_app(status, scrape, allow_sleep=options.allow_sleep)) as server:
         _log.info("status on %s:%d", options.host, server.port)
         yield server.port

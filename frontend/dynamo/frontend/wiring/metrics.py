@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from dynamo.common.background import awaited, running
+from dynamo.common.background import running
 from dynamo.common.config import project_version
-from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry, render
+from dynamo.common.scrape import Scraper
+from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry
 from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics, RouterMetrics
 from dynamo.frontend.wiring.links import Links
@@ -32,18 +33,11 @@ class Metrics:
         self.link = LinkMetrics(self._registry, "dynamo_frontend")
         self.runtime = RuntimeMetrics(self._registry, role="frontend", version=project_version())
         self._tallies = (self.frontend.tally, self.grpc.tally)
-        self._scrape: asyncio.Task[tuple[bytes, str]] | None = None
+        self._scraper = Scraper(self._registry, self._tallies, folder)
 
     async def scrape(self) -> tuple[bytes, str]:
-        """Return the text of a scrape and its content type.
-
-        It is made on another thread, since it may take a third of a second. Scrapes that come meanwhile get the same text.
-        """
-        if self._scrape is None or self._scrape.done():
-            for tally in self._tallies:
-                tally.flush()
-            self._scrape = awaited(asyncio.to_thread(render, self._registry, self._folder), "scrape")
-        return await asyncio.shield(self._scrape)
+        """Return the text of a scrape and its content type."""
+        return await self._scraper.scrape()
 
     @asynccontextmanager
     async def following(self, links: Links) -> AsyncIterator[None]:
