@@ -12,6 +12,7 @@ import nkeys  # type: ignore[import-untyped]
 import pytest
 from nats.aio.client import Client
 
+from dynamo.common.background import running
 from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.socket_transport import SocketTransport
 from dynamo.common.options import NatsOptions
@@ -146,6 +147,62 @@ async def test_a_server_that_freezes_is_left_without_waiting_for_its_socket(unse
         assert time.monotonic() - began < 3
 
 
+async def test_messages_past_the_share_of_a_turn_wait_until_others_have_run() -> None:
+    received: list[int] = []
+    turn, done = 0, asyncio.Event()
+
+    def on_message(subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
+        received.append(turn)
+        if len(received) == 100:
+            done.set()
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async with start_fake_nats() as fake, connect_nats(options(fake), "test", messages_per_turn=7) as connection:
+        await connection.subscribe("a", on_message)
+        (line,) = (line for line in fake.clients[0].lines if line.startswith(b"SUB"))
+        async with running(count_turns(), "turns"):
+            fake.clients[0].send(b"\r\n".join([b"MSG a " + line.split()[2] + b" 5\r\nhello"] * 100))
+            await asyncio.wait_for(done.wait(), 5)
+    assert max(received.count(each) for each in received) <= 7
+
+
+async def test_a_ping_ends_when_all_that_came_before_is_handled_or_the_connection_is_lost() -> None:
+    received: list[bytes] = []
+
+    def on_message(subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
+        received.append(bytes(payload))
+
+    async with start_fake_nats() as fake, connect_nats(options(fake), "test", messages_per_turn=1) as connection:
+        await connection.subscribe("a", on_message)
+        (line,) = (line for line in fake.clients[0].lines if line.startswith(b"SUB"))
+        fake.clients[0].send(b"\r\n".join([b"MSG a " + line.split()[2] + b" 5\r\nhello"] * 100))
+        await asyncio.wait_for(connection.ping(), 5)
+        assert len(received) == 100
+        fake.freeze()
+        pong = connection.ping()
+        fake.clients[0].cut()
+        await asyncio.wait({pong}, timeout=5)
+        assert pong.cancelled()
+        await back(connection, fake)
+        assert await asyncio.wait_for(connection.ping(), 5)
+
+
+async def test_messages_of_a_subscription_that_ended_are_ignored() -> None:
+    received: list[bytes] = []
+    async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
+        subscription = await connection.subscribe("a", lambda subject, reply, payload, gone: received.append(bytes(payload)))
+        (line,) = (line for line in fake.clients[0].lines if line.startswith(b"SUB"))
+        await subscription.close()
+        fake.clients[0].send(b"MSG a " + line.split()[2] + b" 5\r\nhello")
+        assert await asyncio.wait_for(connection.ping(), 5)
+    assert received == []
+
+
 async def test_closing_does_not_wait_for_a_server_that_reads_no_more() -> None:
     async with start_fake_nats() as fake:
         async with connect_nats(options(fake, silence_s=60.0), "test") as connection:
@@ -193,8 +250,11 @@ async def _connect(url: str) -> None:
 
 
 async def test_nats_py_uses_the_transport_that_it_is_given() -> None:
-    """`Client._transport` is private: the connection sets it before `connect`, and nats-py makes none of its own then."""
+    """`Client._transport` is private: the connection sets it before `connect`, and nats-py makes none of its own then.
+
+    So is `_pongs`, to which `Connection.ping` adds.
+    """
     assert version("nats-py") == "2.16.0", "look whether `connection` and `socket_transport` still fit, then change this line"
     async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
         assert isinstance(vars(connection.client)["_transport"], SocketTransport)
-    assert "_transport" in vars(Client())
+    assert vars(Client()).keys() >= {"_transport", "_pongs"}

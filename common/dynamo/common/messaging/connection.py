@@ -1,4 +1,4 @@
-"""One NATS connection per process.
+"""A connection to NATS.
 
 nats-py connects, authenticates, pings, and carries JetStream. The request plane goes past it: nats-py copies a payload about six
 times on its way through, and spends more on a message than the rest of a small request costs. So the connection brings its own
@@ -15,13 +15,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from nats.aio.client import Client
-from nats.errors import Error as NatsError
 
 from dynamo.common.background import running
 from dynamo.common.errors import InvalidRequest, Unavailable
 from dynamo.common.messaging.frames import Body
 from dynamo.common.messaging.login import check_nats, nats_tls_context
-from dynamo.common.messaging.socket_transport import RECEIVE_BYTES, OnMessage, SocketTransport
+from dynamo.common.messaging.socket_transport import FAST_KEY, RECEIVE_BYTES, OnMessage, SocketTransport
 from dynamo.common.options import NatsOptions
 
 __all__ = ["Connection", "OnMessage", "Subscription", "connect_nats"]
@@ -45,7 +44,7 @@ class Connection:
     behind the caller's back.
     """
 
-    def __init__(self, options: NatsOptions, name: str) -> None:
+    def __init__(self, options: NatsOptions, name: str, *, messages_per_turn: int | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self.name = name
         self.reconnected_at = float("-inf")
@@ -55,6 +54,7 @@ class Connection:
         self.max_payload = _DEFAULT_MAX_PAYLOAD
         """Bytes that nats-server takes in one message."""
         self._options = options
+        self._messages_per_turn = messages_per_turn
         self._fast: dict[bytes, OnMessage] = {}
         self._subscriptions: dict[bytes, str] = {}
         self._last_key = 0
@@ -64,6 +64,7 @@ class Connection:
         self._is_up = False
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
+        self._pings: set[asyncio.Future[bool]] = set()
         self._on_reconnect: list[Callable[[], None]] = []
         self._delayed: list[bytes] = []
         """Pieces of what `publish_soon` was given and has not gone out."""
@@ -99,6 +100,21 @@ class Connection:
         if self.is_connected and not self.is_silent:
             return 0.0
         return self._loop.time() - max(self._last_heard_at, self.last_read_at)
+
+    def ping(self) -> asyncio.Future[bool]:
+        """Return a future that is done when all that nats-server has sent by now has been read and handled.
+
+        It is cancelled when the connection is lost. Do not cancel it.
+        """
+        pong: asyncio.Future[bool] = self._loop.create_future()
+        if not self.is_connected:
+            pong.cancel()
+            return pong
+        self._pings.add(pong)
+        pong.add_done_callback(self._pings.discard)
+        self._client._pongs.append(pong)
+        self._transport.write(b"PING\r\n")
+        return pong
 
     async def connected(self) -> None:
         """Return once there is a connection."""
@@ -166,13 +182,12 @@ class Connection:
         if self._is_closed:
             raise Unavailable(f"{subject} cannot be subscribed to: the connection to NATS is closed")
         self._last_key += 1
-        key = b"f%d" % self._last_key  # nats-py numbers its own without a letter
+        key = FAST_KEY + b"%d" % self._last_key
         self._fast[key] = on_message
         self._subscriptions[key] = subject
         if self.is_connected:
             self._transport.write(_subscribe(subject, key))
-            with suppress(NatsError, TimeoutError):  # the connection was lost: it is subscribed to with the next one
-                await self._client.flush()
+            await asyncio.wait({self.ping()})  # if the connection is lost, it is subscribed to with the next one
         return Subscription(self, key)
 
     def _unsubscribe(self, key: bytes) -> None:
@@ -225,7 +240,7 @@ class Connection:
             client = Client()
             try:
                 tls = nats_tls_context(self._options)
-                transport = SocketTransport(self._fast, demands_tls=tls is not None)
+                transport = SocketTransport(self._fast, demands_tls=tls is not None, messages_per_turn=self._messages_per_turn)
                 client._transport = transport
             except InvalidRequest as error:  # a certificate that is just being replaced
                 self._warn(error)
@@ -296,6 +311,9 @@ class Connection:
     def _down(self) -> None:
         self._delayed.clear()  # what is late is not sent: readers see the gap and query
         self._is_up = False
+        self._client._pongs.clear()  # nats-py fails on a future that was cancelled
+        for ping in list(self._pings):
+            ping.cancel()
         self._last_heard_at = max(self._last_heard_at, self.last_read_at)
         self._connected.clear()
         self._lost.set()
@@ -328,13 +346,14 @@ class Subscription:
 
 
 @asynccontextmanager
-async def connect_nats(options: NatsOptions, name: str) -> AsyncIterator[Connection]:
+async def connect_nats(options: NatsOptions, name: str, *, messages_per_turn: int | None = None) -> AsyncIterator[Connection]:
     """Open a connection. Returns when it stands, however long that takes: a server that refuses us may accept us a moment later.
 
+    `messages_per_turn`: messages that are handled before the event loop gets to everything else; None: all that have arrived.
     Raises InvalidRequest for an address or a file that cannot be used.
     """
     check_nats(options)
-    connection = Connection(options, name)
+    connection = Connection(options, name, messages_per_turn=messages_per_turn)
     try:
         await connection.open()
         async with running(connection.keep(), "the NATS connection"):

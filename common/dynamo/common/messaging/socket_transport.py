@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, cast
 from urllib.parse import ParseResult
@@ -29,6 +30,12 @@ RECEIVE_BYTES = 128 * 1024
 _LAST_BYTES_S = 1.0
 """What is still to be written when a connection is closed gets so long."""
 _NO_RESPONDERS = b"NATS/1.0 503"
+FAST_KEY = b"f"
+"""Begins the ids of fast subscriptions; nats-py numbers its own without a letter."""
+
+
+def _ignore(subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
+    """Handle a message that was on its way when its subscription ended."""
 
 
 def _offers_tls(info: bytes) -> bool:
@@ -51,13 +58,16 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
     subscription is dispatched, anything else is queued for `read`.
     """
 
-    def __init__(self, fast: Mapping[bytes, OnMessage], *, demands_tls: bool = False) -> None:
+    def __init__(
+        self, fast: Mapping[bytes, OnMessage], *, demands_tls: bool = False, messages_per_turn: int | None = None
+    ) -> None:
         self.lost = asyncio.Event()
         """The connection that stood is gone."""
         self.last_read_at = float("-inf")
         """When the last byte came, on the loop's clock."""
         self.opened_at = float("-inf")
         self._fast = fast
+        self._per_turn = sys.maxsize if messages_per_turn is None else messages_per_turn
         self._loop = asyncio.get_running_loop()
         self._demands_tls = demands_tls
         self._transport: asyncio.Transport | None = None
@@ -69,6 +79,8 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
         self._begin = 0
         self._end = 0
         self._scanning = False
+        self._has_rest = False
+        """Messages that were read wait for the next turn of the event loop, and reading is paused."""
         self._large: memoryview | None = None
         self._large_filled = 0
         self._large_done: Callable[[memoryview], None] | None = None
@@ -218,10 +230,10 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
                 done(large[:-2])
             return
         self._end += nbytes
-        if self._scanning:
-            self._scan()
-        else:
+        if not self._scanning:
             self._wake()
+        elif not self._has_rest:  # else they are still in order: under TLS, bytes may come though reading is paused
+            self._scan()
 
     def eof_received(self) -> bool:
         self._eof = True
@@ -254,14 +266,21 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
     # reading messages
 
     def _scan(self) -> None:
-        """Takes every whole message out of the receive buffer, and the beginning of one that is not whole yet."""
-        buffer, begin, end = self._buffer, self._begin, self._end
+        """Take the whole messages out of the receive buffer, and the beginning of one that is not whole yet.
+
+        Past `messages_per_turn`, the others wait until everything else that is ready has run.
+        """
+        buffer, begin, end, left = self._buffer, self._begin, self._end, self._per_turn
         while begin < end and self._large is None:
             eol = buffer.find(b"\r\n", begin, end)
             if eol < 0:
                 break
             first = buffer[begin]
             if first == 0x4D or (first == 0x48 and buffer[begin + 1] == 0x4D):  # MSG or HMSG
+                if not left:
+                    self._scan_later()
+                    break
+                left -= 1
                 line = bytes(self._view[begin:eol])
                 begin = self._message(line, eol + 2, end)
             else:
@@ -273,11 +292,27 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
         if self._queued:
             self._wake()
 
+    def _scan_later(self) -> None:
+        self._has_rest = True
+        if self.is_open:
+            assert self._transport is not None
+            self._transport.pause_reading()
+        self._loop.call_soon(self._scan_rest)
+
+    def _scan_rest(self) -> None:
+        self._has_rest = False
+        self._scan()
+        if not self._has_rest and self.is_open:
+            assert self._transport is not None
+            self._transport.resume_reading()
+
     def _message(self, line: bytes, begin: int, end: int) -> int:
         """Handles the message whose control line was just read and whose payload begins at `begin`; returns where it ends."""
         parts = line.split()
         size = int(parts[-1])
         on_message = self._fast.get(parts[2])
+        if on_message is None and parts[2].startswith(FAST_KEY):
+            on_message = _ignore
         if on_message is None:
             self._queued.append(line + b"\r\n")
         if end - begin >= size + 2:
