@@ -24,6 +24,7 @@ from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.config import KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.fleet.bookings import Bookings
 from dynamo.frontend.fleet.directory import Directory, open_directory
+from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
 from dynamo.frontend.fleet.kv_feed import open_kv_feed
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.kv import KvRouter
@@ -51,6 +52,7 @@ LIMITS = PlaneLimits(
     window_floor_bytes=16 * KIB,
 )
 """Small, so that small bodies meet every bound."""
+NATS = NatsOptions(servers=("nats://127.0.0.1:4222",))
 SIM = "blocks=200,block_size=4,speedup=50"
 
 
@@ -82,7 +84,7 @@ class SimulatedWorker:
             drain_timeout_s=drain_timeout_s,
             log=LogOptions(),
             etcd=EtcdOptions(endpoints=("http://127.0.0.1:2379",)),
-            nats=NatsOptions(servers=("nats://127.0.0.1:4222",)),
+            nats=NATS,
         )
         self.main = self.process.start(self._serve())
 
@@ -112,6 +114,7 @@ class SimulatedFrontend:
         self.client: RequestClient
         self.directory: Directory
         self.loads: LoadTable
+        self.events: EventBus
         self.kv: KvRouter | None = None
         self._stop = asyncio.Event()
         self.main = self.process.start(self._serve())
@@ -142,14 +145,13 @@ class SimulatedFrontend:
         async with AsyncExitStack() as stack:
             etcd = await stack.enter_async_context(connect_etcd(EtcdOptions(endpoints=("http://127.0.0.1:2379",))))
             self.directory = directory = await stack.enter_async_context(open_directory(etcd, NAMESPACE))
-            nats = await stack.enter_async_context(
-                connect_nats(NatsOptions(servers=("nats://127.0.0.1:4222",)), self.process.name)
-            )
+            nats = await stack.enter_async_context(connect_nats(NATS, self.process.name))
             self.client = client = await stack.enter_async_context(open_client(nats, NAMESPACE, LIMITS))
+            events = await stack.enter_async_context(self._open_events())
             options = RouterOptions(
                 mode=self.mode, replica_sync=self.mode is RouterMode.KV, kv=KvRouterOptions(speculative_ttl_s=0)
             )
-            bookings = Bookings(nats, Endpoint(namespace=NAMESPACE)) if options.replica_sync else None
+            bookings = Bookings(events, Endpoint(namespace=NAMESPACE)) if options.replica_sync else None
             self.loads = loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.publish)
             router = make_router(options, loads, loop.time, rng=Random(self._seed))
             self.kv = router if isinstance(router, KvRouter) else None
@@ -158,7 +160,9 @@ class SimulatedFrontend:
                 return await client.open(instance.id, instance.subject, verb, body, deadline=deadline).result()
 
             if self.mode is not RouterMode.ROUND_ROBIN:
-                feed = await stack.enter_async_context(open_kv_feed(nats, directory, request, self.kv, loads, None))
+                feed = await stack.enter_async_context(open_kv_feed(events, directory, request, self.kv, loads, None))
+                events.on_dropped(feed.suspend)
+                events.on_resumed(feed.resume)
                 if bookings is not None:
                     await stack.enter_async_context(bookings.exchanged(loads, feed.is_registered))
             plane = await stack.enter_async_context(
@@ -166,3 +170,10 @@ class SimulatedFrontend:
             )
             await directory.ready.wait()
             yield plane
+
+    @asynccontextmanager
+    async def _open_events(self) -> AsyncIterator[EventBus]:
+        name = f"{self.process.name} events"
+        async with connect_nats(NATS, name, messages_per_turn=MESSAGES_PER_TURN) as nats, open_event_bus(nats) as events:
+            self.events = events
+            yield events

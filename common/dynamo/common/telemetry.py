@@ -151,33 +151,40 @@ class NatsLink(Protocol):
 
 
 class LinkMetrics:
-    """A process's connection to NATS, the requests that are open on it, and the event loop that serves them.
+    """A process's connections to NATS, the requests that are open, and the event loop that serves them.
 
-    `prefix` begins the names; `labels` are the same for all of them.
+    `prefix` begins the names; `labels` are the same for all of them. What is measured of each connection has its purpose as a
+    further label, `connection`.
     """
 
     def __init__(self, registry: CollectorRegistry, prefix: str, labels: Mapping[str, str] | None = None) -> None:
         self._registry = registry
         self._prefix = prefix
         self._labels = labels or {}
-        self._silence = self._gauge(
-            "nats_silence_seconds", "Since the last byte from NATS, which is pinged every few seconds.", "livemax"
+        of_connection = (*self._labels, "connection")
+        help_ = "Since the last byte from NATS, which is pinged every few seconds."
+        self._silence = Gauge(
+            f"{prefix}_nats_silence_seconds", help_, of_connection, registry=registry, multiprocess_mode="livemax"
         )
         self._streams = self._gauge("open_streams", "Requests that are open on the connection to NATS.", "livesum")
         self._credit = self._gauge("free_credit_bytes", "Bytes that peers may yet be allowed to send at once.", "livemin")
-        help_ = "Times the connection to NATS came back."
-        self._reconnects = self._child(Counter(f"{prefix}_nats_reconnects", help_, tuple(self._labels), registry=registry))
+        help_ = "Times a connection to NATS came back."
+        self._reconnects = Counter(f"{prefix}_nats_reconnects", help_, of_connection, registry=registry)
+        self._connections: list[tuple[NatsLink, Gauge]] = []
         help_ = "How late the event loop ran a timer: all requests of the process waited for so long."
         lag = Histogram(f"{prefix}_event_loop_lag_seconds", help_, tuple(self._labels), registry=registry, buckets=LAG_SECONDS)
         self._lag = self._child(lag)
 
-    def follow_reconnects(self, nats: NatsLink) -> None:
-        """Count each time that `nats` comes back."""
-        nats.on_reconnect(self._reconnects.inc)
+    def follow(self, connection: str, nats: NatsLink) -> None:
+        """Measure a connection, which is used for `connection`: `requests` or `events`."""
+        labels = {**self._labels, "connection": connection}
+        self._connections.append((nats, self._silence.labels(**labels)))
+        nats.on_reconnect(self._reconnects.labels(**labels).inc)
 
-    def show(self, nats: NatsLink, now: float, *, open_streams: int, free_credit_bytes: int) -> None:
+    def show(self, now: float, *, open_streams: int, free_credit_bytes: int) -> None:
         """Set the gauges. `now` is the time on the event loop's clock."""
-        self._silence.set(max(0.0, now - nats.last_read_at))
+        for nats, silence in self._connections:
+            silence.set(max(0.0, now - nats.last_read_at))
         self._streams.set(open_streams)
         self._credit.set(free_credit_bytes)
 

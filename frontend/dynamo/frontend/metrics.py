@@ -387,6 +387,36 @@ class GrpcMethodMetrics:
         self.duration.observe(duration_s)
 
 
+class EventMetrics:
+    """How this process keeps up with what the fleet publishes: KV events, load reports, bookings."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._lag = Gauge(
+            "dynamo_frontend_events_lag_seconds",
+            "How old KV events and load reports are when they are handled.",
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+        self._dropped = Gauge(
+            "dynamo_frontend_events_dropped",
+            "1 while KV events and load reports are not followed, since they came faster than they could be handled.",
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+        self._drops = Counter(
+            "dynamo_frontend_events_drops", "Times the process stopped following KV events and load reports.", registry=registry
+        )
+
+    def show(self, *, lag_s: float, is_dropped: bool) -> None:
+        """Set the gauges."""
+        self._lag.set(lag_s)
+        self._dropped.set(is_dropped)
+
+    def dropped(self) -> None:
+        """Count that events are no longer followed."""
+        self._drops.inc()
+
+
 class RouterMetrics:
     """The observer of a `MeasuredRouter`."""
 

@@ -254,12 +254,19 @@ async def test_the_link_to_nats_is_shown_with_its_age_streams_and_credit() -> No
 
     registry, nats = CollectorRegistry(), Nats()
     metrics = LinkMetrics(registry, "dynamo_component", {"worker_id": "1f"})
-    metrics.follow_reconnects(nats)
+    metrics.follow("requests", nats)
     for callback in nats.callbacks * 2:
         callback()
-    metrics.show(nats, 12.5, open_streams=3, free_credit_bytes=1024)
+    metrics.show(12.5, open_streams=3, free_credit_bytes=1024)
+    of_process = {"worker_id": "1f"}
+    of_connection = {**of_process, "connection": "requests"}
     values = {
-        name: registry.get_sample_value(f"dynamo_component_{name}", {"worker_id": "1f"})
-        for name in ("nats_silence_seconds", "nats_reconnects_total", "open_streams", "free_credit_bytes")
+        name: registry.get_sample_value(f"dynamo_component_{name}", labels)
+        for name, labels in (
+            ("nats_silence_seconds", of_connection),
+            ("nats_reconnects_total", of_connection),
+            ("open_streams", of_process),
+            ("free_credit_bytes", of_process),
+        )
     }
     assert values == {"nats_silence_seconds": 2.5, "nats_reconnects_total": 2, "open_streams": 3, "free_credit_bytes": 1024}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,16 @@ from dynamo.common.generation import Summary
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, new_instance_id
 from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry
-from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics, RequestType
+from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, GrpcServerMetrics, RequestType
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.metrics import WorkerMetrics
 from tests.support.promql import ADDED_BY_PROMETHEUS, DASHBOARDS, all_expressions, dashboard_expressions, parsed, rules, selectors
+
+
+class Nats:
+    last_read_at = 0.0
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None: ...
 
 
 def filled_registry() -> CollectorRegistry:
@@ -39,9 +46,12 @@ def filled_registry() -> CollectorRegistry:
     model.recovered("died")
     model.overlap.observe(1)
     model.hit_rate.observe(0.5)
-    LinkMetrics(registry, "dynamo_frontend")
+    LinkMetrics(registry, "dynamo_frontend").follow("events", Nats())
+    EventMetrics(registry)
     GrpcServerMetrics(registry).for_method("s", "m", "unary").handled("OK", 1)
-    worker = WorkerMetrics(registry, Endpoint(), new_instance_id()).for_model("m")
+    workers = WorkerMetrics(registry, Endpoint(), new_instance_id())
+    workers.link.follow("requests", Nats())
+    worker = workers.for_model("m")
     worker.follow(SimEngine(SimConfig()))
     worker.generated(Summary())
     worker.started(1)

@@ -45,10 +45,25 @@ async def test_load_reports_of_invented_instances_take_no_memory() -> None:
         await turns()
         for number in range(1, 1000):
             nats.publish_nowait(
-                ENDPOINT.load_subject(InstanceId(number)), _encode(LoadMessage(model="m", report=LoadReport(waiting=3)))
+                ENDPOINT.load_subject(InstanceId(number)), _encode(LoadMessage(model="talker", report=LoadReport(waiting=3)))
             )
         await turns()
         assert "instances=1 " in repr(loads)
+
+
+async def test_load_reports_of_invented_models_of_an_instance_take_no_memory_and_count_for_nothing() -> None:
+    bus, loads, registered = FakeBus(), LoadTable(), instance(1, llm_card())
+    nats = Feed(bus)
+    async with open_kv_feed(nats, FakeDirectory(registered), never, None, loads):
+        await turns()
+        for model in ("talker", *(f"invented-{number}" for number in range(1000))):
+            nats.publish_nowait(
+                ENDPOINT.load_subject(registered.id), _encode(LoadMessage(model=model, report=LoadReport(waiting=3)))
+            )
+        await turns()
+        (row,) = loads.rows([registered])
+        assert list(row.reports) == ["talker"]
+        assert row.estimate().requests == 3
 
 
 async def test_bookings_of_invented_instances_take_no_memory() -> None:

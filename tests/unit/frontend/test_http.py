@@ -30,6 +30,7 @@ from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeTexts, 
 class Links:
     nats: LinkState = LinkState.CONNECTED
     etcd: LinkState = LinkState.CONNECTED
+    follows_events: bool = True
 
 
 @dataclass
@@ -113,6 +114,14 @@ async def test_health_lists_instances_on_request_and_tells_of_a_stale_view(side:
     assert (only["instance_id"], only["model"]) == ("a", "org/adder")
     assert (body["nats"], body["etcd"]) == ("connected", "stale")
     assert "last view" in body["detail"]
+
+
+async def test_health_says_that_events_are_not_followed_and_stays_healthy(side: Side) -> None:
+    side.readiness.attach(side.plane)
+    side.links.follows_events = False
+    response = await side.client.get("/health")
+    assert response.status_code == 200
+    assert "requests are routed by load" in response.json()["detail"]
 
 
 async def test_models_are_listed_with_slashes_in_their_names(side: Side) -> None:

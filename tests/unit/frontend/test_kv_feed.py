@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InstanceGone, Unavailable
-from dynamo.common.kv.events import KvMessage, KvUpdate, message_encoder
+from dynamo.common.kv.events import KvMessage, KvSnapshot, KvUpdate, message_encoder
 from dynamo.common.messaging.connection import OnMessage
 from dynamo.common.messaging.frames import Body, Buffer, joined
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
@@ -492,3 +492,68 @@ async def test_a_damaged_event_counts_as_lost(caplog: pytest.LogCaptureFixture) 
         w.nats.publish(ENDPOINT.kv_subject() + "x", b"")
         await asyncio.sleep(1.0)
         w.assert_exact()
+
+
+# Doing without events
+
+
+@in_virtual_time
+async def test_while_events_are_dropped_caches_are_unknown_and_nobody_is_queried_and_later_all_are() -> None:
+    async with world(workers=3) as w:
+        await w.start_frontend()
+        await asyncio.sleep(1.0)
+        assert w.feed is not None
+        resyncs = w.feed.resyncs
+        w.feed.suspend()
+        w.nats.is_away = True
+        for _ in range(20):
+            for worker in w.workers:
+                worker.engine.step()
+            await asyncio.sleep(0.1)
+        await w.add_worker()
+        w.be_good()
+        await asyncio.sleep(2.0)  # load reports name updates that never came
+        assert not w.router.uses_index
+        assert w.feed.resyncs == resyncs
+        w.feed.resume()
+        assert not w.router.uses_index
+        await asyncio.sleep(0.5)
+        assert w.router.uses_index
+        assert w.feed.resyncs == resyncs + 4
+        w.assert_exact()
+
+
+@in_virtual_time
+async def test_an_instance_that_does_not_respond_keeps_nobody_from_using_the_caches_again() -> None:
+    async with world(workers=2) as w:
+        await w.start_frontend()
+        await asyncio.sleep(1.0)
+        assert w.feed is not None
+        w.feed.suspend()
+        w.silent = 1.0
+        w.feed.resume()
+        await asyncio.sleep(1.0)
+        assert w.router.uses_index
+
+
+@in_virtual_time
+async def test_however_many_queries_are_due_they_begin_at_a_bounded_rate() -> None:
+    begun: list[float] = []
+    open_queries = most = 0
+
+    async def query(instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
+        nonlocal open_queries, most
+        open_queries += 1
+        most = max(most, open_queries)
+        begun.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(0.01)
+        open_queries -= 1
+        return message_encoder.encode(KvSnapshot(number=0, blocks=b""))
+
+    router = KvRouter()
+    directory = Directory(*(instance(number, CARD) for number in range(1, 1001)))
+    async with open_kv_feed(Nats(), directory, query, router, router.loads):
+        await asyncio.sleep(30)
+    assert len(begun) == 1000
+    assert most <= 32
+    assert max(sum(at <= each < at + 1.0 for each in begun) for at in begun) <= 32 + 200 + 1

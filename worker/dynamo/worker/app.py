@@ -226,7 +226,7 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
         requests = await stack.enter_async_context(
             serve_requests(nats, identity.endpoint, identity.instance, handlers, config.limits)
         )
-        await stack.enter_async_context(running(_follow_link(observers.metrics.link, nats, requests), "link metrics"))
+        await stack.enter_async_context(running(_follow_link(observers.metrics.link, requests), "link metrics"))
         stack.push_async_callback(_drain, requests, config.drain_timeout_s)
         await _register(config, offer, observers, stack)
         sleeper = Sleeper(_listed(engines), service, requests, offer.hide, config.drain_timeout_s)
@@ -334,7 +334,7 @@ async def _connect(
     name = f"dynamo-worker {identity.instance:x}"
     nats = await stack.enter_async_context(connect_nats(config.nats, name))
     observers.status.show_connection(nats)
-    observers.metrics.link.follow_reconnects(nats)
+    observers.metrics.link.follow("requests", nats)
     observers.runtime.nats_connected.set_function(lambda: nats.is_connected)
     return nats, await stack.enter_async_context(connect_etcd(config.etcd))
 
@@ -396,11 +396,11 @@ async def _close(engine: AnyEngine, timeout_s: float) -> None:
     await within(timeout_s, engine.close(), f"closing the {type(engine).__name__}")
 
 
-async def _follow_link(metrics: LinkMetrics, nats: Connection, requests: RequestServer) -> None:
+async def _follow_link(metrics: LinkMetrics, requests: RequestServer) -> None:
     """Keep the metrics of the connection to NATS current."""
     clock = asyncio.get_running_loop().time
     while True:
-        metrics.show(nats, clock(), open_streams=requests.open_requests, free_credit_bytes=requests.free_upload_bytes)
+        metrics.show(clock(), open_streams=requests.open_requests, free_credit_bytes=requests.free_upload_bytes)
         await asyncio.sleep(_LINK_METRICS_S)
 
 

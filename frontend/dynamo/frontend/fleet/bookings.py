@@ -32,7 +32,7 @@ class _Closable(Protocol):
 
 
 class BookingsBus(Protocol):
-    """The part of `messaging.connection.Connection` that bookings need."""
+    """The part of `fleet.event_bus.EventBus` that bookings need."""
 
     @property
     def max_payload(self) -> int: ...

@@ -5,6 +5,9 @@ and when something is missing: a hole, a new instance, a load report that speaks
 instance: for the updates it missed, or for a snapshot of everything. So an index is exact again a round trip after the next
 update or report, whatever was lost, and be it while we were cut off. An instance that is gone is cleared.
 
+While events are dropped because this process cannot follow them (`event_bus`), the caches count as unknown. Afterwards every
+instance is queried for what was missed. However many queries are due, they are sent at a bounded rate.
+
 With a history (durable events, `kv_history`), a component's past is read from the store first, and only the instances that the
 history does not cover are queried.
 """
@@ -47,8 +50,10 @@ Query = Callable[[Instance, str, bytes, float], Awaitable[Buffer]]
 
 _QUERY_TIMEOUT_S = 2.0
 """A query without a response is repeated after this time."""
-_MAX_QUERIES = 64
+_MAX_QUERIES = 32
 """Queries at once. Snapshots take memory, and the loop's time, while they come in."""
+_QUERIES_PER_S = 200.0
+"""Queries that are begun, once `_MAX_QUERIES` have been begun at once: a thousand instances in five seconds."""
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 _updates_decoder = msgspec.msgpack.Decoder(list[KvUpdate] | None)
@@ -60,6 +65,10 @@ class Caches(Protocol):
     def apply(self, model: str, instance: InstanceId, update: KvUpdate) -> None: ...
 
     def replace(self, model: str, instance: InstanceId, snapshot: KvSnapshot) -> None: ...
+
+    def set_current(self, is_current: bool) -> None:
+        """Say whether what was applied is what instances hold now, but for what is on its way."""
+        ...
 
 
 class FeedDirectory(Protocol):
@@ -77,7 +86,7 @@ class Closable(Protocol):
 
 
 class FeedBus(Protocol):
-    """The part of `messaging.connection.Connection` that the feed needs."""
+    """The part of `fleet.event_bus.EventBus` that the feed needs."""
 
     async def connected(self) -> None: ...
 
@@ -93,6 +102,23 @@ class _Source:
         self.instance = instance
         self.follower = Follower()
         self.resync: asyncio.Task[None] | None = None
+
+
+class _Pace:
+    """Spreads what begins: `burst` at once, then `per_s` in a second."""
+
+    def __init__(self, per_s: float, burst: int) -> None:
+        self._interval_s = 1.0 / per_s
+        self._burst_s = burst / per_s
+        self._loop = asyncio.get_running_loop()
+        self._next_at = float("-inf")
+
+    async def wait(self) -> None:
+        """Return when the next one may begin."""
+        now = self._loop.time()
+        self._next_at = max(self._next_at, now - self._burst_s) + self._interval_s
+        if self._next_at > now:
+            await asyncio.sleep(self._next_at - now)
 
 
 class _Component:
@@ -137,6 +163,10 @@ class KvFeed:
         self._unreadable_updates = Unreadable("a KV update")
         self._unreadable_reports = Unreadable("a load report")
         self._turns = asyncio.Semaphore(_MAX_QUERIES)
+        self._pace = _Pace(_QUERIES_PER_S, _MAX_QUERIES)
+        self._is_suspended = False
+        self._stale: set[Key] = set()
+        """Those that have not been queried since `resume`."""
         self.resyncs = 0
         """How often an instance was queried for what was missed."""
 
@@ -178,8 +208,9 @@ class KvFeed:
             self._registered.pop(instance.id, None)
 
     def _drop(self, source: _Source) -> None:
-        if source.resync is not None:
-            source.resync.cancel()
+        self._cancel_resync(source)
+        self._no_longer_stale(source)
+        self._loads.remove_report(source.instance.id, source.instance.card.name)
         if self._caches is not None:
             self._caches.apply(source.instance.card.name, source.instance.id, KvUpdate(0, cleared=True))
 
@@ -256,13 +287,13 @@ class KvFeed:
             self._history.count_events(subject)
 
     def on_load(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        """Handle a load report. Those of instances that are not registered are ignored: anyone could invent them."""
+        """Handle a load report. Those of instances and models that are not registered are ignored: anyone could invent them."""
         try:
             message = load_message_decoder.decode(payload)
             instance = instance_of(subject)
         except (ValueError, RecursionError) as error:
             return self._unreadable_reports.drop(subject, error)
-        if not self.is_registered(instance):
+        if message.model not in self._registered.get(instance, ()):
             return
         report: LoadReport = message.report
         self._loads.report(instance, report, self._loop.time(), message.model)
@@ -285,29 +316,74 @@ class KvFeed:
             self._caches.replace(source.instance.card.name, source.instance.id, snapshot)
             self._apply(source, updates)
 
+    # Doing without events
+
+    def suspend(self) -> None:
+        """Events are not received any more: the caches are unknown, and instances are not queried."""
+        self._is_suspended = True
+        self._stale.clear()
+        for source in self._sources.values():
+            self._cancel_resync(source)
+        if self._caches is not None:
+            self._caches.set_current(False)
+
+    def resume(self) -> None:
+        """Events are received again: query every instance for what was missed, and then use the caches again."""
+        self._is_suspended = False
+        if self._caches is None:
+            return
+        for key, source in self._sources.items():
+            if not self._is_reading_history(source):
+                self._stale.add(key)
+                self._start_resync(source)
+        self._use_if_current()
+
+    def _no_longer_stale(self, source: _Source) -> None:
+        key = (source.instance.id, source.instance.card.name)
+        if key in self._stale:
+            self._stale.remove(key)
+            self._use_if_current()
+
+    def _use_if_current(self) -> None:
+        if self._caches is not None and not self._stale and not self._is_suspended:
+            self._caches.set_current(True)
+            log.info("the KV caches of all instances are known again")
+
     # Queries
 
     def _catch_up(self, source: _Source) -> None:
-        if self._caches is None or source.resync is not None or not source.follower.is_behind:
-            return
-        if not self._components[_component_of(source.instance.endpoint)].is_reading_history:
+        if source.follower.is_behind and not self._is_reading_history(source):
+            self._start_resync(source)
+
+    def _is_reading_history(self, source: _Source) -> bool:
+        return self._components[_component_of(source.instance.endpoint)].is_reading_history
+
+    def _start_resync(self, source: _Source) -> None:
+        if self._caches is not None and source.resync is None and not self._is_suspended:
             source.resync = self._tasks.start(self._resync(source), "KV resync")
+
+    def _cancel_resync(self, source: _Source) -> None:
+        if source.resync is not None:
+            source.resync.cancel()
+            source.resync = None
 
     async def _resync(self, source: _Source) -> None:
         pause_s = _FIRST_PAUSE_S
-        try:
-            while True:
-                try:
-                    async with self._turns:
-                        await self._query_missed(source)
-                    if not source.follower.is_behind:
-                        return
-                except (DynamoError, ValueError) as error:
-                    log.debug("instance %x did not send its KV cache: %s", source.instance.id, error)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        finally:
-            source.resync = None
+        while True:
+            try:
+                async with self._turns:
+                    await self._pace.wait()
+                    await self._query_missed(source)
+            except (DynamoError, ValueError) as error:
+                log.debug("instance %x did not send its KV cache: %s", source.instance.id, error)
+                self._no_longer_stale(source)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            self._no_longer_stale(source)
+            if not source.follower.is_behind:
+                source.resync = None
+                return
 
     async def _query_missed(self, source: _Source) -> None:
         self.resyncs += 1

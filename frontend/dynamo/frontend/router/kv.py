@@ -89,6 +89,7 @@ class KvRouter:
         self.thresholds = ThresholdTable() if thresholds is None else thresholds
         self.loads = LoadTable() if loads is None else loads
         self._models: dict[str, _Model] = {}
+        self.uses_index = self.config.use_kv_events
         self._predicted: PredictedIndex | None = None
         ttl_s = self.config.speculative_ttl_s if self.config.use_kv_events else self.config.ttl_s
         if ttl_s > 0.0:
@@ -112,6 +113,10 @@ class KvRouter:
 
     def replace(self, model: str, instance: InstanceId, snapshot: KvSnapshot) -> None:
         self.index(model).replace(instance, snapshot)
+
+    def set_current(self, is_current: bool) -> None:
+        """Use the indexes, or, while they are out of date, only what this process itself knows of loads and prompts."""
+        self.uses_index = is_current and self.config.use_kv_events
 
     # Routing
 
@@ -151,9 +156,11 @@ class KvRouter:
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
             explanation = _explain(candidates, overlaps, loads, costs, position, busy(loads, self.thresholds.of(request.model)))
-        return RoutingDecision(
-            instance, reason or ("kv" if overlap else "kv: nothing cached"), overlap, costs[position], explanation
-        )
+        reason = reason or ("kv" if overlap else self._reason_without_overlap())
+        return RoutingDecision(instance, reason, overlap, costs[position], explanation)
+
+    def _reason_without_overlap(self) -> str:
+        return "kv: nothing cached" if self.uses_index or not self.config.use_kv_events else "kv: caches unknown"
 
     def first_token(self, booking_id: str) -> None:
         self.loads.first_token(booking_id)
@@ -180,7 +187,7 @@ class KvRouter:
         """Return two maps of overlaps in blocks by position of the candidate: confirmed or predicted, whichever is longer, and
         confirmed by events only."""
         confirmed: dict[int, int] = {}
-        if self.config.use_kv_events:
+        if self.uses_index:
             match = model.index.match(prompt.hashes, prompt.shared)
             if match.groups:
                 confirmed = match.by_position(model.rows.rows(candidates))

@@ -13,7 +13,7 @@ books the bookings that its siblings publish.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -246,7 +246,7 @@ class LoadTable:
         """Apply the load report of one model of an instance. The reports of its other models stay."""
         load = self._load(instance)
         load.reports[model] = report
-        load.report = total = report if len(load.reports) == 1 else _sum(load.reports.values())
+        load.report = total = _total(load.reports)
         load.reported_at = now
         if total.total_blocks:
             load.total_blocks = total.total_blocks
@@ -258,6 +258,13 @@ class LoadTable:
                 if booking.key in accepted or booking.booked_at <= settled:
                     self._reflect(booking)
         load.estimated = load.booked = None
+
+    def remove_report(self, instance: InstanceId, model: str) -> None:
+        """Forget the last report of a model that the instance serves no more."""
+        load = self._loads.get(instance)
+        if load is not None and load.reports.pop(model, None) is not None:
+            load.report = _total(load.reports) if load.reports else None
+            load.estimated = None
 
     def apply(self, event: BookingEvent, now: float) -> None:
         """Apply a sibling's event. The frontend's own events, which the bus sends back, are ignored."""
@@ -396,8 +403,11 @@ class LoadTable:
         load.unreflected_blocks -= booking.new_blocks + booking.extra_blocks
 
 
-def _sum(reports: Collection[LoadReport]) -> LoadReport:
-    """Return the load of several models of one instance, which share its processors."""
+def _total(by_model: Mapping[str, LoadReport]) -> LoadReport:
+    """Return the load of all models of one instance, which share its processors."""
+    reports = by_model.values()
+    if len(reports) == 1:
+        return next(iter(reports))
     return LoadReport(
         waiting=sum(report.waiting for report in reports),
         running=sum(report.running for report in reports),

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.client import RequestClient
-from dynamo.common.messaging.connection import Connection, OnMessage, Subscription
+from dynamo.common.messaging.connection import Connection, OnMessage
 from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.fleet.directory import Directory
+from dynamo.frontend.fleet.event_bus import EventBus, EventSubscription
 from dynamo.frontend.fleet.siblings import Siblings
 from dynamo.frontend.router.thresholds import Thresholds
 
@@ -21,6 +22,8 @@ class Links:
     """
 
     connection: Connection | None = None
+    """For requests and what little else must arrive."""
+    events: EventBus | None = None
     client: RequestClient | None = None
     directory: Directory | None = None
     siblings: Siblings | None = None
@@ -32,16 +35,21 @@ class Links:
         return LinkState.CONNECTED if self.connection.is_connected else LinkState.DISCONNECTED
 
     @property
+    def follows_events(self) -> bool:
+        """Whether events of the fleet are followed; False while this process is too far behind."""
+        return self.events is None or not self.events.is_dropped
+
+    @property
     def etcd(self) -> LinkState:
         if self.directory is None or not self.directory.ready.is_set():
             return LinkState.CONNECTING
         return LinkState.STALE if self.directory.stale else LinkState.CONNECTED
 
-    async def subscribe(self, subject: str, on_message: OnMessage) -> Subscription:
-        """Subscribe at NATS. Raises Unavailable, also while there is no connection yet."""
-        if self.connection is None:
+    async def subscribe(self, subject: str, on_message: OnMessage) -> EventSubscription:
+        """Subscribe to events. Raises Unavailable while there is no connection yet."""
+        if self.events is None:
             raise Unavailable("there is no connection to NATS yet")
-        return await self.connection.subscribe(subject, on_message)
+        return await self.events.subscribe(subject, on_message)
 
     def set_thresholds(self, model: str, thresholds: Thresholds) -> None:
         """Set the busy thresholds of a model in all frontends of the namespace; raise Unavailable while NATS is not connected."""

@@ -11,7 +11,7 @@ from dynamo.common.config import project_version
 from dynamo.common.scrape import Scraper
 from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry
 from dynamo.frontend.api.http.server_operations import LinkState
-from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics, RouterMetrics
+from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, GrpcServerMetrics, RouterMetrics
 from dynamo.frontend.wiring.links import Links
 
 _WATCH_S = 1.0
@@ -31,6 +31,7 @@ class Metrics:
         self.grpc = GrpcServerMetrics(self._registry)
         self.router = RouterMetrics(self.frontend)
         self.link = LinkMetrics(self._registry, "dynamo_frontend")
+        self.events = EventMetrics(self._registry)
         self.runtime = RuntimeMetrics(self._registry, role="frontend", version=project_version())
         self._tallies = (self.frontend.tally, self.grpc.tally)
         self._scraper = Scraper(self._registry, self._tallies, folder)
@@ -49,9 +50,11 @@ class Metrics:
             while True:
                 self.runtime.etcd_stale.set(links.etcd is not LinkState.CONNECTED)
                 self.runtime.nats_connected.set(links.nats is LinkState.CONNECTED)
-                if links.connection is not None and links.client is not None:
+                if links.client is not None:
                     open_streams, free = links.client.open_streams, links.client.free_budget_bytes
-                    self.link.show(links.connection, clock(), open_streams=open_streams, free_credit_bytes=free)
+                    self.link.show(clock(), open_streams=open_streams, free_credit_bytes=free)
+                if links.events is not None:
+                    self.events.show(lag_s=links.events.lag_s, is_dropped=links.events.is_dropped)
                 for tally in tallies:
                     tally.flush()
                 await asyncio.sleep(_FLUSH_S if tallies else _WATCH_S)

@@ -11,11 +11,13 @@ from dynamo.common.etcd import connect_etcd
 from dynamo.common.messaging.client import open_client
 from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.store import FileStore
+from dynamo.common.options import NatsOptions
 from dynamo.common.tracing import open_tracing
 from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.http.routing_operations import RoutingControl
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.fleet.directory import open_directory
+from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
 from dynamo.frontend.fleet.repository import open_repositories
 from dynamo.frontend.preprocess.text_files import open_text_files
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
@@ -41,10 +43,13 @@ async def open_plane(
         directory = links.directory = await stack.enter_async_context(open_directory(etcd, config.namespace))
         nats = await stack.enter_async_context(connect_nats(config.nats, f"dynamo-frontend {os.getpid()}"))
         links.connection = nats
-        metrics.link.follow_reconnects(nats)
+        metrics.link.follow("requests", nats)
+        events = links.events = await stack.enter_async_context(_open_events(config.nats, metrics))
         stack.push_async_callback(loads.close)
         client = links.client = await stack.enter_async_context(open_client(nats, config.namespace))
-        router = await stack.enter_async_context(open_router(config, control, links, directory, nats, client, metrics.router))
+        router = await stack.enter_async_context(
+            open_router(config, control, links, directory, events, nats, client, metrics.router)
+        )
         repositories = await stack.enter_async_context(open_repositories(etcd, config.namespace))
         store = FileStore(nats, config.cache_dir.expanduser())
         texts = await stack.enter_async_context(open_text_files(store, config.text))
@@ -55,3 +60,13 @@ async def open_plane(
             log.info("waiting for etcd")
         await directory.ready.wait()  # before, every model would be unknown
         yield plane
+
+
+@asynccontextmanager
+async def _open_events(options: NatsOptions, metrics: Metrics) -> AsyncIterator[EventBus]:
+    """Connect to NATS once more, for events: see `fleet.event_bus`."""
+    name = f"dynamo-frontend {os.getpid()} events"
+    async with connect_nats(options, name, messages_per_turn=MESSAGES_PER_TURN) as nats, open_event_bus(nats) as events:
+        metrics.link.follow("events", nats)
+        events.on_dropped(metrics.events.dropped)
+        yield events

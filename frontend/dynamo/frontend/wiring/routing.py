@@ -18,6 +18,7 @@ from dynamo.frontend.api.http.routing_operations import RoutingControl
 from dynamo.frontend.config import FrontendConfig, RouterOptions
 from dynamo.frontend.fleet.bookings import Bookings
 from dynamo.frontend.fleet.directory import Directory
+from dynamo.frontend.fleet.event_bus import EventBus
 from dynamo.frontend.fleet.kv_feed import open_kv_feed
 from dynamo.frontend.fleet.kv_history import KvHistory
 from dynamo.frontend.fleet.siblings import open_siblings
@@ -50,6 +51,7 @@ async def open_router(
     control: RoutingControl,
     links: Links,
     directory: Directory,
+    events: EventBus,
     nats: Connection,
     client: RequestClient,
     metrics: RouterMetrics,
@@ -58,7 +60,7 @@ async def open_router(
     options = config.router
     async with AsyncExitStack() as stack:
         siblings = links.siblings = await stack.enter_async_context(open_siblings(nats, config.namespace, control.thresholds))
-        router = await stack.enter_async_context(_picking_router(config, control.thresholds, directory, nats, client))
+        router = await stack.enter_async_context(_picking_router(config, control.thresholds, directory, events, nats, client))
         if options.session_affinity_ttl_s is not None:
             router = sessions = SessionRouter(
                 router,
@@ -74,7 +76,12 @@ async def open_router(
 
 @asynccontextmanager
 async def _picking_router(
-    config: FrontendConfig, thresholds: ThresholdTable, directory: Directory, nats: Connection, client: RequestClient
+    config: FrontendConfig,
+    thresholds: ThresholdTable,
+    directory: Directory,
+    events: EventBus,
+    nats: Connection,
+    client: RequestClient,
 ) -> AsyncIterator[Router]:
     """Open the router of the chosen mode, which follows instances and, if configured, the bookings of other frontends."""
     clock = asyncio.get_running_loop().time
@@ -82,7 +89,7 @@ async def _picking_router(
         yield make_router(config.router, LoadTable(), clock)
         return
     async with AsyncExitStack() as stack:
-        bookings = Bookings(nats, Endpoint(namespace=config.namespace)) if config.router.replica_sync else None
+        bookings = Bookings(events, Endpoint(namespace=config.namespace)) if config.router.replica_sync else None
         loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.publish)
         router = make_router(config.router, loads, clock, thresholds)
         follower = router if isinstance(router, KvRouter) and config.router.kv.use_kv_events else None
@@ -94,7 +101,9 @@ async def _picking_router(
         if follower is not None and config.router.durable_kv_events:
             threshold, reset = config.router.snapshot_threshold, config.router.reset_states
             history = KvHistory(KvStream(nats), snapshot_threshold=threshold, reset=reset)
-        feed = await stack.enter_async_context(open_kv_feed(nats, directory, query, follower, loads, history))
+        feed = await stack.enter_async_context(open_kv_feed(events, directory, query, follower, loads, history))
+        events.on_dropped(feed.suspend)
+        events.on_resumed(feed.resume)
         if bookings is not None:
             await stack.enter_async_context(bookings.exchanged(loads, feed.is_registered))
         yield router

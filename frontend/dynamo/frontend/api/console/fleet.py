@@ -18,7 +18,7 @@ from dynamo.common.background import start
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Unavailable
 from dynamo.common.kv.events import LoadMessage, LoadReport
-from dynamo.common.messaging.connection import OnMessage, Subscription
+from dynamo.common.messaging.connection import OnMessage
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, instance_of, loads_subject
 from dynamo.frontend.security.accounts import Account
@@ -30,8 +30,12 @@ WATCHED_S = 15.0
 """Load reports are received for so long after each read."""
 
 
+class Closable(Protocol):
+    async def close(self) -> None: ...
+
+
 class Bus(Protocol):
-    async def subscribe(self, subject: str, on_message: OnMessage) -> Subscription: ...
+    async def subscribe(self, subject: str, on_message: OnMessage) -> Closable: ...
 
 
 class InstanceState(Struct, frozen=True, kw_only=True, omit_defaults=True):

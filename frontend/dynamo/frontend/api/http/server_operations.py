@@ -40,6 +40,9 @@ class Links(Protocol):
     @property
     def etcd(self) -> LinkState: ...
 
+    @property
+    def follows_events(self) -> bool: ...
+
 
 def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
     """`/live` says that the process runs, `/health` whether it can serve; `/health?instances=true` lists what it follows."""
@@ -57,8 +60,13 @@ def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
         if exchange.query.get("instances", "").lower() in _TRUE:
             instances = () if state is State.STARTING else readiness.plane.models.registered()
             body |= _listing(instances)
+        details = []
         if links.etcd is LinkState.STALE:
-            body["detail"] = "etcd cannot be reached; the instances are those of the last view"
+            details.append("etcd cannot be reached; the instances are those of the last view")
+        if not links.follows_events:
+            details.append("events come faster than they can be handled; requests are routed by load, without KV caches")
+        if details:
+            body["detail"] = ". ".join(details)
         await _respond(exchange, body, 200 if state is State.READY else 503)
 
     return [

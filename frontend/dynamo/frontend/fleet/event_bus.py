@@ -1,0 +1,222 @@
+"""What the fleet publishes, unasked and at any rate: KV events, load reports, bookings of other frontends.
+
+A frontend receives it on a NATS connection of its own. nats-server cuts a connection whose unread bytes pass its limit, and what
+was sent on it waits behind what came before: neither may happen to requests and responses because of hints about caches.
+
+Events are hints, so a frontend that falls behind does without them rather than work on old ones. `EventBus` measures how far it
+is behind by pings, whose responses nats-server puts behind everything that it has sent before:
+
+    following → behind for `behind_s`, or cut off meanwhile → subscriptions dropped → the rest is read, and a pause → following
+
+The pause doubles each time that this happens again soon, since nothing tells from outside how much is published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo.common.background import running
+from dynamo.common.messaging.connection import OnMessage
+from dynamo.common.messaging.frames import Body
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 100
+"""Events that are handled before requests get their turn of the event loop: about a millisecond."""
+_TICK_S = 0.1
+_FIRST_PAUSE_S = 2.0
+_LONGEST_PAUSE_S = 60.0
+_STEADY_S = 30.0
+"""After following for so long, the next pause is the first one again."""
+
+
+class Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+class EventLink(Protocol):
+    """The part of `messaging.connection.Connection` that is used."""
+
+    @property
+    def max_payload(self) -> int: ...
+
+    @property
+    def last_read_at(self) -> float: ...
+
+    def ping(self) -> asyncio.Future[bool]: ...
+
+    async def connected(self) -> None: ...
+
+    async def subscribe(self, subject: str, on_message: OnMessage) -> Closable: ...
+
+    def publish_nowait(self, subject: str, payload: Body, reply: str = "") -> bool: ...
+
+
+@dataclass(eq=False, slots=True)
+class EventSubscription:
+    """A subscription that is given up and made again as the bus says."""
+
+    _bus: EventBus
+    subject: str
+    on_message: OnMessage
+    live: Closable | None = None
+    """None while it is dropped."""
+    is_closed: bool = False
+
+    async def open(self) -> None:
+        live = await self._bus.link.subscribe(self.subject, self.on_message)
+        if self.is_closed or self._bus.is_dropped:  # by now
+            await live.close()
+        else:
+            self.live = live
+
+    async def drop(self) -> None:
+        live, self.live = self.live, None
+        if live is not None:
+            await live.close()
+
+    async def close(self) -> None:
+        self.is_closed = True
+        self._bus.forget(self)
+        await self.drop()
+
+
+class EventBus:
+    """Subscriptions that are dropped together while this process cannot follow. Use `open_event_bus`.
+
+    `behind_s`: how old events may be.
+    """
+
+    def __init__(self, link: EventLink, behind_s: float = 1.0) -> None:
+        self.link = link
+        self.is_dropped = False
+        """Whether nothing is received, because this process was behind."""
+        self.lag_s = 0.0
+        """How old the events are that are handled now."""
+        self.drops = 0
+        """How often the subscriptions were dropped."""
+        self._behind_s = behind_s
+        self._loop = asyncio.get_running_loop()
+        self._subscriptions: list[EventSubscription] = []
+        self._on_dropped: list[Callable[[], None]] = []
+        self._on_resumed: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        state = "dropped" if self.is_dropped else "following"
+        return f"<EventBus {state}, {self.lag_s:.1f} s behind, {len(self._subscriptions)} subscriptions>"
+
+    @property
+    def max_payload(self) -> int:
+        return self.link.max_payload
+
+    async def connected(self) -> None:
+        """Return once there is a connection."""
+        await self.link.connected()
+
+    def publish_nowait(self, subject: str, payload: Body) -> bool:
+        """Publish an event, also while none are received."""
+        return self.link.publish_nowait(subject, payload)
+
+    async def subscribe(self, subject: str, on_message: OnMessage) -> EventSubscription:
+        """Call `on_message` for each event on `subject`, except while the subscriptions are dropped."""
+        subscription = EventSubscription(self, subject, on_message)
+        self._subscriptions.append(subscription)
+        if not self.is_dropped:
+            await subscription.open()
+        return subscription
+
+    def forget(self, subscription: EventSubscription) -> None:
+        if subscription in self._subscriptions:
+            self._subscriptions.remove(subscription)
+
+    def on_dropped(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the subscriptions are dropped: what events told is out of date from now on."""
+        self._on_dropped.append(callback)
+
+    def on_resumed(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when there are subscriptions again; what was published meanwhile is lost."""
+        self._on_resumed.append(callback)
+
+    async def watch(self) -> None:
+        """Drop the subscriptions whenever this process is behind, and resume them later, until cancelled."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            begun_at = self._loop.time()
+            await self._fallen_behind()
+            if self._loop.time() - begun_at >= _STEADY_S:
+                pause_s = _FIRST_PAUSE_S
+            await self._drop()
+            await self._quiet(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            await self._resume()
+
+    async def _fallen_behind(self) -> None:
+        """Return when a ping has been without a response for too long although bytes come, or was when the connection was cut."""
+        while self.lag_s < self._behind_s:
+            was_cut = await self._measure_lag()
+            if was_cut and self.lag_s >= self._behind_s / 2:
+                return  # nats-server cuts whoever is too far behind
+            await asyncio.sleep(_TICK_S)
+
+    async def _measure_lag(self) -> bool:
+        """Set `lag_s`, which ends at the limit. Return whether the connection was cut meanwhile.
+
+        Only time in which bytes came counts: a silent nats-server or a frozen process does not make others publish less.
+        """
+        await self.link.connected()
+        pong, waited_s = self.link.ping(), 0.0
+        while waited_s < self._behind_s:
+            before = self.link.last_read_at
+            await asyncio.wait({pong}, timeout=_TICK_S)
+            if pong.done():
+                break
+            if self.link.last_read_at > before:
+                waited_s += _TICK_S
+                self.lag_s = max(self.lag_s, waited_s)
+        self.lag_s = waited_s
+        return pong.cancelled()
+
+    async def _drop(self) -> None:
+        self.is_dropped = True
+        self.drops += 1
+        log.warning(
+            "events of the fleet come faster than they can be handled (%.1f s behind): they are not followed for a while, and "
+            "requests are routed by the load that this process knows of",
+            self.lag_s,
+        )
+        for subscription in list(self._subscriptions):
+            await subscription.drop()
+        for callback in self._on_dropped:
+            callback()
+
+    async def _quiet(self, pause_s: float) -> None:
+        """Return when what nats-server had sent before has been read, and `pause_s` later."""
+        while True:
+            await self.link.connected()
+            pong = self.link.ping()
+            await asyncio.wait({pong})
+            if not pong.cancelled():
+                break
+        self.lag_s = 0.0
+        await asyncio.sleep(pause_s)
+
+    async def _resume(self) -> None:
+        self.is_dropped = False
+        for subscription in list(self._subscriptions):
+            await subscription.open()
+        log.info("events of the fleet are followed again")
+        for callback in self._on_resumed:
+            callback()
+
+
+@asynccontextmanager
+async def open_event_bus(link: EventLink, behind_s: float = 1.0) -> AsyncIterator[EventBus]:
+    """Watch over the subscriptions that are made at the bus while the body runs."""
+    bus = EventBus(link, behind_s)
+    async with running(bus.watch(), "the lag of events"):
+        yield bus
