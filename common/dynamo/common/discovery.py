@@ -208,7 +208,7 @@ class View:
     a model's inputs switches over when half of the instances are new, and every frontend comes to the same conclusion.
 
     Which model an alias or an adapter's name means: a model of that very name comes first, then the model whose instance
-    with that alias started first.
+    with that alias started first; of two models of one instance, the first by name.
 
     A change costs what it changes, not all there is. A tuple of instances is made at the first lookup after a change.
     """
@@ -403,7 +403,7 @@ class View:
 
     def _find_names(self) -> dict[str, str]:
         names: dict[str, str] = {}
-        for instance in sorted(self._with_names.values(), key=_age):
+        for instance in sorted(self._with_names.values(), key=lambda instance: (_age(instance), instance.card.name)):
             if self._models[instance.card.name].agrees(instance):
                 for name in other_names(instance.card):
                     names.setdefault(name, instance.card.name)

@@ -237,9 +237,11 @@ class DirectoryAndStore(RuleBasedStateMachine):
             assert {instance.key for instance in self.directory.instances(name)} <= registered
 
     def teardown(self) -> None:
-        self.settle()
-        self.run(self.stack.aclose())
-        self.loop.close()
+        try:
+            self.settle()
+        finally:
+            self.run(self.stack.aclose())
+            self.loop.close()
 
 
 def _key(instance: Instance) -> str:
@@ -266,10 +268,10 @@ def expected_view(store: Store) -> dict[str, list[Instance]]:
             chosen = min(groups.values(), key=lambda group: (-len(group), min(map(_age, group))))
             result[name] = sorted(chosen, key=lambda instance: instance.id)
     with_alias = [instance for instances in result.values() for instance in instances if instance.card.aliases]
-    oldest = min(with_alias, key=_age, default=None)
+    oldest = min(with_alias, key=lambda instance: (*_age(instance), instance.card.name), default=None)
     result["shared"] = [] if oldest is None else [each for each in with_alias if each.card.name == oldest.card.name]
     return result
 
 
 TestDirectoryAndStore = DirectoryAndStore.TestCase
-TestDirectoryAndStore.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDirectoryAndStore.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
