@@ -8,6 +8,8 @@ import json
 import socket
 import zlib
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 import pytest
 
@@ -151,6 +153,25 @@ async def test_a_body_that_grows_too_much_when_decompressed_is_refused(encoding:
         harmless = pack(b'{"inputs": [{"name": "x", "datatype": "INT32", "shape": [0], "data": []}]}'.ljust(MIB - 1))
         response = await edge.http.post("/v2/models/adder/infer", content=harmless, headers={"content-encoding": encoding})
         assert response.status_code == 200
+
+
+class Refusing(ThreadPoolExecutor):
+    """Stands for asyncio's pool of threads, in which all else that waits for files would wait for large bodies."""
+
+    def submit(self, *work: object, **named: object) -> NoReturn:  # type: ignore[override]
+        raise AssertionError(f"{work} does not belong here")
+
+
+async def test_large_bodies_have_threads_of_their_own() -> None:
+    async with open_http_edge(tensor_card()) as edge:
+        edge.client.respond = echo
+        assert (await edge.http.get("/v2")).status_code == 200  # connects, which needs that pool
+        asyncio.get_running_loop().set_default_executor(Refusing(1))
+        numbers = [*range(100_000)]
+        large = json.dumps({"inputs": [{"name": "x", "datatype": "INT32", "shape": [len(numbers)], "data": numbers}]}).encode()
+        for body, headers in ((large, {}), (gzip.compress(large), {"content-encoding": "gzip", "accept-encoding": "gzip"})):
+            response = await edge.http.post("/v2/models/adder/infer", content=body, headers=headers)
+            assert response.status_code == 200, response.text
 
 
 # Half-closed connections

@@ -17,15 +17,15 @@ MAX_PENDING = 256
 
 
 class Offload:
-    """One thread for work that would take the event loop more than some milliseconds.
+    """Few threads, one by default, for work that would take the event loop more than some milliseconds.
 
     The interpreter changes threads every 5 ms. With one thread beside it, the event loop waits no longer than that for its turn;
-    with the many threads of asyncio's own pool it might wait for each of them. Work that leaves the interpreter, such as
-    tokenization, does not belong here.
+    with the many threads of asyncio's own pool it might wait for each of them, and what else uses that pool would wait for all
+    this work. Work that leaves the interpreter, such as tokenization, does not belong here.
     """
 
-    def __init__(self, max_pending: int = MAX_PENDING) -> None:
-        self._executor = ThreadPoolExecutor(1, "large requests")
+    def __init__(self, max_pending: int = MAX_PENDING, *, threads: int = 1) -> None:
+        self._executor = ThreadPoolExecutor(threads, "large requests")
         self._places = threading.Semaphore(max_pending)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

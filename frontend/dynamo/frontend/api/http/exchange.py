@@ -22,7 +22,7 @@ import msgspec
 
 from dynamo.common.asgi import Message, Receive, Scope, Send
 from dynamo.common.background import start
-from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge
+from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge, release
 from dynamo.common.http_connection import ON_HALF_CLOSE
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors import Buffer
@@ -30,6 +30,7 @@ from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.call import Progress
@@ -75,6 +76,8 @@ class HttpSettings:
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE
     capacity: Capacity = field(default_factory=Capacity)
     """Shared with all other requests of the process."""
+    offload: Offload = field(default_factory=lambda: Offload(threads=2))
+    """For large bodies with tensors, whose (de)compression leaves the interpreter to the other thread."""
 
 
 class Exchange:
@@ -145,11 +148,15 @@ class Exchange:
         """Let `handle` respond; respond with its failure if it fails."""
         try:
             await handle(self)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if not self.client_left:
                 raise
+            release(error)
         except Exception as error:
-            await self.fail(error)
+            try:
+                await self.fail(error)
+            finally:
+                release(error)  # the frames of its traceback hold the request, and often the error
 
     def caller(self) -> Caller:
         """Return what the headers say about the request, with the id that the response repeats. Raises InvalidRequest."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.preprocess.offload import Offload
 
 JSON_LENGTH = "inference-header-content-length"
 _WINDOW_BITS: Mapping[str, int] = {"gzip": 31, "deflate": 15}
@@ -53,10 +53,7 @@ async def read_body(exchange: Exchange, max_bytes: int | None = None) -> bytes:
     body = await exchange.any_body(limit)
     if encoding not in _WINDOW_BITS:
         return body
-    if len(body) <= _BRIEF_BYTES:
-        decompressed = decompress(body, encoding, limit)
-    else:
-        decompressed = await asyncio.to_thread(decompress, body, encoding, limit)
+    decompressed = await exchange.settings.offload.run_if(len(body) > _BRIEF_BYTES, decompress, body, encoding, limit)
     exchange.hold(len(decompressed))
     return decompressed
 
@@ -119,14 +116,12 @@ def _weight(text: str) -> float:
         return 0.0
 
 
-async def compress(pieces: Sequence[Buffer], encoding: str) -> list[Buffer] | None:
+async def compress(pieces: Sequence[Buffer], encoding: str, offload: Offload) -> list[Buffer] | None:
     """Return `pieces` as one compressed stream; None if they are too small to be worth it."""
     size = sum(map(len, pieces))
     if size < _WORTHWHILE_BYTES:
         return None
-    if size <= _BRIEF_BYTES:
-        return _compress(pieces, encoding)
-    return await asyncio.to_thread(_compress, pieces, encoding)
+    return await offload.run_if(size > _BRIEF_BYTES, _compress, pieces, encoding)
 
 
 def _compress(pieces: Sequence[Buffer], encoding: str) -> list[Buffer]:

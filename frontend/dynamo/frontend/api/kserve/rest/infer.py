@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 
 from dynamo.common.logs import request_id as logged_id
@@ -28,15 +27,15 @@ async def handle_infer(plane: DataPlane, exchange: Exchange, target: Target) -> 
     body = await read_body(exchange)
     card = plane.card(exchange.account, target.model, target.version)
     parts = split(body, exchange.headers.get(JSON_LENGTH))
-    options = exchange.settings.options
+    options, offload = exchange.settings.options, exchange.settings.offload
     reading = partial(read_request, parts, card, target.model, target.version, options.max_json_depth, options.max_json_values)
-    request, form = await asyncio.to_thread(reading) if len(parts.json) > PIECE_BYTES else reading()
+    request, form = await offload.run_if(len(parts.json) > PIECE_BYTES, reading)
     call = begin(exchange, caller, request, card, RequestType.UNARY)
     async with exchange.attended():
         response = await infer(plane, request, card, call)
     parsed = ModelResponse.parse(response)
     writes_long = len(response) > PIECE_BYTES and not form.all_binary(parsed.head)
-    text, binary = await asyncio.to_thread(write_response, parsed, form) if writes_long else write_response(parsed, form)
+    text, binary = await offload.run_if(writes_long, write_response, parsed, form)
     await send_response(exchange, text, binary)
 
 

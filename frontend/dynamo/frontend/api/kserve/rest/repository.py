@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import orjson
 
 from dynamo.common.errors import InvalidRequest
@@ -34,7 +32,8 @@ async def handle_load(readiness: Readiness, exchange: Exchange, target: Target) 
     """Load a model, and send an empty response once it is loaded."""
     check_repository(target.repository)
     fields = await _object(exchange)
-    request = await asyncio.to_thread(load_request_from_json, target.model, fields)  # files in base64 take time
+    offload = exchange.settings.offload
+    request = await offload.run(load_request_from_json, target.model, fields)  # files in base64 take time
     async with exchange.attended():
         await readiness.plane.load_model(exchange.account, request)
     await exchange.respond(b"")

@@ -84,7 +84,7 @@ async def send_response(exchange: Exchange, text: bytes, binary: list[Buffer]) -
         headers = (_OCTETS, (_JSON_LENGTH, b"%d" % len(text)))
     if encoding := accepted_encoding(exchange.headers.get("accept-encoding", "")):
         headers = (*headers, _VARIES)
-        compressed = await compress(pieces, encoding)
+        compressed = await compress(pieces, encoding, exchange.settings.offload)
         if compressed is not None:
             pieces, headers = compressed, (*headers, (b"content-encoding", encoding.encode()))
     if len(pieces) == 1:
