@@ -126,7 +126,7 @@ def test_a_pod_is_given_the_time_that_its_process_takes_to_stop(folder: Path, tm
                 probe = found.container.spec["readinessProbe"]
                 assert config.settle_s >= probe["periodSeconds"] * probe["failureThreshold"], "drains before anybody knows"
             case WorkerConfig():
-                needed_s = config.drain_timeout_s + CLOSE_S
+                needed_s = config.drain_timeout_s + config.close_timeout_s + CLOSE_S
             case None:
                 needed_s = 30
         assert grace_s >= needed_s, workload["metadata"]["name"]

@@ -5,6 +5,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from datetime import datetime
 
 import httpx2
 import pytest
@@ -132,6 +133,19 @@ async def test_models_are_listed_with_slashes_in_their_names(side: Side) -> None
     assert one.json() == listed["data"][1]
     assert (await side.client.get("/v1/models/org/adder/ready")).status_code == 200
     assert (await side.client.get("/v1/models/later/ready")).status_code == 503
+
+
+async def test_anthropics_clients_get_models_in_their_form(side: Side) -> None:
+    side.readiness.attach(side.plane)
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = (await side.client.get("/v1/models", headers=headers)).json()
+    assert [(model["type"], model["id"], model["display_name"]) for model in listed["data"]] == [
+        ("model", "later", "later"),
+        ("model", "org/adder", "org/adder"),
+    ]
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "later", "org/adder")
+    assert datetime.fromisoformat(listed["data"][0]["created_at"]).tzinfo is not None
+    assert (await side.client.get("/v1/models/org/adder", headers=headers)).json() == listed["data"][1]
 
 
 async def test_errors_are_json(side: Side) -> None:

@@ -197,7 +197,7 @@ BAD: list[tuple[Change, str]] = [
     (parameter("temperature", "double_param", -0.1), "'temperature' is -0.1; it must be at least 0 and at most 2"),
     (parameter("temperature", "double_param", float("nan")), "'temperature' is nan"),
     (parameter("top_p", "double_param", 0.0), "'top_p' is 0.0; it must be above 0 and at most 1"),
-    (parameter("top_k", "int64_param", -2), "'top_k' is -2"),
+    (parameter("top_k", "int64_param", -2), "'top_k' is -2; it must be at least -1 and at most 2147483647"),
     (parameter("min_p", "double_param", 2.0), "'min_p' is 2.0"),
     (parameter("repetition_penalty", "double_param", 0.0), "'repetition_penalty' is 0.0; it must be above 0"),
     (parameter("frequency_penalty", "double_param", 3.0), "'frequency_penalty' is 3.0"),

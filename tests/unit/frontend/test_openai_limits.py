@@ -128,6 +128,27 @@ async def test_a_body_that_is_not_a_json_object_is_rejected(body: bytes) -> None
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+async def test_a_word_for_a_number_is_rejected_by_the_name_of_its_field(word: str) -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        body = b'{"model": "talker", "prompt": "NaN", "temperature" : %b}' % word.encode()
+        response = await edge.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        error = response.json()["error"]
+        assert response.status_code == 400
+        assert error["message"] == f"'temperature' must be a finite number, got {word.lstrip('-')}"
+        assert error["param"] == "temperature"
+
+
+async def test_a_response_longer_than_the_context_has_room_for_is_rejected() -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        error = await edge.error("/v1/completions", {"model": "talker", "prompt": "hello", "max_tokens": 1_000_000})
+        assert error["message"] == (
+            "'max_tokens' is 1000000, but the prompt's 5 tokens leave room for 4091 in the model's context of 4096 tokens"
+        )
+        assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+        assert (await edge.post("/v1/completions", {"model": "talker", "prompt": "hello", "max_tokens": 4091})).status_code == 200
+
+
 async def test_a_body_of_another_content_type_is_rejected() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
         responses = [

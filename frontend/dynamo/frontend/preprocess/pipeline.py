@@ -208,8 +208,14 @@ class TextModel:
 
     def _stop(self, stop: Stop, prompt_tokens: int) -> Stop:
         room = self._check_room(prompt_tokens)
-        max_tokens = room if stop.max_tokens is None else min(stop.max_tokens, room)
-        if max_tokens < stop.min_tokens <= (stop.max_tokens or stop.min_tokens):
+        max_tokens = room if stop.max_tokens is None else stop.max_tokens
+        if max_tokens > room:
+            raise ContextExceeded(
+                f"'max_tokens' is {max_tokens}, but the prompt's {prompt_tokens} tokens leave room for {room} in the model's "
+                f"context of {self._info.context_length} tokens",
+                param="max_tokens",
+            )
+        if stop.max_tokens is None and stop.min_tokens > room:
             raise InvalidRequest(
                 f"min_tokens is {stop.min_tokens}, but the prompt's {prompt_tokens} tokens leave room for {room} in the model's "
                 f"context of {self._info.context_length} tokens",

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from dynamo.common.config import ConfigError, exit_with
-from dynamo.frontend.security.keys import KeyRing, Limits, entry_for, make_key, parse_keys, read_keys
+from dynamo.frontend.security.keys import KeyRing, Limits, entry_for, make_key, parse_expiry, parse_keys, read_keys
 from dynamo.frontend.security.surfaces import Scope
 
 PROGRAM = "dynamo-keys"
+_LARGEST_LIMIT = 1_000_000_000
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,7 +56,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that would make a useless key, by the name of the option."""
+    for flag in ("--requests-per-s", "--concurrent-requests", "--tokens-per-minute"):
+        value = getattr(arguments, flag[2:].replace("-", "_"))
+        if value is not None and not 0 < value <= _LARGEST_LIMIT:
+            raise ConfigError(f"{flag} must be above 0 and at most {_LARGEST_LIMIT}, got {value:g}")
+    if arguments.expires is None:
+        return
+    try:
+        expires_at = parse_expiry(arguments.expires)
+    except ValueError:
+        raise ConfigError(f"--expires must be a date or a date and time, got {arguments.expires!r}") from None
+    if expires_at <= time.time():
+        raise ConfigError(f"--expires must be in the future, got {arguments.expires}, which is {_day(expires_at)}")
+
+
 def _add(arguments: argparse.Namespace) -> None:
+    _check(arguments)
     file: Path = arguments.file
     key = sys.stdin.readline().strip() if arguments.stdin else make_key()
     entry = entry_for(

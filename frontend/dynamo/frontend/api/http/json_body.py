@@ -20,6 +20,10 @@ _MISSING = re.compile(r"Object missing required field `(.*)`")
 _BOUND = re.compile(r"Expected `[^`]*` (of length )?(>=|<=|>|<) ([-0-9.e+]+)")
 _KIND = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
 _VALUE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
+_BYTE = re.compile(r"\(byte (\d+)\)$")
+_WORD = re.compile(rb"NaN|Infinity")
+_KEY = re.compile(rb'"([^"\\]*)"\s*:\s*-?$')
+_LONGEST_KEY = 200
 _WORDS = {
     "str": "a string",
     "int": "an integer",
@@ -50,9 +54,20 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes, max_depth: int) -> T:
     except msgspec.ValidationError as error:
         raise invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
+        raise _infinite(body, str(error)) or InvalidRequest(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise too_deep(max_depth) from None
+
+
+def _infinite(body: bytes, problem: str) -> InvalidRequest | None:
+    """Return the error for the words NaN and Infinity, which some clients write for numbers; None if another is the problem."""
+    position = _BYTE.search(problem)
+    if position is None or not (word := _WORD.match(body, int(position.group(1)))):
+        return None
+    key = _KEY.search(body[max(0, word.start() - _LONGEST_KEY) : word.start()])
+    name = key.group(1).decode(errors="replace") if key else ""
+    what = f"'{name}'" if name else "a number"
+    return InvalidRequest(f"{what} must be a finite number, got {word.group().decode()}", param=name or None)
 
 
 def check_depth(body: bytes, max_depth: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Protocol
 
@@ -20,6 +21,8 @@ Scrape = Callable[[], Awaitable[tuple[bytes, str]]]
 """Returns the text of a metrics scrape and its content type."""
 
 
+_ANTHROPIC = "anthropic-version"
+"""A header of Anthropic's clients, which they have to send."""
 _TRUE = frozenset({"1", "true", "yes"})
 
 
@@ -101,7 +104,10 @@ def metrics_operations(scrape: Scrape) -> list[Operation]:
 
 
 def model_operations(readiness: Readiness, started_at: float) -> list[Operation]:
-    """Return the operations below `/v1/models`, in OpenAI's form with whether each model can be used now."""
+    """Return the operations below `/v1/models`, in OpenAI's form with whether each model can be used now.
+
+    Anthropic's clients, which send a header of their own, get the list and the models in Anthropic's form.
+    """
 
     def describe(card: ModelCard, name: str) -> dict[str, object]:
         described: dict[str, object] = {
@@ -118,14 +124,26 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
             described["max_model_len"] = card.llm.context_length
         return described
 
+    created_at = datetime.fromtimestamp(int(started_at), UTC).isoformat().replace("+00:00", "Z")
+
+    def anthropic_model(name: str) -> dict[str, object]:
+        return {"type": "model", "id": name, "display_name": name, "created_at": created_at}
+
+    def anthropic_list(names: list[str]) -> dict[str, object]:
+        first, last = (names[0], names[-1]) if names else (None, None)
+        return {"data": [anthropic_model(name) for name in names], "has_more": False, "first_id": first, "last_id": last}
+
     async def models(exchange: Exchange) -> None:
         account = exchange.account
         named = [(c, name) for c in readiness.plane.cards(account) for name in (c.name, *other_names(c)) if account.permits(name)]
+        if _ANTHROPIC in exchange.headers:
+            return await _respond(exchange, anthropic_list([name for _, name in named]))
         await _respond(exchange, {"object": "list", "data": [describe(card, name) for card, name in named]})
 
     async def model(exchange: Exchange) -> None:
         name = exchange.parameters["model"]
-        await _respond(exchange, describe(readiness.plane.card(exchange.account, name), name))
+        card = readiness.plane.card(exchange.account, name)
+        await _respond(exchange, anthropic_model(name) if _ANTHROPIC in exchange.headers else describe(card, name))
 
     async def ready(exchange: Exchange) -> None:
         name = exchange.parameters["model"]

@@ -75,9 +75,13 @@ class Setting:
         if self.integer and (not math.isfinite(value) or value != int(value)):
             raise InvalidRequest(f"'{name}' must be an integer, got {value}", param=name)
         if not self.low <= value <= self.high or (self.above and value == self.low):
-            low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
-            raise InvalidRequest(f"'{name}' is {value}; it must be {low} and at most {self.high:g}", param=name)
+            low = f"above {_number(self.low)}" if self.above else f"at least {_number(self.low)}"
+            raise InvalidRequest(f"'{name}' is {value}; it must be {low} and at most {_number(self.high)}", param=name)
         return int(value) if self.integer else float(value)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 SETTINGS: Mapping[str, Setting] = {
