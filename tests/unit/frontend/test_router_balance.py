@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 
 from dynamo.common.discovery import Instance
@@ -78,6 +79,26 @@ def test_a_pinned_request_goes_to_its_instance(strategy: Strategy) -> None:
     assert {ask(balanced, number, InstanceId(3)) for number in range(9)} == {3}
     with pytest.raises(NoInstances):
         ask(balanced, 9, InstanceId(9))
+
+
+def test_two_draws_choose_the_less_loaded_one_in_a_fleet_of_any_size() -> None:
+    fleet = tuple(msgspec.structs.replace(FLEET[0], id=InstanceId(number)) for number in range(1, 101))
+    balanced = router(power_of_two)
+    for instance in fleet[:50]:
+        balanced.loads.report(instance.id, LoadReport(running=100), 0.0)
+    chosen = [balanced.pick(RouteRequest(model="m", booking_id=str(number)), fleet).instance.id for number in range(1000)]
+    idle = sum(instance > 50 for instance in chosen)
+    assert 680 <= idle <= 820, "two draws miss the idle half a quarter of the time"
+
+
+@pytest.mark.parametrize("free", [{7}, {7, 93}, {7, 50, 93}])
+def test_the_few_that_are_not_busy_are_found_in_a_large_fleet(free: set[int]) -> None:
+    fleet = tuple(msgspec.structs.replace(FLEET[0], id=InstanceId(number)) for number in range(1, 101))
+    balanced = router(power_of_two, Thresholds(active_prefill_tokens=10))
+    for instance in fleet:
+        balanced.loads.report(instance.id, LoadReport(queued_prefill_tokens=0 if instance.id in free else 11), 0.0)
+    chosen = {balanced.pick(RouteRequest(model="m", booking_id=str(number)), fleet).instance.id for number in range(200)}
+    assert chosen == free
 
 
 def test_a_choice_can_be_explained() -> None:

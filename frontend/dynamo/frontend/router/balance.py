@@ -13,26 +13,79 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.hashing import PromptHashes
-from dynamo.frontend.router.load import Load, LoadTable, all_busy, busy
+from dynamo.frontend.router.load import InstanceLoad, Load, LoadTable, all_busy, busy, is_busy
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.simple import pinned, position_of, position_of_least
-from dynamo.frontend.router.thresholds import ThresholdTable
+from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
 
-Strategy = Callable[[Sequence[int], random.Random], int]
-"""From the number of requests of each instance to the position of the one to take."""
+_FEW = 8
+"""Among so many, all are looked at."""
+_MAX_DRAWS = 16
+"""After so many, most instances must be busy, and the others are searched for."""
 
 
-def least_loaded(requests: Sequence[int], rng: random.Random) -> int:
+class CandidateLoads:
+    """The loads of the candidates of one request, by position, each read when it is needed."""
+
+    def __init__(self, table: LoadTable, rows: Sequence[InstanceLoad], now: float, thresholds: Thresholds) -> None:
+        self._table = table
+        self._rows = rows
+        self._now = now
+        self._thresholds = thresholds
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def of(self, position: int) -> Load:
+        return self._table.read_one(self._rows[position], self._now)
+
+    def all(self) -> list[Load]:
+        return self._table.read(self._rows, self._now)
+
+    def is_busy(self, position: int) -> bool:
+        return self._thresholds != NEVER_BUSY and is_busy(self.of(position), self._thresholds)
+
+    def free(self) -> Sequence[int]:
+        """Return the positions that are not busy."""
+        busy_ones = busy(self.all(), self._thresholds)
+        return range(len(self)) if busy_ones is None else [at for at, is_busy in enumerate(busy_ones) if not is_busy]
+
+
+Strategy = Callable[[CandidateLoads, random.Random], int | None]
+"""Returns the position of the instance to take, which is not busy; None if all are busy."""
+
+
+def least_loaded(loads: CandidateLoads, rng: random.Random) -> int | None:
     """Return the position with the fewest requests; ties are broken at random."""
-    return position_of_least(requests, rng)
+    all_loads, free = loads.all(), loads.free()
+    return free[position_of_least([all_loads[position].requests for position in free], rng)] if free else None
 
 
-def power_of_two(requests: Sequence[int], rng: random.Random) -> int:
-    """Return the less loaded of two positions drawn at random: nearly as even as least-loaded, without a stampede on one."""
-    if len(requests) == 1:
-        return 0
-    one, other = rng.sample(range(len(requests)), 2)
-    return one if requests[one] <= requests[other] else other
+def power_of_two(loads: CandidateLoads, rng: random.Random) -> int | None:
+    """Return the less loaded of two positions drawn at random: nearly as even as least-loaded, without a stampede on one.
+
+    Takes the same time in a fleet of any size, unless most of it is busy.
+    """
+    pair = _draw_two(loads, rng) if len(loads) > _FEW else None
+    if pair is None:
+        free = loads.free()
+        if len(free) < 2:
+            return free[0] if free else None
+        pair = rng.sample(free, 2)
+    one, other = pair
+    return one if loads.of(one).requests <= loads.of(other).requests else other
+
+
+def _draw_two(loads: CandidateLoads, rng: random.Random) -> list[int] | None:
+    """Draw two positions that are not busy; None if that takes too long."""
+    drawn: list[int] = []
+    for _ in range(_MAX_DRAWS):
+        position = int(rng.random() * len(loads))
+        if position not in drawn and not loads.is_busy(position):
+            drawn.append(position)
+            if len(drawn) == 2:
+                return drawn
+    return None
 
 
 class LoadRouter:
@@ -57,16 +110,17 @@ class LoadRouter:
         self._clock = clock
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
-        now = self._clock()
-        loads = self.loads.read(self._rows.rows(candidates), now)
+        now, thresholds = self._clock(), self.thresholds.of(request.model)
+        loads = CandidateLoads(self.loads, self._rows.rows(candidates), now, thresholds)
         position = pinned(request, candidates)
         reason = "pinned"
         if position is None:
             position, reason = self._choose(request, candidates, loads)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
-            explanation = _explain(candidates, loads, position, busy(loads, self.thresholds.of(request.model)))
-        decision = RoutingDecision(candidates[position], reason, cost=float(loads[position].requests), candidates=explanation)
+            explanation = _explain(candidates, loads.all(), position, busy(loads.all(), thresholds))
+        cost = float(loads.of(position).requests)
+        decision = RoutingDecision(candidates[position], reason, cost=cost, candidates=explanation)
         tokens = 0 if request.is_prefilled else len(request.prompt) // TOKEN_BYTES
         self.loads.book(request.booking_id, decision.instance.id, now, prefill_tokens=tokens)
         return decision
@@ -86,19 +140,16 @@ class LoadRouter:
     def removed(self, instance: InstanceId) -> None:
         self.loads.remove_instance(instance)
 
-    def _choose(self, request: RouteRequest, candidates: Sequence[Instance], loads: Sequence[Load]) -> tuple[int, str]:
+    def _choose(self, request: RouteRequest, candidates: Sequence[Instance], loads: CandidateLoads) -> tuple[int, str]:
         """Return the position of the chosen candidate, and the reason. Raises Overloaded if all are busy."""
-        busy_ones = busy(loads, self.thresholds.of(request.model))
-        free = list(
-            range(len(loads)) if busy_ones is None else (position for position, is_busy in enumerate(busy_ones) if not is_busy)
-        )
-        if not free:
-            raise all_busy(request.model)
         if request.preferred is not None:
             position = position_of(request.preferred, candidates)
-            if position is not None and position in free:
+            if position is not None and not loads.is_busy(position):
                 return position, "preferred"
-        return free[self._strategy([loads[position].requests for position in free], self._rng)], self._name
+        position = self._strategy(loads, self._rng)
+        if position is None:
+            raise all_busy(request.model)
+        return position, self._name
 
 
 def _explain(

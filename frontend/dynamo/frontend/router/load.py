@@ -139,6 +139,12 @@ class InstanceLoad:
         return min(blocks / self.total_blocks, 1.0) if self.total_blocks else 0.0
 
 
+def is_busy(load: Load, thresholds: Thresholds) -> bool:
+    """Return whether the instance of this load is busy."""
+    usage, tokens = thresholds.active_decode_blocks, thresholds.active_prefill_tokens
+    return (usage is not None and load.usage > usage) or (tokens is not None and load.prefill_tokens > tokens)
+
+
 def busy(loads: Sequence[Load], thresholds: Thresholds) -> list[bool] | None:
     """Return for each load whether its instance is busy; None if there is no threshold."""
     usage, tokens = thresholds.active_decode_blocks, thresholds.active_prefill_tokens
@@ -342,6 +348,12 @@ class LoadTable:
             # Reports are only replaced by younger ones: no need to look again before the oldest one expires.
             self._fresh_rows, self._fresh_until = rows, oldest + self._report_ttl_s
         return [load.estimated or load.estimate() for load in rows]
+
+    def read_one(self, row: InstanceLoad, now: float) -> Load:
+        """Return the load of one instance."""
+        if row.reported_at < now - self._report_ttl_s:
+            return row.booked or row.add_up_bookings()
+        return row.estimated or row.estimate()
 
     def _keep_open(self, origin: str, keys: frozenset[int]) -> None:
         """Release the bookings of a sibling that are not open any more: their last event was lost."""

@@ -120,15 +120,14 @@ class _Turns:
     """The turns of one model's instances.
 
     While the candidates are the same tuple, as they are between changes of the fleet, a turn is one step along the queue, however
-    many instances there are. Other candidates (a changed fleet, a retry that excludes one) are sorted again.
+    many instances there are. Other candidates (a changed fleet, a retry that excludes one) are put in order again.
     """
 
-    __slots__ = ("_clock", "_next", "_queue", "_rng", "_source", "last")
+    __slots__ = ("_next", "_queue", "_rng", "_source", "last")
 
     def __init__(self, rng: random.Random) -> None:
-        self.last: dict[InstanceId, int] = {}
-        """When each instance had its last turn, counted in turns."""
-        self._clock = 0
+        self.last: dict[InstanceId, None] = {}
+        """The instances that have had a turn, in the order of their last turns."""
         self._rng = rng
         self._source: Sequence[Instance] = ()
         self._queue: list[Instance] = []
@@ -136,16 +135,22 @@ class _Turns:
 
     def next(self, candidates: Sequence[Instance]) -> Instance:
         if candidates is not self._source:
-            # Ties are shuffled: frontends that start together must not all begin with the same instance.
-            order = [(self.last.get(instance.id, -1), self._rng.random(), index) for index, instance in enumerate(candidates)]
-            self._queue = [candidates[index] for _, _, index in sorted(order)]
+            self._queue = self._in_order(candidates)
             self._next = 0
             self._source = candidates if isinstance(candidates, tuple) else ()
         instance = self._queue[self._next]
         self._next = (self._next + 1) % len(self._queue)
-        self._clock += 1
-        self.last[instance.id] = self._clock
+        self.last.pop(instance.id, None)
+        self.last[instance.id] = None
         return instance
 
     def forget(self, instance: InstanceId) -> None:
         self.last.pop(instance, None)
+
+    def _in_order(self, candidates: Sequence[Instance]) -> list[Instance]:
+        """Return the candidates in the order of their next turns."""
+        # New ones are shuffled: frontends that start together must not all begin with the same instance.
+        new = [instance for instance in candidates if instance.id not in self.last]
+        self._rng.shuffle(new)
+        waiting = {instance.id: instance for instance in candidates}
+        return new + [waiting[instance] for instance in self.last if instance in waiting]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, InstanceGone, Unavailable
@@ -25,6 +26,10 @@ def able_to_serve(
     )
 
 
+_Selection: TypeAlias = tuple[str, str, str, Role | None]
+"""Name, version, tokenizer and role, as a request needs them."""
+
+
 class Candidates:
     """The directory's instances, without those that refuse requests or fail canaries where a model has others."""
 
@@ -32,9 +37,13 @@ class Candidates:
         self._directory = directory
         self._refusal_pause_s = refusal_pause_s
         self._clock = clock
-        self._able: dict[tuple[str, str, str, Role | None], tuple[Sequence[Instance], tuple[Instance, ...]]] = {}
+        self._able: dict[_Selection, tuple[Sequence[Instance], tuple[Instance, ...]]] = {}
         self._left_out: dict[InstanceId, float] = {}
         """Until when."""
+        self._next_return_at = math.inf
+        """The first of these times."""
+        self._reduced: dict[_Selection, tuple[tuple[Instance, ...], tuple[Instance, ...]]] = {}
+        """What is able to serve, and that without those left out; cleared when others are left out."""
 
     def able_to_serve(self, name: str, version: str = "", tokenizer: str = "", role: Role | None = None) -> tuple[Instance, ...]:
         """Return the instances of a model, alias or adapter that can serve it; the same tuple until they change."""
@@ -55,32 +64,53 @@ class Candidates:
         able = self.able_to_serve(work.name or work.model, work.version, work.tokenizer, work.role)
         if call.instance is not None:
             return [instance for instance in able if instance.id == call.instance]
+        if self._left_out and self._clock() >= self._next_return_at:
+            self._end_expired()
         if failed:
             able = tuple(instance for instance in able if instance.id not in failed)
-        if self._left_out:
-            now = self._clock()
-            self._left_out = {instance: until for instance, until in self._left_out.items() if until > now}
-            return tuple(instance for instance in able if instance.id not in self._left_out) or able
-        return able
+            return self._reduce(able)
+        if not self._left_out:
+            return able
+        key = (work.name or work.model, work.version, work.tokenizer, work.role)
+        cached = self._reduced.get(key)
+        if cached is None or cached[0] is not able:
+            cached = self._reduced[key] = (able, self._reduce(able))
+        return cached[1]
 
     def leave_out(self, instance: InstanceId) -> None:
         """Send the instance no requests until `take_back`, unless there is no other."""
-        self._left_out[instance] = math.inf
+        self._leave_out_until(instance, math.inf)
 
     def take_back(self, instance: InstanceId) -> None:
         """End `leave_out`."""
-        self._left_out.pop(instance, None)
+        if self._left_out.pop(instance, None) is not None:
+            self._reduced.clear()
 
     def removed(self, instance: InstanceId) -> None:
         """An instance deregistered."""
-        self._left_out.pop(instance, None)
+        self.take_back(instance)
 
     def failed(self, instance: InstanceId, error: DynamoError) -> None:
         """Draw the conclusion for other requests from `error`, with which an instance failed one."""
         if not (error.retryable and isinstance(error, Unavailable)):
             return
         if not isinstance(error, InstanceGone):
-            until = self._clock() + self._refusal_pause_s
-            self._left_out[instance] = max(until, self._left_out.get(instance, 0.0))
+            self._leave_out_until(instance, self._clock() + self._refusal_pause_s)
         elif not error.is_alive:
             self._directory.mark_down(instance)
+
+    def _leave_out_until(self, instance: InstanceId, until: float) -> None:
+        if instance not in self._left_out:
+            self._reduced.clear()
+        self._left_out[instance] = max(until, self._left_out.get(instance, 0.0))
+        self._next_return_at = min(self._next_return_at, until)
+
+    def _end_expired(self) -> None:
+        now = self._clock()
+        self._left_out = {instance: until for instance, until in self._left_out.items() if until > now}
+        self._next_return_at = min(self._left_out.values(), default=math.inf)
+        self._reduced.clear()
+
+    def _reduce(self, able: tuple[Instance, ...]) -> tuple[Instance, ...]:
+        """Return the instances that are not left out, or all if there would be none."""
+        return tuple(instance for instance in able if instance.id not in self._left_out) or able
