@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from tests.simulation.process import SimulatedFrontend
 
 VOCABULARY = 256
+_STEP_S = 0.02
+"""A step of the slowest language model, with some requests beside and before it."""
+_RESPONSE_S = 0.05
+"""Between two responses of the decoupled model."""
 
 
 class Outcome(StrEnum):
@@ -50,6 +54,10 @@ class Attempt:
     begun_s: float
     deadline_s: float
     size: int
+    """Of a tensor, in bytes, or of a generation, in tokens."""
+    model: str = "echo"
+    responses: int = 1
+    """Of a tensor request."""
     outcome: Outcome = Outcome.OPEN
     ended_s: float = 0.0
     error: str = ""
@@ -57,6 +65,8 @@ class Attempt:
     """How often it ended."""
     leave_after_s: float | None = None
     """When the client loses its patience."""
+    is_started: bool = False
+    """A part of the response has arrived."""
     pause_s: float = 0.0
     """Between two reads of a slow reader."""
     over: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
@@ -67,21 +77,29 @@ class Attempt:
         self.outcome, self.ended_s, self.error = outcome, now, error
         self.over.set()
 
+    @property
+    def own_s(self) -> float:
+        """Return how long it takes at most where nothing is wrong."""
+        if self.kind == "generate":
+            return self.size * (_STEP_S + self.pause_s)
+        return self.responses * (_RESPONSE_S + self.pause_s)
+
     def __str__(self) -> str:
-        text = f"request {self.number} ({self.kind}, {self.size}) at {self.frontend.process.name} from {self.begun_s:.2f} s"
-        return f"{text} until {self.ended_s:.2f} s, deadline {self.deadline_s:.2f}: {self.outcome} {self.error}".rstrip()
+        text = f"request {self.number} ({self.kind} of {self.model}, {self.size}) at {self.frontend.process.name} "
+        text += f" from {self.begun_s:.2f} s until {self.ended_s:.2f} s"
+        return f"{text}, deadline {self.deadline_s:.2f}: {self.outcome} {self.error}".rstrip()
 
 
 async def run_request(attempt: Attempt, rng: Random) -> None:
     """Send one request and judge what comes back. Runs inside the frontend's process."""
     loop = asyncio.get_running_loop()
-    work = {"infer": _infer, "stream": _infer_stream, "generate": _generate, "raise": _infer, "header": _infer}[attempt.kind]
+    work = {"stream": _infer_stream, "endless": _infer_stream, "generate": _generate}.get(attempt.kind, _infer)
     call = Call(
         account=ANONYMOUS,
         request_id=f"r{attempt.number}",
         endpoint="simulated",
         request_type=RequestType.STREAM,
-        deadline=attempt.deadline_s,
+        deadline=None if attempt.kind == "endless" else attempt.deadline_s,
         headers={"baggage": "x" * attempt.size} if attempt.kind == "header" else {},
     )
     leave = None if attempt.leave_after_s is None else attempt.begun_s + attempt.leave_after_s
@@ -97,9 +115,11 @@ async def run_request(attempt: Attempt, rng: Random) -> None:
 
 def _tensor(attempt: Attempt, rng: Random) -> tuple[TensorRequest, bytes]:
     data = rng.randbytes(max(4, attempt.size // 4 * 4))
-    model = "raising" if attempt.kind == "raise" else "echo"
-    message = ModelInferRequest(model_name=model, id=str(attempt.number), raw_input_contents=[data])
+    message = ModelInferRequest(model_name=attempt.model, id=str(attempt.number), raw_input_contents=[data])
     message.inputs.add(name="INPUT0", datatype="FP32", shape=[len(data) // 4])
+    if attempt.responses != 1:
+        message.parameters["repeat"].int64_param = attempt.responses
+        message.parameters["delay_ms"].int64_param = int(_RESPONSE_S * 1000) * (attempt.kind == "endless" or rng.random() < 0.3)
     return TensorRequest.parse(message.SerializeToString()), data
 
 
@@ -119,11 +139,12 @@ async def _infer_stream(attempt: Attempt, call: Call, rng: Random) -> str:
         while batch := await responses.read():
             for response in batch:
                 count += 1
+                attempt.is_started = True
                 if wrong := _check(response, data):
                     return wrong
             if attempt.pause_s:
                 await asyncio.sleep(attempt.pause_s)
-    return "" if count == 1 else f"{count} responses instead of 1"
+    return "" if count == attempt.responses else f"{count} responses instead of {attempt.responses}"
 
 
 def _check(response: bytes | bytearray | memoryview, data: bytes) -> str:
@@ -139,7 +160,9 @@ async def _generate(attempt: Attempt, call: Call, rng: Random) -> str:
     group = rng.randrange(6)  # prompts of a group begin alike
     prompt = [group * 1000 + position for position in range(24)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(9))]
     seed, wanted = rng.randrange(1 << 20), attempt.size
-    request = TextRequest(model="sim", prompt=prompt, stop=Stop(max_tokens=wanted, ignore_eos=True), sampling=Sampling(seed=seed))
+    request = TextRequest(
+        model=attempt.model, prompt=prompt, stop=Stop(max_tokens=wanted, ignore_eos=True), sampling=Sampling(seed=seed)
+    )
     tokens: list[int] = []
     async with plane.generate(request, call) as generation:
         while batch := await generation.read():

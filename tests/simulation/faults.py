@@ -51,6 +51,12 @@ async def worker_paused(h: History) -> None:
         await h.pausing(worker, h.rng.choice([0.2, 1.0, 4.0, 9.0, 20.0]))
 
 
+async def worker_asleep(h: History) -> None:
+    worker = h.pick(h.workers)
+    if worker is not None and worker.worker is not None:
+        await h.sleeping(worker, h.rng.uniform(0.5, 6.0))
+
+
 async def frontend_killed(h: History) -> None:
     frontend = h.pick(h.frontends)
     if frontend is None:
@@ -58,6 +64,14 @@ async def frontend_killed(h: History) -> None:
     h.kill(frontend)
     await asyncio.sleep(h.rng.uniform(0.1, 3.0))
     h.start_frontend()
+
+
+async def frontend_terminated(h: History) -> None:
+    frontend = h.pick(h.frontends)
+    if frontend is None:
+        return
+    h.start_frontend()
+    await h.leave(frontend)
 
 
 async def frontend_paused(h: History) -> None:
@@ -148,7 +162,9 @@ FAULTS: tuple[tuple[float, Callable[[History], object]], ...] = (
     (3.0, worker_killed),
     (2.0, worker_terminated),
     (2.0, worker_paused),
+    (1.5, worker_asleep),
     (1.5, frontend_killed),
+    (0.5, frontend_terminated),
     (1.0, frontend_paused),
     (2.0, nats_restarted),
     (1.0, nats_hung),

@@ -5,8 +5,10 @@ Invariants:
 1. A request ends exactly once, and not long after its deadline.
 2. No response is wrong, short or doubled.
 3. A request does not fail if its frontend and some instance were well long enough inside its deadline to answer it.
-4. When all is quiet, nothing is left: no open stream, no credit lent, no booking, no task that was not there at the start.
-5. When all is quiet, requests are answered, and routers know exactly what instances have cached.
+4. When all is quiet, nothing is left: no open stream, no credit lent, no booking, no load, no bytes of a request, no task that
+   was not there at the start; and nothing of a process that ended in order.
+5. When all is quiet, requests are answered, and routers know exactly what instances have cached, which is
+   nothing for those that are gone.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import secrets
 import sys
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from typing import Any, TypeVar, cast
 from unittest import mock
 
 from dynamo.common import telemetry
+from dynamo.common.errors import Unavailable
 from dynamo.common.etcd import client as etcd_client
 from dynamo.frontend.config import RouterMode
 from dynamo.worker import serve
@@ -40,7 +43,7 @@ from tests.simulation.etcd_server import SimulatedEtcd, SimulatedTransport
 from tests.simulation.faults import ALL, FAULTS, Trouble
 from tests.simulation.nats_server import SimulatedNats
 from tests.simulation.network import Network
-from tests.simulation.process import MAX_PAYLOAD, SimulatedFrontend, SimulatedWorker
+from tests.simulation.process import LANGUAGE_MODELS, MAX_PAYLOAD, MODELS, SimulatedFrontend, SimulatedWorker
 
 Member = TypeVar("Member", SimulatedFrontend, SimulatedWorker)
 
@@ -142,7 +145,8 @@ class History:
         """Send a request that need not succeed, and must not hurt others."""
         self.event(f"hostile request ({kind}) at {frontend.process.name}")
         now = self.loop.time()
-        attempt = Attempt(len(self.attempts), kind, frontend, now, now + 10.0, 2 * MAX_PAYLOAD)
+        model = "raising" if kind == "raise" else "echo"
+        attempt = Attempt(len(self.attempts), kind, frontend, now, now + 10.0, 2 * MAX_PAYLOAD, model)
         self.attempts.append(attempt)
         await self._send(attempt, Random(self.rng.getrandbits(32)))
 
@@ -185,12 +189,56 @@ class History:
         done, _ = await asyncio.wait([worker.main], timeout=within_s)
         if not done:
             self.violations.append(f"{worker.process.name} did not end within {within_s} s of SIGTERM")
-        elif error := worker.main.exception():
-            self.violations.append(f"{worker.process.name} ended with {error!r}")
+        else:
+            self._check_ended(worker)
         worker.process.kill()
         self.network.process_died(worker.process)
         self.leaving.remove(worker)
         self._buried.append(worker)
+
+    def _check_ended(self, member: SimulatedWorker | SimulatedFrontend) -> None:
+        if error := member.main.exception():
+            self.violations.append(f"{member.process.name} ended with {error!r}")
+        elif left := [task.get_name() for task in member.process.tasks if task is not member.main]:
+            self.violations.append(f"{member.process.name} ended and left tasks: {left}")
+
+    async def leave(self, frontend: SimulatedFrontend) -> None:
+        """As SIGTERM: get no more requests, end those that are open, and end."""
+        name = frontend.process.name
+        self.event(f"{name} leaves")
+        self._gone(frontend)
+        async with asyncio.TaskGroup() as tasks:
+            for attempt in self.attempts:
+                if attempt.frontend is frontend:
+                    tasks.create_task(attempt.over.wait())
+        frontend.terminate()
+        done, _ = await asyncio.wait([frontend.main], timeout=30.0)
+        if not done:
+            self.violations.append(f"{name} did not end within 30 s of SIGTERM")
+        else:
+            self._check_ended(frontend)
+        frontend.process.kill()
+        self.network.process_died(frontend.process)
+        self.etcd.process_died(frontend.process)
+        self._buried.append(frontend)
+
+    async def sleeping(self, worker: SimulatedWorker, seconds: float) -> None:
+        """Let the engines of a worker sleep for a while."""
+        assert worker.worker is not None
+        sleeper = worker.worker.sleeper
+        with self.troubling(worker.process.name, f"asleep for {seconds:.1f} s"):
+            await self._do(worker, sleeper.sleep())
+            await asyncio.sleep(seconds)
+            if worker.process.is_alive:
+                await self._do(worker, sleeper.wake())
+
+    async def _do(self, worker: SimulatedWorker, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` in a worker's process, which may refuse it while etcd is away or while it leaves, and may die."""
+        task = worker.process.context.copy().run(self.loop.create_task, work)
+        while not task.done() and worker.process.is_alive:
+            await asyncio.wait([task], timeout=1.0)
+        if task.done() and (error := task.exception()) is not None and not isinstance(error, Unavailable):
+            self.violations.append(f"{worker.process.name} failed at {work}: {error!r}")
 
     async def pausing(self, member: SimulatedWorker | SimulatedFrontend, seconds: float) -> None:
         """As SIGSTOP and SIGCONT."""
@@ -254,7 +302,7 @@ class History:
     def _is_ready(self, frontend: SimulatedFrontend) -> bool:
         plane = frontend.plane
         return plane is not None and all(
-            plane.model_ready(model) and len(plane.models.instances(model)) == len(self.workers) for model in ("echo", "sim")
+            plane.model_ready(model) and len(plane.models.instances(model)) == len(self.workers) for model in MODELS
         )
 
     async def _fault(self, begin_s: float) -> None:
@@ -273,16 +321,30 @@ class History:
 
     async def _request(self, rng: Random, frontend: SimulatedFrontend, timeout_s: float) -> Attempt:
         now = self.loop.time()
-        kind = rng.choice(["infer", "infer", "stream", "generate", "generate"])
-        size = rng.choice([1, 10, 40]) if kind == "generate" else rng.choice([4, 400, 9_000, 60_000, 300_000])
-        attempt = Attempt(len(self.attempts), kind, frontend, now, now + timeout_s, size)
-        if rng.random() < 0.1:
+        attempt = self._drawn(rng, frontend, now, now + timeout_s)
+        if attempt.kind == "endless" or rng.random() < 0.1:
             attempt.leave_after_s = rng.choice([0.0, 0.002, 0.05, 1.0])
-        if kind != "infer" and rng.random() < 0.15:
+        if attempt.kind != "infer" and rng.random() < 0.15:
             attempt.pause_s = rng.choice([0.05, 0.5])
         self.attempts.append(attempt)
         await self._send(attempt, Random(rng.getrandbits(32)))
         return attempt
+
+    def _drawn(self, rng: Random, frontend: SimulatedFrontend, now: float, deadline: float) -> Attempt:
+        """A request of any kind."""
+        number, kind = (
+            len(self.attempts),
+            rng.choice(["infer"] * 4 + ["stream"] * 2 + ["generate"] * 4 + ["decoupled", "endless"]),
+        )
+        if kind == "generate":
+            model = rng.choice(list(LANGUAGE_MODELS))
+            return Attempt(number, kind, frontend, now, deadline, rng.choice([1, 10, 40, 100]), model)
+        size = rng.choice([4, 400, 9_000, 60_000, 300_000])
+        if kind == "decoupled":
+            return Attempt(number, "stream", frontend, now, deadline, size, "repeater", rng.choice([0, 2, 5, 20]))
+        if kind == "endless":  # and the client leaves
+            return Attempt(number, kind, frontend, now, now + 1.0, 400, "repeater", 10_000)
+        return Attempt(number, kind, frontend, now, deadline, size)
 
     async def _send(self, attempt: Attempt, rng: Random) -> None:
         """Run a request to its end, or until it is long overdue."""
@@ -314,13 +376,20 @@ class History:
                 self.violations.append(f"{name} has {client.open_streams} open streams when idle")
             if (free := client.free_budget_bytes) != client.limits.budget_bytes:
                 self.violations.append(f"{name} has lent {client.limits.budget_bytes - free} bytes of credit when idle")
+            if unacknowledged := client.unacknowledged_bytes:
+                self.violations.append(f"{name} has {unacknowledged} unacknowledged bytes when idle")
             if len(frontend.loads):
                 self.violations.append(f"{name} has {len(frontend.loads)} bookings when idle")
+            instances = [instance for model in LANGUAGE_MODELS for instance in frontend.directory.instances(model)]
+            if busy := [load for load in frontend.loads.read(frontend.loads.rows(instances), self.loop.time()) if load.requests]:
+                self.violations.append(f"{name} sees {len(busy)} loaded instances when idle")
         for worker in self.workers:
             assert worker.worker is not None
             requests = worker.worker.requests
             if requests.open_requests:
                 self.violations.append(f"{worker.process.name} has {requests.open_requests} open requests when idle")
+            if requests.held_bytes:
+                self.violations.append(f"{worker.process.name} holds {requests.held_bytes} bytes of requests when idle")
             if (free := requests.free_upload_bytes) != requests.limits.budget_bytes:
                 self.violations.append(f"{worker.process.name} has lent {requests.limits.budget_bytes - free} bytes when idle")
         for name, numbers in self._leftovers().items():
@@ -340,18 +409,23 @@ class History:
                 if attempt.outcome not in (Outcome.RIGHT, Outcome.CANCELLED):
                     self.violations.append(f"a request fails when all is quiet: {attempt}")
         await asyncio.sleep(5.0)
+        workers = [member for member in (*self._buried, *self.workers) if isinstance(member, SimulatedWorker)]
         for frontend in self.frontends:
-            if frontend.kv is None:
-                continue
-            index = frontend.kv.index("sim")
-            for worker in self.workers:
-                assert worker.worker is not None
-                held, cached = index.held(worker.worker.instance), set(worker.engine.kv.held())
-                if held != cached:
-                    self.violations.append(
-                        f"{frontend.process.name} knows {len(held & cached)} of {len(cached)} blocks of {worker.process.name}, "
-                        f"and {len(held - cached)} that it has not"
-                    )
+            for worker in workers:
+                for model in LANGUAGE_MODELS:
+                    self._check_index(frontend, worker, model)
+
+    def _check_index(self, frontend: SimulatedFrontend, worker: SimulatedWorker, model: str) -> None:
+        """The router knows exactly the blocks of a worker, which are none when it is gone."""
+        if frontend.kv is None or worker.worker is None:
+            return
+        held = frontend.kv.index(model).held(worker.worker.instance)
+        cached = set(worker.engines[model].kv.held()) if worker in self.workers else set()
+        if held != cached:
+            self.violations.append(
+                f"{frontend.process.name} knows {len(held & cached)} of {len(cached)} blocks of {model} "
+                f"at {worker.process.name}, and {len(held - cached)} that it has not"
+            )
 
     # Judging requests
 
@@ -379,11 +453,11 @@ class History:
         deaths = sum(t.who in self.instances for t in during)
         if deaths > 1 or any(t.is_lossy for t in during):
             return False
-        if attempt.pause_s or (attempt.kind == "generate" and attempt.size > 10):  # its own slowness may take all the time
-            begin = max(begin, end - WELL_S / 2)
+        if during and attempt.is_started and attempt.responses > 1:
+            return False  # the rest of a decoupled stream cannot be had from another instance
         frontend = [t for t in self.troubles if t.who in (ALL, attempt.frontend.process.name)]
         return any(
-            _free_s(begin, end, [*frontend, *(t for t in self.troubles if t.who == name)], born, died) >= WELL_S
+            _free_s(begin, end, [*frontend, *(t for t in self.troubles if t.who == name)], born, died) >= WELL_S + attempt.own_s
             for name, (born, died) in self.instances.items()
         )
 

@@ -109,8 +109,10 @@ class Client:
             self.write(b"PONG\r\n")
         elif verb == b"SUB":
             self.subscriptions[words[-1]] = tuple(words[1].split(b"."))
+            self._server.routes.clear()
         elif verb == b"UNSUB":
             self.subscriptions.pop(words[1], None)
+            self._server.routes.clear()
         elif verb != b"PONG":
             self.refuse("Unknown Protocol Operation")
 
@@ -134,6 +136,8 @@ class SimulatedNats:
         self.loss = 0.0
         self.event = event
         self.clients: list[Client] = []
+        self.routes: dict[bytes, list[tuple[Client, bytes]]] = {}
+        """The subscriptions that each subject was last delivered to; cleared when one changes."""
         self._network = network
         self._rng = rng
         self._count = 0
@@ -156,20 +160,24 @@ class SimulatedNats:
 
     def publish(self, sender: Client, subject: bytes, reply: bytes, header: int, payload: bytes) -> None:
         """Deliver one message to everybody who subscribed to its subject."""
-        tokens = tuple(subject.split(b"."))
-        is_delivered = False
-        for client in list(self.clients):
-            for sid, pattern in list(client.subscriptions.items()):
-                if matches(pattern, tokens):
-                    is_delivered = True
-                    if self.loss and self._rng.random() < self.loss:
-                        continue
-                    self._deliver(client, subject, sid, reply, header, payload)
-        if not is_delivered and reply and sender.wants_no_responders:
+        subscriptions = self.routes.get(subject)
+        if subscriptions is None:
+            subscriptions = self.routes[subject] = self._subscriptions_to(subject)
+        for client, sid in subscriptions:
+            if self.loss and self._rng.random() < self.loss:
+                continue
+            self._deliver(client, subject, sid, reply, header, payload)
+        if not subscriptions and reply and sender.wants_no_responders:
             tokens = tuple(reply.split(b"."))
             for sid, pattern in list(sender.subscriptions.items()):
                 if matches(pattern, tokens):
                     self._deliver(sender, reply, sid, b"", len(_NO_RESPONDERS), _NO_RESPONDERS)
+
+    def _subscriptions_to(self, subject: bytes) -> list[tuple[Client, bytes]]:
+        tokens = tuple(subject.split(b"."))
+        return [
+            (client, sid) for client in self.clients for sid, pattern in client.subscriptions.items() if matches(pattern, tokens)
+        ]
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` when the server no longer hangs."""
@@ -178,6 +186,7 @@ class SimulatedNats:
     def forget(self, client: Client) -> None:
         if client in self.clients:
             self.clients.remove(client)
+            self.routes.clear()
 
     # Faults
 

@@ -34,7 +34,7 @@ from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import Context, TensorResponse
-from dynamo.worker.engine.echo import EchoTensors
+from dynamo.worker.engine.echo import EchoTensors, echo_declaration
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import sim_config
 from tests.simulation.clock import Process
@@ -53,7 +53,9 @@ LIMITS = PlaneLimits(
 )
 """Small, so that small bodies meet every bound."""
 NATS = NatsOptions(servers=("nats://127.0.0.1:4222",))
-SIM = "blocks=200,block_size=4,speedup=50"
+LANGUAGE_MODELS = {"sim": "blocks=200,block_size=4,speedup=50", "small": "blocks=48,block_size=4,speedup=4"}
+"""The simulated language models of each worker. The small one is slow, and evicts blocks all the time."""
+MODELS = ("echo", "repeater", "raising", *LANGUAGE_MODELS)
 
 
 class _WorkerConfig(WorkerConfig):
@@ -62,7 +64,20 @@ class _WorkerConfig(WorkerConfig):
         return LIMITS
 
 
-class RaisingTensors(EchoTensors):
+class SleepyTensors(EchoTensors):
+    """An echo model that can sleep: there is nothing that it would have to free."""
+
+    def check_sleep(self) -> None:
+        return
+
+    async def sleep(self) -> None:
+        return
+
+    async def wake(self) -> None:
+        return
+
+
+class RaisingTensors(SleepyTensors):
     """A model whose every request fails, in more words than a NATS message may have."""
 
     async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
@@ -71,11 +86,11 @@ class RaisingTensors(EchoTensors):
 
 
 class SimulatedWorker:
-    """A worker with the tensor models `echo` and `raising`, and a language model, `sim`."""
+    """A worker with the tensor models `echo`, `repeater`, which is decoupled, and `raising`, and the language models."""
 
     def __init__(self, name: str, drain_timeout_s: float = 5.0) -> None:
         self.process = Process(name)
-        self.engine = SimEngine(replace(sim_config(SIM, "sim", None, None), tokenizer=b"", chat_template=b""))
+        self.engines = {name: _sim_engine(name, settings) for name, settings in LANGUAGE_MODELS.items()}
         self.worker: Worker | None = None
         """None until it serves."""
         self._stop = asyncio.Event()
@@ -96,9 +111,15 @@ class SimulatedWorker:
         self._stop.set()
 
     async def _serve(self) -> None:
-        async with open_worker([EchoTensors(), RaisingTensors(name="raising"), self.engine], self._config) as worker:
+        repeater = SleepyTensors(echo_declaration(name="repeater", decoupled=True))
+        tensors = [SleepyTensors(), repeater, RaisingTensors(name="raising")]
+        async with open_worker([*tensors, *self.engines.values()], self._config) as worker:
             self.worker = worker
             await self._stop.wait()
+
+
+def _sim_engine(name: str, settings: str) -> SimEngine:
+    return SimEngine(replace(sim_config(settings, name, None, None), tokenizer=b"", chat_template=b""))
 
 
 class SimulatedFrontend:
@@ -127,10 +148,11 @@ class SimulatedFrontend:
         """A load balancer sends requests here: the frontend has said at least once that it can serve each model."""
         plane = self.plane
         if not self._was_ready and plane is not None:
-            self._was_ready = all(map(plane.model_ready, ("echo", "raising", "sim")))
+            self._was_ready = all(map(plane.model_ready, MODELS))
         return self._was_ready and plane is not None and not self.process.is_paused
 
     def terminate(self) -> None:
+        """As SIGTERM, once a load balancer has seen the frontend off: leave, without a request open."""
         self._stop.set()
 
     async def _serve(self) -> None:

@@ -70,6 +70,7 @@ class Worker:
     cards: tuple[ModelCard, ...]
     requests: RequestServer
     registration: Registration
+    sleeper: Sleeper
     status_port: int | None
     """None without `--status-port`."""
 
@@ -236,7 +237,7 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
         names = ", ".join(model.card.name for model in models) or "no model yet"
         log.info("serving %s at %s as instance %x", names, identity.endpoint, identity.instance)
         cards = tuple(model.card for model in models)
-        yield Worker(identity.instance, identity.endpoint, cards, requests, registration, observers.status_port)
+        yield Worker(identity.instance, identity.endpoint, cards, requests, registration, sleeper, observers.status_port)
         log.info("leaving: deregistering instance %x", identity.instance)
 
 

@@ -410,6 +410,11 @@ class RequestClient:
         """Credit for responses without a stream."""
         return self._budget
 
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Bytes of requests that instances have not reacted to yet."""
+        return sum(peer.unacknowledged for peer in self._peers.values())
+
     def open(
         self,
         instance: InstanceId,

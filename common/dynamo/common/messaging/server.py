@@ -378,6 +378,11 @@ class RequestServer:
         return self._open
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of the bodies of open requests."""
+        return self._held_bytes
+
+    @property
     def free_upload_bytes(self) -> int:
         """Credit for request bodies that no request holds."""
         return self.uploads.free_bytes
