@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dynamo.common.names import Endpoint, InstanceId
+from tests.simulation.process import NAMESPACE
+
 if TYPE_CHECKING:
     from tests.simulation.history import History
 
@@ -130,6 +133,18 @@ async def messages_lost(h: History) -> None:
         h.nats.loss = 0.0
 
 
+async def events_flooded(h: History) -> None:
+    """More events than a connection holds are published. Whoever follows them may be cut off; no request may notice."""
+    endpoint, nobody = Endpoint(namespace=NAMESPACE), InstanceId(0xF100D)
+    subject = h.rng.choice([endpoint.kv_subject(nobody), endpoint.load_subject(nobody), endpoint.bookings_subject()])
+    count = h.rng.choice([50, 800])
+    h.event(f"{subject} is flooded by {count} KiB at a time")
+    for _ in range(h.rng.randint(1, 5)):
+        for _ in range(count):
+            h.nats.publish(None, subject.encode(), b"", 0, bytes(1024))
+        await asyncio.sleep(h.rng.uniform(0.05, 1.0))
+
+
 async def etcd_restarted(h: History) -> None:
     lose = h.rng.random() < 0.3
     with h.troubling(ALL if lose else "", "etcd loses its data" if lose else "etcd is down"):
@@ -173,6 +188,7 @@ FAULTS: tuple[tuple[float, Callable[[History], object]], ...] = (
     (1.0, link_narrow),
     (1.0, network_slow),
     (1.5, messages_lost),
+    (1.0, events_flooded),
     (1.0, etcd_restarted),
     (0.5, etcd_compacted),
     (1.0, etcd_cut_off),

@@ -158,8 +158,8 @@ class SimulatedNats:
         else:
             self._greet(client)
 
-    def publish(self, sender: Client, subject: bytes, reply: bytes, header: int, payload: bytes) -> None:
-        """Deliver one message to everybody who subscribed to its subject."""
+    def publish(self, sender: Client | None, subject: bytes, reply: bytes, header: int, payload: bytes) -> None:
+        """Deliver one message to everybody who subscribed to its subject. Without a sender, it comes from elsewhere."""
         subscriptions = self.routes.get(subject)
         if subscriptions is None:
             subscriptions = self.routes[subject] = self._subscriptions_to(subject)
@@ -167,7 +167,7 @@ class SimulatedNats:
             if self.loss and self._rng.random() < self.loss:
                 continue
             self._deliver(client, subject, sid, reply, header, payload)
-        if not subscriptions and reply and sender.wants_no_responders:
+        if not subscriptions and reply and sender is not None and sender.wants_no_responders:
             tokens = tuple(reply.split(b"."))
             for sid, pattern in list(sender.subscriptions.items()):
                 if matches(pattern, tokens):
