@@ -137,6 +137,47 @@ async def test_a_key_of_an_ensemble_reaches_its_parts_only_through_it(
         assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["read_aloud"]
 
 
+CALLER = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        [r] = requests
+        inputs = [pb_utils.Tensor("x", r.inputs()[0].as_numpy())]
+        return [pb_utils.InferenceRequest(model_name="part", inputs=inputs, requested_output_names=["y"]).exec()]
+"""
+
+
+@pytest.mark.timeout(120)
+async def test_a_key_of_a_model_that_calls_another_reaches_that_only_through_it(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    python_model(tmp_path / "models", "caller", CALLER)
+    python_model(tmp_path / "models", "part")
+    keys = KeyFile(tmp_path / "keys.yaml", {})
+    key = keys.add("team", models=("caller",))
+    x = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [3.0]}]}
+    async with (
+        worker(etcd_server, nats_server, namespace, "--model-repository", str(tmp_path / "models")),
+        frontend(etcd_server.endpoint, nats_server.url, namespace, "--api-keys-file", str(keys.path)) as front,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", headers={"x-api-key": key}, timeout=30) as client,
+    ):
+        await front.serves("caller", key=key)
+        response = await client.post("/v2/models/caller/infer", json=x)
+        assert response.status_code == 200, response.text
+        assert response.json()["outputs"][0]["data"] == [6.0]
+        assert (await client.post("/v2/models/part/infer", json=x)).status_code == 403
+        for path in ("", "/config", "/stats"):
+            assert (await client.get(f"/v2/models/part{path}")).status_code == 403
+        async with connect(front) as channel:
+            request = pb.ModelInferRequest(model_name="part")
+            request.inputs.add(name="x", datatype="FP32", shape=[1]).contents.fp32_contents.append(3.0)
+            infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await infer(request.SerializeToString(), metadata=(("x-api-key", key),))
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
 @pytest.mark.timeout(120)
 async def test_tritons_clients_load_and_unload(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path

@@ -227,6 +227,7 @@ async def test_a_limit_is_one_for_all_protocols_and_says_when_to_come_back(
             assert (path, response.status_code) == (path, 429), response.text
             assert 90 < int(response.headers["retry-after"]) <= 100
             assert (await doors.post(path, body, x_api_key=other)).status_code == 200
+        assert (await doors.get("/v1/models", x_api_key=key)).status_code == 200, "metadata has a rate of its own"
         assert (await doors.get("/v1/models", x_api_key=key)).status_code == 429
         assert (await doors.get("/health", x_api_key=key)).status_code == 200
 

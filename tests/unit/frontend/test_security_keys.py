@@ -150,10 +150,26 @@ def test_fewer_than_one_request_per_second_can_be_allowed() -> None:
     team = account(clock, requests_per_s=0.1)
     team.admit("m", object()).close()
     with pytest.raises(RateLimited) as error:
-        team.count()
+        team.admit("m", object())
     assert error.value.retry_after_s == pytest.approx(10)
     clock.now += 10
+    team.admit("m", object()).close()
+
+
+def test_other_calls_have_the_rate_once_more_and_use_up_nothing_of_requests() -> None:
+    clock = Clock()
+    team = account(clock, requests_per_s=2)
+    for _ in range(2):
+        team.count()
+    with pytest.raises(RateLimited, match="2 requests per second"):
+        team.count()
+    for _ in range(2):
+        team.admit("m", object()).close()
+    with pytest.raises(RateLimited, match="2 requests per second"):
+        team.admit("m", object())
+    clock.now += 0.5
     team.count()
+    team.admit("m", object()).close()
 
 
 def test_requests_at_once_are_counted_until_their_tickets_are_closed() -> None:

@@ -98,6 +98,8 @@ class KeyAccount:
         self._clock = clock
         self._follow = follow
         self._requests: Bucket | None = None
+        self._calls: Bucket | None = None
+        """For calls that are no requests to a model, so that reading metadata does not use up what inference may do."""
         self._tokens: Bucket | None = None
         self._permitted: dict[str, bool] = {}
         self._running: dict[int, _Running] = {}
@@ -114,7 +116,9 @@ class KeyAccount:
         self._permitted.clear()
         rate, tokens = key.limits.requests_per_s, key.limits.tokens_per_minute
         # A second's worth at once, so that clients need not space their requests out.
-        self._requests = self._renewed(self._requests, rate, None if rate is None else max(1.0, rate))
+        burst = None if rate is None else max(1.0, rate)
+        self._requests = self._renewed(self._requests, rate, burst)
+        self._calls = self._renewed(self._calls, rate, burst)
         self._tokens = self._renewed(self._tokens, None if tokens is None else tokens / 60.0, tokens)
 
     def _renewed(self, bucket: Bucket | None, rate: float | None, size: float | None) -> Bucket | None:
@@ -147,11 +151,11 @@ class KeyAccount:
             raise Forbidden(f"the API key '{self.key.name}' may not use model '{model[:200]}'")
 
     def count(self) -> None:
-        """Count one call that is no request to a model. Raises RateLimited."""
+        """Count one call that is no request to a model, apart from those that are. Raises RateLimited."""
         now = self._clock()
-        self._check_rate(now)
-        if self._requests is not None:
-            self._requests.take(1.0, now)
+        self._check_rate(self._calls, now)
+        if self._calls is not None:
+            self._calls.take(1.0, now)
 
     def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
         self._follow()  # a stream may have been opened long ago
@@ -162,7 +166,7 @@ class KeyAccount:
         self._check_concurrency(sequences, 0 if running is None else running.sequences)
         if running is None:
             self._check_tokens(now)
-            self._check_rate(now, sequences)
+            self._check_rate(self._requests, now, sequences)
             running = self._running[id(request)] = _Running(request)
         if self._requests is not None:
             self._requests.take(sequences, now)
@@ -228,11 +232,11 @@ class KeyAccount:
             limit = self.key.limits.tokens_per_minute
             raise RateLimited(f"the API key '{self.key.name}' has used its {limit} tokens per minute", retry_after_s=wait_s)
 
-    def _check_rate(self, now: float, requests: int = 1) -> None:
+    def _check_rate(self, bucket: Bucket | None, now: float, requests: int = 1) -> None:
         """A request that counts for more than a second's worth is admitted when that is there, and the next ones wait longer."""
-        if self._requests is None:
+        if bucket is None:
             return
-        if (wait_s := self._requests.wait_s(min(requests, self._requests.size), now)) > 0:
+        if (wait_s := bucket.wait_s(min(requests, bucket.size), now)) > 0:
             limit = self.key.limits.requests_per_s
             raise RateLimited(f"the API key '{self.key.name}' may send {limit:g} requests per second", retry_after_s=wait_s)
 
