@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import random
 import signal
 import socket
@@ -34,21 +34,16 @@ def folder() -> Iterator[Path]:
 def victim(work: Callable[[socket.socket], None]) -> Iterator[socket.socket]:
     """Run `work` in a process of its own until it is killed at the end of the body."""
     ours, theirs = socket.socketpair()
-    child = os.fork()
-    if not child:
+    with ours, theirs:
+        child = multiprocessing.get_context("fork").Process(target=work, args=(theirs,))
+        child.start()
+        theirs.close()
         try:
-            ours.close()
-            work(theirs)
+            yield ours
         finally:
-            os._exit(1)
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        ours.close()
-    assert os.WTERMSIG(status) == signal.SIGKILL, "the victim failed before it was killed"
+            child.kill()
+            child.join()
+    assert child.exitcode == -signal.SIGKILL, "the victim failed before it was killed"
 
 
 def receive(channel: socket.socket, size: int) -> bytes:
