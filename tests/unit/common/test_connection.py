@@ -192,6 +192,14 @@ async def test_a_ping_ends_when_all_that_came_before_is_handled_or_the_connectio
         assert await asyncio.wait_for(connection.ping(), 5)
 
 
+async def test_a_ping_that_nobody_waits_for_any_more_does_no_harm() -> None:
+    async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
+        connection.ping().cancel()
+        assert await asyncio.wait_for(connection.ping(), 5)
+        assert connection.is_connected
+        assert len(fake.clients) == 1
+
+
 async def test_messages_of_a_subscription_that_ended_are_ignored() -> None:
     received: list[bytes] = []
     async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:

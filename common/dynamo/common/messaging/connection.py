@@ -13,6 +13,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 from nats.aio.client import Client
 
@@ -104,7 +105,7 @@ class Connection:
     def ping(self) -> asyncio.Future[bool]:
         """Return a future that is done when all that nats-server has sent by now has been read and handled.
 
-        It is cancelled when the connection is lost. Do not cancel it.
+        It is cancelled when the connection is lost.
         """
         pong: asyncio.Future[bool] = self._loop.create_future()
         if not self.is_connected:
@@ -112,7 +113,10 @@ class Connection:
             return pong
         self._pings.add(pong)
         pong.add_done_callback(self._pings.discard)
-        self._client._pongs.append(pong)
+        # nats-py gets a future of its own, since it fails on one that was cancelled.
+        received: asyncio.Future[bool] = self._loop.create_future()
+        received.add_done_callback(partial(_finish, pong))
+        self._client._pongs.append(received)
         self._transport.write(b"PING\r\n")
         return pong
 
@@ -311,7 +315,6 @@ class Connection:
     def _down(self) -> None:
         self._delayed.clear()  # what is late is not sent: readers see the gap and query
         self._is_up = False
-        self._client._pongs.clear()  # nats-py fails on a future that was cancelled
         for ping in list(self._pings):
             ping.cancel()
         self._last_heard_at = max(self._last_heard_at, self.last_read_at)
@@ -360,6 +363,11 @@ async def connect_nats(options: NatsOptions, name: str, *, messages_per_turn: in
             yield connection
     finally:
         await connection.close()
+
+
+def _finish(pong: asyncio.Future[bool], received: asyncio.Future[bool]) -> None:
+    if not pong.done():
+        pong.set_result(True)
 
 
 def _head(subject: str, reply: str, size: int) -> bytes:
