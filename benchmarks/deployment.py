@@ -32,6 +32,8 @@ class System:
     grpc_port: int
     http_port: int
     pids: dict[str, int] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    """By which a further process of ours joins."""
 
 
 @asynccontextmanager
@@ -90,7 +92,7 @@ async def ours(
             "DYN_LOG": "warning",
         }
         grpc_port, http_port = free_ports(2)
-        system = System(name or f"ours ({grpc_server})", grpc_port, http_port, {"nats": nats.pid})
+        system = System(name or f"ours ({grpc_server})", grpc_port, http_port, {"nats": nats.pid}, env)
         flags = [flag for model in models for flag in ("--model", model)]
         for index in range(workers):
             command = [sys.executable, *(worker_command or ("-m", "dynamo.worker", *flags, *worker_flags))]
