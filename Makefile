@@ -9,6 +9,7 @@
 # make lint         format, rules, types, import contracts
 # make docs         pages and tables that are generated from the code
 # make bench        benchmarks, ten minutes; FLAGS="kserve --help" for one of them
+# make soak         mixed load of all sizes for an hour, and what each process holds by the minute; FLAGS="--minutes 5" for less
 # make profile      a flame graph of the frontend during a benchmark, half a minute; FLAGS="worker --help"
 # Times are of two virtual cores. All of it lives in .venv, made on the first use and again when what it is made from changes.
 
@@ -25,7 +26,7 @@ VLLM := .venv-vllm
 VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/integration/test_vllm_whole_way.py
 VLLM_FLAGS ?= -k "vllm"
 
-.PHONY: help run test unit integration test-vllm lint format docs bench profile setup clean simulate fuzz drill
+.PHONY: help run test unit integration test-vllm lint format docs bench profile setup clean simulate fuzz drill soak
 
 help:
 	@sed -n 's/^# \?//; /^$$/q; p' $(firstword $(MAKEFILE_LIST))
@@ -75,6 +76,9 @@ docs: $(VENV)/.run
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(FLAGS)
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.soak $(FLAGS)
 
 profile: $(VENV)/.profile
 	$(BIN)/python -m benchmarks.profile $(or $(FLAGS),frontend)

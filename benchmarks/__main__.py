@@ -1,7 +1,7 @@
 """`make bench FLAGS="[NAME] [FLAGS]"`: the tables that a change to a hot path is measured by.
 
-NAME is a benchmark, with flags of its own (`make bench FLAGS="http --help"`). Without it all but `soak` and `events` run, one
-after the other; flags for all of them: `make bench FLAGS=--help`.
+NAME is a benchmark, with flags of its own (`make bench FLAGS="http --help"`). Without it all but `models`, `soak` and `events`
+run, one after the other; flags for all of them: `make bench FLAGS=--help`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-NAMES = ("bus", "kserve", "http", "router_trace", "router_scale", "router_peer", "soak", "events")
+NAMES = ("bus", "kserve", "http", "router_trace", "router_scale", "router_peer", "models", "soak", "events")
 _TIMED = ("kserve", "http", "router_peer")
 """Benchmarks that run in rounds of some seconds, and next to the peer if there is one."""
 

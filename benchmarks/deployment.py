@@ -34,6 +34,8 @@ class System:
     pids: dict[str, int] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     """By which a further process of ours joins."""
+    doors: list[tuple[int, int]] = field(default_factory=list)
+    """Of our frontends: the ports of gRPC and HTTP."""
 
 
 @asynccontextmanager
@@ -74,6 +76,7 @@ async def bus(stack_name: str) -> AsyncIterator[tuple[Path, EtcdServer, NatsServ
 async def ours(
     *,
     grpc_server: str = "auto",
+    more_frontends: Sequence[str] = (),
     models: Sequence[str] = ("echo",),
     workers: int = 1,
     frontend_flags: Sequence[str] = (),
@@ -82,7 +85,10 @@ async def ours(
     name: str = "",
     worker_command: Sequence[str] = (),
 ) -> AsyncIterator[System]:
-    """This project's frontend and workers; the latter run `worker_command` where one is given."""
+    """This project's frontend and workers; the latter run `worker_command` where one is given.
+
+    `more_frontends` are the gRPC servers of further frontends.
+    """
     async with AsyncExitStack() as stack:
         folder, etcd, nats = await stack.enter_async_context(bus("ours"))
         env = {
@@ -91,22 +97,27 @@ async def ours(
             "DYN_NATS_SERVERS": nats.url,
             "DYN_LOG": "warning",
         }
-        grpc_port, http_port = free_ports(2)
-        system = System(name or f"ours ({grpc_server})", grpc_port, http_port, {"nats": nats.pid}, env)
+        servers = (grpc_server, *more_frontends)
+        ports = free_ports(2 * len(servers))
+        doors = list(zip(ports[::2], ports[1::2], strict=True))
+        system = System(name or f"ours ({grpc_server})", *doors[0], {"nats": nats.pid}, env, doors)
         flags = [flag for model in models for flag in ("--model", model)]
         for index in range(workers):
             command = [sys.executable, *(worker_command or ("-m", "dynamo.worker", *flags, *worker_flags))]
             child = await stack.enter_async_context(process(command, env, folder / f"worker{index}.log"))
             system.pids[f"worker{index or ''}"] = child.pid
-        command = [
-            *(sys.executable, "-m", "dynamo.frontend", "--grpc", "--grpc-server", grpc_server),
-            *("--grpc-port", str(grpc_port), "--http-port", str(http_port), *frontend_flags),
-        ]
-        child = await stack.enter_async_context(process(command, env, folder / "frontend.log"))
-        system.pids["frontend"] = child.pid
+        for index, (server, (grpc_port, http_port)) in enumerate(zip(servers, doors, strict=True)):
+            command = [
+                *(sys.executable, "-m", "dynamo.frontend", "--grpc", "--grpc-server", server),
+                *("--grpc-port", str(grpc_port), "--http-port", str(http_port), *frontend_flags),
+            ]
+            name = f"frontend{index or ''}"
+            child = await stack.enter_async_context(process(command, env, folder / f"{name}.log"))
+            system.pids[name] = child.pid
         try:
-            for model in wait_for:
-                await ready(grpc_port, model)
+            for grpc_port, _ in doors:
+                for model in wait_for:
+                    await ready(grpc_port, model)
         except TimeoutError:
             for log in sorted(folder.glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)

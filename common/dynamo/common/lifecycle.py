@@ -16,11 +16,9 @@ async def serve(config: FrontendConfig) -> None:
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
-import platform
 import signal
 import socket
 import sys
@@ -33,6 +31,7 @@ import uvloop
 
 from dynamo.common.background import TaskFailed
 from dynamo.common.config import EXIT_CONFIG, ConfigError, exit_with
+from dynamo.common.memory import keep_freed_memory
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +40,6 @@ T = TypeVar("T")
 EXIT_OK = 0
 EXIT_FAILURE = 1
 """Something broke at run time. A wrong configuration ends with `config.EXIT_CONFIG`, 2."""
-
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_MMAP_THRESHOLD_BYTES = 32 * 2**20  # glibc's upper limit for this setting on 64-bit machines
-_TRIM_THRESHOLD_BYTES = 256 * 2**20
 
 
 def run(main: Coroutine[Any, Any, T], *, program: str = "dynamo", exit_timeout_s: float | None = None) -> T:
@@ -102,19 +96,6 @@ def _exit_with_stuck_threads(timeout_s: float, status: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)
-
-
-def keep_freed_memory() -> bool:
-    """Make glibc keep freed blocks of up to 32 MiB instead of giving them back to the system; False elsewhere.
-
-    A tensor of a few hundred KiB is otherwise a fresh mapping, whose pages the kernel zeroes, for each copy of each request.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    kept = mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-    return bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES) and kept)
 
 
 def freeze_garbage() -> None:

@@ -26,6 +26,7 @@ from dynamo.common.errors import InvalidRequest, Unavailable
 from dynamo.common.etcd.config import check_etcd
 from dynamo.common.http_server import HttpServer
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal
+from dynamo.common.memory import Trimmer
 from dynamo.common.messaging.login import check_nats
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.console.fleet import LoadWatch
@@ -65,7 +66,7 @@ async def run(config: FrontendConfig, *, metrics_folder: str | None = None) -> N
     stop = stop_on_signal()
     start = asyncio.timeout(None)
     try:
-        async with running(_expire(start, stop), "stop"), AsyncExitStack() as stack:
+        async with running(_expire(start, stop), "stop"), running(Trimmer().run(), "freed memory"), AsyncExitStack() as stack:
             async with start:
                 await stack.enter_async_context(serve_frontend(config, metrics_folder=metrics_folder))
             freeze_garbage()

@@ -18,7 +18,7 @@ import pytest
 
 from dynamo.common.background import running
 from dynamo.common.config import EXIT_CONFIG, ConfigError
-from dynamo.common.lifecycle import EXIT_FAILURE, freeze_garbage, keep_freed_memory, open_listener, run, stop_on_signal, within
+from dynamo.common.lifecycle import EXIT_FAILURE, freeze_garbage, open_listener, run, stop_on_signal, within
 
 
 @pytest.fixture
@@ -134,12 +134,6 @@ async def test_a_shutdown_step_that_fails_does_not_keep_the_next_from_running(ca
     assert await within(5, fail(), "closing NATS") is False
     assert "closing NATS failed" in caplog.text
     assert await within(5, succeed(), "closing etcd") is True
-
-
-def test_freed_memory_is_kept_on_glibc() -> None:
-    import platform
-
-    assert keep_freed_memory() is (platform.libc_ver()[0] == "glibc")
 
 
 def test_what_lives_at_start_leaves_garbage_collection() -> None:

@@ -31,6 +31,7 @@ from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsup
 from dynamo.common.etcd import Etcd, connect_etcd
 from dynamo.common.etcd.config import check_etcd
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal, within
+from dynamo.common.memory import Trimmer
 from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.kv_stream import KvStream
 from dynamo.common.messaging.login import check_nats
@@ -92,7 +93,8 @@ async def run(config: WorkerConfig) -> None:
         check_nats(config.nats)  # before models are loaded, which may take minutes
         check_etcd(config.etcd)
         fleet = [_make_engines(config) for _ in range(config.num_workers)]
-        await serve_fleet(fleet, config, on_started=freeze_at_last)
+        async with running(Trimmer().run(), "freed memory"):
+            await serve_fleet(fleet, config, on_started=freeze_at_last)
     except (InvalidRequest, Unsupported, Unavailable) as error:
         raise ConfigError(str(error)) from error
     except EngineError as error:
