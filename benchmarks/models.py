@@ -73,14 +73,8 @@ async def measure(models: int, files: Sequence[bytes]) -> None:
                 await etcd.put(instance.key, encode_registration(instance))
         [port] = free_ports(1)
         command = [sys.executable, "-m", "dynamo.frontend", "--no-grpc", "--http-port", str(port)]
-        command += [
-            "--etcd-endpoints",
-            etcd_server.endpoint,
-            "--nats-servers",
-            nats_server.url,
-            "--cache-dir",
-            str(folder / "cache"),
-        ]
+        command += ["--etcd-endpoints", etcd_server.endpoint, "--nats-servers", nats_server.url]
+        command += ["--cache-dir", str(folder / "cache")]
         async with (
             process(command, {"PATH": ""}, folder / "frontend.log") as frontend,
             httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
