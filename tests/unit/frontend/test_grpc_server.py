@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 import zlib
 from dataclasses import replace
 from importlib.metadata import version
@@ -34,6 +35,23 @@ async def echo(request: bytes | PendingMessage, context: object) -> bytes:
 
 
 SERVICES = {"test.Echo": {"Say": grpc.unary_unary_rpc_method_handler(echo)}}
+
+
+@pytest.mark.parametrize("server", [NATIVE, GRPCIO])
+async def test_a_server_that_waits_for_calls_keeps_no_message_of_the_last_ones(server: GrpcServerChoice) -> None:
+    messages: list[object] = []
+
+    async def keep(request: bytes | PendingMessage, context: object) -> bytes:
+        messages.append(await read_message(request))
+        return b""
+
+    services = {"test.Keep": {"Say": grpc.unary_unary_rpc_method_handler(keep)}}
+    async with serve_grpc(GrpcOptions(port=0, server=server), services) as running:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+            await channel.unary_unary("/test.Keep/Say")(bytes(1000))
+        async with asyncio.timeout(5):
+            while sys.getrefcount(messages[0]) > 2:  # that of the list, and that of the call
+                await asyncio.sleep(0.01)
 
 
 def test_auto_takes_the_native_server_where_it_can() -> None:

@@ -33,6 +33,18 @@ class NativeServer(pygrpc_native.aio.Server):
         self._streams: set[asyncio.Task[object]] = set()
         """Calls with streamed requests, which the fallback serves."""
 
+    def _dispatch(self) -> None:
+        """Hand calls to the event loop, and keep nothing of them while waiting; the original keeps up to 64 messages."""
+        front, loop = self._front, self._loop
+        assert front is not None and loop is not None
+        while (events := front.recv_batch_details(64)) is not None:
+            try:
+                loop.call_soon_threadsafe(self._on_events, events)
+            except RuntimeError:  # the event loop was closed without `stop`
+                front.close()
+                return
+            del events
+
     async def _run(self, call: _Call, payload: bytes) -> None:
         if call.streaming:
             await super()._run(call, payload)
