@@ -374,8 +374,8 @@ class History:
             name, client = frontend.process.name, frontend.client
             if client.open_streams:
                 self.violations.append(f"{name} has {client.open_streams} open streams when idle")
-            if (free := client.free_budget_bytes) != client.limits.budget_bytes:
-                self.violations.append(f"{name} has lent {client.limits.budget_bytes - free} bytes of credit when idle")
+            if lent := client.credits.lent_bytes:
+                self.violations.append(f"{name} has lent {lent} bytes of credit when idle")
             if unacknowledged := client.unacknowledged_bytes:
                 self.violations.append(f"{name} has {unacknowledged} unacknowledged bytes when idle")
             if len(frontend.loads):
@@ -388,8 +388,8 @@ class History:
             requests = worker.worker.requests
             if requests.open_requests:
                 self.violations.append(f"{worker.process.name} has {requests.open_requests} open requests when idle")
-            if requests.held_bytes:
-                self.violations.append(f"{worker.process.name} holds {requests.held_bytes} bytes of requests when idle")
+            if lent := requests.uploads.lent_bytes:
+                self.violations.append(f"{worker.process.name} has lent {lent} bytes when idle")
             if (free := requests.free_upload_bytes) != requests.limits.budget_bytes:
                 self.violations.append(f"{worker.process.name} has lent {requests.limits.budget_bytes - free} bytes when idle")
         for name, numbers in self._leftovers().items():

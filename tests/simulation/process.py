@@ -47,9 +47,10 @@ LIMITS = PlaneLimits(
     chunk_bytes=8 * KIB,
     first_flight_bytes=16 * KIB,
     unacknowledged_bytes=64 * KIB,
+    first_unacknowledged_bytes=32 * KIB,
     budget_bytes=256 * KIB,
-    window_bytes=32 * KIB,
-    window_floor_bytes=16 * KIB,
+    window_bytes=2 * KIB,
+    kept_credit_bytes=32 * KIB,
 )
 """Small, so that small bodies meet every bound."""
 NATS = NatsOptions(servers=("nats://127.0.0.1:4222",))

@@ -28,16 +28,23 @@ class FakeBus:
         """Whether a message gets lost on the way."""
         self.is_hung = False
         self._later: list[Callable[[], None]] = []
+        self._held_bytes = 0
+
+    def held_bytes(self) -> int:
+        """Return how much came while the bus hangs."""
+        return self._held_bytes
 
     def go_on(self) -> None:
         """Deliver what came while the bus hung."""
         self.is_hung = False
         later, self._later = self._later, []
+        self._held_bytes = 0
         for deliver in later:
             deliver()
 
     def publish(self, subject: str, payload: bytes, reply: str) -> None:
         if self.is_hung:
+            self._held_bytes += len(payload)
             self._later.append(lambda: self.publish(subject, payload, reply))
             return
         if self.is_lost(subject, payload):

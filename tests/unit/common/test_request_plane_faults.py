@@ -182,15 +182,21 @@ async def test_a_response_whose_last_chunk_is_lost_is_no_success() -> None:
 
 @in_virtual_time
 async def test_a_response_of_which_only_the_end_came_is_no_success() -> None:
-    async with plane({"large": large}) as p:
+    async def end_later(request: Incoming) -> None:
+        request.send_nowait(bytes(600 * KIB))
+        await request.ready()
+        await asyncio.sleep(0.1)
+        request.end()
+
+    async with plane({"late": end_later}) as p:
         p.lose(is_chunk, 10)
         with pytest.raises(InstanceGone, match="lost part of its response"):
-            await asyncio.wait_for(p.open("large").result(), 5)
+            await asyncio.wait_for(p.open("late").result(), 5)
 
 
 @in_virtual_time
 async def test_a_stream_goes_on_when_its_credit_was_lost() -> None:
-    async with plane({"trickle": trickle}, client=PlaneLimits(window_bytes=16 * KIB)) as p:
+    async with plane({"trickle": trickle}) as p:
         p.lose(lambda subject, frame: isinstance(frame, frames.Credit), 3)
         received = 0
         async with p.open("trickle") as stream:
@@ -238,7 +244,7 @@ async def test_a_cancel_that_is_lost_is_sent_again(verb: str) -> None:
 
 @in_virtual_time
 async def test_a_stream_that_is_blocked_ends_when_its_caller_died() -> None:
-    async with plane({"trickle": trickle}, client=PlaneLimits(window_bytes=16 * KIB)) as p:
+    async with plane({"trickle": trickle}) as p:
         p.open("trickle")
         await asyncio.sleep(10)
         p.frontend.is_up = False

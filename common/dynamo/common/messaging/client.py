@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import zip_longest
 from types import TracebackType
 
 from dynamo.common.background import running
@@ -29,6 +30,7 @@ from dynamo.common.errors import (
 )
 from dynamo.common.messaging import frames
 from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.credit import ResponseCredits, StreamCredit
 from dynamo.common.messaging.frames import INLINE_BYTES, Body, Buffer, Pieces, batched, size_of
 from dynamo.common.messaging.limits import FRAME_COST, PlaneLimits
 from dynamo.common.messaging.outbox import Outbox
@@ -40,6 +42,10 @@ log = logging.getLogger(__name__)
 _NO_HEADERS: dict[str, str] = {}
 _PER_FRAME = 1000
 """Streams named in one frame."""
+_LARGE_RESPONSE_BYTES = 256
+"""Smaller ones fit into windows."""
+_RESPONSES_AHEAD = 4
+"""So many large responses may be on the way to a reader that keeps up."""
 _WITNESSES = 3
 """So many other instances are probed before one is taken for gone."""
 _WITHOUT_WITNESSES = 3
@@ -57,12 +63,15 @@ class RequestStream:
         "_allowed_upload",
         "_body",
         "_client",
+        "_credit",
         "_expected",
         "_failure",
         "_granted",
         "_headers",
+        "_is_short",
+        "_largest",
+        "_needed",
         "_over",
-        "_owed",
         "_parts",
         "_parts_bytes",
         "_peer",
@@ -111,10 +120,17 @@ class RequestStream:
         self._allowed_upload = 0
         self._unacknowledged = 0
         self._total = size_of(body)
-        self._granted = 0
+        self._credit: StreamCredit | None = None
+        """None before it is sent."""
         self._allowed = 0
+        """How much the instance may have sent in total, and `_granted`: how much of it CREDIT has said."""
+        self._granted = 0
+        self._needed = 0
+        """How much it would have to be for everything that waits at the instance."""
+        self._is_short = False
+        """The instance has said so, and nothing was borrowed since."""
+        self._largest = 0
         self._uncredited = 0
-        self._owed = 0
         self._expected = 0
         self._responses: list[Buffer] = []
         self._parts: list[memoryview] = []
@@ -139,6 +155,7 @@ class RequestStream:
         responses, self._responses = self._responses, []
         if not self._over:
             self._consumed(self._uncredited)
+            self._request_credit()
         self._uncredited = 0
         return responses
 
@@ -185,8 +202,9 @@ class RequestStream:
         self.last_frame_at = client.now = client.loop.time()
         left_ms = -1 if self.deadline is None else max(0, int((self.deadline - client.now) * 1000))
         total, body = self._total, self._body
-        flight = min(total, limits.first_flight_bytes, max(0, limits.unacknowledged_bytes - self._peer.unacknowledged))
-        self._granted = self._allowed = client.grant()
+        flight = min(total, limits.first_flight_bytes, max(0, self._peer.max_unacknowledged - self._peer.unacknowledged))
+        self._credit = StreamCredit(client.credits, self._peer.response_bytes.get(self._verb, 0))
+        self._granted = self._allowed = self._credit.bytes
         self._unacknowledged = self._allowed_upload = flight
         self._peer.unacknowledged += flight
         if flight == total <= client.inline_bytes and isinstance(body, bytes):  # most requests take this short way
@@ -228,14 +246,14 @@ class RequestStream:
 
     # receiving
 
-    def _acknowledge(self) -> None:
+    def acknowledge(self) -> None:
         """The instance has seen the first flight of the body."""
         if self._unacknowledged:
             self._peer.unacknowledged -= self._unacknowledged
             self._unacknowledged = 0
 
     def on_credit(self, frame: frames.Credit) -> None:
-        self._acknowledge()
+        self.acknowledge()
         self._allowed_upload = max(self._allowed_upload, frame.total)
         if not self._send_chunks() and self._upload is not None:  # it waits for what has been sent: is that lost?
             self._send(frames.encode(frames.Chunk(self.id, self._upload_index)))
@@ -253,7 +271,7 @@ class RequestStream:
 
     def on_data(self, frame: frames.Data) -> None:
         if self._unacknowledged:
-            self._acknowledge()
+            self.acknowledge()
         if frame.seq != self._expected:
             return self._on_gap()
         self._expected += 1
@@ -263,6 +281,7 @@ class RequestStream:
             self._responses.append(self._reassembled(frame.body))
         else:
             self._uncredited += frame.body.nbytes + FRAME_COST
+            self._largest = max(self._largest, frame.body.nbytes)
             self._responses.append(frame.body)
         if self._waiter is not None:
             self._wake()
@@ -281,6 +300,7 @@ class RequestStream:
         self.fail(error)
 
     def _reassembled(self, body: memoryview) -> Buffer:
+        self._largest = max(self._largest, self._parts_bytes + body.nbytes)
         if not self._parts:
             return body
         parts, self._parts, self._parts_bytes = self._parts, [], 0
@@ -294,22 +314,47 @@ class RequestStream:
         self.fail(error)
 
     def _consumed(self, size: int) -> None:
-        """Room for `size` more bytes goes back to the instance, in few frames rather than many."""
-        self._owed += size
-        self._allowed += size
-        if self._owed * 4 >= self._granted:
+        """Let the instance send more in place of `size` bytes, as far as the budget goes, in few frames rather than many."""
+        credit = self._credit
+        assert credit is not None
+        more = credit.use(size)  # may end in `grant`
+        self._allowed += more
+        owed = self._allowed - self._granted
+        if owed and (owed * 2 >= credit.bytes or self._needed > self._granted):
             self.send_credit()
 
-    def on_blocked(self, known_credit: int, seq: int) -> None:
-        """The instance waits for credit: what it has sent is lost, or the last CREDIT is, or the reader is slow."""
+    def on_blocked(self, granted: int, seq: int, needed: int) -> None:
+        """The instance waits for credit: frames are lost, or the last CREDIT is, or it needs more, or the reader is slow."""
         if seq != self._expected:
-            self._on_gap()
-        elif known_credit < self._allowed:
+            return self._on_gap()
+        if needed > self._needed:
+            self._needed, self._is_short = needed, True
+        if granted < self._allowed:
             self.send_credit()
+        self._request_credit()
+
+    def _request_credit(self) -> None:
+        """Borrow what the instance waits for, but not for a reader that has not read the last response."""
+        if not self._is_short or self._responses or self._credit is None:
+            return
+        self._is_short = False
+        size, on_demand = self._needed - self._allowed, self._client.credits.on_demand
+        if on_demand.is_plentiful:  # enough that the next responses need not wait
+            ahead = min(_RESPONSES_AHEAD * self._largest, self._client.limits.kept_credit_bytes)
+            size = max(size, ahead - self._credit.borrowed)
+        if size > 0:
+            on_demand.request(self, size)
+
+    def grant(self, size: int) -> None:
+        """Let the instance send `size` bytes that were borrowed."""
+        assert self._credit is not None
+        self._credit.borrowed += size
+        self._allowed += size
+        self.send_credit()
 
     def send_credit(self) -> None:
         """Tells the instance how much it may have sent by now."""
-        self._owed = 0
+        self._granted = self._allowed
         self._send(frames.encode(frames.Credit(self.id, self._allowed)))
 
     def on_reconnect(self) -> None:
@@ -329,10 +374,14 @@ class RequestStream:
 
     def _finish(self) -> None:
         self._over = True
-        self._acknowledge()
+        self.acknowledge()
         if self._timer is not None:
             self._timer.cancel()
-        self._client.forget(self, self._peer, self._granted)
+        if self._credit is not None:
+            self._credit.close(self)
+        if self._largest:
+            self._peer.learn(self._verb, self._largest)
+        self._client.forget(self, self._peer)
         self._wake()
 
 
@@ -345,19 +394,25 @@ class _InstancePeer:
         "instance",
         "is_suspect",
         "last_frame_at",
+        "max_unacknowledged",
         "outbox",
         "overdue_s",
         "probed_at",
+        "response_bytes",
         "streams",
         "unacknowledged",
         "unknown",
         "used_at",
     )
 
-    def __init__(self, instance: InstanceId, outbox: Outbox, now: float) -> None:
+    def __init__(self, instance: InstanceId, outbox: Outbox, max_unacknowledged: int, now: float) -> None:
         self.instance = instance
         self.outbox = outbox
         self.streams: dict[int, RequestStream] = {}
+        self.response_bytes: dict[str, int] = {}
+        """How large the largest of the last responses were, by verb, where they are larger than a window."""
+        self.max_unacknowledged = max_unacknowledged
+        """How much of requests may be sent without credit, and `unacknowledged`: how much is."""
         self.unacknowledged = 0
         self.used_at = now
         """When it last had a stream."""
@@ -375,6 +430,14 @@ class _InstancePeer:
         """A stream failed because it is gone; no frame has come since."""
         self.unknown: set[int] = set()
         """Streams that it still works on and that are over here."""
+
+    def learn(self, verb: str, size: int) -> None:
+        """Expect responses of `size` bytes to `verb`; where sizes vary, of the larger ones."""
+        expected = max(size, self.response_bytes.get(verb, 0) // 2)
+        if expected >= _LARGE_RESPONSE_BYTES:
+            self.response_bytes[verb] = expected
+        else:
+            self.response_bytes.pop(verb, None)
 
     def record_frame(self, now: float) -> None:
         self.last_frame_at = now
@@ -399,7 +462,7 @@ class RequestClient:
         self._peers_by_subject: dict[str, _InstancePeer] = {}
         self._streams: dict[int, RequestStream] = {}
         self._last = 0
-        self._budget = limits.budget_bytes
+        self.credits = ResponseCredits(limits)
 
     @property
     def open_streams(self) -> int:
@@ -408,7 +471,7 @@ class RequestClient:
     @property
     def free_budget_bytes(self) -> int:
         """Credit for responses without a stream."""
-        return self._budget
+        return self.credits.free_bytes
 
     @property
     def unacknowledged_bytes(self) -> int:
@@ -434,7 +497,7 @@ class RequestClient:
         if peer is None:
             outbox = Outbox(self._connection, subject, f"{self.prefix}.{instance:x}.{{}}".format)
             peer = self._peers[instance] = self._peers_by_subject[f"{self.prefix}.{instance:x}"] = _InstancePeer(
-                instance, outbox, self.now
+                instance, outbox, self.limits.first_unacknowledged_bytes, self.now
             )
         stream = RequestStream(self, peer, self._last, verb, body, headers, deadline)
         if stream._total > self.limits.max_body_bytes:
@@ -445,14 +508,7 @@ class RequestClient:
         peer.outbox.add(stream)
         return stream
 
-    def grant(self) -> int:
-        """Take the first window of a response out of the budget."""
-        window = min(self.limits.window_bytes, max(self.limits.window_floor_bytes, self._budget // 4))
-        self._budget -= window
-        return window
-
-    def forget(self, stream: RequestStream, peer: _InstancePeer, granted: int) -> None:
-        self._budget += granted
+    def forget(self, stream: RequestStream, peer: _InstancePeer) -> None:
         self._streams.pop(stream.id, None)
         peer.streams.pop(stream.id, None)
 
@@ -494,6 +550,10 @@ class RequestClient:
                 self._on_known(peer, frame)
             elif isinstance(frame, frames.Chunk | frames.Credit | frames.Error):
                 stream = streams.get(frame.stream)
+                if frame.stream == frames.ALL_STREAMS:
+                    if isinstance(frame, frames.Credit):
+                        peer.max_unacknowledged = min(frame.total, self.limits.unacknowledged_bytes)
+                    continue
                 if stream is None:
                     if not isinstance(frame, frames.Error):
                         peer.unknown.add(frame.stream)
@@ -510,12 +570,14 @@ class RequestClient:
         for id_ in frame.streams:
             if stream := peer.streams.get(id_):
                 stream.last_frame_at = self.now
+                stream.acknowledge()
             else:
                 peer.unknown.add(id_)
-        for id_, known_credit, seq in frame.blocked:
+        for (id_, granted, seq), needed in zip_longest(frame.blocked, frame.needed[: len(frame.blocked)]):
             if stream := peer.streams.get(id_):
                 stream.last_frame_at = self.now
-                stream.on_blocked(known_credit, seq)
+                # An instance of an older version does not say how much it needs.
+                stream.on_blocked(granted, seq, granted + self.limits.kept_credit_bytes if needed is None else needed)
             else:
                 peer.unknown.add(id_)
 

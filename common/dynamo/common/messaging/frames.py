@@ -13,7 +13,7 @@ into the message: it is written to the socket from where it lies (`Body`).
 | DATA | to the caller | one response |
 | END | to the caller | the last frame of a request that succeeded: the trailer, or a unary response |
 | ERROR | to the caller | the last frame of a request that failed |
-| BEAT | to the caller | these silent streams are still being worked on, and these wait for credit |
+| BEAT | to the caller | these silent streams are still being worked on, and these wait for credit, and for how much |
 | PROBE | to the instance | are you there, and do you know these streams? An empty one also says that the caller is there |
 | KNOWN | to the caller | the response to PROBE: which of them are open and which are not |
 """
@@ -34,6 +34,10 @@ Body: TypeAlias = Buffer | Sequence[Buffer]
 
 INLINE_BYTES = 4096
 """Up to here copying a body into its frame is cheaper than writing it apart."""
+
+
+ALL_STREAMS = 0
+"""No stream has this number."""
 
 
 class Open(msgspec.Struct, array_like=True, tag=0, frozen=True, gc=False):
@@ -59,6 +63,7 @@ class Chunk(msgspec.Struct, array_like=True, tag=1, frozen=True, gc=False):
 
 class Credit(msgspec.Struct, array_like=True, tag=2, frozen=True, gc=False):
     stream: int
+    """ALL_STREAMS, to the caller: `total` is how much of its requests may be on the way before the instance reacts to them."""
     total: int
 
 
@@ -92,6 +97,8 @@ class Beat(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False):
     streams: list[int]
     blocked: list[tuple[int, int, int]] = []
     """Streams that wait for credit: id, the total of credit that the instance knows of, and the `seq` of the next DATA."""
+    needed: list[int] = []
+    """For each of `blocked`, the total of credit with which everything that waits can be sent."""
 
 
 class Probe(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):

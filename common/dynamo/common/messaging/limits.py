@@ -20,13 +20,20 @@ class PlaneLimits:
     first_flight_bytes: int = MIB
     """Of a request body, sent without waiting for credit."""
     unacknowledged_bytes: int = 4 * MIB
-    """Per instance: request bytes sent without credit to an instance that has not reacted to them yet. Past it, bodies wait."""
+    """Per caller and instance: request bytes sent without credit that the instance has not reacted to yet. Past it, bodies wait.
+
+    An instance with many callers lets each have less, so that all of them stay within half of its budget."""
+    first_unacknowledged_bytes: int = MIB
+    """The same until the instance has said how much it may be."""
     budget_bytes: int = 32 * MIB
     """What a process lets all its peers together have on the way to it. nats-server cuts a connection at 64 MiB unread."""
-    window_bytes: int = MIB
-    """The first window of a response, while the budget lasts."""
-    window_floor_bytes: int = 16 * KIB
-    """The first window of a response when the budget is used up."""
+    window_bytes: int = 8 * KIB
+    """The window of a response among few; larger responses get credit on demand."""
+    least_window_bytes: int = 48
+    """The window of a response among very many: two tokens."""
+    kept_credit_bytes: int = MIB
+    """Credit on demand that a stream gets anew when it has used some, or at its start if responses were large before, while there
+    is plenty."""
     max_body_bytes: int = 512 * MIB
     """Longer request or response bodies are refused."""
     max_buffered_bytes: int = 1024 * MIB

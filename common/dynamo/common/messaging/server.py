@@ -27,6 +27,7 @@ from dynamo.common.errors import (
 )
 from dynamo.common.messaging import frames
 from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.credit import CreditQueue
 from dynamo.common.messaging.frames import Body, Buffer, Pieces, batched
 from dynamo.common.messaging.limits import FRAME_COST, PlaneLimits
 from dynamo.common.messaging.outbox import Outbox
@@ -37,9 +38,8 @@ log = logging.getLogger(__name__)
 
 _PER_FRAME = 1000
 """Streams named in one frame."""
-_LEAST_CHUNK_BYTES = 4 * 1024
-"""A window smaller than this is not worth a message of its own, unless it holds all that is left. A caller speaks up when a
-quarter of its window is used, the smallest of which is four times this, so that neither waits for the other."""
+_LEAST_CHUNK_BYTES = 12 * 1024
+"""A window smaller than this is not worth a chunk, since the caller grants more, unless it holds all that is left."""
 
 
 class Incoming:
@@ -57,6 +57,7 @@ class Incoming:
         "_outgoing",
         "_parts",
         "_peer",
+        "_requested",
         "_room",
         "_seq",
         "_server",
@@ -98,6 +99,8 @@ class Incoming:
         self._allowed_body = frame.flight
         self._allowed = frame.window
         self._window = frame.window
+        self._requested = 0
+        """How much credit the caller was told to be needed."""
         self._seq = 0
         self._chunk_index = 0
         self._outgoing: deque[tuple[bool, Pieces]] = deque()
@@ -166,11 +169,11 @@ class Incoming:
         while self._outgoing:
             last, body = self._outgoing[0]
             if self._window <= 0 and not last and not self._chunk_index:
-                return
+                return self._request_credit()
             while body.left and (self._chunk_index or body.left > min(self._window, most)):
                 size = min(body.left, self._window, most)
                 if size < min(body.left, _LEAST_CHUNK_BYTES):
-                    return
+                    return self._request_credit()
                 outbox.add(frames.encode_with_body(frames.Chunk(self.id, self._chunk_index), body.take(size)))
                 self._chunk_index += 1
                 self._seq += 1
@@ -188,6 +191,20 @@ class Incoming:
                 self._server.forget(self)
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
+
+    @property
+    def _needed(self) -> int:
+        """The total of credit with which everything that waits can be sent."""
+        chunk = self._server.chunk_bytes
+        waiting = sum(body.left + FRAME_COST * (1 + body.left // chunk) for _, body in self._outgoing)
+        return self._allowed - self._window + waiting
+
+    def _request_credit(self) -> None:
+        """Tell the caller what is needed if it is more than it was told."""
+        needed = self._needed
+        if needed > self._requested:
+            self._requested = needed
+            self._peer.outbox.add(frames.encode(frames.Beat([], [self._blocked], [needed])))
 
     def fail(self, error: DynamoError) -> None:
         """Send the last frame of a request that failed."""
@@ -291,9 +308,13 @@ class Incoming:
         self._stalled = True
 
     @property
-    def blocked(self) -> tuple[int, int, int] | None:
-        """What BEAT says of a request that waits for credit; None if it does not."""
-        return (self.id, self._allowed, self._seq) if self._outgoing else None
+    def _blocked(self) -> tuple[int, int, int]:
+        return self.id, self._allowed, self._seq
+
+    @property
+    def blocked(self) -> tuple[tuple[int, int, int], int] | None:
+        """What BEAT says of a request that waits for credit, and how much it needs; None if it does not wait."""
+        return (self._blocked, self._needed) if self._outgoing else None
 
 
 Handler: TypeAlias = Callable[[Incoming], Awaitable[None]]
@@ -302,10 +323,14 @@ Handler: TypeAlias = Callable[[Incoming], Awaitable[None]]
 class _CallerPeer:
     """A caller as this instance knows it."""
 
-    __slots__ = ("absent_since", "has_spoken", "outbox", "requests", "silent_s")
+    __slots__ = ("absent_since", "has_spoken", "max_unacknowledged", "outbox", "requests", "silent_s", "used_at")
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, now: float) -> None:
         self.outbox = outbox
+        self.max_unacknowledged = 0
+        """How much of requests it was told to send without credit; 0 if it was not told, or that may be lost."""
+        self.used_at = now
+        """When it last had a request."""
         self.requests: dict[int, Incoming] = {}
         self.has_spoken = True
         """It sent something since the last BEAT."""
@@ -313,44 +338,6 @@ class _CallerPeer:
         """How long it has sent nothing, while this process was able to receive it."""
         self.absent_since: float | None = None
         """When nats-server first reported that it has no subscription; None after its next frame."""
-
-
-class UploadCredits:
-    """Shares the budget among the bodies that are on their way, in turns."""
-
-    def __init__(self, budget: int) -> None:
-        self._free = budget
-        self._max_share = budget // 8
-        self._waiting: dict[Incoming, int] = {}
-        """How many bytes each may still ask for, in the order of their turns."""
-
-    @property
-    def free_bytes(self) -> int:
-        return self._free
-
-    def request_credit(self, request: Incoming, size: int) -> None:
-        self._waiting[request] = size
-        self._grant()
-
-    def release(self, size: int) -> None:
-        """Take back what a request has used."""
-        self._free += size
-        self._grant()
-
-    def forget(self, request: Incoming, unused: int) -> None:
-        """Take back what a request that is over has not used; grant it nothing more."""
-        self._waiting.pop(request, None)
-        self.release(unused)
-
-    def _grant(self) -> None:
-        while self._waiting and self._free > 0:
-            request = next(iter(self._waiting))
-            size = self._waiting.pop(request)
-            share = min(size, self._max_share, self._free)
-            self._free -= share
-            if size > share:
-                self._waiting[request] = size - share
-            request.grant(share)
 
 
 class RequestServer:
@@ -367,7 +354,7 @@ class RequestServer:
         self._peers: dict[str, _CallerPeer] = {}
         self._open = 0
         self._held_bytes = 0
-        self.uploads = UploadCredits(limits.budget_bytes)
+        self.uploads = CreditQueue(limits.budget_bytes // 2)
         self._refusal: ShuttingDown | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -414,7 +401,8 @@ class RequestServer:
         if peer is None:
             if address.count(".") < 2:
                 return self._unreadable.drop(subject, f"{reply!r} is no reply subject")
-            peer = self._peers[address] = _CallerPeer(self._outbox(address))
+            peer = self._peers[address] = _CallerPeer(self._outbox(address), self.loop.time())
+            self._share_budget(peer)
         peer.has_spoken = True
         peer.absent_since = None
         for frame in message:
@@ -435,6 +423,13 @@ class RequestServer:
                 else:
                     request.stop()
 
+    def _share_budget(self, peer: _CallerPeer) -> None:
+        """Tell a caller how much of requests it may send without credit: all callers together half of the budget."""
+        share = min(self.limits.unacknowledged_bytes, self.limits.budget_bytes // 2 // len(self._peers))
+        if share != peer.max_unacknowledged:
+            peer.max_unacknowledged = share
+            peer.outbox.add(frames.encode(frames.Credit(frames.ALL_STREAMS, share)))
+
     def _outbox(self, address: str) -> Outbox:
         gone = f"{self._subject}.gone.{address.split('.')[-2]}"
         return Outbox(self._connection, address, lambda batch: gone)
@@ -453,7 +448,7 @@ class RequestServer:
         elif request.is_whole:
             request.start()
         elif frame.size > frame.flight:
-            self.uploads.request_credit(request, frame.size - frame.flight)
+            self.uploads.request(request, frame.size - frame.flight)
 
     def _reason_to_refuse(self, frame: frames.Open) -> DynamoError | None:
         limits = self.limits
@@ -507,13 +502,17 @@ class RequestServer:
             await asyncio.sleep(self.limits.beat_s)
             if not self._connection.is_connected:
                 continue
+            now = self.loop.time()
             for address, peer in list(self._peers.items()):
                 if not peer.requests:
-                    del self._peers[address]
+                    if now - peer.used_at > self.limits.peer_kept_s:
+                        del self._peers[address]
                 elif self._is_silent(peer):
                     log.warning("a caller has been silent for %g s; its requests are cancelled", peer.silent_s)
                     self._drop(address, peer)
                 else:
+                    peer.used_at = now
+                    self._share_budget(peer)
                     self._beat(peer)
 
     def _is_silent(self, peer: _CallerPeer) -> bool:
@@ -526,7 +525,7 @@ class RequestServer:
 
     def _beat(self, peer: _CallerPeer) -> None:
         silent: list[int] = []
-        blocked: list[tuple[int, int, int]] = []
+        blocked: list[tuple[tuple[int, int, int], int]] = []
         for request in peer.requests.values():
             request.check_upload()
             if request.has_sent:
@@ -538,12 +537,13 @@ class RequestServer:
         for ids in batched(silent, _PER_FRAME):
             peer.outbox.add(frames.encode(frames.Beat(ids)))
         for some in batched(blocked, _PER_FRAME):
-            peer.outbox.add(frames.encode(frames.Beat([], some)))
+            peer.outbox.add(frames.encode(frames.Beat([], [waiting for waiting, _ in some], [needed for _, needed in some])))
 
     def on_reconnect(self) -> None:
         """Send what waited for the connection."""
         self._fit_chunks()
         for peer in self._peers.values():
+            peer.max_unacknowledged = 0
             peer.outbox.flush()
 
     def stop_all(self) -> None:
