@@ -31,7 +31,7 @@ LIMITS = PlaneLimits(
     kept_credit_bytes=8 * KIB,
 )
 MANY = settings(max_examples=60, stateful_step_count=40, deadline=None)
-SIZES = st.one_of(st.integers(0, 100), st.integers(0, 3000), st.integers(0, 40 * KIB))
+SIZES = st.one_of(st.integers(0, 100), st.integers(0, 3000), st.integers(0, 120 * KIB))
 
 
 @dataclass(eq=False)
@@ -170,19 +170,15 @@ class Plane(RuleBasedStateMachine):
         self.losses -= self.losses > 0
         return self.losses > 0
 
-    @rule(count=st.integers(0, 30), size=SIZES, upload=SIZES)
-    def open(self, count: int, size: int, upload: int) -> None:
+    @rule(count=st.integers(0, 30), size=SIZES, upload=SIZES, deadline_s=st.none() | st.floats(0.1, 5))
+    def open(self, count: int, size: int, upload: int, deadline_s: float | None) -> None:
         async def open_() -> None:
             body = b"%-9d %-9d " % (count, size) + bytes(upload)
-            self.streams.append(
-                self.client.open(InstanceId(1), Endpoint().rpc_subject(InstanceId(1)), "send", body, deadline=self.now + 60)
-            )
+            deadline = None if deadline_s is None else self.runner.get_loop().time() + deadline_s
+            subject = Endpoint().rpc_subject(InstanceId(1))
+            self.streams.append(self.client.open(InstanceId(1), subject, "send", body, deadline=deadline))
 
         self.run(open_())
-
-    @property
-    def now(self) -> float:
-        return self.runner.get_loop().time()
 
     @precondition(lambda self: self.streams)
     @rule(number=st.integers(0, 99), reads=st.integers(1, 20))
@@ -254,7 +250,7 @@ class Plane(RuleBasedStateMachine):
                     while await stream.read():
                         pass
 
-            async with asyncio.timeout(90):  # beyond every deadline
+            async with asyncio.timeout(60):
                 await asyncio.gather(*map(read, self.streams))
             await asyncio.sleep(10)
             assert self.client.credits.lent_bytes == self.server.uploads.lent_bytes == 0

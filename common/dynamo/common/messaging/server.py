@@ -172,7 +172,7 @@ class Incoming:
                 return self._request_credit()
             while body.left and (self._chunk_index or body.left > min(self._window, most)):
                 size = min(body.left, self._window, most)
-                if size < min(body.left, _LEAST_CHUNK_BYTES):
+                if size < min(body.left, most, _LEAST_CHUNK_BYTES):
                     return self._request_credit()
                 outbox.add(frames.encode_with_body(frames.Chunk(self.id, self._chunk_index), body.take(size)))
                 self._chunk_index += 1
