@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx2
@@ -17,9 +18,11 @@ import nkeys  # type: ignore[import-untyped]
 import pytest
 import trustme
 
+from dynamo.common.config import load
 from dynamo.common.errors import DynamoError
 from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.options import NatsOptions
+from dynamo.worker.config import WorkerConfig
 from tests.support.certificates import issue, write_ca
 from tests.support.servers import EtcdServer, ServerTls, start_nats
 from tests.support.sim_fleet import SimFleet
@@ -89,6 +92,34 @@ async def test_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with start_nats(tmp_path, jetstream=False, config="authorization { token: sesame }") as server:
         await round_trip(NatsOptions(servers=(server.url,), token="sesame"))
         await refused(NatsOptions(servers=(server.url,), token="swordfish"), caplog, "swordfish")
+
+
+@pytest.mark.parametrize("kind", ["password", "token"])
+async def test_a_login_that_changes_is_read_anew_from_its_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    def authorization(secret: str) -> str:
+        return f"authorization {{ {'user: me, ' if kind == 'password' else ''}{kind}: {secret} }}"
+
+    file = tmp_path / "secret"
+    file.write_text("sesame\n")
+    flags = ["--nats-user", "me"] if kind == "password" else []
+    async with AsyncExitStack() as former, AsyncExitStack() as stack:
+        server = await former.enter_async_context(
+            start_nats(tmp_path / "former", jetstream=False, config=authorization("sesame"))
+        )
+        flags += [f"--nats-{kind}-file", str(file), "--nats-servers", server.url]
+        connection = await stack.enter_async_context(connect_nats(load(WorkerConfig, flags, {}, program="worker").nats, "test"))
+        back = asyncio.Event()
+        connection.on_reconnect(back.set)
+        await former.aclose()
+        new = start_nats(tmp_path / "new", port=server.port, jetstream=False, config=authorization("swordfish"))
+        await stack.enter_async_context(new)
+        async with asyncio.timeout(10):
+            while "Authorization Violation" not in caplog.text:
+                await asyncio.sleep(0.02)
+        file.write_text("swordfish\n")
+        await asyncio.wait_for(back.wait(), 10)
 
 
 async def test_nkey(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -390,8 +390,8 @@ class History:
                 self.violations.append(f"{worker.process.name} has {requests.open_requests} open requests when idle")
             if lent := requests.uploads.lent_bytes:
                 self.violations.append(f"{worker.process.name} has lent {lent} bytes when idle")
-            if (free := requests.free_upload_bytes) != requests.limits.budget_bytes:
-                self.violations.append(f"{worker.process.name} has lent {requests.limits.budget_bytes - free} bytes when idle")
+            if requests.held_bytes:
+                self.violations.append(f"{worker.process.name} holds {requests.held_bytes} bytes of requests when idle")
         for name, numbers in self._leftovers().items():
             before = baseline.get(name)
             if before is not None and numbers["tasks"] > before["tasks"] + 1:

@@ -25,7 +25,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import yaml
 
@@ -45,6 +45,21 @@ _FALSE = frozenset({"0", "false", "no", "off"})
 
 class ConfigError(Exception):
     """The configuration cannot be used. `str(error)` is one sentence naming the flag, variable or file key."""
+
+
+class FileSecret(str):
+    """A secret that was read from a file, which may hold another one by now."""
+
+    path: str
+
+    def __new__(cls, text: str, path: str) -> Self:
+        secret = super().__new__(cls, text)
+        secret.path = path
+        return secret
+
+    def current(self) -> FileSecret:
+        """Read the file again. Raises ConfigError."""
+        return _read_secret(self.path, "secret")
 
 
 @dataclass(frozen=True, slots=True)
@@ -633,7 +648,7 @@ def _guard(convert: Callable[[Any], object], value: object, source: str) -> obje
         raise ConfigError(f"{source}:{shown} {error}") from error
 
 
-def _read_secret(path: str, source: str) -> str:
+def _read_secret(path: str, source: str) -> FileSecret:
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -641,7 +656,7 @@ def _read_secret(path: str, source: str) -> str:
         raise ConfigError(f"{source}: the file {path} cannot be read: {why}") from error
     if not text:
         raise ConfigError(f"{source}: the file {path} is empty")
-    return text
+    return FileSecret(text, path)
 
 
 # --- docs ------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from nats.aio.client import Client
 from dynamo.common.background import running
 from dynamo.common.errors import InvalidRequest, Unavailable
 from dynamo.common.messaging.frames import Body
-from dynamo.common.messaging.login import check_nats, nats_tls_context
+from dynamo.common.messaging.login import check_nats, current_secret, nats_tls_context
 from dynamo.common.messaging.socket_transport import FAST_KEY, RECEIVE_BYTES, OnMessage, SocketTransport
 from dynamo.common.options import NatsOptions
 
@@ -285,8 +285,8 @@ class Connection:
             ping_interval=options.ping_interval_s,  # type: ignore[arg-type]
             max_outstanding_pings=2**31,  # `_watch` decides when there were too many
             user=options.user,
-            password=options.password,
-            token=options.token,
+            password=current_secret(options.password),
+            token=current_secret(options.token),
             nkeys_seed=options.nkey_seed_file,
             user_credentials=options.credentials_file,
             tls=tls,

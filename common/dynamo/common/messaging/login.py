@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import nkeys  # type: ignore[import-untyped]
 
-from dynamo.common.config import ConfigError
+from dynamo.common.config import ConfigError, FileSecret
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.options import NatsOptions
 from dynamo.common.security.tls import client_context
@@ -32,6 +32,16 @@ def check_nats(options: NatsOptions) -> None:
             raise InvalidRequest(f"NATS: the credentials file {options.credentials_file} does not hold a user's JWT and seed")
         _check_seed(options.credentials_file, match["seed"])
     nats_tls_context(options)
+
+
+def current_secret(secret: str | None) -> str | None:
+    """Return a password or token; if it came from a file, what the file holds now. Raises InvalidRequest."""
+    if not isinstance(secret, FileSecret):
+        return secret
+    try:
+        return str(secret.current())
+    except ConfigError as error:
+        raise InvalidRequest(f"NATS: {error}") from error
 
 
 def nats_tls_context(options: NatsOptions) -> ssl.SSLContext | None:
