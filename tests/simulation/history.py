@@ -539,7 +539,7 @@ def _deterministic(seed: int, loop: SimulatedLoop, history: History) -> Iterator
             (secrets, "randbits", rng.getrandbits),
             (sim_engine, "perf_counter", loop.time),
             (serve, "perf_counter_ns", lambda: int(loop.time() * 1e9)),
-            (telemetry, "_LAG_PERIOD_S", 10.0),  # a simulated loop never lags, and timers cost real time
+            (telemetry, "LAG_PERIOD_S", 10.0),  # a simulated loop never lags, and timers cost real time
             (etcd_client, "Transport", lambda config: SimulatedTransport(config, history.etcd)),
         ):
             stack.enter_context(mock.patch.object(target, name, value))

@@ -43,7 +43,7 @@ MAX_MODELS = 500
 """Models with a label of their own: the cap on the cardinality of metrics."""
 OTHER_MODEL = "other"
 """Label of models beyond `MAX_MODELS`."""
-_LAG_PERIOD_S = 0.05
+LAG_PERIOD_S = 0.05
 
 
 def make_registry() -> CollectorRegistry:
@@ -192,8 +192,8 @@ class LinkMetrics:
         """Observe the lag of the running event loop until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
-            due = clock() + _LAG_PERIOD_S
-            await asyncio.sleep(_LAG_PERIOD_S)
+            due = clock() + LAG_PERIOD_S
+            await asyncio.sleep(LAG_PERIOD_S)
             self._lag.observe(max(0.0, clock() - due))
 
     def _gauge(self, name: str, help: str, mode: Literal["livemax", "livemin", "livesum"]) -> Gauge:
