@@ -298,6 +298,8 @@ class HttpConnection(asyncio.Protocol):
         if size > self._limits.max_head_bytes:
             self._head_is_too_large = True
             raise ValueError(_HEAD_TOO_LARGE)
+        if sum(name == b"host" for name, _ in self._headers) > 1:
+            raise ValueError("proxies and servers differ on which of several hosts counts")
         parsed = httptools.parse_url(url)
         raw_path = parsed.path or b"/"
         scope: Scope = {

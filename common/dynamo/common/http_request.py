@@ -70,6 +70,8 @@ class HttpRequest:
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit():
                 self.content_length = int(value)
+            elif name == b"transfer-encoding" and self.version == "1.0":
+                self.keep_alive = False  # where its body ends is for no proxy to know
             elif name == b"expect" and value.lower() == b"100-continue":
                 self._expects_continue = self.version == "1.1"
 

@@ -286,12 +286,32 @@ async def _interim(client: Client) -> tuple[int, dict[str, str], bytes]:
         b"POST / HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n",
         b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
         b"CONNECT x HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n",
+        b"GET / HTTP/1.1\nhost: x\n\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\na: b\r\n c\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\na: b\0c\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\ncontent-length: 40\r\n\r\n{}",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: +2\r\n\r\n{}",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding : chunked\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, identity\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: \x0bchunked\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ],
 )
 async def test_what_is_no_http_is_refused_and_the_connection_closed(garbage: bytes) -> None:
     async with serving() as side, side.client() as client:
         await client.send(garbage)
         assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_a_chunked_request_of_http_1_0_is_the_last_on_its_connection() -> None:
+    async with serving() as side, side.client() as client:
+        head = b"GET /slow HTTP/1.0\r\nconnection: keep-alive\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+        await client.send(head + get("/slow"))
+        status, headers, body = await client.response()
+        assert (status, headers["connection"], body) == (200, "close", b"slow")
+        assert await client.ends()
 
 
 async def test_garbage_after_a_request_does_not_take_its_response() -> None:

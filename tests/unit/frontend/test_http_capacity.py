@@ -7,7 +7,7 @@ import gzip
 import json
 import socket
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
@@ -172,6 +172,39 @@ async def test_large_bodies_have_threads_of_their_own() -> None:
         for body, headers in ((large, {}), (gzip.compress(large), {"content-encoding": "gzip", "accept-encoding": "gzip"})):
             response = await edge.http.post("/v2/models/adder/infer", content=body, headers=headers)
             assert response.status_code == 200, response.text
+
+
+def answer_with(size: int) -> Callable[[FakeStream], None]:
+    def respond(stream: FakeStream) -> None:
+        response = pb.ModelInferResponse(model_name="adder", model_version="1")
+        response.outputs.add(name="y", datatype="INT32", shape=[size // 4])
+        response.raw_output_contents.append(bytes(range(256)) * (size // 256))
+        stream.end(response.SerializeToString())
+
+    return respond
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_long_response_counts_until_its_client_has_read_it_or_is_gone(reads: bool) -> None:
+    async with open_http_edge(tensor_card(), capacity=CapacityOptions(max_buffered_bytes=32 * MIB)) as edge:
+        edge.client.respond = answer_with(20 * MIB)
+        body = json.dumps(
+            {"inputs": [{"name": "x", "datatype": "INT32", "shape": [0], "data": []}], "parameters": {"binary_data_output": True}}
+        ).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", edge.port, limit=4096)
+        head = f"POST /v2/models/adder/infer HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await reader.read(1)  # the response has begun
+        assert edge.capacity.buffered_bytes >= 20 * MIB
+        refused = await edge.http.post("/v2/models/adder/infer", content=body, headers={"accept-encoding": "identity"})
+        assert (refused.status_code, refused.headers.get("retry-after")) == (503, "1")
+        if reads:
+            received = bytearray()
+            while part := await reader.read(MIB):
+                received += part
+            assert received.endswith(bytes(range(256)) * (20 * MIB // 256))
+        writer.close()
+        await quiet(edge)
 
 
 # Half-closed connections

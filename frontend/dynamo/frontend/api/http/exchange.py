@@ -48,6 +48,8 @@ _STREAM_HEADERS: tuple[Header, ...] = (
 )
 _KEEPALIVE = b": keepalive\n\n"
 _LARGE_BODY_BYTES = 64 * 1024
+_PIECE_BYTES = 256 * 1024
+"""Of a long response, given to the connection when the client has taken most of what came before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,19 +245,29 @@ class Exchange:
             watcher.cancel()
 
     async def respond(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = (JSON,)) -> None:
-        """Send the whole response."""
+        """Send the whole response. Raises Overloaded for a long one if the process holds too much."""
+        if len(body) > _LARGE_BODY_BYTES:
+            return await self.respond_in_pieces((body,), headers, status)
         self.status = status
         length = (b"content-length", b"%d" % len(body))
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._id()]})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def respond_in_pieces(self, pieces: Sequence[Buffer], headers: tuple[Header, ...]) -> None:
-        """Send the whole response, piece by piece so that large ones need not be joined."""
-        self.status = 200
-        length = (b"content-length", b"%d" % sum(map(len, pieces)))
-        await self._send({"type": "http.response.start", "status": 200, "headers": [*headers, length, *self._id()]})
+    async def respond_in_pieces(self, pieces: Sequence[Buffer], headers: tuple[Header, ...], status: int = 200) -> None:
+        """Send the whole response, piece by piece so that large ones need not be joined.
+
+        Waits while the client does not read, so that what is not sent counts against the capacity. Raises Overloaded.
+        """
+        size = sum(map(len, pieces))
+        self.hold(size)
+        self.status = status
+        length = (b"content-length", b"%d" % size)
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._id()]})
         for piece in pieces:
-            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            view = memoryview(piece)
+            for offset in range(0, len(view), _PIECE_BYTES):
+                part = view[offset : offset + _PIECE_BYTES]
+                await self._send({"type": "http.response.body", "body": part, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
 
     @asynccontextmanager
