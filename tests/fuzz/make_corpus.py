@@ -25,7 +25,7 @@ from dynamo.common.messaging import frames
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.repository import ControlMode, RepositoryInstance
-from dynamo.frontend.router.load import BookingEvent, Step
+from dynamo.frontend.router.shared_bookings import LAST_ID, InstanceBookings, SharedBookings, SharedPrompt
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from tests.fuzz.targets import CARD
 
@@ -49,7 +49,7 @@ def corpus() -> dict[str, list[bytes]]:
         "kv_events": [pack(KvMessage(model="m", update=_update()))],
         "kv_snapshot": [pack(KvSnapshot(number=3, blocks=pack_hashes([1, 2])))],
         "load_report": [pack(LoadMessage(model="m", report=LoadReport(running=2, waiting=1, total_blocks=10)))],
-        "bookings": [pack(_bookings())],
+        "bookings": _bookings(),
         "generation": [_request(), b"d" + _delta(), b"s" + summary_encoder.encode(Summary(prompt_tokens=3))],
         "registration": [_registration()],
         "repository": [_repository()],
@@ -96,12 +96,11 @@ def _update() -> KvUpdate:
     return KvUpdate(number=1, stored=pack_hashes([1, 2, 3]), removed=pack_hashes([4]))
 
 
-def _bookings() -> list[BookingEvent]:
+def _bookings() -> list[bytes]:
+    pack = msgspec.msgpack.encode
     return [
-        BookingEvent("other", Step.BOOKED, 7, 1, 64, pack_hashes([1, 2]), 1),
-        BookingEvent("other", Step.FIRST_TOKEN, 7),
-        BookingEvent("other", Step.ALIVE, blocks=pack_hashes([7])),
-        BookingEvent("other", Step.FINISHED, 7),
+        pack(SharedBookings("other", [InstanceBookings(1, 2, 64, 3, 1, 32, 2)], first=0, last=LAST_ID)),
+        pack(SharedBookings("other", prompts=[SharedPrompt(1, pack_hashes([1, 2]))])),
     ]
 
 

@@ -28,7 +28,10 @@ from dynamo.frontend.api.kserve.rest.bodies import split
 from dynamo.frontend.api.kserve.rest.requests import read_request
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest
 from dynamo.frontend.api.openai.response_requests import ResponsesRequest
-from dynamo.frontend.router.load import BookingEvent, LoadTable
+from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.predicted import PredictedIndex
+from dynamo.frontend.router.shared_bookings import SharedBookings
+from dynamo.frontend.router.thinning import SPARSE
 from dynamo.worker.kv.vllm_events import Translator, decode_batch
 from dynamo.worker.repository.model_config import check_supported, config_from_json, instances_of, read_config
 from dynamo.worker.tokenizers.gguf import GgufModel, parse_metadata
@@ -94,14 +97,15 @@ def load_report(data: bytes) -> None:
     load_message_decoder.decode(data)
 
 
-_bookings = msgspec.msgpack.Decoder(list[BookingEvent])
+_bookings = msgspec.msgpack.Decoder(SharedBookings)
 
 
 def bookings(data: bytes) -> None:
     """Bookings of another frontend, applied."""
-    table = LoadTable("own")
-    for event in _bookings.decode(data):
-        table.apply(event, 1.0)
+    table, predicted = LoadTable("own"), PredictedIndex(10.0, thinning=SPARSE)
+    table.on_sibling_prompt(predicted.add_kept)
+    table.apply(_bookings.decode(data), 1.0, lambda instance: True)
+    predicted.expire(100.0)
     table.expire_siblings(100.0)
 
 

@@ -175,7 +175,7 @@ class SimulatedFrontend:
                 mode=self.mode, replica_sync=self.mode is RouterMode.KV, kv=KvRouterOptions(speculative_ttl_s=0)
             )
             bookings = Bookings(events, Endpoint(namespace=NAMESPACE)) if options.replica_sync else None
-            self.loads = loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.publish)
+            self.loads = loads = LoadTable(secrets.token_hex(8))
             router = make_router(options, loads, loop.time, rng=Random(self._seed))
             self.kv = router if isinstance(router, KvRouter) else None
 

@@ -10,16 +10,17 @@ import pytest
 
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import LoadMessage, LoadReport
-from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.fleet.bookings import Bookings
 from dynamo.frontend.fleet.kv_feed import open_kv_feed
 from dynamo.frontend.fleet.siblings import open_siblings
-from dynamo.frontend.router.load import BookingEvent, LoadTable, Step
+from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.shared_bookings import InstanceBookings, SharedBookings
 from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable
 from tests.support.fake_bus import FakeBus, FakeConnection
 from tests.support.fakes import ENDPOINT, FakeDirectory, instance, llm_card
+from tests.support.virtual_time import in_virtual_time
 
 GARBAGE = (b"", b"\xc1", b"\x91" * 100_000, b"\x92\xa1\xff\x90", b"\x92\xa1x\x91\x93\xa1\xff\x01\x02")
 _encode = msgspec.msgpack.encode
@@ -70,26 +71,37 @@ async def test_bookings_of_invented_instances_take_no_memory() -> None:
     bus, loads, endpoint = FakeBus(), LoadTable("us"), Endpoint()
     nats = FakeConnection(bus)
     async with Bookings(nats, endpoint).exchanged(loads, lambda id_: id_ == 1):
-        events = [BookingEvent("them", Step.BOOKED, key, instance=key, prefill_tokens=5) for key in range(1000)]
-        nats.publish_nowait(endpoint.bookings_subject(), _encode(events))
+        rows = [InstanceBookings(number, 1, 5, 0, 1, 5, 0) for number in range(1000)]
+        nats.publish_nowait(endpoint.bookings_subject(), _encode(SharedBookings("them", rows)))
         await turns()
         assert len(loads) == 1
 
 
-async def test_bookings_of_one_turn_never_make_a_message_that_nats_refuses() -> None:
+@in_virtual_time
+async def test_bookings_never_make_a_message_that_nats_refuses() -> None:
     bus, endpoint = FakeBus(), Endpoint()
     ours, theirs = FakeConnection(bus), FakeConnection(bus)
-    applied = LoadTable("them")
-    bookings = Bookings(ours, endpoint)
-    loads = LoadTable("us", bookings.publish)
-    async with Bookings(theirs, endpoint).exchanged(applied, lambda id_: True):
-        for number in range(20):  # prompts of 128k tokens
-            loads.book(f"r{number}", InstanceId(1), 0.0, prefill_tokens=128_000, blocks=range(number, number + 8000))
-        loads.book("endless", InstanceId(1), 0.0, prefill_tokens=3_000_000, blocks=range(10**6, 10**6 + 190_000))
-        await turns()
-        assert len(applied) == 21
+    loads, applied = LoadTable("us"), LoadTable("them")
+    prompts: list[InstanceId] = []
+    applied.on_sibling_prompt(lambda instance, blocks, now: prompts.append(instance))
+    async with (
+        Bookings(theirs, endpoint).exchanged(applied, lambda id_: True),
+        Bookings(ours, endpoint).exchanged(loads, lambda id_: True),
+    ):
+        for number in range(1, 5000):
+            loads.book(f"r{number}", InstanceId(number), 0.0, prefill_tokens=128_000, blocks=range(number, number + 200))
+            loads.share_prompt(InstanceId(number), range(number, number + 190_000))
+        await asyncio.sleep(0.1)
+        assert len(applied) == len(prompts) == 4999
+        for number in range(1, 5000, 2):
+            loads.finished(f"r{number}")
+        bus.is_lost = lambda subject, payload: True
+        await asyncio.sleep(0.1)
+        assert len(applied) == 4999
+        bus.is_lost = lambda subject, payload: False
+        await asyncio.sleep(1.0)
+        assert len(applied) == 2499, "the periodic messages make up for what was lost"
         assert ours.largest <= ours.max_payload
-    assert len(pack_hashes(range(190_000))) > ours.max_payload
 
 
 async def test_thresholds_of_invented_models_are_bounded() -> None:

@@ -20,7 +20,7 @@ from dynamo.frontend.config import KvRouterOptions
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.frontend.router.load import BookingEvent, LoadTable
+from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
 
@@ -137,10 +137,13 @@ def test_without_speculation_a_burst_scatters() -> None:
     assert burst(sharing_bookings(config, 2)) == 3
 
 
-def test_a_guess_about_a_siblings_booking_needs_its_blocks() -> None:
-    one, other = sharing_bookings(KvRouterOptions(assume_kv_reuse=False), 2)
-    ask(one)
-    assert ask(other, "s").overlap_blocks == 0
+def test_a_prompt_at_a_sibling_counts_as_cached_to_within_half() -> None:
+    one, other = sharing_bookings(KvRouterOptions(), 2)
+    prompt = pack_tokens(range(100 * SIZE))
+    here = ask(one, prompt=prompt).instance
+    there = ask(other, "s", prompt)
+    assert there.instance == here
+    assert 50 <= there.overlap_blocks <= 100
 
 
 def test_a_guess_that_no_event_confirms_is_forgotten() -> None:
@@ -328,50 +331,28 @@ def test_weights_below_zero_are_refused(field: str) -> None:
         KvRouterOptions(**{field: float("nan")})
 
 
+class SharingRouter(KvRouter):
+    """Publishes its bookings to the others after every decision."""
+
+    others: Sequence[KvRouter] = ()
+
+    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
+        decision = super().pick(request, candidates, explain=explain)
+        for message in self.loads.take_unshared(1000):
+            for other in self.others:
+                other.loads.apply(message, 100.0, lambda instance: True)
+        return decision
+
+
 def sharing_bookings(config: KvRouterOptions, count: int) -> list[KvRouter]:
-    """The routers of so many frontends, each of which hears at once what the others book."""
-    tables: list[LoadTable] = []
-
-    def share(event: BookingEvent) -> None:
-        for table in tables:
-            table.apply(event, 100.0)
-
-    tables.extend(LoadTable(str(number), share) for number in range(count))
-    return [KvRouter(config, loads=table, rng=random.Random(0), clock=FakeClock()) for table in tables]
-
-
-@pytest.mark.parametrize(
-    "config",
-    [KvRouterOptions(speculative_ttl_s=0.0), KvRouterOptions(), KvRouterOptions(use_kv_events=False)],
-    ids=["loads", "speculative", "guessing"],
-)
-def test_two_frontends_that_share_bookings_decide_like_one(config: KvRouterOptions) -> None:
-    def decisions(count: int) -> list[tuple[int, int]]:
-        routers = sharing_bookings(config, count)
-        chosen: list[tuple[int, int]] = []
-        rng = random.Random(5)
-        groups = [[rng.randrange(1000) for _ in range(SIZE * 100)] for _ in range(6)]
-        for number in range(300):
-            # Lengths that differ leave no ties, which are broken at random.
-            shared = rng.choice(groups)[: SIZE * rng.randrange(1, 100)]
-            own = [rng.randrange(1000) for _ in range(SIZE * rng.randrange(5, 400) + number % SIZE)]
-            decision = ask(routers[number % count], str(number), pack_tokens(shared + own))
-            chosen.append((decision.instance.id, decision.overlap_blocks))
-            if number >= 10:
-                routers[(number - 10) % count].finished(str(number - 10))
-            if number >= 5:
-                routers[(number - 5) % count].first_token(str(number - 5))
-        return chosen
-
-    one, two = decisions(1), decisions(2)
-    assert relabelled([instance for instance, _ in one]) == relabelled([instance for instance, _ in two])
-    assert [overlap for _, overlap in one] == [overlap for _, overlap in two]
-
-
-def relabelled(chosen: list[int]) -> list[int]:
-    """Instances by the order in which they were first chosen: the first choices are ties between idle ones."""
-    order = list(dict.fromkeys(chosen))
-    return [order.index(instance) for instance in chosen]
+    """The routers of so many frontends, each of which receives at once what the others book."""
+    routers = [
+        SharingRouter(config, loads=LoadTable(str(number)), rng=random.Random(0), clock=FakeClock()) for number in range(count)
+    ]
+    for router in routers:
+        router.others = routers
+        router.loads.on_unshared(lambda: None)
+    return list(routers)
 
 
 def strangers(config: KvRouterOptions, count: int) -> list[KvRouter]:

@@ -11,10 +11,11 @@ from dynamo.common.kv.events import LoadReport, request_key
 from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.router.load import BookingEvent, LoadTable, Step
+from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.load import busy as busy_ones
 from dynamo.frontend.router.rows import RowCache
-from dynamo.frontend.router.thinning import DENSE, covered, kept
+from dynamo.frontend.router.shared_bookings import InstanceBookings, SharedBookings, SharedPrompt
+from dynamo.frontend.router.thinning import DENSE, SPARSE, covered, kept
 from dynamo.frontend.router.thresholds import Thresholds
 
 A, B = InstanceId(1), InstanceId(2)
@@ -26,6 +27,24 @@ def instance(id: InstanceId, total_blocks: int = 100) -> Instance:
 
 
 FLEET = (instance(A), instance(B))
+
+
+def is_registered(instance: InstanceId) -> bool:
+    return instance in (A, B)
+
+
+def sharing(*origins: str) -> list[LoadTable]:
+    """The tables of frontends that share their bookings by `send`."""
+    tables = [LoadTable(origin) for origin in origins]
+    for table in tables:
+        table.on_unshared(lambda: None)
+    return tables
+
+
+def send(sender: LoadTable, *receivers: LoadTable) -> None:
+    for message in sender.take_unshared(100):
+        for receiver in receivers:
+            receiver.apply(message, 0.0, is_registered)
 
 
 def read(table: LoadTable, now: float = 0.0) -> list[tuple[float, float, float]]:
@@ -95,6 +114,15 @@ def test_thinned_prompts_stay_comparable() -> None:
         assert length - 15 <= covered(len(nodes)) <= length
 
 
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 5, 7, 8, 100, 1000, 100_000])
+def test_a_sparse_prefix_is_exact_to_within_half_and_stays_comparable(length: int) -> None:
+    blocks = range(length)
+    nodes = SPARSE.kept(blocks)
+    assert nodes == SPARSE.kept(range(200_000))[: len(nodes)]
+    assert len(nodes) <= 17
+    assert length / 2 <= SPARSE.covered(len(nodes)) <= length
+
+
 def test_a_report_replaces_the_bookings_it_reflects() -> None:
     table = LoadTable()
     table.book("seen", A, 0.0, prefill_tokens=100, blocks=[1, 2])
@@ -143,15 +171,13 @@ def test_a_finished_booking_is_not_waited_for() -> None:
 
 
 def test_a_booking_that_is_made_again_replaces_the_first_here_and_at_siblings() -> None:
-    received: list[BookingEvent] = []
-    here, there = LoadTable("here", received.append), LoadTable("there")
+    here, there = sharing("here", "there")
     here.book("r", A, 0.0, prefill_tokens=10)
     here.book("r", B, 0.0, prefill_tokens=20)
-    for event in received:
-        there.apply(event, 0.0)
+    send(here, there)
     assert read(here) == read(there) == [(0, 0, 0), (1, 20, 0)]
     here.finished("r")
-    there.apply(received[-1], 0.0)
+    send(here, there)
     assert read(here) == read(there) == [(0, 0, 0), (0, 0, 0)]
 
 
@@ -193,47 +219,90 @@ def test_instances_without_recent_reports_are_read_with_those_that_report() -> N
 
 
 def test_bookings_of_siblings_count_like_own_ones() -> None:
-    received: list[BookingEvent] = []
-    here, there = LoadTable("here"), LoadTable("there", received.append)
+    here, there = sharing("here", "there")
     there.book("r", A, 0.0, prefill_tokens=10, blocks=[1, 2], extra_blocks=1)
     here.book("r", A, 0.0, prefill_tokens=5, blocks=[1, 2, 3])
-    for event in received:
-        here.apply(event, 0.0)
-        there.apply(event, 0.0)  # one's own come back
-    assert read(here)[0] == (2, 15, 4)
+    send(there, here, there)  # one's own come back
+    assert read(here)[0] == (2, 15, 6), "blocks that two frontends share count for each"
     assert read(there)[0] == (1, 10, 3)
-    received.clear()
     there.first_token("r")
+    send(there, here)
+    assert read(here)[0] == (2, 5, 6)
     there.finished("r")
-    assert [event.step for event in received] == [Step.FIRST_TOKEN, Step.FINISHED]
-    here.apply(received[0], 0.0)
-    assert read(here)[0] == (2, 5, 4)
-    here.apply(received[1], 0.0)
+    send(there, here)
     assert read(here)[0] == (1, 5, 3)
+
+
+def test_a_report_reflects_bookings_of_siblings_once_they_have_seen_it() -> None:
+    here, there = sharing("here", "there")
+    there.book("r", A, 0.0, prefill_tokens=10, blocks=[1, 2])
+    send(there, here)
+    here.report(A, LoadReport(running=4), 0.0)
+    assert read(here)[0] == (5, 10, 2)
+    for table in (here, there):
+        table.report(A, reported("r", running=5, active_blocks=2), 0.05)
+    send(there, here)
+    assert read(here, 0.05)[0] == (5, 0, 2)
+    assert read(here, 9.0)[0] == (1, 10, 2), "reports have stopped"
 
 
 def test_bookings_of_a_sibling_that_fell_silent_are_released() -> None:
     table = LoadTable("here", sibling_ttl_s=5.0)
     for origin in ("silent", "alive"):
-        table.apply(BookingEvent(origin, Step.BOOKED, 1, A, 10), 0.0)
-    table.apply(BookingEvent("alive", Step.ALIVE, blocks=pack_hashes([1])), 4.0)
+        table.apply(SharedBookings(origin, [InstanceBookings(A, 1, 10, 0, 1, 10, 0)]), 0.0, is_registered)
+    table.apply(SharedBookings("alive"), 4.0, is_registered)
     table.expire_siblings(5.0)
     assert read(table)[0] == (2, 20, 0)
     table.expire_siblings(5.1)
     assert read(table)[0] == (1, 10, 0)
 
 
-def test_a_booking_of_a_sibling_whose_end_was_lost_is_released_when_the_sibling_says_what_is_open() -> None:
-    events: list[BookingEvent] = []
-    here, there = LoadTable("here"), LoadTable("there", events.append)
-    for booking_id in ("lost", "open"):
-        there.book(booking_id, A, 0.0, prefill_tokens=10)
-    for event in events:
-        here.apply(event, 0.0)
+@pytest.mark.parametrize("most", [1, 2, 100])
+def test_a_lost_message_is_made_up_for_by_the_complete_ones(most: int) -> None:
+    here, there = sharing("here", "there")
+    for booking_id, instance in (("lost", A), ("open", B)):
+        there.book(booking_id, instance, 0.0, prefill_tokens=10)
+    send(there, here)
     there.finished("lost")
-    here.apply(there.alive(), 1.0)
-    assert read(here)[0] == (1, 10, 0)
+    there.take_unshared(100)
+    for message in there.all_own_bookings(most):
+        here.apply(message, 1.0, is_registered)
+    assert read(here) == [(0, 0, 0), (1, 10, 0)]
     assert len(here) == 1
+
+
+def test_bookings_on_an_instance_that_left_and_came_back_start_anew() -> None:
+    here, there = sharing("here", "there")
+    there.book("r", A, 0.0, prefill_tokens=10)
+    send(there, here)
+    here.remove_instance(A)
+    assert (read(here)[0], len(here)) == ((0, 0, 0), 0)
+    for message in there.all_own_bookings(100):
+        here.apply(message, 1.0, is_registered)
+    assert read(here)[0] == (1, 10, 0)
+
+
+def test_invented_frontends_and_instances_take_no_memory() -> None:
+    table = LoadTable("here")
+    for number in range(1000):
+        bookings = [InstanceBookings(number, 1, 0, 0, 0, 0, 0)]
+        table.apply(SharedBookings(str(number), bookings), 0.0, is_registered)
+    assert "instances=2 bookings=0 siblings=256" in repr(table)
+
+
+def test_a_change_is_announced_once_until_it_is_taken() -> None:
+    table, announced = LoadTable("here"), []
+    table.on_unshared(lambda: announced.append(True))
+    table.book("r", A, 0.0, prefill_tokens=10)
+    table.share_prompt(A, [1, 2])
+    table.finished("r")
+    assert len(announced) == 1
+    [rows, prompts] = table.take_unshared(100)
+    assert rows.instances == [InstanceBookings(A, 0, 0, 0, 0, 0, 0)]
+    assert prompts.prompts == [SharedPrompt(A, pack_hashes([1, 2]))]
+    assert table.take_unshared(100) == []
+    table.first_token("r")
+    assert len(announced) == 1
 
 
 @pytest.mark.parametrize(

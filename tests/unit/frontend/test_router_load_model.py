@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dynamo.common.discovery import Instance
-from dynamo.common.kv.hashes import unpack_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.router.load import BookingEvent, LoadTable, Step
+from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.shared_bookings import SharedBookings
 
 CARD = ModelCard(name="m", kind=ModelKind.LLM, llm=LlmInfo(context_length=4096, tokenizer="", total_blocks=100))
 FLEET = [Instance(id=InstanceId(id_), endpoint=Endpoint(), subject="", card=CARD, started_at=0.0) for id_ in (1, 2)]
@@ -37,44 +37,42 @@ class Booked:
 @dataclass
 class Frontend:
     table: LoadTable
-    sent: deque[BookingEvent]
-    """Events on their way to the other one."""
+    sent: deque[SharedBookings] = field(default_factory=deque)
+    """Messages on their way to the other one."""
     own: dict[str, Booked] = field(default_factory=dict)
-    others: dict[int, Booked] = field(default_factory=dict)
-    """The other one's bookings by key, as far as events have arrived."""
+    others: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """The other one's sums by instance, as of the last message about it that has arrived."""
 
-    def expected(self, instance: int) -> tuple[float, float, float]:
-        booked = [each for each in (*self.own.values(), *self.others.values()) if each.instance == instance]
+    def sums(self, instance: int) -> tuple[int, int, int]:
+        booked = [each for each in self.own.values() if each.instance == instance]
         blocks = len({block for each in booked for block in each.blocks}) + sum(each.extra for each in booked)
         return len(booked), sum(each.tokens for each in booked if each.prefilling), blocks
 
-    def actual(self) -> list[tuple[float, float, float]]:
+    def expected(self, instance: int) -> tuple[int, ...]:
+        return tuple(map(sum, zip(self.sums(instance), self.others.get(instance, (0, 0, 0)), strict=True)))
+
+    def actual(self) -> list[tuple[float, ...]]:
         loads = self.table.read(self.table.rows(FLEET), 0.0)
         return [(load.requests, load.prefill_tokens, load.decode_blocks) for load in loads]
 
-    def receive(self, event: BookingEvent) -> None:
-        self.table.apply(event, 0.0)
-        match event.step:
-            case Step.BOOKED:
-                blocks = unpack_hashes(event.blocks)
-                self.others[event.key] = Booked(event.instance, event.prefill_tokens, blocks, event.extra_blocks)
-            case Step.FIRST_TOKEN if event.key in self.others:
-                self.others[event.key].prefilling = False
-            case Step.FINISHED:
-                self.others.pop(event.key, None)
-            case Step.ALIVE:
-                keys = set(unpack_hashes(event.blocks))
-                self.others = {key: booked for key, booked in self.others.items() if key in keys}
+    def receive(self, message: SharedBookings) -> None:
+        self.table.apply(message, 0.0, lambda instance: True)
+        for instance in list(self.others):
+            if message.first <= instance <= message.last:
+                del self.others[instance]
+        for each in message.instances:
+            self.others[each.instance] = (each.requests, each.prefill_tokens, each.blocks)
 
 
-class SharedBookings(RuleBasedStateMachine):
+class BookingsOfTwo(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
         self.frontends: list[Frontend] = []
         for name in ("a", "b"):
-            sent: deque[BookingEvent] = deque()
-            self.frontends.append(Frontend(LoadTable(name, sent.append), sent))
+            frontend = Frontend(LoadTable(name))
+            frontend.table.on_unshared(lambda: None)
+            self.frontends.append(frontend)
 
     @rule(
         side=sides,
@@ -105,19 +103,24 @@ class SharedBookings(RuleBasedStateMachine):
             frontend.table.finished(name)
             del frontend.own[name]
 
-    @rule(side=sides)
-    def say_what_is_open(self, side: int) -> None:
+    @rule(side=sides, most=st.integers(1, 3))
+    def publish_changes(self, side: int, most: int) -> None:
         frontend = self.frontends[side]
-        frontend.sent.append(frontend.table.alive())
+        frontend.sent.extend(frontend.table.take_unshared(most))
+
+    @rule(side=sides, most=st.integers(1, 3))
+    def publish_everything(self, side: int, most: int) -> None:
+        frontend = self.frontends[side]
+        frontend.sent.extend(frontend.table.all_own_bookings(most))
 
     @precondition(lambda self: any(frontend.sent for frontend in self.frontends))
     @rule(side=sides, is_lost=st.booleans())
     def deliver(self, side: int, is_lost: bool) -> None:
         sender, receiver = self.frontends[side], self.frontends[1 - side]
         if sender.sent:
-            event = sender.sent.popleft()
+            message = sender.sent.popleft()
             if not is_lost:
-                receiver.receive(event)
+                receiver.receive(message)
 
     @invariant()
     def loads_are_those_of_the_bookings_that_arrived(self) -> None:
@@ -130,11 +133,12 @@ class SharedBookings(RuleBasedStateMachine):
             for name in list(frontend.own):
                 frontend.table.finished(name)
         for side, frontend in enumerate(self.frontends):
-            self.frontends[1 - side].table.apply(frontend.table.alive(), 0.0)
+            for message in frontend.table.all_own_bookings(1):
+                self.frontends[1 - side].receive(message)
         for frontend in self.frontends:
             assert len(frontend.table) == 0
             assert frontend.actual() == [(0, 0, 0), (0, 0, 0)]
 
 
-TestSharedBookings = SharedBookings.TestCase
-TestSharedBookings.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBookingsOfTwo = BookingsOfTwo.TestCase
+TestBookingsOfTwo.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

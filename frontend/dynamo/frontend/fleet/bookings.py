@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -11,20 +12,21 @@ import msgspec
 
 from dynamo.common.background import running
 from dynamo.common.kv.events import message_encoder
-from dynamo.common.kv.hashes import HASH_BYTES
 from dynamo.common.messaging.connection import OnMessage
 from dynamo.common.messaging.frames import Body
 from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.router.load import BookingEvent, LoadTable, Step
+from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.shared_bookings import SharedBookings
 
-_ALIVE_S = 1.0
-_MAX_BOOKINGS = 200_000
-"""Open at once, of all frontends together."""
-_EVENT_BYTES = 128
-"""An event without its blocks, at most."""
+_SHARE_S = 0.05
+"""Changes are published at most this often."""
+_COMPLETE_S = 1.0
+"""All bookings are published this often."""
+_ENTRY_BYTES = 256
+"""An instance's bookings or a prompt, at most."""
 _MESSAGE_MARGIN_BYTES = 1024
-_bookings_decoder = msgspec.msgpack.Decoder(list[BookingEvent])
+_decoder = msgspec.msgpack.Decoder(SharedBookings)
 
 
 class _Closable(Protocol):
@@ -43,70 +45,54 @@ class BookingsBus(Protocol):
 
 
 class Bookings:
-    """Publishes this frontend's bookings to its siblings, once per event-loop turn, and applies theirs."""
+    """Publishes the sums of this frontend's bookings to its siblings, and applies theirs."""
 
     def __init__(self, bus: BookingsBus, endpoint: Endpoint) -> None:
         self._bus = bus
         self._subject = endpoint.bookings_subject()
         self._loop = asyncio.get_running_loop()
-        self._waiting: list[BookingEvent] = []
-
-    def publish(self, event: BookingEvent) -> None:
-        """Publish a booking; a LoadTable takes this as `on_booking`."""
-        if not self._waiting:
-            self._loop.call_soon(self._flush)
-        self._waiting.append(event)
-
-    def _flush(self) -> None:
-        """Send what waits, in messages that nats-server takes: the blocks of one long prompt have a megabyte."""
-        events, self._waiting = self._waiting, []
-        max_bytes = self._bus.max_payload - _MESSAGE_MARGIN_BYTES
-        batch: list[BookingEvent] = []
-        size = 0
-        for event in events:
-            if (event_bytes := len(event.blocks) + _EVENT_BYTES) > max_bytes:
-                event = _without_blocks(event)
-                event_bytes = _EVENT_BYTES
-            if size + event_bytes > max_bytes:
-                self._bus.publish_nowait(self._subject, message_encoder.encode(batch))
-                batch, size = [], 0
-            batch.append(event)
-            size += event_bytes
-        self._bus.publish_nowait(self._subject, message_encoder.encode(batch))
+        self._shared_at = -math.inf
+        self._unreadable = Unreadable("a message of bookings")
 
     @asynccontextmanager
     async def exchanged(self, loads: LoadTable, is_registered: Callable[[InstanceId], bool]) -> AsyncIterator[None]:
         """Apply the bookings of siblings to `loads`, and forget siblings that fell silent, while the body runs.
 
-        Bookings of instances that are not registered are ignored, and those past `_MAX_BOOKINGS`: anyone could invent them.
+        Bookings of instances that are not registered are ignored: anyone could invent them.
         """
-        unreadable = Unreadable("a message of bookings")
 
         def on_bookings(subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
             try:
-                events: Iterable[BookingEvent] = _bookings_decoder.decode(payload)
+                message = _decoder.decode(payload)
             except (ValueError, RecursionError) as error:
-                return unreadable.drop(subject, error)
-            now = self._loop.time()
-            for event in events:
-                if event.step is not Step.BOOKED or (is_registered(InstanceId(event.instance)) and len(loads) < _MAX_BOOKINGS):
-                    loads.apply(event, now)
+                return self._unreadable.drop(subject, error)
+            loads.apply(message, self._loop.time(), is_registered)
 
-        async def keep_alive() -> None:
+        def share() -> None:
+            self._shared_at = self._loop.time()
+            self._publish(loads.take_unshared(self._most_entries()))
+
+        def share_soon() -> None:
+            self._loop.call_at(max(self._loop.time(), self._shared_at + _SHARE_S), share)
+
+        async def share_all() -> None:
             while True:
-                self.publish(loads.alive())
+                self._publish(loads.all_own_bookings(self._most_entries()))
                 loads.expire_siblings(self._loop.time())
-                await asyncio.sleep(_ALIVE_S)
+                await asyncio.sleep(_COMPLETE_S)
 
+        loads.on_unshared(share_soon)
         subscription = await self._bus.subscribe(self._subject, on_bookings)
         try:
-            async with running(keep_alive(), "bookings"):
+            async with running(share_all(), "bookings"):
                 yield
         finally:
             await subscription.close()
 
+    def _most_entries(self) -> int:
+        """Return how many instances or prompts fit into a message that nats-server takes."""
+        return max((self._bus.max_payload - _MESSAGE_MARGIN_BYTES) // _ENTRY_BYTES, 1)
 
-def _without_blocks(event: BookingEvent) -> BookingEvent:
-    """Return the same load, in blocks that no other request shares."""
-    blocks = len(event.blocks) // HASH_BYTES
-    return msgspec.structs.replace(event, blocks=b"", extra_blocks=event.extra_blocks + blocks)
+    def _publish(self, messages: Iterable[SharedBookings]) -> None:
+        for message in messages:
+            self._bus.publish_nowait(self._subject, message_encoder.encode(message))

@@ -41,6 +41,7 @@ from dynamo.frontend.router.load import Load, LoadTable, all_busy, busy
 from dynamo.frontend.router.predicted import PredictedIndex
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.simple import pinned, position_of, position_of_least
+from dynamo.frontend.router.thinning import SPARSE
 from dynamo.frontend.router.thresholds import ThresholdTable
 
 _WORTH_GUESSING = 8
@@ -54,11 +55,11 @@ _KV_FULL_LIMIT = 0.99
 class _Model:
     """The index of one model, and the rows of its candidates in each table."""
 
-    def __init__(self, loads: LoadTable, predicted: PredictedIndex | None) -> None:
+    def __init__(self, loads: LoadTable, predicted: Sequence[PredictedIndex]) -> None:
         self.index = PrefixIndex()
         self.rows = RowCache(self.index)
         self.load_rows = RowCache(loads)
-        self.predicted_rows = None if predicted is None else RowCache(predicted.index)
+        self.predicted_rows = [RowCache(each.index) for each in predicted]
 
 
 class _Prompt(msgspec.Struct, frozen=True, gc=False):
@@ -91,10 +92,16 @@ class KvRouter:
         self._models: dict[str, _Model] = {}
         self.uses_index = self.config.use_kv_events
         self._predicted: PredictedIndex | None = None
+        """By this router's decisions."""
+        self._all_predicted: list[PredictedIndex] = []
+        """That, and the one by the decisions of other frontends."""
         ttl_s = self.config.speculative_ttl_s if self.config.use_kv_events else self.config.ttl_s
         if ttl_s > 0.0:
-            self._predicted = PredictedIndex(ttl_s, self.config.max_tree_size, self.config.prune_target_ratio)
-            self.loads.on_sibling_booking(self._predicted.add)
+            size, ratio = self.config.max_tree_size, self.config.prune_target_ratio
+            self._predicted = PredictedIndex(ttl_s, size, ratio)
+            shared = PredictedIndex(ttl_s, size, ratio, SPARSE)
+            self.loads.on_sibling_prompt(shared.add_kept)
+            self._all_predicted = [self._predicted, shared]
         self._recent = RecentPrompts()
         self._rng = rng or random.Random()
         self._clock = clock
@@ -153,6 +160,7 @@ class KvRouter:
         self._book(request, config, prompt, instance.id, overlap, now)
         if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
             self._predicted.add(instance.id, hashes, now)
+            self.loads.share_prompt(instance.id, hashes)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
             explanation = _explain(candidates, overlaps, loads, costs, position, busy(loads, self.thresholds.of(request.model)))
@@ -172,13 +180,13 @@ class KvRouter:
         self.loads.remove_instance(instance)
         for model in self._models.values():
             model.index.remove_instance(instance)
-        if self._predicted is not None:
-            self._predicted.remove_instance(instance)
+        for predicted in self._all_predicted:
+            predicted.remove_instance(instance)
 
     def _model(self, name: str) -> _Model:
         model = self._models.get(name)
         if model is None:
-            model = self._models[name] = _Model(self.loads, self._predicted)
+            model = self._models[name] = _Model(self.loads, self._all_predicted)
         return model
 
     def _overlaps(
@@ -191,14 +199,14 @@ class KvRouter:
             match = model.index.match(prompt.hashes, prompt.shared)
             if match.groups:
                 confirmed = match.by_position(model.rows.rows(candidates))
-        if self._predicted is not None and model.predicted_rows is not None:
-            match = self._predicted.match(prompt.hashes, now)
-            if match.groups:
-                guessed = match.by_position(model.predicted_rows.rows(candidates))
-                return confirmed | {
-                    position: blocks for position, blocks in guessed.items() if blocks > confirmed.get(position, 0)
-                }, confirmed
-        return confirmed, confirmed
+        overlaps = confirmed
+        for predicted, rows in zip(self._all_predicted, model.predicted_rows, strict=True):
+            if len(predicted) and (match := predicted.match(prompt.hashes, now)).groups:
+                guessed = match.by_position(rows.rows(candidates))
+                overlaps = overlaps | {
+                    position: blocks for position, blocks in guessed.items() if blocks > overlaps.get(position, 0)
+                }
+        return overlaps, confirmed
 
     def _block_size(self, candidates: Sequence[Instance]) -> int:
         """Return the tokens per block of the first candidate. Instances with other block sizes share no hashes with it."""

@@ -7,15 +7,14 @@ later, and many more decisions are made in between. So a frontend *books* the re
     load = all bookings that are not finished                         before its first report, or when reports stop
 
 A report names the requests accepted since the one before the last; it reflects their bookings. With replica sync a frontend also
-books the bookings that its siblings publish.
+counts the sums of bookings that its siblings publish (`shared_bookings.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import msgspec
 
@@ -25,39 +24,20 @@ from dynamo.common.kv.events import LoadReport, request_key
 from dynamo.common.kv.hashes import pack_hashes, unpack_hashes
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.prefixes import PrefixCounts
-from dynamo.frontend.router.thinning import covered, kept
+from dynamo.frontend.router.shared_bookings import LAST_ID, InstanceBookings, SharedBookings, SharedPrompt
+from dynamo.frontend.router.thinning import SPARSE, covered, kept
 from dynamo.frontend.router.thresholds import Thresholds
 
-OnSiblingBooking = Callable[[InstanceId, Sequence[int], float], None]
+OnSiblingPrompt = Callable[[InstanceId, Sequence[int], float], None]
 
-
-class Step(IntEnum):
-    """The event of a booking."""
-
-    BOOKED = 0
-    FIRST_TOKEN = 1
-    FINISHED = 2
-    ALIVE = 3
-    """No change: the frontend is alive, and `blocks` holds the keys of its open bookings."""
-
-
-class BookingEvent(msgspec.Struct, frozen=True, array_like=True):
-    """A change of one booking, published to the other frontends."""
-
-    origin: str
-    step: Step
-    key: int = 0
-    """`request_key` of the request."""
-    instance: int = 0
-    prefill_tokens: int = 0
-    blocks: bytes = b""
-    """Sequence hashes of the prompt's full blocks, packed."""
-    extra_blocks: int = 0
+_MAX_SIBLINGS = 256
+"""Messages of more are ignored: anyone could invent frontends."""
 
 
 @dataclass(slots=True, eq=False)
 class _Booking:
     load: InstanceLoad
+    id: str
     key: int
     prefill_tokens: int
     blocks: int
@@ -85,11 +65,14 @@ class InstanceLoad:
     """The row of one instance in a LoadTable. `LoadTable.read` takes lists of rows."""
 
     __slots__ = (
-        *("active", "active_blocks", "booked", "booked_extra_blocks", "booked_prefill_tokens", "booked_requests", "report"),
+        *("active", "active_blocks", "booked", "booked_extra_blocks", "booked_prefill_tokens", "bookings", "report"),
         *(
             "estimated",
+            "instance",
             "reported_at",
             "reports",
+            "shared",
+            "shared_by",
             "total_blocks",
             "unreflected",
             "unreflected_blocks",
@@ -97,12 +80,18 @@ class InstanceLoad:
         ),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, instance: InstanceId) -> None:
+        self.instance = instance
+        self.bookings: dict[str, _Booking] = {}
+        """This frontend's, by request id."""
+        self.shared_by: dict[str, InstanceBookings] = {}
+        """The bookings of siblings, by their origins."""
+        self.shared = NO_BOOKINGS
+        """The sum of these."""
         self.active = PrefixCounts()
         """The prompts of the bookings."""
         self.active_blocks = 0
         """The distinct blocks of `active`: shared prefixes count once, long ones to within 15 blocks."""
-        self.booked_requests = 0
         self.booked_prefill_tokens = 0
         self.booked_extra_blocks = 0
         self.report: LoadReport | None = None
@@ -124,16 +113,40 @@ class InstanceLoad:
         report = self.report
         if report is None:
             return self.booked or self.add_up_bookings()
-        blocks = report.active_blocks + self.unreflected_blocks
-        requests = report.waiting + report.running + len(self.unreflected)
-        tokens = report.queued_prefill_tokens + self.unreflected_prefill_tokens
+        shared = self.shared
+        blocks = report.active_blocks + self.unreflected_blocks + shared.unreflected_blocks
+        requests = report.waiting + report.running + len(self.unreflected) + shared.unreflected_requests
+        tokens = report.queued_prefill_tokens + self.unreflected_prefill_tokens + shared.unreflected_prefill_tokens
         self.estimated = load = Load(requests, tokens, blocks, self._usage(blocks))
         return load
 
     def add_up_bookings(self) -> Load:
-        blocks = self.active_blocks + self.booked_extra_blocks
-        self.booked = load = Load(self.booked_requests, self.booked_prefill_tokens, blocks, self._usage(blocks))
+        shared = self.shared
+        blocks = self.active_blocks + self.booked_extra_blocks + shared.blocks
+        requests, tokens = len(self.bookings) + shared.requests, self.booked_prefill_tokens + shared.prefill_tokens
+        self.booked = load = Load(requests, tokens, blocks, self._usage(blocks))
         return load
+
+    def own_bookings(self) -> InstanceBookings:
+        """Return the sums of this frontend's bookings."""
+        return InstanceBookings(
+            self.instance,
+            len(self.bookings),
+            self.booked_prefill_tokens,
+            self.active_blocks + self.booked_extra_blocks,
+            len(self.unreflected),
+            self.unreflected_prefill_tokens,
+            self.unreflected_blocks,
+        )
+
+    def share(self, origin: str, bookings: InstanceBookings | None) -> None:
+        """Replace the bookings of a sibling; None: it has none."""
+        if bookings is None:
+            self.shared_by.pop(origin, None)
+        else:
+            self.shared_by[origin] = bookings
+        self.shared = _sum_bookings(self.shared_by.values()) if self.shared_by else NO_BOOKINGS
+        self.estimated = self.booked = None
 
     def _usage(self, blocks: int) -> float:
         return min(blocks / self.total_blocks, 1.0) if self.total_blocks else 0.0
@@ -143,6 +156,28 @@ def is_busy(load: Load, thresholds: Thresholds) -> bool:
     """Return whether the instance of this load is busy."""
     usage, tokens = thresholds.active_decode_blocks, thresholds.active_prefill_tokens
     return (usage is not None and load.usage > usage) or (tokens is not None and load.prefill_tokens > tokens)
+
+
+NO_BOOKINGS = InstanceBookings(0, 0, 0, 0, 0, 0, 0)
+
+
+def _sum_bookings(parts: Collection[InstanceBookings]) -> InstanceBookings:
+    """Return the bookings of several frontends on one instance."""
+    if len(parts) == 1:
+        return next(iter(parts))
+    return InstanceBookings(
+        0,
+        sum(part.requests for part in parts),
+        sum(part.prefill_tokens for part in parts),
+        sum(part.blocks for part in parts),
+        sum(part.unreflected_requests for part in parts),
+        sum(part.unreflected_prefill_tokens for part in parts),
+        sum(part.unreflected_blocks for part in parts),
+    )
+
+
+def _instance_of(bookings: InstanceBookings) -> int:
+    return bookings.instance
 
 
 def busy(loads: Sequence[Load], thresholds: Thresholds) -> list[bool] | None:
@@ -158,51 +193,49 @@ def all_busy(model: str, retry_after_s: float = 1.0) -> Overloaded:
     return Overloaded(f"all instances of model '{model}' are busy", retry_after_s=retry_after_s)
 
 
+@dataclass(slots=True)
+class _Sibling:
+    """Another frontend."""
+
+    seen_at: float
+    """When its last message arrived."""
+    loads: dict[InstanceLoad, None]
+    """The rows on which it has bookings."""
+
+
 class LoadTable:
     """The load of every instance. A change takes about two microseconds, reading all loads some 40 nanoseconds per instance.
 
-    `origin` names this frontend to its siblings; `on_booking` is called with every change of its own bookings. `now` is in
-    seconds of a monotonic clock.
+    `origin` names this frontend to its siblings. `now` is in seconds of a monotonic clock.
     """
 
-    def __init__(
-        self,
-        origin: str = "",
-        on_booking: Callable[[BookingEvent], None] | None = None,
-        *,
-        report_ttl_s: float = 3.0,
-        settle_s: float = 1.0,
-        sibling_ttl_s: float = 5.0,
-    ) -> None:
+    def __init__(self, origin: str = "", *, report_ttl_s: float = 3.0, settle_s: float = 1.0, sibling_ttl_s: float = 5.0) -> None:
         self.origin = origin
         self.epoch = 0
         """Changes whenever an instance is added, removed, or gets another row."""
-        self._on_sibling_booking: list[OnSiblingBooking] = []
-        self._on_booking = on_booking
+        self._on_sibling_prompt: list[OnSiblingPrompt] = []
+        self._on_unshared: Callable[[], None] | None = None
         self._report_ttl_s = report_ttl_s
         self._settle_s = settle_s
         self._sibling_ttl_s = sibling_ttl_s
         self._loads: dict[InstanceId, InstanceLoad] = {}
         self._own: dict[str, _Booking] = {}
         """By request id."""
-        self._others: dict[tuple[str, int], _Booking] = {}
-        """Siblings' bookings by origin and request key."""
-        self._siblings: dict[str, float] = {}
-        """When the last event of each sibling arrived."""
+        self._siblings: dict[str, _Sibling] = {}
+        """By origin."""
+        self._unshared: dict[InstanceLoad, None] = {}
+        """Rows whose own bookings have changed since `take_unshared`."""
+        self._unshared_prompts: dict[SharedPrompt, None] = {}
         self._fresh_until = -math.inf
         """Until then, the reports of all `_fresh_rows` are younger than the report TTL."""
         self._fresh_rows: Sequence[InstanceLoad] = ()
 
     def __len__(self) -> int:
         """Return how many bookings are not finished, siblings' included."""
-        return len(self._own) + len(self._others)
+        return len(self._own) + sum(load.shared.requests for load in self._loads.values())
 
     def __repr__(self) -> str:
         return f"<LoadTable instances={len(self._loads)} bookings={len(self._own)} siblings={len(self._siblings)}>"
-
-    def on_sibling_booking(self, callback: OnSiblingBooking) -> None:
-        """Call `callback(instance, blocks, now)` for every booking of a sibling; `blocks` is empty unless prompts are shared."""
-        self._on_sibling_booking.append(callback)
 
     # Own bookings
 
@@ -221,32 +254,36 @@ class LoadTable:
         `prefill_tokens`: tokens of the prompt that have to be computed. `blocks`: its full blocks, which other requests may
         share. `extra_blocks`: blocks that no other request shares.
         """
-        key = request_key(booking_id)
         if booking_id in self._own:
             self._release(self._own[booking_id])
-        self._own[booking_id] = self._add(key, instance, now, prefill_tokens, blocks, extra_blocks)
-        if self._on_booking is not None:
-            packed = pack_hashes(blocks)
-            event = BookingEvent(self.origin, Step.BOOKED, key, instance, prefill_tokens, packed, extra_blocks)
-            self._on_booking(event)
+        load = self._load(instance)
+        nodes = kept(blocks)
+        new_blocks = len(blocks) - covered(load.active.take(nodes))
+        key = request_key(booking_id)
+        booking = _Booking(load, booking_id, key, prefill_tokens, len(blocks), nodes, new_blocks, extra_blocks, now)
+        self._own[booking_id] = load.bookings[booking_id] = booking
+        load.active_blocks += new_blocks
+        load.booked_prefill_tokens += prefill_tokens
+        load.booked_extra_blocks += extra_blocks
+        load.unreflected[booking] = None
+        load.unreflected_prefill_tokens += prefill_tokens
+        load.unreflected_blocks += new_blocks + extra_blocks
+        self._changed(load)
 
     def first_token(self, booking_id: str) -> None:
         """Record that the prompt is computed. Does nothing if there is no such booking."""
         booking = self._own.get(booking_id)
         if booking is not None and booking.prefilling:
             self._end_prefill(booking)
-            if self._on_booking is not None:
-                self._on_booking(BookingEvent(self.origin, Step.FIRST_TOKEN, booking.key))
+            self._changed(booking.load)
 
     def finished(self, booking_id: str) -> None:
         """Release a booking. Does nothing if there is none, as after the instance was removed."""
         booking = self._own.pop(booking_id, None)
         if booking is not None:
             self._release(booking)
-            if self._on_booking is not None:
-                self._on_booking(BookingEvent(self.origin, Step.FINISHED, booking.key))
 
-    # Reports, and bookings of siblings
+    # Reports
 
     def report(self, instance: InstanceId, report: LoadReport, now: float, model: str = "") -> None:
         """Apply the load report of one model of an instance. The reports of its other models stay."""
@@ -256,6 +293,7 @@ class LoadTable:
         load.reported_at = now
         if total.total_blocks:
             load.total_blocks = total.total_blocks
+        load.estimated = load.booked = None
         if load.unreflected:
             accepted = frozenset(unpack_hashes(report.accepted))
             settled = now - self._settle_s
@@ -263,7 +301,7 @@ class LoadTable:
                 # A request that no report names was lost on the way, or the engine does not name requests.
                 if booking.key in accepted or booking.booked_at <= settled:
                     self._reflect(booking)
-        load.estimated = load.booked = None
+                    self._changed(load)
 
     def remove_report(self, instance: InstanceId, model: str) -> None:
         """Forget the last report of a model that the instance serves no more."""
@@ -272,42 +310,84 @@ class LoadTable:
             load.report = _total(load.reports) if load.reports else None
             load.estimated = None
 
-    def apply(self, event: BookingEvent, now: float) -> None:
-        """Apply a sibling's event. The frontend's own events, which the bus sends back, are ignored."""
-        if event.origin == self.origin:
-            return
-        self._siblings[event.origin] = now
-        match event.step:
-            case Step.BOOKED:
-                blocks = list(dict.fromkeys(unpack_hashes(event.blocks)))  # a block counts once, whatever others send
-                instance = InstanceId(event.instance)
-                if (event.origin, event.key) in self._others:
-                    self._release(self._others[event.origin, event.key])
-                booking = self._add(event.key, instance, now, event.prefill_tokens, blocks, event.extra_blocks)
-                self._others[event.origin, event.key] = booking
-                for callback in self._on_sibling_booking:
-                    callback(instance, blocks, now)
-            case Step.FIRST_TOKEN:
-                existing = self._others.get((event.origin, event.key))
-                if existing is not None and existing.prefilling:
-                    self._end_prefill(existing)
-            case Step.FINISHED:
-                existing = self._others.pop((event.origin, event.key), None)
-                if existing is not None:
-                    self._release(existing)
-            case Step.ALIVE:
-                self._keep_open(event.origin, frozenset(unpack_hashes(event.blocks)))
+    # Bookings of siblings
 
-    def alive(self) -> BookingEvent:
-        """Return the event that tells siblings which bookings are open. It makes up for events that were lost."""
-        return BookingEvent(self.origin, Step.ALIVE, blocks=pack_hashes([booking.key for booking in self._own.values()]))
+    def on_sibling_prompt(self, callback: OnSiblingPrompt) -> None:
+        """Call `callback(instance, blocks, now)` with the kept blocks of every prompt that a sibling has sent to an instance."""
+        self._on_sibling_prompt.append(callback)
+
+    def on_unshared(self, callback: Callable[[], None]) -> None:
+        """Collect what siblings must know. Call `callback`, synchronously, at the first change after each `take_unshared`."""
+        self._on_unshared = callback
+
+    def share_prompt(self, instance: InstanceId, blocks: Sequence[int]) -> None:
+        """Have `take_unshared` return a prompt that was sent to an instance, if bookings are shared."""
+        if self._on_unshared is not None:
+            self._notify_unshared(self._on_unshared)
+            self._unshared_prompts[SharedPrompt(instance, pack_hashes(SPARSE.kept(blocks)))] = None
+
+    def take_unshared(self, most: int) -> list[SharedBookings]:
+        """Return what has changed since the last call, in messages of `most` instances and prompts each."""
+        rows = [load.own_bookings() for load in self._unshared if self._loads.get(load.instance) is load]
+        prompts = list(self._unshared_prompts)
+        self._unshared.clear()
+        self._unshared_prompts.clear()
+        return [
+            *(SharedBookings(self.origin, rows[start : start + most]) for start in range(0, len(rows), most)),
+            *(SharedBookings(self.origin, prompts=prompts[start : start + most]) for start in range(0, len(prompts), most)),
+        ]
+
+    def all_own_bookings(self, most: int) -> list[SharedBookings]:
+        """Return all bookings of this frontend, in at least one message, of `most` instances each."""
+        rows = sorted((load.own_bookings() for load in self._loads.values() if load.bookings), key=_instance_of)
+        messages = []
+        first = 0
+        for start in range(0, max(len(rows), 1), most):
+            part = rows[start : start + most]
+            last = part[-1].instance if start + most < len(rows) else LAST_ID
+            messages.append(SharedBookings(self.origin, part, first=first, last=last))
+            first = last + 1
+        return messages
+
+    def apply(self, message: SharedBookings, now: float, is_registered: Callable[[InstanceId], bool]) -> None:
+        """Apply a message of a sibling. The frontend's own, which the bus sends back, are ignored.
+
+        So are bookings on instances that are not registered, and frontends past a few hundred: anyone could invent them.
+        """
+        sibling = self._siblings.get(message.origin)
+        if message.origin == self.origin or (sibling is None and len(self._siblings) >= _MAX_SIBLINGS):
+            return
+        if sibling is None:
+            sibling = self._siblings[message.origin] = _Sibling(now, {})
+        sibling.seen_at = now
+        if message.first <= message.last:
+            listed = {bookings.instance for bookings in message.instances}
+            for load in list(sibling.loads):
+                if message.first <= load.instance <= message.last and load.instance not in listed:
+                    self._set_shared(sibling, message.origin, load, None)
+        for bookings in message.instances:
+            instance = InstanceId(bookings.instance)
+            row = self._loads.get(instance)
+            if row is None and is_registered(instance):
+                row = self._load(instance)
+            if row is not None:
+                self._set_shared(sibling, message.origin, row, bookings if bookings.requests else None)
+        for prompt in message.prompts:
+            instance = InstanceId(prompt.instance)
+            if is_registered(instance):
+                blocks = list(dict.fromkeys(unpack_hashes(prompt.blocks)))  # a block counts once, whatever others send
+                for callback in self._on_sibling_prompt:
+                    callback(instance, blocks, now)
 
     def expire_siblings(self, now: float) -> None:
-        """Release the bookings of siblings from which no event came for `sibling_ttl_s`."""
-        for origin in [origin for origin, seen_at in self._siblings.items() if seen_at < now - self._sibling_ttl_s]:
-            del self._siblings[origin]
-            for key in [key for key in self._others if key[0] == origin]:
-                self._release(self._others.pop(key))
+        """Release the bookings of siblings from which no message came for `sibling_ttl_s`."""
+        for origin, sibling in list(self._siblings.items()):
+            if sibling.seen_at < now - self._sibling_ttl_s:
+                for load in list(sibling.loads):
+                    self._set_shared(sibling, origin, load, None)
+                del self._siblings[origin]
+
+    # Instances
 
     def set_total_blocks(self, instance: InstanceId, blocks: int) -> None:
         """Set how many KV blocks an instance has, by its card. Its load reports override it."""
@@ -320,8 +400,10 @@ class LoadTable:
         load = self._loads.pop(instance, None)
         if load is None:
             return
-        self._own = {key: booking for key, booking in self._own.items() if booking.load is not load}
-        self._others = {key: booking for key, booking in self._others.items() if booking.load is not load}
+        for booking_id in load.bookings:
+            del self._own[booking_id]
+        for origin in load.shared_by:
+            self._siblings[origin].loads.pop(load, None)
         self.epoch += 1
 
     # Reading
@@ -355,34 +437,33 @@ class LoadTable:
             return row.booked or row.add_up_bookings()
         return row.estimated or row.estimate()
 
-    def _keep_open(self, origin: str, keys: frozenset[int]) -> None:
-        """Release the bookings of a sibling that are not open any more: their last event was lost."""
-        for other in [other for other in self._others if other[0] == origin and other[1] not in keys]:
-            self._release(self._others.pop(other))
-
     def _load(self, instance: InstanceId) -> InstanceLoad:
         load = self._loads.get(instance)
         if load is None:
-            load = self._loads[instance] = InstanceLoad()
+            load = self._loads[instance] = InstanceLoad(instance)
             self.epoch += 1
         return load
 
-    def _add(
-        self, key: int, instance: InstanceId, now: float, prefill_tokens: int, blocks: Sequence[int], extra_blocks: int
-    ) -> _Booking:
-        load = self._load(instance)
-        nodes = kept(blocks)
-        new_blocks = len(blocks) - covered(load.active.take(nodes))
-        booking = _Booking(load, key, prefill_tokens, len(blocks), nodes, new_blocks, extra_blocks, now)
-        load.active_blocks += new_blocks
-        load.booked_requests += 1
-        load.booked_prefill_tokens += prefill_tokens
-        load.booked_extra_blocks += extra_blocks
-        load.unreflected[booking] = None
-        load.unreflected_prefill_tokens += prefill_tokens
-        load.unreflected_blocks += new_blocks + extra_blocks
+    def _changed(self, load: InstanceLoad) -> None:
+        """Own bookings on an instance have changed."""
         load.estimated = load.booked = None
-        return booking
+        if self._on_unshared is not None:
+            self._notify_unshared(self._on_unshared)
+            self._unshared[load] = None
+
+    def _notify_unshared(self, callback: Callable[[], None]) -> None:
+        if not self._unshared and not self._unshared_prompts:
+            callback()
+
+    @staticmethod
+    def _set_shared(sibling: _Sibling, origin: str, load: InstanceLoad, bookings: InstanceBookings | None) -> None:
+        if load.shared_by.get(origin) == bookings:
+            return
+        load.share(origin, bookings)
+        if bookings is None:
+            sibling.loads.pop(load, None)
+        else:
+            sibling.loads[load] = None
 
     @staticmethod
     def _end_prefill(booking: _Booking) -> None:
@@ -391,7 +472,6 @@ class LoadTable:
         load.booked_prefill_tokens -= booking.prefill_tokens
         if booking in load.unreflected:
             load.unreflected_prefill_tokens -= booking.prefill_tokens
-        load.estimated = load.booked = None
 
     def _release(self, booking: _Booking) -> None:
         load = booking.load
@@ -399,11 +479,11 @@ class LoadTable:
             self._end_prefill(booking)
         # Blocks at the end of a prompt that are not kept count once per booking.
         load.active_blocks -= booking.blocks - covered(load.active.give_back(booking.nodes))
-        load.booked_requests -= 1
+        load.bookings.pop(booking.id, None)
         load.booked_extra_blocks -= booking.extra_blocks
         if booking in load.unreflected:
             self._reflect(booking)
-        load.estimated = load.booked = None
+        self._changed(load)
 
     @staticmethod
     def _reflect(booking: _Booking) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.index import Match, PrefixIndex
 from dynamo.frontend.router.prefixes import PrefixCounts
-from dynamo.frontend.router.thinning import covered, kept
+from dynamo.frontend.router.thinning import REGULAR, Thinning
 
 _MAX_LISTED = 8
 """How many decisions may list a prediction, on average, before the oldest decisions are evicted early."""
@@ -29,8 +29,9 @@ class PredictedIndex:
     maximum is left.
     """
 
-    def __init__(self, ttl_s: float, max_blocks: int = 1 << 20, prune_ratio: float = 0.8) -> None:
+    def __init__(self, ttl_s: float, max_blocks: int = 1 << 20, prune_ratio: float = 0.8, thinning: Thinning = REGULAR) -> None:
         self.ttl_s = ttl_s
+        self._thinning = thinning
         self._max_blocks = max_blocks
         self._prune_to = int(max_blocks * prune_ratio)
         self._pruning = False
@@ -51,9 +52,12 @@ class PredictedIndex:
 
     def add(self, instance: InstanceId, blocks: Sequence[int], now: float) -> None:
         """Record that `instance` was chosen for a prompt of these blocks. `now` is in seconds of a monotonic clock."""
+        self.add_kept(instance, self._thinning.kept(blocks), now)
+
+    def add_kept(self, instance: InstanceId, blocks: Sequence[int], now: float) -> None:
+        """Do the same as `add` for a prompt that is thinned out already."""
         if not blocks:
             return
-        blocks = kept(blocks)
         counts = self._counts.get(instance)
         if counts is None:
             counts = self._counts[instance] = PrefixCounts()
@@ -67,7 +71,8 @@ class PredictedIndex:
 
     def match(self, blocks: Sequence[int], now: float) -> Match:
         self.expire(now)
-        match = self.index.match(kept(blocks))
+        covered = self._thinning.covered
+        match = self.index.match(self._thinning.kept(blocks))
         return Match([(covered(count), mask) for count, mask in match.groups]) if match.groups else match
 
     def expire(self, now: float) -> None:

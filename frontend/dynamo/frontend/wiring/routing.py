@@ -90,7 +90,7 @@ async def _picking_router(
         return
     async with AsyncExitStack() as stack:
         bookings = Bookings(events, Endpoint(namespace=config.namespace)) if config.router.replica_sync else None
-        loads = LoadTable(secrets.token_hex(8), None if bookings is None else bookings.publish)
+        loads = LoadTable(secrets.token_hex(8))
         router = make_router(config.router, loads, clock, thresholds)
         follower = router if isinstance(router, KvRouter) and config.router.kv.use_kv_events else None
 

@@ -6,9 +6,10 @@ Workers publish cache events and loads as real ones do: after each step, the loa
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from dynamo.common.discovery import Instance
@@ -21,7 +22,7 @@ from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.frontend.router.base import Router, RouteRequest
 from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.frontend.router.load import BookingEvent, LoadTable
+from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.select import make_router
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures
@@ -31,6 +32,7 @@ from dynamo.worker.engine.sim.scheduler import Sequence as SimSequence
 from dynamo.worker.engine.sim.timing import TimingModel
 
 _REPORT_EVERY_S = 0.05
+_SHARE_S = 0.05
 _MODEL = "trace"
 
 
@@ -72,9 +74,12 @@ class Replay:
         self._instances = tuple(worker.instance for worker in self._workers)
         self._live: dict[SimSequence, _Live] = {}
         options = router_options(config.router, mode)
-        share: Callable[[BookingEvent], None] | None = self._share if options.replica_sync else None
-        self.load_tables = [LoadTable(f"frontend-{number}", share) for number in range(config.frontends)]
+        self.load_tables = [LoadTable(f"frontend-{number}") for number in range(config.frontends)]
         """The loads of all instances, as each frontend knows them."""
+        self._share_due_at = math.inf
+        if options.replica_sync:
+            for table in self.load_tables:
+                table.on_unshared(self._share_soon)
         self._routers = [
             make_router(options, table, lambda: self._now, rng=random.Random(config.seed + number))
             for number, table in enumerate(self.load_tables)
@@ -91,6 +96,7 @@ class Replay:
             arrives_at = arrival[1].timestamp / 1e3 / self._config.rate if arrival is not None else float("inf")
             if arrival is not None and (not steps or arrives_at <= steps[0][0]):
                 self._now = arrives_at
+                self._share()
                 worker = self._arrive(*arrival)
                 arrival = next(arrivals, None)
             else:
@@ -108,9 +114,18 @@ class Replay:
         figures.computed_tokens = [worker.computed_tokens for worker in self._workers]
         return figures
 
-    def _share(self, event: BookingEvent) -> None:
-        for table in self.load_tables:
-            table.apply(event, self._now)
+    def _share_soon(self) -> None:
+        self._share_due_at = min(self._share_due_at, self._now + _SHARE_S)
+
+    def _share(self) -> None:
+        """Publish the bookings of each frontend to the others, if that is due."""
+        if self._share_due_at > self._now:
+            return
+        self._share_due_at = math.inf
+        for sender in self.load_tables:
+            for message in sender.take_unshared(len(self._workers) + len(self._rows)):
+                for table in self.load_tables:
+                    table.apply(message, self._now, self._by_instance.__contains__)
 
     def _arrive(self, number: int, row: Row) -> _Worker | None:
         """Routes a request; None if it was rejected."""
