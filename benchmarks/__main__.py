@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-NAMES = ("bus", "kserve", "http", "router_trace", "router_scale", "router_peer", "models", "soak", "events")
+NAMES = ("bus", "kserve", "http", "router_trace", "router_scale", "fleet_scale", "router_peer", "models", "soak", "events")
 _TIMED = ("kserve", "http", "router_peer")
 """Benchmarks that run in rounds of some seconds, and next to the peer if there is one."""
 
@@ -44,6 +44,7 @@ def _all(arguments: list[str]) -> Iterator[tuple[str, list[str]]]:
         "bus": [],
         **dict.fromkeys(_TIMED, timed),
         "router_trace": [options.trace] if options.trace else [],
+        "fleet_scale": [],
         "router_scale": [f"--entries={options.entries}"] if options.entries else [],
     }
     return ((name, flags[name]) for name in NAMES if name in flags)
