@@ -79,22 +79,36 @@ async def test_loads_are_followed_while_somebody_looks_and_not_longer(
 ) -> None:
     monkeypatch.setattr(console_fleet, "WATCHED_S", 0.2)
     bus = FakeBus()
-    watch = LoadWatch(bus, "ns", asyncio.get_running_loop().time)  # type: ignore[arg-type]
+    watch = LoadWatch(bus, "ns", asyncio.get_running_loop().time)
     assert not watch.read()
     await bus.turned()
     assert bus.subject == "dynamo.ns.*.load.*"
     bus.report(ONE, message_encoder.encode(LoadMessage("m", LoadReport(running=3))))
     bus.report(OTHER, b"no report")
-    assert "cannot be read" in caplog.text
+    assert "a load report on dynamo.ns.backend.load.2b was dropped" in caplog.text
     assert {key: report.running for key, report in watch.read().items()} == {(ONE, "m"): 3}
     await bus.turned()
     assert bus.on_message is None
     await watch.close()
 
 
+async def test_reports_of_invented_models_are_kept_up_to_a_bound() -> None:
+    bus = FakeBus()
+    watch = LoadWatch(bus, "ns", asyncio.get_running_loop().time)
+    watch.read()
+    await bus.turned()
+    for number in range(25_000):
+        bus.report(ONE, message_encoder.encode(LoadMessage(f"m{number}", LoadReport(running=1))))
+    bus.report(ONE, message_encoder.encode(LoadMessage("m0", LoadReport(running=2))))
+    reports = watch.read()
+    assert len(reports) == 20_000
+    assert reports[ONE, "m0"].running == 2
+    await watch.close()
+
+
 async def test_a_look_after_the_end_or_a_refusal_follows_anew() -> None:
     bus = FakeBus(refusals=1)
-    watch = LoadWatch(bus, "ns", asyncio.get_running_loop().time)  # type: ignore[arg-type]
+    watch = LoadWatch(bus, "ns", asyncio.get_running_loop().time)
     watch.read()
     async with asyncio.timeout(5):
         while bus.refusals:

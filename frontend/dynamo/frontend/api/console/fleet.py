@@ -19,6 +19,7 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import Unavailable
 from dynamo.common.kv.events import LoadMessage, LoadReport
 from dynamo.common.messaging.connection import OnMessage
+from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, instance_of, loads_subject
 from dynamo.frontend.security.accounts import Account
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 WATCHED_S = 15.0
 """Load reports are received for so long after each read."""
+_MAX_REPORTS = 20_000
+"""Kept at once, by instance and model: anyone could invent them."""
 
 
 class Closable(Protocol):
@@ -99,6 +102,7 @@ class LoadWatch:
         self._until = 0.0
         self._reports: dict[tuple[InstanceId, str], LoadReport] = {}
         self._following: asyncio.Task[None] | None = None
+        self._unreadable = Unreadable("a load report")
 
     def read(self) -> Mapping[tuple[InstanceId, str], LoadReport]:
         """Return the reports by instance and model. The first read returns none, since reports come once a second."""
@@ -129,9 +133,11 @@ class LoadWatch:
     def _on_load(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
         try:
             message = _decoder.decode(payload)
-            self._reports[instance_of(subject), message.model] = message.report
-        except (msgspec.MsgspecError, ValueError) as error:
-            log.warning("a load report on %s cannot be read: %s", subject, error)
+            key = (instance_of(subject), message.model)
+        except (ValueError, RecursionError) as error:
+            return self._unreadable.drop(subject, error)
+        if key in self._reports or len(self._reports) < _MAX_REPORTS:
+            self._reports[key] = message.report
 
 
 _decoder = msgspec.msgpack.Decoder(LoadMessage)
