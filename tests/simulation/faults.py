@@ -13,6 +13,8 @@ from tests.simulation.process import NAMESPACE
 if TYPE_CHECKING:
     from tests.simulation.history import History
 
+_EVENTS_READ_PER_S = 50_000.0
+"""Bytes that a frontend reads that has no time for events."""
 ALL = "*"
 """Everybody is troubled."""
 
@@ -145,6 +147,22 @@ async def events_flooded(h: History) -> None:
         await asyncio.sleep(h.rng.uniform(0.05, 1.0))
 
 
+async def events_too_many(h: History) -> None:
+    """More events come than a frontend has time for. It may do without them for a while; no request may notice."""
+    frontend, nobody = h.pick_frontend(), InstanceId(0xF100D)
+    reader = None if frontend is None else h.nats.client_named(f"{frontend.process.name} events")
+    if reader is None:
+        return
+    subject = Endpoint(namespace=NAMESPACE).load_subject(nobody)
+    h.event(f"{reader.name}: more come than can be read")
+    reader.throttle(_EVENTS_READ_PER_S)
+    for _ in range(h.rng.choice([5, 15, 40])):
+        for _ in range(20):
+            h.nats.publish(None, subject.encode(), b"", 0, bytes(1024))
+        await asyncio.sleep(0.1)
+    reader.throttle(None)
+
+
 async def etcd_restarted(h: History) -> None:
     lose = h.rng.random() < 0.3
     with h.troubling(ALL if lose else "", "etcd loses its data" if lose else "etcd is down"):
@@ -189,6 +207,7 @@ FAULTS: tuple[tuple[float, Callable[[History], object]], ...] = (
     (1.0, network_slow),
     (1.5, messages_lost),
     (1.0, events_flooded),
+    (1.0, events_too_many),
     (1.0, etcd_restarted),
     (0.5, etcd_compacted),
     (1.0, etcd_cut_off),

@@ -30,6 +30,8 @@ class Client:
         """By subscription id: the subject, in tokens."""
         self.is_open = True
         self.is_greeted = False
+        self.name = ""
+        """As it logged in."""
         self.wants_no_responders = False
         self._buffer = bytearray()
 
@@ -47,6 +49,9 @@ class Client:
             self._server.event(f"nats cuts slow consumer {self.process_name}")
             return self.refuse("Slow Consumer")
         self._end.write(data)
+
+    def throttle(self, reads_per_s: float | None) -> None:
+        self._end.throttle(reads_per_s)
 
     def refuse(self, why: str) -> None:
         """Say what is wrong, and close the connection."""
@@ -105,6 +110,7 @@ class Client:
             options = json.loads(b" ".join(words[1:]))
             self.wants_no_responders = bool(options.get("no_responders"))
             self.is_greeted = True
+            self.name = options.get("name", "")
         elif verb == b"PING":
             self.write(b"PONG\r\n")
         elif verb == b"SUB":
@@ -178,6 +184,10 @@ class SimulatedNats:
         return [
             (client, sid) for client in self.clients for sid, pattern in client.subscriptions.items() if matches(pattern, tokens)
         ]
+
+    def client_named(self, name: str) -> Client | None:
+        """Return the connection that logged in with this name."""
+        return next((client for client in self.clients if client.name == name), None)
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` when the server no longer hangs."""

@@ -47,6 +47,8 @@ class Pipe:
         """Of those, how many may be delivered as soon as the link lets them."""
         self.is_cut = False
         self.bytes = 0
+        self.reads_per_s: float | None = None
+        """Bytes that the receiver takes; None: as many as come."""
 
     def send(self, data: bytes | None) -> None:
         """Put bytes, or the end of all, on the way."""
@@ -56,6 +58,8 @@ class Pipe:
         self.bytes += len(data or b"")
         delay = network.latency(len(data or b""), self._process)
         self._arrival = max(self._arrival, loop.time() + delay)
+        if self.reads_per_s is not None:
+            self._arrival += len(data or b"") / self.reads_per_s
         self._waiting.append(data)
         loop.call_at(self._arrival, self._arrived, context=network.context)
 
@@ -101,6 +105,10 @@ class ServerEnd:
 
     def write(self, data: bytes) -> None:
         self._connection.down.send(data)
+
+    def throttle(self, reads_per_s: float | None) -> None:
+        """Let the client take so many bytes from now on, as one that is busy; None: no bound."""
+        self._connection.down.reads_per_s = reads_per_s
 
     def close(self) -> None:
         """Close in order: what was written before arrives."""

@@ -13,11 +13,14 @@ from unittest import mock
 import pytest
 
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.frontend.fleet import event_bus
+from dynamo.frontend.fleet.event_bus import EventBus
 from dynamo.frontend.router.load import LoadTable
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors
 from tests.simulation.__main__ import summary
 from tests.simulation.clients import Outcome
+from tests.simulation.faults import events_too_many
 from tests.simulation.history import Plan, run_history
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +48,22 @@ def test_a_fleet_without_faults_answers_every_request() -> None:
     assert result.violations == []
     assert result.outcomes["right"] > 10
     assert "failed" not in result.outcomes
+
+
+def test_a_frontend_that_cannot_read_all_events_does_without_them_and_serves_on() -> None:
+    drops: list[int] = []
+
+    class Counted(EventBus):
+        async def watch(self) -> None:
+            self.on_dropped(lambda: drops.append(self.drops))
+            await super().watch()
+
+    plan = Plan(seconds=15.0, workers=2, frontends=1, faults=3, clients=3)
+    with mock.patch.object(event_bus, "EventBus", Counted):
+        results = [run_history(seed, plan, [(1.0, events_too_many)]) for seed in range(4)]
+    assert drops, "some of them have a router that follows events"
+    assert [violation for result in results for violation in result.violations] == []
+    assert not any("failed" in result.outcomes for result in results)
 
 
 def test_a_seed_gives_the_same_history_each_time() -> None:
