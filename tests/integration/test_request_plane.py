@@ -162,6 +162,25 @@ async def test_a_caller_that_does_not_read_stops_only_its_own_stream(nats_server
         assert len(await read_all(slow)) == 1000
 
 
+async def test_responses_in_pieces_wait_for_their_reader_as_well(nats_server: NatsServer) -> None:
+    sent = 0
+
+    async def flood(request: Incoming) -> None:
+        nonlocal sent
+        for _ in range(100):
+            sent += 1
+            if not request.send_nowait(bytes(48 * KIB)):  # the second one exceeds what is left of the window
+                await request.ready()
+
+    limits = replace(QUICK, window_bytes=64 * KIB)
+    async with plane(nats_server.url, {"flood": flood, "echo": echo}, client=limits) as p:
+        slow = p.open("flood")
+        for _ in range(50):
+            await p.open("echo", b"x").result()
+        assert sent <= 3
+        assert [len(response) for response in await read_all(slow)] == [48 * KIB] * 100
+
+
 async def test_cancelling_reaches_the_handler(nats_server: NatsServer) -> None:
     held = Held()
     async with plane(nats_server.url, {"held": held}) as p:

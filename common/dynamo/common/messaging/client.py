@@ -266,7 +266,9 @@ class RequestStream:
             self._on_gap()
         elif self._parts_bytes > self._client.limits.max_body_bytes:
             self._abort(PayloadTooLarge(f"the response is larger than {self._client.limits.max_body_bytes} bytes"))
-        else:
+        elif self._responses:
+            self._uncredited += frame.body.nbytes + FRAME_COST
+        else:  # the reader waits for this response, which may be larger than the window
             self._consumed(frame.body.nbytes + FRAME_COST)
 
     def on_data(self, frame: frames.Data) -> None:
