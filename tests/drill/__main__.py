@@ -29,7 +29,16 @@ _AFTER_S = 6.0
 _SETTLE_S = 15.0
 _MEMORY_GROWTH = 1.3
 _COLUMNS = (
-    *("fault", "requests", "failed", "refused", "sent again by the client", "median", "longest", "longest pause of a stream"),
+    *(
+        "fault",
+        "requests",
+        "failed",
+        "allowed to fail",
+        "sent again by the client",
+        "median",
+        "longest",
+        "longest pause of a stream",
+    ),
     *("memory", "open files", "open requests", "free credit"),
 )
 
@@ -47,7 +56,7 @@ class Drilled:
 
     @property
     def failures(self) -> list[str]:
-        return [failure for failure in self.load.failures if not self._is_refusal(failure)]
+        return [failure for failure in self.load.failures if not self._is_allowed(failure)]
 
     def row(self) -> str:
         load, before, after = self.load, self.before, self.after
@@ -79,8 +88,8 @@ class Drilled:
         if self.after.credit_mib < self.before.credit_mib:
             yield f"credit fell from {self.before.credit_mib} to {self.after.credit_mib} MiB"
 
-    def _is_refusal(self, failure: str) -> bool:
-        return bool(self.fault.may_refuse) and failure.endswith(self.fault.may_refuse)
+    def _is_allowed(self, failure: str) -> bool:
+        return bool(self.fault.may_fail) and failure.endswith(self.fault.may_fail)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from tests.drill.fleet import DrilledFleet
 from tests.support.fleet import Client, connect, echo_request, text_request
 
 _LEAVING = 50
-_STALLING = 20
+_STALLING = 10
 _STALL_S = 8.0
 _AT_ONCE = 400
 _FLOOD_S = 6.0

@@ -29,8 +29,8 @@ class Fault:
     is_clustered: bool = False
     """Whether etcd and NATS are clusters of three."""
     worker_flags: Sequence[str] = ()
-    may_refuse: str = ""
-    """The end of the error that refuses requests which no instance can take. Empty: no request may be refused."""
+    may_fail: str = ""
+    """The end of the error of requests that no instance can serve. Empty: there are none."""
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -286,16 +286,21 @@ FAULTS = [
     Fault("etcd links of a worker and a frontend narrowed to 1 kB/s, 12 s", narrow(etcd_links, 1e3, 12.0)),
     # Clients.
     Fault("clients that leave in the middle of 50 streams", clients.leave),
-    Fault("clients that do not read 20 streams, 8 s", clients.stall),
+    Fault("clients that do not read 10 streams, 8 s", clients.stall),
     Fault(
         "clients that flood workers of 64 requests each with 400 at once, 6 s",
         clients.flood,
         clients.DELAY_S,
         worker_flags=("--max-open-requests", "64"),
-        may_refuse="takes no more",
+        may_fail="takes no more",
     ),
     # Engines.
     Fault("a model that raises", engines.raises),
     Fault("a model whose threads hang, 6 s", engines.hangs),
-    Fault("a request that ends the process of its worker", engines.ends),
+    Fault(
+        "a request that ends the process of its worker",
+        engines.ends,
+        LOST_S,
+        may_fail="2 instances died while they held this request, so it is not sent to another one",
+    ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ class DrilledFleet(Fleet):
 
     async def idle(self, within_s: float, before: Held | None = None) -> Held:
         """Return what is held once no request is open and no more is held than `before`, or when the time is over."""
+        gc.collect()  # the connections of callers that left end with the last reference to their calls
         held = await self.held()
         with suppress(TimeoutError):  # the caller compares
             async with asyncio.timeout(within_s):

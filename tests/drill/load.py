@@ -20,6 +20,8 @@ _SIZE_BYTES = 4096
 _TOKENS = 200
 Sending = Callable[[Client], Awaitable[None]]
 _RESENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_NOT_SENT = "Internal error from Core"
+"""What grpc.aio says when the connection ends while it begins a call."""
 
 
 class Clients:
@@ -124,7 +126,7 @@ class Load:
                 await send(client)
             except grpc.aio.AioRpcError as error:
                 other = await clients.other_than(client)
-                if error.code() not in _RESENT or other is None or _is_from_the_fleet(error):
+                if not _may_be_resent(error) or other is None:
                     raise
                 self.sent_again += 1
                 await send(other)
@@ -139,6 +141,9 @@ def _text_request(number: int) -> bytes:
     return text_request(f"drill {number}", _TOKENS)
 
 
-def _is_from_the_fleet(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a frontend said so, rather than the connection to it."""
-    return any(word in (error.details() or "") for word in ("instance", "worker"))
+def _may_be_resent(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the connection to a frontend broke or was refused, rather than that the frontend sent an error."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.INTERNAL:
+        return details == _NOT_SENT
+    return error.code() in _RESENT and not any(word in details for word in ("instance", "worker"))

@@ -120,8 +120,12 @@ class Client:
             for request in requests:
                 yield request
 
-        async for data in self._stream(sent(), timeout=timeout_s):
-            yield pb.ModelStreamInferResponse.FromString(data)
+        call = self._stream(sent(), timeout=timeout_s)
+        try:
+            async for data in call:
+                yield pb.ModelStreamInferResponse.FromString(data)
+        finally:
+            call.cancel()  # one that was left keeps its connection open otherwise, until it is collected
 
     async def text(self, request: bytes, into: Text | None = None, timeout_s: float = 60.0) -> Text:
         """The whole text of one streamed answer."""
