@@ -102,6 +102,11 @@ def gone(id_: InstanceId) -> DynamoError:
     return InstanceGone(id_)
 
 
+def lost(id_: InstanceId) -> DynamoError:
+    """The instance is there, and only the stream was lost."""
+    return InstanceGone(id_, is_alive=True)
+
+
 def text_request(max_tokens: int = 8, **more: object) -> TextRequest:
     settings: dict[str, Any] = {"model": "talker", "prompt": PROMPT, "stop": Stop(max_tokens=max_tokens), **more}
     return TextRequest(**settings)
@@ -219,7 +224,7 @@ def test_a_migrated_stream_has_neither_gap_nor_duplicate(length: int, deaths: li
     """However often its instance dies, whenever, the client reads what an undisturbed run gives."""
 
     def error(id_: InstanceId) -> DynamoError:
-        return ShuttingDown("the worker") if drains else InstanceGone(id_)
+        return ShuttingDown("the worker") if drains else lost(id_)
 
     async def main() -> None:
         async with front(TokenEngine(deaths, error, per_step)) as f:
@@ -243,6 +248,15 @@ async def test_a_generation_whose_next_instance_dies_at_once_as_well_is_not_move
             with pytest.raises(EngineError, match="2 instances died while they held this request"):
                 await read_all(generation)
         assert len(f.client.sent_to) == 2
+
+
+async def test_a_generation_whose_second_instance_dies_in_the_middle_as_well_is_not_moved_again() -> None:
+    async with front(TokenEngine([2, 3, 1], gone)) as f:
+        async with f.plane.generate(text_request(8), CALL) as generation:
+            with pytest.raises(EngineError, match="2 instances died while they held this request"):
+                await read_all(generation)
+        assert len(f.client.sent_to) == 2
+        assert not f.router.open
 
 
 async def test_a_migration_sends_the_prompt_with_all_tokens_received_and_what_is_left_of_the_budget() -> None:
@@ -280,7 +294,7 @@ async def test_a_finished_response_whose_summary_was_lost_is_complete() -> None:
 
 
 async def test_migrations_are_limited() -> None:
-    engine = TokenEngine([1] * 9, gone)
+    engine = TokenEngine([1] * 9, lost)
     async with front(engine, settings=ServingOptions(retry=RetryOptions(migration_limit=2))) as f:
         async with f.plane.generate(text_request(8), CALL) as generation:
             with pytest.raises(InstanceGone):
@@ -290,7 +304,7 @@ async def test_migrations_are_limited() -> None:
 
 
 async def test_migrations_come_out_of_the_retry_budget() -> None:
-    engine = TokenEngine([1] * 9, gone)
+    engine = TokenEngine([1] * 9, lost)
     retry = RetryOptions(ratio=0.0, floor_per_s=0.0, burst=1)
     async with front(engine, settings=ServingOptions(retry=retry)) as f:
         async with f.plane.generate(text_request(8), CALL) as generation:
@@ -339,7 +353,7 @@ class ChoiceEngine(DyingEngine):
         if death is None:
             stream.end(summary_encoder.encode(Summary(prompt_tokens=request.prompt_tokens, output_tokens=len(turns))))
         else:
-            stream.fail(InstanceGone(stream.instance))
+            stream.fail(lost(stream.instance))
 
 
 def choice_tokens(request: GenerateRequest, index: int, length: int) -> list[int]:

@@ -231,7 +231,7 @@ class DispatchedStream:
         Raises `error` if that may not be, by the rules for retries.
         """
         self.started = False
-        self._attempts.number = self._attempts.deaths = 0
+        self._attempts.number = 0
         await self._recover(error, is_delivered=False)
         self._failure = None
         self._work = work
@@ -257,6 +257,7 @@ class DispatchedStream:
         """After `error` at an instance: return when another one may be sent the request, or raise the error for the caller."""
         shared = self._shared
         self._booking = None
+        self._attempts.deaths += died_holding(error) and not shared.link.is_silent
         if not shared.is_disturbed(shared.clock()):
             shared.candidates.failed(booking.decision.instance.id, error)
         try:
@@ -272,7 +273,6 @@ class DispatchedStream:
         shared, call, attempts = self._shared, self._call, self._attempts
         now = shared.clock()
         work = self._work if self._work.otherwise is None else self._work.otherwise
-        attempts.deaths += died_holding(error) and not shared.link.is_silent
         failed = [*attempts.failed, self.decision.instance.id]
         attempt = Attempt(
             number=attempts.number + 1,

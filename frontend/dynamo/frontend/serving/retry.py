@@ -5,7 +5,7 @@ A failed attempt is repeated
 1. only if the error says that it may be (`retryable`), and only before the first frame was delivered;
 2. only on another instance, and never if the caller named the instance;
 3. only inside the deadline, `max_attempts` and the retry budget;
-4. only once after an instance died while it held the request, which may be what killed it.
+4. only once after an instance died while it held the request, which may be what killed it, also if a response had begun.
 
 While our own NATS connection is silent, and for `reconnect_grace_s` after it was away, this is different: what seems to be an
 instance's failure is probably ours, or the instances have lost their connections too and come back. Then requests wait, and may
@@ -52,7 +52,7 @@ class Attempt:
     number: int = 1
     """Instances that have failed the request, this one included."""
     deaths: int = 0
-    """Instances that died while they held the request, this one included. A moved stream that went on starts at 0 again."""
+    """Instances that died while they held the request, this one included; also before the stream was moved."""
     was_sent: bool = True
     """False: it failed for want of an instance, or of a connection."""
     is_delivered: bool = False
@@ -113,7 +113,7 @@ class Attempts:
     number: int = 0
     """Instances that have failed it; counted anew after a move."""
     deaths: int = 0
-    """Of these, the ones that died while they held it."""
+    """How many instances died while they held it, before a move too."""
     failed: list[InstanceId] = field(default_factory=list)
     """Instances that are not sent it again."""
     waits: int = 0
