@@ -16,10 +16,9 @@ import logging
 import multiprocessing
 import os
 import shlex
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import count
@@ -44,13 +43,13 @@ from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.vllm_request import MAX_LOGPROBS, OutputReader, check_request, sampling_settings, structured_settings
+from dynamo.worker.kv.ports import free_ports
 from dynamo.worker.kv.vllm_subscriber import KvSource, following
 from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-_PORT_TRIES = 20
 
 
 class _EngineStats:
@@ -389,23 +388,9 @@ def _events_config(folder: str, ranks: int) -> Any:
     if ranks == 1:
         endpoint, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
     else:
-        port = _free_ports(2 * ranks)
+        port = free_ports(2 * ranks)
         endpoint, replay = f"tcp://*:{port}", f"tcp://127.0.0.1:{port + ranks}"
     return KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, replay_endpoint=replay)
-
-
-def _free_ports(wanted: int) -> int:
-    """Return the first of `wanted` consecutive free ports. Raises EngineError if there are none."""
-    for _ in range(_PORT_TRIES):
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            try:
-                for port in range(first + 1, first + wanted):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-                return int(first)
-            except (OSError, OverflowError):
-                continue
-    raise EngineError(f"there are no {wanted} free ports in a row for KV events")
 
 
 def _reachable(endpoint: str | None) -> str:
