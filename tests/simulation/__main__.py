@@ -10,6 +10,7 @@ Exit status 1 if an invariant does not hold.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -17,13 +18,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.simulation.clients import Outcome
 
-_PER_TASK = 10
-"""Seeds that a process runs before it is given more."""
+_PER_PROCESS = 10
+"""Seeds that a process runs. What they leave behind goes with it, which takes less time than to collect it."""
 
 _OUTCOMES = {
     Outcome.RIGHT: "the response was right",
@@ -123,21 +126,38 @@ def summary(outcomes: Mapping[str, int]) -> list[str]:
 
 def _results(seeds: list[int], jobs: int, within_s: float) -> Iterator[str]:
     """Results as they come, in order, as JSON lines."""
+    importlib.import_module("tests.simulation.history")  # before processes are forked, so that each one has it
     until = time.monotonic() + within_s
-    with ProcessPoolExecutor(jobs) as pool:
-        parts = [seeds[start : start + _PER_TASK] for start in range(0, len(seeds), _PER_TASK)]
-        for lines in pool.map(_run_seeds, parts, [until] * len(parts)):
+    parts = [seeds[start : start + _PER_PROCESS] for start in range(0, len(seeds), _PER_PROCESS)]
+    with ThreadPoolExecutor(jobs) as threads:
+        for lines in threads.map(_run_seeds, parts, [until] * len(parts)):
             yield from lines
 
 
 def _run_seeds(seeds: list[int], until: float) -> list[str]:
+    """Run seeds in a process of their own. Raises RuntimeError if it dies."""
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(seeds, until, sender))
+    process.start()
+    sender.close()
+    try:
+        lines: list[str] = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"the process of seeds {seeds} ended with status {process.exitcode}") from None
+    process.join()
+    return lines
+
+
+def _child(seeds: list[int], until: float, sender: Connection) -> None:
     from tests.simulation.history import run_history
 
     lines = []
     for seed in seeds:
         if time.monotonic() > until:
             break
-        result = run_history(seed)
+        result = run_history(seed, collect=False)
         record = {
             "seed": seed,
             "violations": result.violations,
@@ -145,7 +165,7 @@ def _run_seeds(seeds: list[int], until: float) -> list[str]:
             "virtual_s": round(result.virtual_s, 1),
         }
         lines.append(json.dumps(record))
-    return lines
+    sender.send(lines)
 
 
 if __name__ == "__main__":

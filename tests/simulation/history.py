@@ -473,8 +473,17 @@ def _free_s(begin: float, end: float, troubles: Sequence[Trouble], born: float, 
     return max(longest, end - position)
 
 
-def run_history(seed: int, plan: Plan | None = None, faults: Sequence[tuple[float, Callable[[Any], Any]]] = FAULTS) -> Result:
-    """Run one history to its end."""
+def run_history(
+    seed: int,
+    plan: Plan | None = None,
+    faults: Sequence[tuple[float, Callable[[Any], Any]]] = FAULTS,
+    *,
+    collect: bool = True,
+) -> Result:
+    """Run one history to its end.
+
+    Without `collect`, what the dead processes of the history leave in cycles stays in memory: for a process that ends soon.
+    """
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     if not os.environ.get("SIMULATION_LOGS"):
         logging.disable(logging.CRITICAL)
@@ -484,10 +493,12 @@ def run_history(seed: int, plan: Plan | None = None, faults: Sequence[tuple[floa
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             result = _run(seed, plan, faults)
-            gc.collect()  # coroutines of dead processes; what they say when they are collected means nothing
+            if collect:
+                gc.collect()  # coroutines of dead processes; what they say when they are collected means nothing
     finally:
-        gc.unfreeze()
-        gc.enable()
+        if collect:
+            gc.unfreeze()
+            gc.enable()
         logging.disable(logging.NOTSET)
         sys.unraisablehook = hook
     return result
