@@ -62,6 +62,13 @@ def meet(channel: socket.socket, memory: SharedMemory) -> Neighbour:
     return neighbour
 
 
+def take(memory: SharedMemory, owner: Neighbour, channel: socket.socket) -> memoryview:
+    """Take the region whose reference comes next."""
+    view = memory.take(owner, Reference(*REFERENCE.unpack(receive(channel, REFERENCE.size))))
+    assert view is not None
+    return view
+
+
 def body_of(number: int) -> bytes:
     return bytes((number % 251,)) * (1 + number * 7919 % (5 * UNIT_BYTES))
 
@@ -72,7 +79,7 @@ def read(channel: socket.socket, folder: Path) -> None:
     owner = meet(channel, memory)
     rng, views = random.Random(0), []
     while True:
-        views.append(memory.take(owner, Reference(*REFERENCE.unpack(receive(channel, REFERENCE.size)))))
+        views.append(take(memory, owner, channel))
         if len(views) > 3:
             views.pop(rng.randrange(len(views)))
         channel.sendall(b".")
@@ -116,8 +123,7 @@ def test_a_killed_owner_leaves_readers_their_views_and_nothing_else(folder: Path
         with victim(lambda channel: write(channel, folder)) as channel:
             owner = meet(channel, memory)
             for number in range(rng.randrange(60)):
-                reference = Reference(*REFERENCE.unpack(receive(channel, REFERENCE.size)))
-                views[number] = memory.take(owner, reference)
+                views[number] = take(memory, owner, channel)
                 if len(views) > 3:
                     del views[rng.choice(list(views))]
         assert all(view == body_of(number) for number, view in views.items()), f"seed {seed}"

@@ -19,7 +19,7 @@ from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.messaging.limits import KIB, PlaneLimits
 from dynamo.common.names import Endpoint
-from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.config import KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.fleet.bookings import Bookings
@@ -101,6 +101,7 @@ class SimulatedWorker:
             log=LogOptions(),
             etcd=EtcdOptions(endpoints=("http://127.0.0.1:2379",)),
             nats=NATS,
+            shared_memory=SharedMemoryOptions(size=0),
         )
         self.main = self.process.start(self._serve())
 

@@ -240,6 +240,7 @@ class FakeClient:
         *,
         headers: Mapping[str, str] | None = None,
         deadline: float | None = None,
+        arena: str = "",
     ) -> FakeStream:
         stream = FakeStream(instance, verb, bytes(joined(body)), headers or {}, deadline)
         self.streams.append(stream)

@@ -37,6 +37,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     card: ModelCard
     started_at: float
     """Unix time, seconds."""
+    arena: str = ""
+    """Token of the shared memory by which callers on the same host may send and get bodies; empty: there is none."""
 
     @property
     def key(self) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from dynamo.common.config import option
+from dynamo.common.config import option, parse_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,28 @@ class EtcdOptions:
         if not self.endpoints:
             raise ValueError("--etcd-endpoints names no server")
         _check_addresses("--etcd-endpoints", self.endpoints, "--etcd-user with --etcd-password-file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemoryOptions:
+    """Bodies by reference between processes of one host. Use with `group("Shared memory", prefix="shared_memory")`."""
+
+    dir: Path = option(
+        Path("/dev/shm"),  # noqa: S108  # files in it are private and have unpredictable names
+        parse=Path,
+        metavar="FOLDER",
+        help="Folder in memory that the processes of a host have in common, for large tensors between them.",
+    )
+    size: int = option(
+        256 * 2**20,
+        parse=parse_bytes,
+        minimum=0,
+        maximum=2**40,
+        help="How much of it this process may occupy, as far as it is in use; 0: none. What finds no room travels through NATS.",
+    )
+    threshold: int = option(
+        32 * 2**10, parse=parse_bytes, minimum=1, help="Smaller bodies of requests and responses always travel through NATS."
+    )
 
 
 class LogFormat(StrEnum):

@@ -202,3 +202,51 @@ class LinkMetrics:
 
     def _child(self, metric: M) -> M:
         return metric.labels(**self._labels) if self._labels else metric
+
+
+class LentMemory(Protocol):
+    """The part of `shared_memory.sharing.SharedMemory` that is measured."""
+
+    @property
+    def bytes(self) -> Mapping[str, int]: ...
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]: ...
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+
+class SharedMemoryMetrics:
+    """Bodies by reference between this process and others of its host. `prefix` and `labels` as in LinkMetrics."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str, labels: Mapping[str, str] | None = None) -> None:
+        self._labels = labels or {}
+        names = tuple(self._labels)
+        begin = f"{prefix}_shared_memory"
+        help_ = "Bytes of bodies that were `lent` to other processes of the host, and `taken` from them, in shared memory."
+        self._bytes = Counter(f"{begin}_bytes", help_, (*names, "direction"), registry=registry)
+        help_ = "Times that bodies travelled through NATS although the peer shares memory, or claims to."
+        self._fallbacks = Counter(f"{begin}_fallbacks", help_, (*names, "reason"), registry=registry)
+        help_ = "Bytes of this process's arena that are lent."
+        self._used = Gauge(f"{begin}_used_bytes", help_, names, registry=registry, multiprocess_mode="livesum")
+        help_ = "Size of this process's arena."
+        self._capacity = Gauge(f"{begin}_capacity_bytes", help_, names, registry=registry, multiprocess_mode="livesum")
+        self._shown: dict[tuple[Counter, str], int] = {}
+
+    def show(self, memory: LentMemory | None) -> None:
+        """Set the gauges, and let the counters follow; None: the process has no shared memory."""
+        if memory is None:
+            return
+        self._follow(self._bytes, "direction", memory.bytes)
+        self._follow(self._fallbacks, "reason", memory.fallbacks)
+        (self._used.labels(**self._labels) if self._labels else self._used).set(memory.used_bytes)
+        (self._capacity.labels(**self._labels) if self._labels else self._capacity).set(memory.capacity_bytes)
+
+    def _follow(self, counter: Counter, label: str, totals: Mapping[str, int]) -> None:
+        for value, total in totals.items():
+            counter.labels(**self._labels, **{label: value}).inc(total - self._shown.get((counter, value), 0))
+            self._shown[counter, value] = total

@@ -17,7 +17,7 @@ from dynamo.common.generation_rules import MAX_CHOICES, MAX_LOGPROBS
 from dynamo.common.message_limits import MessageLimits
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import parse_name
-from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, TraceOptions
+from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions, TraceOptions
 from dynamo.common.security.tls import TlsFiles
 from dynamo.frontend.security.surfaces import Restriction, Surface, parse_restrictions
 
@@ -852,6 +852,7 @@ class FrontendConfig:
     serving: ServingOptions = group("General", default=ServingOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
     etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)
+    shared_memory: SharedMemoryOptions = group("Shared memory", prefix="shared_memory", default=SharedMemoryOptions)
     log: LogOptions = group("Logging", prefix="log", default=LogOptions)
     trace: TraceOptions = group("Tracing", prefix="trace", default=TraceOptions)
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from dynamo.common.background import running
 from dynamo.common.errors import Cancelled, Code, InvalidRequest, Overloaded
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tally import Tally
-from dynamo.common.telemetry import SECONDS, LinkMetrics, RuntimeMetrics, make_registry, render
+from dynamo.common.telemetry import SECONDS, LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry, render
 from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics, RequestType
 
 Read = Callable[..., float | None]
@@ -270,3 +271,30 @@ async def test_the_link_to_nats_is_shown_with_its_age_streams_and_credit() -> No
         )
     }
     assert values == {"nats_silence_seconds": 2.5, "nats_reconnects_total": 2, "open_streams": 3, "free_credit_bytes": 1024}
+
+
+@dataclass
+class Memory:
+    bytes: dict[str, int]
+    fallbacks: dict[str, int]
+    used_bytes: int = 7
+    capacity_bytes: int = 9
+
+
+@pytest.mark.parametrize("labels", [{}, {"worker_id": "1"}])
+def test_shared_memory_is_shown_as_it_is_and_what_was_shown_is_not_added_again(
+    registry: CollectorRegistry, read: Read, labels: dict[str, str]
+) -> None:
+    metrics = SharedMemoryMetrics(registry, "x", labels)
+    metrics.show(None)
+    memory = Memory({"lent": 5}, {"full": 1})
+    for _ in range(3):
+        metrics.show(memory)
+    memory.bytes["lent"] += 10
+    memory.fallbacks["refused"] = 2
+    metrics.show(memory)
+    assert read("x_shared_memory_bytes_total", direction="lent", **labels) == 15
+    assert read("x_shared_memory_fallbacks_total", reason="full", **labels) == 1
+    assert read("x_shared_memory_fallbacks_total", reason="refused", **labels) == 2
+    assert read("x_shared_memory_used_bytes", **labels) == 7
+    assert read("x_shared_memory_capacity_bytes", **labels) == 9

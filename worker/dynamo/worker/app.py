@@ -41,7 +41,8 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.repository import RepositoryInstance
 from dynamo.common.scrape import Scraper
-from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry
+from dynamo.common.shared_memory.sharing import open_shared_memory
+from dynamo.common.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.tracing import Tracing, open_tracing
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, MayFail, TracksKv
@@ -151,6 +152,8 @@ async def serve_fleet(
 
 
 def _numbered(config: WorkerConfig, number: int) -> WorkerConfig:
+    if config.num_workers > 1:  # simulated engines, which have no large bodies
+        config = replace(config, shared_memory=replace(config.shared_memory, size=0))
     if not config.status.port:
         return config
     return replace(config, status=replace(config.status, port=config.status.port + number))
@@ -215,8 +218,9 @@ async def _until(stopping: asyncio.Event, engines: Sequence[MayFail]) -> None:
 @asynccontextmanager
 async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerConfig) -> AsyncIterator[Worker]:
     """Start `engines` and serve them while the body runs; on the way out deregister and drain."""
-    identity = Identity(new_instance_id(), config.served_endpoint)
     async with AsyncExitStack() as stack:
+        memory = await stack.enter_async_context(open_shared_memory(config.shared_memory))
+        identity = Identity(new_instance_id(), config.served_endpoint, "" if memory is None else memory.token)
         observers = await _open_observers(config, identity, stack)
         models = await _start_engines(_listed(engines), config.close_timeout_s, stack)
         observers.status.show_models([model.card.name for model in models])
@@ -227,9 +231,9 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
         offer = Offer(identity, service, observers.status, registration, _repository_in(_listed(engines)))
         handlers = {**service.handlers, **publishers.handlers, **await _open_repository(config, offer, stack)}
         requests = await stack.enter_async_context(
-            serve_requests(nats, identity.endpoint, identity.instance, handlers, config.limits)
+            serve_requests(nats, identity.endpoint, identity.instance, handlers, config.limits, memory)
         )
-        await stack.enter_async_context(running(_follow_link(observers.metrics.link, requests), "link metrics"))
+        await stack.enter_async_context(running(_follow_link(observers.metrics, requests), "link metrics"))
         stack.push_async_callback(_drain, requests, config.drain_timeout_s)
         await _register(config, offer, observers, stack)
         sleeper = Sleeper(_listed(engines), service, requests, offer.hide, config.drain_timeout_s)
@@ -249,6 +253,8 @@ class Identity:
 
     instance: InstanceId
     endpoint: Endpoint
+    arena: str
+    """Token of the process's shared memory; empty: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +297,14 @@ class Offer:
         instance, endpoint = self._identity.instance, self._identity.endpoint
         subject = endpoint.rpc_subject(instance)
         registrations: list[Registered] = [
-            Instance(id=instance, endpoint=endpoint, subject=subject, card=model.card, started_at=self._started_at)
+            Instance(
+                id=instance,
+                endpoint=endpoint,
+                subject=subject,
+                card=model.card,
+                started_at=self._started_at,
+                arena=self._identity.arena,
+            )
             for model in self.service.models
         ]
         if self.repository is not None:
@@ -399,11 +412,12 @@ async def _close(engine: AnyEngine, timeout_s: float) -> None:
     await within(timeout_s, engine.close(), f"closing the {type(engine).__name__}")
 
 
-async def _follow_link(metrics: LinkMetrics, requests: RequestServer) -> None:
-    """Keep the metrics of the connection to NATS current."""
+async def _follow_link(metrics: WorkerMetrics, requests: RequestServer) -> None:
+    """Keep the metrics of the connection to NATS and of shared memory current."""
     clock = asyncio.get_running_loop().time
     while True:
-        metrics.show(clock(), open_streams=requests.open_requests, free_credit_bytes=requests.free_upload_bytes)
+        metrics.link.show(clock(), open_streams=requests.open_requests, free_credit_bytes=requests.free_upload_bytes)
+        metrics.memory.show(requests.memory)
         await asyncio.sleep(_LINK_METRICS_S)
 
 

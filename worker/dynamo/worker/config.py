@@ -11,7 +11,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.messaging.limits import MIB, PlaneLimits
 from dynamo.common.model_card import Role
 from dynamo.common.names import Endpoint, parse_name
-from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, TraceOptions
+from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions, TraceOptions
 from dynamo.common.repository import ControlMode
 
 
@@ -234,6 +234,7 @@ class WorkerConfig:
     repository: RepositoryOptions = group("Model repository", prefix="repository", default=RepositoryOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
     etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)
+    shared_memory: SharedMemoryOptions = group("Shared memory", prefix="shared_memory", default=SharedMemoryOptions)
     status: StatusOptions = group("Status", prefix="status", default=StatusOptions)
     log: LogOptions = group("Logging", prefix="log", default=LogOptions)
     trace: TraceOptions = group("Tracing", prefix="trace", default=TraceOptions)

@@ -11,7 +11,7 @@ from dynamo.common.errors import Code
 from dynamo.common.generation import Summary
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.tally import Tally
-from dynamo.common.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, LinkMetrics, error_type
+from dynamo.common.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, LinkMetrics, SharedMemoryMetrics, error_type
 from dynamo.worker.engine.base import Engine, EngineLoad, TensorEngine
 
 _NAMES = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
@@ -50,7 +50,9 @@ class WorkerMetrics:
         uptime = Gauge("dynamo_component_uptime_seconds", "Since the start of the process.", _NAMES, registry=registry)
         started = time.monotonic()
         self.tally.show(uptime.labels(*self._labels), lambda: time.monotonic() - started)
-        self.link = LinkMetrics(registry, "dynamo_component", dict(zip(_NAMES, self._labels, strict=True)))
+        labels = dict(zip(_NAMES, self._labels, strict=True))
+        self.link = LinkMetrics(registry, "dynamo_component", labels)
+        self.memory = SharedMemoryMetrics(registry, "dynamo_component", labels)
         self._models: dict[str, WorkerModelMetrics] = {}
 
     def for_model(self, name: str) -> WorkerModelMetrics:

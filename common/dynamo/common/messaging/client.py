@@ -36,10 +36,15 @@ from dynamo.common.messaging.limits import FRAME_COST, PlaneLimits
 from dynamo.common.messaging.outbox import Outbox
 from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import InstanceId, responses_prefix
+from dynamo.common.shared_memory.layout import Reference
+from dynamo.common.shared_memory.neighbour import Neighbour
+from dynamo.common.shared_memory.sharing import SharedMemory
 
 log = logging.getLogger(__name__)
 
 _NO_HEADERS: dict[str, str] = {}
+_NO_BODY = memoryview(b"")
+_NOT_LENT = Reference(0, 0, 0)
 _PER_FRAME = 1000
 """Streams named in one frame."""
 _LARGE_RESPONSE_BYTES = 256
@@ -70,6 +75,7 @@ class RequestStream:
         "_headers",
         "_is_short",
         "_largest",
+        "_lent",
         "_needed",
         "_over",
         "_parts",
@@ -115,6 +121,8 @@ class RequestStream:
         self._verb = verb
         self._headers = headers if isinstance(headers, dict) else dict(headers)
         self._body = body
+        self._lent = 0
+        """Generation of the region that holds the body; 0: none does."""
         self._upload: Pieces | None = None
         self._upload_index = 0
         self._allowed_upload = 0
@@ -202,28 +210,58 @@ class RequestStream:
         self.last_frame_at = client.now = client.loop.time()
         left_ms = -1 if self.deadline is None else max(0, int((self.deadline - client.now) * 1000))
         total, body = self._total, self._body
-        flight = min(total, limits.first_flight_bytes, max(0, self._peer.max_unacknowledged - self._peer.unacknowledged))
         self._credit = StreamCredit(client.credits, self._peer.response_bytes.get(self._verb, 0))
         self._granted = self._allowed = self._credit.bytes
+        if (lent := self._lend()) is not None:
+            return self._checked(frames.encode(self._opening(left_ms, total, lent)), 0)
+        flight = min(total, limits.first_flight_bytes, max(0, self._peer.max_unacknowledged - self._peer.unacknowledged))
         self._unacknowledged = self._allowed_upload = flight
         self._peer.unacknowledged += flight
         if flight == total <= client.inline_bytes and isinstance(body, bytes):  # most requests take this short way
-            whole = memoryview(body)
-            frame = frames.Open(self.id, self._verb, self._headers, left_ms, total, flight, self._granted, whole)
-            encoded = frames.encode(frame)
-            if len(encoded) - total > limits.max_head_bytes:
-                self._refuse_head(len(encoded) - total)
-                return None
-            return encoded
+            return self._checked(frames.encode(self._opening(left_ms, flight, body=memoryview(body))), total)
         self._upload = Pieces(body)
         first = self._upload.take(min(flight, client.chunk_bytes))
-        frame = frames.Open(self.id, self._verb, self._headers, left_ms, total, flight, self._granted)
-        if (head := len(frames.encode(frame))) > limits.max_head_bytes:
-            self._refuse_head(head)
+        frame = self._opening(left_ms, flight)
+        if self._checked(frames.encode(frame), 0) is None:
             return None
         if flight > client.chunk_bytes:
             client.loop.call_soon(self._send_chunks)
         return frames.encode_with_body(frame, first)
+
+    def _opening(
+        self, left_ms: int, flight: int, lent: Reference = _NOT_LENT, *, body: memoryview = _NO_BODY
+    ) -> frames.Open | frames.Near:
+        memory = self._client.memory
+        if memory is None or self._peer.near is None:
+            return frames.Open(self.id, self._verb, self._headers, left_ms, self._total, flight, self._granted, body)
+        return frames.Near(
+            *(self.id, self._verb, self._headers, left_ms, self._total, flight, self._granted),
+            *(memory.token, lent.unit, lent.generation, body),
+        )
+
+    def _lend(self) -> Reference | None:
+        """Put the body where the instance can read it. None if it is small, far away, or there is no room."""
+        memory, near = self._client.memory, self._peer.near
+        if memory is None or near is None or self._total < memory.least_bytes:
+            return None
+        reference = memory.lend(self._body, self._total, near)
+        if reference is not None:
+            self._lent = reference.generation
+        return reference
+
+    def _settle(self) -> None:
+        """The instance has no need for the region any more, as far as this request goes."""
+        lent, self._lent = self._lent, 0
+        if lent and self._client.memory is not None:
+            self._client.memory.arena.settle(lent)
+
+    def _checked(self, head: bytes, body_bytes: int) -> bytes | None:
+        """Return an encoded OPEN with so many bytes of body if its headers are not too large; else fail."""
+        size, limit = len(head) - body_bytes, self._client.limits.max_head_bytes
+        if size <= limit:
+            return head
+        self.fail(InvalidRequest(f"the headers of the request have {size} bytes; at most {limit} are allowed"))
+        return None
 
     def _send_chunks(self) -> bool:
         """Send as much of the body as may be sent. Return whether there was anything to send."""
@@ -236,10 +274,6 @@ class RequestStream:
             self._upload_index += 1
             has_sent = True
         return has_sent
-
-    def _refuse_head(self, size: int) -> None:
-        limit = self._client.limits.max_head_bytes
-        self.fail(InvalidRequest(f"the headers of the request have {size} bytes; at most {limit} are allowed"))
 
     def _send(self, frame: bytes | list[Buffer]) -> None:
         self._peer.outbox.add(frame)
@@ -257,6 +291,29 @@ class RequestStream:
         self._allowed_upload = max(self._allowed_upload, frame.total)
         if not self._send_chunks() and self._upload is not None:  # it waits for what has been sent: is that lost?
             self._send(frames.encode(frames.Chunk(self.id, self._upload_index)))
+
+    def on_far(self) -> None:
+        """The instance cannot read what is lent to it: send the request again, and the body with it."""
+        self._peer.is_far = True
+        self._settle()
+        assert self._credit is not None
+        self._credit.close(self)
+        self._peer.outbox.add(self)
+
+    def on_lent(self, frame: frames.Lent, body: memoryview) -> None:
+        self._expected += 1
+        self._parts.append(body)
+        if frame.index != len(self._parts) - 1:
+            self._on_gap()
+        elif body.nbytes > self._client.limits.max_body_bytes:
+            self._abort(PayloadTooLarge(f"the response is larger than {self._client.limits.max_body_bytes} bytes"))
+        else:
+            self._consumed(FRAME_COST)
+
+    def on_unreadable(self) -> None:
+        """What the instance has lent cannot be read."""
+        self._peer.is_far = True
+        self._on_gap()
 
     def on_chunk(self, frame: frames.Chunk) -> None:
         self._expected += 1
@@ -377,6 +434,7 @@ class RequestStream:
     def _finish(self) -> None:
         self._over = True
         self.acknowledge()
+        self._settle()
         if self._timer is not None:
             self._timer.cancel()
         if self._credit is not None:
@@ -394,9 +452,11 @@ class _InstancePeer:
         "absent_batch",
         "absent_since",
         "instance",
+        "is_far",
         "is_suspect",
         "last_frame_at",
         "max_unacknowledged",
+        "neighbour",
         "outbox",
         "overdue_s",
         "probed_at",
@@ -407,9 +467,15 @@ class _InstancePeer:
         "used_at",
     )
 
-    def __init__(self, instance: InstanceId, outbox: Outbox, max_unacknowledged: int, now: float) -> None:
+    def __init__(
+        self, instance: InstanceId, outbox: Outbox, neighbour: Neighbour | None, max_unacknowledged: int, now: float
+    ) -> None:
         self.instance = instance
         self.outbox = outbox
+        self.neighbour = neighbour
+        """Its arena, if it shares memory with this process."""
+        self.is_far = False
+        """It could not read what was lent to it, or the other way round: nothing more is lent in either direction."""
         self.streams: dict[int, RequestStream] = {}
         self.response_bytes: dict[str, int] = {}
         """How large the largest of the last responses were, by verb, where they are larger than a window."""
@@ -433,6 +499,11 @@ class _InstancePeer:
         self.unknown: set[int] = set()
         """Streams that it still works on and that are over here."""
 
+    @property
+    def near(self) -> Neighbour | None:
+        """Its arena, if bodies may be lent."""
+        return None if self.is_far else self.neighbour
+
     def learn(self, verb: str, size: int) -> None:
         """Expect responses of `size` bytes to `verb`; where sizes vary, of the larger ones."""
         expected = max(size, self.response_bytes.get(verb, 0) // 2)
@@ -450,8 +521,9 @@ class _InstancePeer:
 class RequestClient:
     """Opens streams. One per process; use `open_client`."""
 
-    def __init__(self, connection: Connection, namespace: str, limits: PlaneLimits) -> None:
+    def __init__(self, connection: Connection, namespace: str, limits: PlaneLimits, memory: SharedMemory | None = None) -> None:
         self.limits = limits
+        self.memory = memory
         self.loop = asyncio.get_running_loop()
         self.now = self.loop.time()
         """The loop's clock, read once per message rather than once per frame."""
@@ -489,17 +561,20 @@ class RequestClient:
         *,
         headers: Mapping[str, str] = _NO_HEADERS,
         deadline: float | None = None,
+        arena: str = "",
     ) -> RequestStream:
         """Sends a request to `instance`. Waits for nothing: without a connection the request leaves when there is one.
 
-        `deadline` is absolute, on the event loop's clock. Raises PayloadTooLarge.
+        `deadline` is absolute, on the event loop's clock; `arena` is the token of the instance's arena, if it has one.
+        Raises PayloadTooLarge.
         """
         self._last += 1
         peer = self._peers.get(instance)
         if peer is None:
             outbox = Outbox(self._connection, subject, f"{self.prefix}.{instance:x}.{{}}".format)
+            neighbour = self.memory.neighbour(arena) if self.memory is not None and arena else None
             peer = self._peers[instance] = self._peers_by_subject[f"{self.prefix}.{instance:x}"] = _InstancePeer(
-                instance, outbox, self.limits.first_unacknowledged_bytes, self.now
+                instance, outbox, neighbour, self.limits.first_unacknowledged_bytes, self.now
             )
         stream = RequestStream(self, peer, self._last, verb, body, headers, deadline)
         if stream._total > self.limits.max_body_bytes:
@@ -546,6 +621,11 @@ class RequestClient:
             elif isinstance(frame, frames.End):
                 if stream := streams.get(frame.stream):
                     stream.on_end(frame)
+            elif isinstance(frame, frames.Lent):
+                self._on_lent(peer, frame)
+            elif isinstance(frame, frames.Far):
+                if stream := streams.get(frame.stream):
+                    stream.on_far()
             elif isinstance(frame, frames.Beat):
                 self._on_beat(peer, frame)
             elif isinstance(frame, frames.Known):
@@ -567,6 +647,22 @@ class RequestClient:
                     stream.on_credit(frame)
                 else:
                     stream.on_error(frame)
+
+    def _on_lent(self, peer: _InstancePeer, frame: frames.Lent) -> None:
+        """Take the region, even if the stream is over: so it returns to the instance."""
+        stream = peer.streams.get(frame.stream)
+        if stream is None:
+            peer.unknown.add(frame.stream)
+        else:
+            stream.last_frame_at = self.now
+        body = None
+        if self.memory is not None and peer.neighbour is not None:
+            body = self.memory.take(peer.neighbour, Reference(frame.unit, frame.size, frame.generation))
+        if stream is not None:
+            if body is None:
+                stream.on_unreadable()
+            else:
+                stream.on_lent(frame, body)
 
     def _on_beat(self, peer: _InstancePeer, frame: frames.Beat) -> None:
         for id_ in frame.streams:
@@ -697,9 +793,11 @@ class RequestClient:
 
 
 @asynccontextmanager
-async def open_client(connection: Connection, namespace: str, limits: PlaneLimits | None = None) -> AsyncIterator[RequestClient]:
+async def open_client(
+    connection: Connection, namespace: str, limits: PlaneLimits | None = None, memory: SharedMemory | None = None
+) -> AsyncIterator[RequestClient]:
     """Open a client. Leaving the context ends all its streams."""
-    client = RequestClient(connection, namespace, limits or PlaneLimits())
+    client = RequestClient(connection, namespace, limits or PlaneLimits(), memory)
     subscription = await connection.subscribe(f"{client.prefix}.>", client.on_message)
     connection.on_reconnect(client.on_reconnect)
     try:

@@ -7,6 +7,9 @@ into the message: it is written to the socket from where it lies (`Body`).
 | frame | direction | meaning |
 |---|---|---|
 | OPEN | to the instance | a request: its verb, headers, what is left of its deadline, body size, first bytes of the body |
+| NEAR | to the instance | OPEN on one host: the body may lie in the caller's arena, the response in the instance's |
+| LENT | to the caller | a CHUNK that lies in the instance's arena |
+| FAR | to the caller | the body of this request cannot be read where it lies: send it in messages |
 | CHUNK | both | the next part of a body; a response's parts precede their DATA or END. If empty: all before it has been sent |
 | CREDIT | both | so many bytes of this stream, counted from its beginning, may be sent; a later one makes up for a lost one |
 | CANCEL | to the instance | the caller is gone or too late: stop within one step |
@@ -112,7 +115,39 @@ class Known(msgspec.Struct, array_like=True, tag=9, frozen=True, gc=False):
     unknown: list[int]
 
 
-Frame: TypeAlias = Open | Chunk | Credit | Cancel | Data | End | Error | Beat | Probe | Known
+class Near(msgspec.Struct, array_like=True, tag=10, frozen=True, gc=False):
+    """The first fields are those of `Open`."""
+
+    stream: int
+    verb: str
+    headers: dict[str, str]
+    left_ms: int
+    size: int
+    flight: int
+    window: int
+    arena: str
+    """Token of the caller's arena."""
+    unit: int
+    """With `generation` and `size`, the region with the whole body."""
+    generation: int
+    """0: the body is not in the arena."""
+    body: memoryview = memoryview(b"")
+
+
+class Lent(msgspec.Struct, array_like=True, tag=11, frozen=True, gc=False):
+    stream: int
+    index: int
+    """As in CHUNK."""
+    unit: int
+    size: int
+    generation: int
+
+
+class Far(msgspec.Struct, array_like=True, tag=12, frozen=True, gc=False):
+    stream: int
+
+
+Frame: TypeAlias = Open | Chunk | Credit | Cancel | Data | End | Error | Beat | Probe | Known | Near | Lent | Far
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Frame])
@@ -148,7 +183,7 @@ def encode_data(stream: int, seq: int, body: Body) -> bytes | list[Buffer]:
     return encode_with_body(Data(stream, seq), body)
 
 
-def encode_with_body(frame: Open | Chunk | Data | End, body: Body) -> list[Buffer]:
+def encode_with_body(frame: Open | Near | Chunk | Data | End, body: Body) -> list[Buffer]:
     """`frame`, which holds no body itself, with `body` as its last element: pieces to be written one after the other."""
     size = size_of(body)
     head = _encoder.encode(frame)[:-2]  # without the two bytes that say "empty binary"

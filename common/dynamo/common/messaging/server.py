@@ -33,6 +33,9 @@ from dynamo.common.messaging.limits import FRAME_COST, PlaneLimits
 from dynamo.common.messaging.outbox import Outbox
 from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.shared_memory.layout import Reference
+from dynamo.common.shared_memory.neighbour import Neighbour
+from dynamo.common.shared_memory.sharing import SharedMemory
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ _PER_FRAME = 1000
 """Streams named in one frame."""
 _LEAST_CHUNK_BYTES = 12 * 1024
 """A window smaller than this is not worth a chunk, since the caller grants more, unless it holds all that is left."""
+_MAX_LOANS = 4
+"""So many responses of a stream may lie in shared memory; those after them need credit."""
 
 
 class Incoming:
@@ -53,7 +58,9 @@ class Incoming:
         "_flight",
         "_granted",
         "_handler",
+        "_loans",
         "_missing",
+        "_neighbour",
         "_outgoing",
         "_parts",
         "_peer",
@@ -75,14 +82,22 @@ class Incoming:
         "verb",
     )
 
-    def __init__(self, server: RequestServer, peer: _CallerPeer, frame: frames.Open, handler: Handler) -> None:
+    def __init__(
+        self,
+        server: RequestServer,
+        peer: _CallerPeer,
+        frame: frames.Open | frames.Near,
+        body: memoryview,
+        neighbour: Neighbour | None,
+        handler: Handler,
+    ) -> None:
         loop = server.loop
         self.id = frame.stream
         self.verb = frame.verb
         self.headers = frame.headers
         self.deadline = None if frame.left_ms < 0 else loop.time() + frame.left_ms / 1000
         """Absolute, on the event loop's clock; None: none."""
-        self.body: Buffer = frame.body
+        self.body: Buffer = body
         self.cancelled = asyncio.Event()
         """Set when the caller left or the deadline passed; the handler's task is cancelled as well."""
         self.has_sent = False
@@ -92,8 +107,12 @@ class Incoming:
         self._handler = handler
         self._size = frame.size
         self._parts: list[memoryview] = []
-        self._missing = frame.size - frame.body.nbytes
-        self._flight = frame.flight - frame.body.nbytes
+        self._missing = frame.size - body.nbytes
+        self._flight = frame.flight - body.nbytes
+        self._neighbour = neighbour
+        """The caller's arena, if it shares memory with this process."""
+        self._loans: list[int] = []
+        """Generations of the regions that hold responses of a stream."""
         self._stalled = False
         self._granted = 0
         self._allowed_body = frame.flight
@@ -120,6 +139,8 @@ class Incoming:
         if self._outgoing or self._ended:
             self._queue(False, body)
             return False
+        if self._window > 2 * FRAME_COST and len(self._open_loans()) < _MAX_LOANS and self._lend(body):
+            body = b""
         cost = (len(body) if isinstance(body, bytes) else frames.size_of(body)) + FRAME_COST
         if cost > self._window or cost > self._server.chunk_bytes:
             self._queue(False, body)
@@ -144,6 +165,8 @@ class Incoming:
         if self._ended:
             raise RuntimeError("the request has ended already")
         self._ended = True
+        if not self._outgoing and self._lend(body):
+            body = b""
         size = frames.size_of(body)
         if self._outgoing or size > self._server.inline_bytes or size + FRAME_COST > self._window:
             self._queue(True, body)
@@ -151,6 +174,27 @@ class Incoming:
         whole = memoryview(frames.joined(body) if size else b"")  # the short way of most responses
         self._peer.outbox.add(frames.encode(frames.End(self.id, self._seq, whole)))
         self._server.forget(self)
+
+    def _lend(self, body: Body) -> bool:
+        """Send a body by reference, as a part of a response. Return False if it is small, far away, or there is no room."""
+        memory = self._server.memory
+        if memory is None or self._neighbour is None:
+            return False
+        size = frames.size_of(body)
+        if size < memory.least_bytes or (lent := memory.lend(body, size, self._neighbour)) is None:
+            return False
+        self._peer.outbox.add(frames.encode(frames.Lent(self.id, 0, lent.unit, size, lent.generation)))
+        self._loans.append(lent.generation)
+        self._seq += 1
+        self._window -= FRAME_COST
+        return True
+
+    def _open_loans(self) -> list[int]:
+        """The regions with responses of this stream that the caller has not released."""
+        memory = self._server.memory
+        if self._loans and memory is not None:
+            self._loans = [generation for generation in self._loans if memory.arena.is_lent(generation)]
+        return self._loans
 
     def _queue(self, last: bool, body: Body) -> None:
         if self._ended and not last:
@@ -343,8 +387,16 @@ class _CallerPeer:
 class RequestServer:
     """Takes the requests of one instance. Use `serve_requests`."""
 
-    def __init__(self, connection: Connection, subject: str, handlers: Mapping[str, Handler], limits: PlaneLimits) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        subject: str,
+        handlers: Mapping[str, Handler],
+        limits: PlaneLimits,
+        memory: SharedMemory | None = None,
+    ) -> None:
         self.limits = limits
+        self.memory = memory
         self.loop = asyncio.get_running_loop()
         self._connection = connection
         self._fit_chunks()
@@ -407,7 +459,9 @@ class RequestServer:
         peer.absent_since = None
         for frame in message:
             if isinstance(frame, frames.Open):
-                self._on_open(peer, frame)
+                self._on_open(peer, frame, frame.body)
+            elif isinstance(frame, frames.Near):
+                self._on_near(peer, frame)
             elif isinstance(frame, frames.Probe):
                 open_ = [id_ for id_ in frame.streams if id_ in peer.requests]
                 unknown = [id_ for id_ in frame.streams if id_ not in peer.requests]
@@ -434,11 +488,25 @@ class RequestServer:
         gone = f"{self._subject}.gone.{address.split('.')[-2]}"
         return Outbox(self._connection, address, lambda batch: gone)
 
-    def _on_open(self, peer: _CallerPeer, frame: frames.Open) -> None:
+    def _on_near(self, peer: _CallerPeer, frame: frames.Near) -> None:
+        neighbour = self.memory.neighbour(frame.arena) if self.memory is not None else None
+        body: memoryview | None = frame.body
+        if frame.generation:
+            body = None
+            if self.memory is not None and neighbour is not None:
+                body = self.memory.take(neighbour, Reference(frame.unit, frame.size, frame.generation))
+        if body is None:
+            peer.outbox.add(frames.encode(frames.Far(frame.stream)))
+        else:
+            self._on_open(peer, frame, body, neighbour)
+
+    def _on_open(
+        self, peer: _CallerPeer, frame: frames.Open | frames.Near, body: memoryview, neighbour: Neighbour | None = None
+    ) -> None:
         if frame.stream in peer.requests:
             return
         handler = self.handlers.get(frame.verb)
-        request = Incoming(self, peer, frame, handler or _unknown_verb)
+        request = Incoming(self, peer, frame, body, neighbour, handler or _unknown_verb)
         peer.requests[frame.stream] = request
         self._open += 1
         self._held_bytes += frame.size
@@ -450,7 +518,7 @@ class RequestServer:
         elif frame.size > frame.flight:
             self.uploads.request(request, frame.size - frame.flight)
 
-    def _reason_to_refuse(self, frame: frames.Open) -> DynamoError | None:
+    def _reason_to_refuse(self, frame: frames.Open | frames.Near) -> DynamoError | None:
         limits = self.limits
         if self._refusal is not None:
             return self._refusal
@@ -566,10 +634,11 @@ async def serve_requests(
     instance: InstanceId,
     handlers: Mapping[str, Handler],
     limits: PlaneLimits | None = None,
+    memory: SharedMemory | None = None,
 ) -> AsyncIterator[RequestServer]:
     """Takes requests until the context is left; what is open then is refused, so leave it drained."""
     subject = endpoint.rpc_subject(instance)
-    server = RequestServer(connection, subject, handlers, limits or PlaneLimits())
+    server = RequestServer(connection, subject, handlers, limits or PlaneLimits(), memory)
     requests = await connection.subscribe(subject, server.on_message)
     gone = await connection.subscribe(f"{subject}.gone.*", server.on_message)
     connection.on_reconnect(server.on_reconnect)

@@ -123,8 +123,9 @@ class Arena:
             return None
         position = unit * UNIT_BYTES
         for piece in pieces:
-            end = position + len(piece)
-            self._data[position:end] = piece
+            octets = piece.cast("B") if isinstance(piece, memoryview) else piece
+            end = position + len(octets)
+            self._data[position:end] = octets
             position = end
         self._last_generation += 1
         region = _Region(unit, count, self._last_generation, reader, reader.beat)
@@ -152,10 +153,10 @@ class Arena:
         if region is not None and not self._free_if_released(region) and self._marks[region.unit] != taken(generation):
             self._revoke(region)
 
-    def forget(self, generation: int) -> None:
-        """Free a region whose reader certainly never got its reference."""
-        if region := self._regions.get(generation):
-            self._free(region)
+    def is_lent(self, generation: int) -> bool:
+        """Return whether a region has not come back yet."""
+        region = self._regions.get(generation)
+        return region is not None and not self._free_if_released(region)
 
     def _look_at_oldest(self) -> None:
         queue = self._queue

@@ -42,6 +42,7 @@ class Neighbour:
         self._held: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         """The regions that are being read, by generation."""
         self._is_alive = True
+        self.is_open = True
 
     def __repr__(self) -> str:
         return f"<Neighbour {self.token.partition(':')[0]}, {len(self._held)} regions held>"
@@ -87,7 +88,7 @@ class Neighbour:
 
     def close(self) -> None:
         """Close the file. Views stay valid; the memory goes when the last is gone."""
-        self._is_alive = False
+        self._is_alive = self.is_open = False
         os.close(self._descriptor)
 
     def remove(self) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from dynamo.common.background import running
+from dynamo.common.options import SharedMemoryOptions
 from dynamo.common.shared_memory.arena import Arena
 from dynamo.common.shared_memory.files import ArenaRefused, remove_stale_files
 from dynamo.common.shared_memory.layout import Reference
 from dynamo.common.shared_memory.neighbour import BadReference, Neighbour
+from dynamo.common.tensors import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +31,11 @@ _MAX_REFUSED = 1024
 class SharedMemory:
     """One per process; use `open_shared_memory`. All calls belong to the event loop's thread."""
 
-    def __init__(self, directory: Path, capacity_bytes: int) -> None:
+    def __init__(self, directory: Path, capacity_bytes: int, least_bytes: int = 32 * 1024) -> None:
         """Create this process's arena. Raises OSError."""
         self._directory = directory
+        self.least_bytes = least_bytes
+        """Smaller bodies are not lent."""
         self.arena = Arena(directory, capacity_bytes)
         self._neighbours: dict[str, Neighbour] = {}
         self._refused: set[str] = set()
@@ -47,6 +51,15 @@ class SharedMemory:
     def token(self) -> str:
         """What other processes need to open this process's arena."""
         return self.arena.token
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of this process's arena that are lent."""
+        return self.arena.used_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.arena.capacity_bytes
 
     def neighbour(self, token: str) -> Neighbour | None:
         """Return the process that advertises `token`, if it shares memory with this one."""
@@ -65,8 +78,11 @@ class SharedMemory:
             self._refused.clear()
         self._refused.add(token)
 
-    def lend(self, pieces: list[memoryview], size: int, reader: Neighbour) -> Reference | None:
-        """Copy a body into a region for `reader`. None, counted, if there is no room."""
+    def lend(self, body: Buffer | Sequence[Buffer], size: int, reader: Neighbour) -> Reference | None:
+        """Copy a body of `size` bytes into a region for `reader`. None if that is gone or, counted, if there is no room."""
+        if not reader.is_open:
+            return None
+        pieces = body if isinstance(body, Sequence) and not isinstance(body, bytes | bytearray | memoryview) else (body,)
         reference = self.arena.lend(pieces, size, reader)
         if reference is None:
             self.fallbacks["full"] += 1
@@ -74,13 +90,14 @@ class SharedMemory:
             self.bytes["lent"] += size
         return reference
 
-    def take(self, owner: Neighbour, reference: Reference) -> memoryview:
-        """Return a read-only view of what `owner` lent. Raises BadReference, counted."""
+    def take(self, owner: Neighbour, reference: Reference) -> memoryview | None:
+        """Return a read-only view of what `owner` lent. None, counted and logged, if the reference does not check."""
         try:
             view = owner.take(reference)
-        except BadReference:
+        except BadReference as error:
+            log.warning("a body is not read from shared memory: %s", error)
             self.fallbacks["refused"] += 1
-            raise
+            return None
         self.bytes["taken"] += reference.size
         return view
 
@@ -107,14 +124,10 @@ class SharedMemory:
 
 
 @asynccontextmanager
-async def open_shared_memory(directory: Path, capacity_bytes: int) -> AsyncIterator[SharedMemory | None]:
+async def open_shared_memory(options: SharedMemoryOptions) -> AsyncIterator[SharedMemory | None]:
     """Create this process's arena, after removing those of dead processes. None, with a warning, where that cannot be."""
-    try:
-        if removed := remove_stale_files(directory):
-            log.info("removed %d arenas of dead processes from %s", removed, directory)
-        memory = SharedMemory(directory, capacity_bytes)
-    except OSError as error:
-        log.warning("no shared memory in %s, bodies travel in messages: %s", directory, error.strerror)
+    memory = _create(options) if options.size else None
+    if memory is None:
         yield None
         return
     try:
@@ -122,3 +135,13 @@ async def open_shared_memory(directory: Path, capacity_bytes: int) -> AsyncItera
             yield memory
     finally:
         memory.close()
+
+
+def _create(options: SharedMemoryOptions) -> SharedMemory | None:
+    try:
+        if removed := remove_stale_files(options.dir):
+            log.info("removed %d arenas of dead processes from %s", removed, options.dir)
+        return SharedMemory(options.dir, options.size, options.threshold)
+    except OSError as error:
+        log.warning("no shared memory in %s, bodies travel in messages: %s", options.dir, error.strerror)
+        return None

@@ -111,7 +111,12 @@ class Booker:
         if work.prompt:  # what has none is in no load report
             headers[BOOKING_HEADER] = booking_id
         try:
-            stream = self._client.open(instance.id, instance.subject, work.verb, work.body, headers=headers, deadline=deadline)
+            stream = self._client.open(
+                *(instance.id, instance.subject, work.verb, work.body),
+                headers=headers,
+                deadline=deadline,
+                arena=instance.arena,
+            )
         except BaseException as error:
             self.release(booking_id, error if isinstance(error, DynamoError) else DynamoError("the request could not be sent"))
             raise

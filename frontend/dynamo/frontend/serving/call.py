@@ -134,6 +134,7 @@ class Client(Protocol):
         *,
         headers: Mapping[str, str] = ...,
         deadline: float | None = None,
+        arena: str = "",
     ) -> Stream: ...
 
     def on_sign_of_life(self, callback: Callable[[InstanceId], None]) -> None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dynamo.common.background import running
 from dynamo.common.config import project_version
 from dynamo.common.scrape import Scraper
-from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry
+from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
 from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, GrpcServerMetrics, RouterMetrics
 from dynamo.frontend.wiring.links import Links
@@ -31,6 +31,7 @@ class Metrics:
         self.grpc = GrpcServerMetrics(self._registry)
         self.router = RouterMetrics(self.frontend)
         self.link = LinkMetrics(self._registry, "dynamo_frontend")
+        self.memory = SharedMemoryMetrics(self._registry, "dynamo_frontend")
         self.events = EventMetrics(self._registry)
         self.runtime = RuntimeMetrics(self._registry, role="frontend", version=project_version())
         self._tallies = (self.frontend.tally, self.grpc.tally)
@@ -53,6 +54,7 @@ class Metrics:
                 if links.client is not None:
                     open_streams, free = links.client.open_streams, links.client.free_budget_bytes
                     self.link.show(clock(), open_streams=open_streams, free_credit_bytes=free)
+                    self.memory.show(links.client.memory)
                 if links.events is not None:
                     self.events.show(lag_s=links.events.lag_s, is_dropped=links.events.is_dropped)
                 for tally in tallies:

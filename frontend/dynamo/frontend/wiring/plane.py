@@ -12,6 +12,7 @@ from dynamo.common.messaging.client import open_client
 from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.options import NatsOptions
+from dynamo.common.shared_memory.sharing import open_shared_memory
 from dynamo.common.tracing import open_tracing
 from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.http.routing_operations import RoutingControl
@@ -46,7 +47,8 @@ async def open_plane(
         metrics.link.follow("requests", nats)
         events = links.events = await stack.enter_async_context(_open_events(config.nats, metrics))
         stack.push_async_callback(loads.close)
-        client = links.client = await stack.enter_async_context(open_client(nats, config.namespace))
+        memory = await stack.enter_async_context(open_shared_memory(config.shared_memory))
+        client = links.client = await stack.enter_async_context(open_client(nats, config.namespace, memory=memory))
         router = await stack.enter_async_context(
             open_router(config, control, links, directory, events, nats, client, metrics.router)
         )
