@@ -19,7 +19,7 @@ from dynamo.worker.engine.base import Context
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.execution import ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.python_backend import PythonBackend
-from dynamo.worker.repository.stub_process import MAX_UNREAD
+from dynamo.worker.repository.responses import MAX_UNREAD
 from tests.support.repositories import X_TO_Y, infer, infer_all, opened, python_model, x
 
 HEAD = """
@@ -487,7 +487,7 @@ async def test_an_unforeseen_error_of_a_called_model_reaches_the_caller(tmp_path
     model = await PythonBackend(BrokenModels(error)).open(Version("caller", "1", config, folder))
     try:
         async with asyncio.timeout(20):
-            [response] = [each async for each in model.run(ModelRequest(x(1), Context("r")))]
+            [response] = [await model.respond(ModelRequest(x(1), Context("r")))]
     finally:
         await model.close()
     assert response.outputs["y"].tolist() == [1.0, 1.0]

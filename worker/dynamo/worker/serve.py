@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -28,13 +29,15 @@ from dynamo.common.tensor_response import ResponseForm
 from dynamo.common.tracing import Tracing, context_of
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 from dynamo.worker.canary import Canary, CanaryRequest
-from dynamo.worker.engine.base import Context, Engine, RequestTimings, TensorEngine, TensorResponse
+from dynamo.worker.engine.base import Context, Engine, RequestTimings, RespondsOnce, TensorEngine, TensorResponse
 from dynamo.worker.metrics import WorkerMetrics, WorkerModelMetrics
 from dynamo.worker.request_record import RequestRecord
 from dynamo.worker.spans import end_generation, end_inference
 from dynamo.worker.statistics import VersionStatistics
 
 log = logging.getLogger(__name__)
+
+Respond: TypeAlias = Callable[[TensorRequest, Context], Awaitable[TensorResponse]]
 
 
 class IncomingRequest(Protocol):
@@ -124,7 +127,7 @@ class Service:
         """By the model's own name."""
         self._canaries: dict[str, Canary] = {}
         """Canaries of language models, by the model's own name."""
-        self._tensor: dict[str, tuple[ServedModel, TensorEngine]] = {}
+        self._tensor: dict[str, tuple[ServedModel, TensorEngine, Respond]] = {}
         self._llm: dict[str, tuple[ServedModel, Engine]] = {}
         self._left: set[str] = set()
         """Names of models that were served before: requests for them may still arrive."""
@@ -162,7 +165,8 @@ class Service:
         for name in model.names:
             self._left.discard(name)
             if tensor is not None:
-                self._tensor[name] = (model, tensor)
+                respond = tensor.respond if isinstance(tensor, RespondsOnce) else partial(_only, tensor)
+                self._tensor[name] = (model, tensor, respond)
             elif llm is not None:
                 self._llm[name] = (model, llm)
 
@@ -197,7 +201,7 @@ class Service:
         served = self._tensor.get(request.head.model_name)
         if served is None:
             raise self._not_served(request.head.model_name)
-        model, engine = served
+        model, engine, respond = served
         statistics = model.version(request.head.model_version)
         context = self._context(incoming, statistics.version)
         if model.card.max_batch_size and request.head.inputs and request.head.inputs[0].shape:
@@ -206,15 +210,13 @@ class Service:
         body: Body = ()
         with self._record(incoming, context, model, statistics, start) as record:
             self._refuse_late(incoming)
-            iterator = engine.infer(request, context)
-            try:
-                if model.card.decoupled:
-                    await _send_all(iterator, form, record, incoming)
-                else:
-                    body = await _only(iterator, form, record)
-            except BaseException:  # one that was read to its end is closed
-                await close(iterator)
-                raise
+            if model.card.decoupled:
+                await _send_all(engine.infer(request, context), form, record, incoming)
+            else:
+                response = await respond(request, context)
+                made_ns = perf_counter_ns()
+                body = form.encode(response.head, response.raw_outputs)
+                record.timings.output_ns += perf_counter_ns() - made_ns
             record.sent_bytes += size_of(body)
         if record.span is not None:
             end_inference(record.span, context.timings)
@@ -323,31 +325,38 @@ class Service:
             raise DeadlineExceeded
 
 
-async def _only(iterator: AsyncIterator[TensorResponse], form: ResponseForm, record: RequestRecord) -> list[Buffer]:
+async def _only(engine: TensorEngine, request: TensorRequest, context: Context) -> TensorResponse:
     """Return the only response of a model that is not decoupled. Raises EngineError if there are none or several."""
+    iterator = engine.infer(request, context)
     only: TensorResponse | None = None
-    async for response in iterator:
-        if only is not None:
-            raise EngineError(f"model '{form.model}' gave several responses but is not declared as decoupled")
-        only = response
+    model = request.head.model_name
+    try:
+        async for response in iterator:
+            if only is not None:
+                raise EngineError(f"model '{model}' gave several responses but is not declared as decoupled")
+            only = response
+    except BaseException:  # one that was read to its end is closed
+        await close(iterator)
+        raise
     if only is None:
-        raise EngineError(f"model '{form.model}' gave no response")
-    start = perf_counter_ns()
-    body = form.encode(only.head, only.raw_outputs)
-    record.timings.output_ns += perf_counter_ns() - start
-    return body
+        raise EngineError(f"model '{model}' gave no response")
+    return only
 
 
 async def _send_all(
     iterator: AsyncIterator[TensorResponse], form: ResponseForm, record: RequestRecord, incoming: IncomingRequest
 ) -> None:
     """Send each response of a decoupled model as it comes, no faster than the caller reads."""
-    async for response in iterator:
-        made_ns = perf_counter_ns()
-        body = form.encode(response.head, response.raw_outputs)
-        record.responded(made_ns, size_of(body), empty=not response.head.outputs)
-        if not incoming.send_nowait(body):
-            await incoming.ready()
+    try:
+        async for response in iterator:
+            made_ns = perf_counter_ns()
+            body = form.encode(response.head, response.raw_outputs)
+            record.responded(made_ns, size_of(body), empty=not response.head.outputs)
+            if not incoming.send_nowait(body):
+                await incoming.ready()
+    except BaseException:
+        await close(iterator)
+        raise
 
 
 async def close(iterator: AsyncIterator[object]) -> None:

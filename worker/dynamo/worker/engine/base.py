@@ -182,3 +182,12 @@ class TensorEngine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class RespondsOnce(Protocol):
+    """A tensor engine with a shorter way than `infer` to the response of a model that is not decoupled."""
+
+    async def respond(self, request: TensorRequest, context: Context) -> TensorResponse:
+        """Return the only response; otherwise as `infer`. A request that is left early is cancelled."""
+        ...

@@ -126,9 +126,15 @@ class PythonEngine:
         caller = self._caller
         if caller is None:
             raise RuntimeError("the engine was not started")
-        return caller.stream(request, context) if caller.card.decoupled else self._infer_one(caller, request, context)
+        return caller.stream(request, context) if caller.card.decoupled else self._infer_one(request, context)
 
-    async def _infer_one(self, caller: _Caller, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
+    async def _infer_one(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
+        yield await self.respond(request, context)
+
+    async def respond(self, request: TensorRequest, context: Context) -> TensorResponse:
+        caller = self._caller
+        if caller is None:
+            raise RuntimeError("the engine was not started")
         timings = context.timings
         start = time.perf_counter_ns()
         inputs = read_inputs(request)
@@ -143,7 +149,7 @@ class PythonEngine:
         start = time.perf_counter_ns()
         response = caller.to_response(outputs)
         timings.output_ns += time.perf_counter_ns() - start
-        yield response
+        return response
 
     async def close(self) -> None:
         if self._batcher is not None:

@@ -7,7 +7,9 @@
 | `source` | where a model's files come from: the repository, a request's own files, a path or object-store URL |
 | `execution` | what a backend is, and what a request looks like to it |
 | `onnx_backend`, `python_backend`, `ensemble` | the backends |
-| `wire`, `stub`, `stub_process`, `pb_utils` | Python-backend models in processes of their own |
+| `pipeline`, `responses` | the requests of a Python-backend model on their way through its processes |
+| `stub_process`, `link`, `wire` | one such process as the worker sees it; the socket to it; the messages on it |
+| `stub`, `pb_utils` | what runs in the process |
 | `loaded`, `warmup` | a model that is served; the requests that warm it up before |
 | `models`, `engine` | loading, unloading and their order; the engine that the serving loop sees |
 | `control` | the verbs `repository_load` and `repository_unload`, polling, and what is registered |

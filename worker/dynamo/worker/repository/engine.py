@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard
@@ -70,25 +70,31 @@ class RepositoryEngine:
     def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         return _responses(self.models.find(request.head.model_name), request, context)
 
+    async def respond(self, request: TensorRequest, context: Context) -> TensorResponse:
+        model = self.models.find(request.head.model_name)
+        return _to_tensor_response(await model.respond(_to_model_request(request, context)), model.datatypes)
+
     async def close(self) -> None:
         await self.models.close()
 
 
 async def _responses(model: LoadedModel, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
+    async with closing(model.run(_to_model_request(request, context))) as responses:
+        async for response in responses:
+            yield _to_tensor_response(response, model.datatypes)
+
+
+def _to_model_request(request: TensorRequest, context: Context) -> ModelRequest:
     head = request.head
-    model_request = ModelRequest(
+    return ModelRequest(
         read_inputs(request),
         context,
         tuple(output.name for output in head.outputs),
-        {name: to_parameter(value) for name, value in head.parameters.items()},
+        {name: to_parameter(value) for name, value in head.parameters.items()} if head.parameters else {},
     )
-    datatypes = {spec.name: spec.datatype for spec in model.card.outputs}
-    async with closing(model.run(model_request)) as responses:
-        async for response in responses:
-            yield _to_tensor_response(response, datatypes)
 
 
-def _to_tensor_response(response: ModelResult, datatypes: dict[str, str]) -> TensorResponse:
+def _to_tensor_response(response: ModelResult, datatypes: Mapping[str, str]) -> TensorResponse:
     head = ModelInferResponse()
     raws: list[Buffer] = []
     for name, array in response.outputs.items():

@@ -7,7 +7,7 @@ request and cancels what still runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dynamo.common.background import awaited
@@ -59,7 +59,7 @@ class Ensemble:
     def __repr__(self) -> str:
         return f"<Ensemble {self._name} of {[step.model_name for step in self._steps]}>"
 
-    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+    async def respond(self, request: ModelRequest) -> ModelResult:
         flow = _Flow(request.inputs, self._steps)
         steps = [awaited(self._run_step(step, flow, request)) for step in self._steps]
         try:
@@ -69,7 +69,7 @@ class Ensemble:
                 step.cancel()
             await asyncio.gather(*steps, return_exceptions=True)
         outputs = {name: await flow.get(name) for name in self._outputs}
-        yield ModelResult({name: array for name, array in outputs.items() if array is not None})
+        return ModelResult({name: array for name, array in outputs.items() if array is not None})
 
     async def close(self) -> None:
         return None

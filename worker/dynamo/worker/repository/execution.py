@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from dynamo.common.tensors import Array
 from dynamo.protos.inference_pb2 import InferParameter
@@ -38,12 +38,21 @@ class ModelResult:
 class Executable(Protocol):
     """One loaded version of a model."""
 
-    def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        """Yield one response, any number of them if the model is decoupled. Raises DynamoError."""
+    async def respond(self, request: ModelRequest) -> ModelResult:
+        """Return the response of a model that is not decoupled. Raises DynamoError."""
         ...
 
     async def close(self) -> None:
         """Free all resources. Called when no request is open."""
+        ...
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """What an executable of a decoupled model has, too."""
+
+    def stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        """Yield any number of responses. Raises DynamoError."""
         ...
 
 

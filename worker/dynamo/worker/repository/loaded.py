@@ -12,8 +12,9 @@ from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound
 from dynamo.common.model_card import ModelCard
 from dynamo.common.tensors import Array, datatype_of_array
 from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.declaration import from_model_config
-from dynamo.worker.repository.execution import Arrays, Executable, ModelRequest, ModelResult, closing
+from dynamo.worker.repository.execution import Arrays, Executable, ModelRequest, ModelResult, Streams, closing
 from dynamo.worker.repository.model_config import Reshape
 
 
@@ -32,6 +33,8 @@ class LoadedModel:
         self._reshape = Reshape(config)
         self._inputs = {spec.name: spec for spec in self.card.inputs}
         self._outputs = {spec.name: spec for spec in self.card.outputs}
+        self.datatypes = {spec.name: spec.datatype for spec in self.card.outputs}
+        """Of the outputs, by name."""
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -69,24 +72,50 @@ class LoadedModel:
             if name not in request.inputs and not spec.optional:
                 raise InvalidRequest(f"model '{self.name}' needs the input '{name}'")
 
-    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        """Run a request on the version that its context names, or on the newest."""
-        version = request.context.version or self.card.versions[-1]
-        request.context.version = version
-        executable = self._versions.get(version)
-        if executable is None:
-            raise ModelNotFound(self.name, version)
-        self._open += 1
-        self._idle.clear()
+    async def respond(self, request: ModelRequest) -> ModelResult:
+        """Run a request on the version that its context names, or on the newest. The model is not decoupled."""
+        executable = self._executable(request.context)
+        self._begin()
         try:
-            inputs = {name: self._reshape.input(name, array) for name, array in request.inputs.items()}
-            async with closing(executable.run(replace(request, inputs=inputs))) as responses:
+            response = await executable.respond(self._reshaped(request))
+            return ModelResult(self._checked(response.outputs), response.parameters)
+        finally:
+            self._end()
+
+    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        """Do the same as `respond`, for decoupled models and others."""
+        executable = self._executable(request.context)
+        if not isinstance(executable, Streams) or not self.card.decoupled:
+            yield await self.respond(request)
+            return
+        self._begin()
+        try:
+            async with closing(executable.stream(self._reshaped(request))) as responses:
                 async for response in responses:
                     yield ModelResult(self._checked(response.outputs), response.parameters)
         finally:
-            self._open -= 1
-            if not self._open:
-                self._idle.set()
+            self._end()
+
+    def _executable(self, context: Context) -> Executable:
+        context.version = context.version or self.card.versions[-1]
+        executable = self._versions.get(context.version)
+        if executable is None:
+            raise ModelNotFound(self.name, context.version)
+        return executable
+
+    def _begin(self) -> None:
+        self._open += 1
+        self._idle.clear()
+
+    def _end(self) -> None:
+        self._open -= 1
+        if not self._open:
+            self._idle.set()
+
+    def _reshaped(self, request: ModelRequest) -> ModelRequest:
+        if not self._reshape.has_inputs:
+            return request
+        return replace(request, inputs={name: self._reshape.input(name, array) for name, array in request.inputs.items()})
 
     def _checked(self, outputs: Arrays) -> dict[str, Array]:
         """Return the declared outputs in their declared shapes. Raises EngineError."""

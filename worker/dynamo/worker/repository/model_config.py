@@ -137,6 +137,11 @@ class Reshape:
         self._inputs = {t.name: tuple(t.reshape.shape) for t in config.input if t.HasField("reshape")}
         self._outputs = {t.name: tuple(t.dims) for t in config.output if t.HasField("reshape")}
 
+    @property
+    def has_inputs(self) -> bool:
+        """Whether any input is reshaped."""
+        return bool(self._inputs)
+
     def input(self, name: str, array: Array) -> Array:
         """Return an input in the model's shape. Raises InvalidRequest if the elements do not fit."""
         shape = self._inputs.get(name)

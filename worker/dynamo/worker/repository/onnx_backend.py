@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -98,14 +98,14 @@ class OnnxModel:
             await self._batcher.close()
         self._pool.shutdown(wait=False)
 
-    async def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+    async def respond(self, request: ModelRequest) -> ModelResult:
         if self._batcher is not None:
             outputs = await self._batcher.submit(
                 request.inputs, rows_of(request.inputs), request.context, request.context.version
             )
         else:
             outputs = await self._execute(request)
-        yield ModelResult(outputs)
+        return ModelResult(outputs)
 
     async def _execute(self, request: ModelRequest) -> Tensors:
         submitted = begun = time.perf_counter_ns()

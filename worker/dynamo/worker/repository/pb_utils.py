@@ -46,6 +46,7 @@ TRITON_STRING_TO_NUMPY: dict[str, Any] = {
     "TYPE_FP64": np.float64,
     "TYPE_STRING": np.object_,
 }
+_NUMPY_TO_TRITON_STRING = {np.dtype(kind): text for text, kind in TRITON_STRING_TO_NUMPY.items()}
 
 
 class TritonModelException(Exception):
@@ -127,12 +128,10 @@ class Tensor:
 
 def datatype_of(name: str, array: Array) -> str:
     """Return the datatype of an array as configurations name it. Raises TritonModelException if there is none."""
-    if array.dtype.kind == "O":
-        return "TYPE_STRING"
-    for text, kind in TRITON_STRING_TO_NUMPY.items():
-        if array.dtype == kind:
-            return text
-    raise TritonModelException(f"tensor '{name}' is an array of {array.dtype}, which has no datatype")
+    text = _NUMPY_TO_TRITON_STRING.get(array.dtype)
+    if text is None:
+        raise TritonModelException(f"tensor '{name}' is an array of {array.dtype}, which has no datatype")
+    return text
 
 
 class InferenceResponse:
@@ -218,8 +217,9 @@ class InferenceRequest:
 
     @classmethod
     def arrived(cls, head: wire.RequestHead, inputs: Sequence[Tensor], sender: InferenceResponseSender) -> InferenceRequest:
-        request = cls(inputs=inputs)
-        request._head, request._sender = head, sender
+        request = cls.__new__(cls)  # one for each request of a client: its head is there already
+        request._inputs, request._head, request._sender = list(inputs), head, sender
+        request._preferred_memory = request._trace = None
         return request
 
     def inputs(self) -> list[Tensor]:
@@ -349,13 +349,21 @@ class InferenceResponseSender:
         if not final:
             self._channel.wait_for_credit(self._number)  # before the lock, which `fail` must get
         with self._lock:
-            if self._closed:
-                raise TritonModelException("the last response to this request has been sent already")
-            head, raws = (response or InferenceResponse()).to_wire(self._number, final=final)
-            self._closed = final
-            if final:
-                self._channel.over(self._number)
-            self._channel.send(head, raws)
+            self._channel.send(*self._prepare(response, final=final))
+
+    def finish(self, response: InferenceResponse) -> tuple[wire.Response, list[wire.Buffer]]:
+        """Return the last response as a message, which the caller sends."""
+        with self._lock:
+            return self._prepare(response, final=True)
+
+    def _prepare(self, response: InferenceResponse | None, *, final: bool) -> tuple[wire.Response, list[wire.Buffer]]:
+        if self._closed:
+            raise TritonModelException("the last response to this request has been sent already")
+        message = (response or InferenceResponse()).to_wire(self._number, final=final)
+        self._closed = final
+        if final:
+            self._channel.over(self._number)
+        return message
 
     def fail(self, message: str, code: int = TritonError.INTERNAL) -> None:
         """End the request with an error, unless it has ended."""

@@ -1,8 +1,8 @@
 """Triton's Python backend: `model.py` with a class TritonPythonModel, each instance in a process of its own.
 
-A process runs one `execute` at a time. When one dies, it is started again, and its requests without a response run once more: a
-request that ends a second process fails. Requests that arrive while no process of the model is alive are refused, so that
-frontends send them to another worker.
+A process runs one `execute` at a time; `pipeline` gives it the next before it is idle. When one dies, it is started again, and
+the requests that it had begun and not responded to run once more: a request that ends a second process fails. Requests that
+arrive while no process of the model is alive are refused, so that frontends send them to another worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from dynamo.common.background import start
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, Unavailable
+from dynamo.common.errors import DynamoError, InvalidRequest, ModelNotFound
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.batching import Batch, Batcher
@@ -26,7 +26,9 @@ from dynamo.worker.repository.batches import batch_policy, rows_of
 from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.model_config import ModelInstance, config_from_json, config_to_json, instances_of
 from dynamo.worker.repository.pb_utils import TritonError
-from dynamo.worker.repository.stub_process import CallHandlers, ProcessDied, ResponseStream, StubProcess, open_stub, to_code
+from dynamo.worker.repository.pipeline import Execution, NoProcess, Pipeline
+from dynamo.worker.repository.responses import ProcessDied
+from dynamo.worker.repository.stub_process import CallHandlers, StubProcess, open_stub, to_code
 
 log = logging.getLogger(__name__)
 
@@ -81,32 +83,24 @@ class PythonModel:
         self._handlers = handlers
         self._decoupled = version.config.model_transaction_policy.decoupled
         self._instances = list(instances_of(version.config))
-        self._idle: asyncio.Queue[StubProcess | None] = asyncio.Queue()
-        """An item None means that no process of the model is alive."""
-        self._waiting = 0
-        self._alive: set[StubProcess] = set()
-        self._has_process = asyncio.Event()
-        """Set while a process is alive."""
+        self._pipeline = Pipeline(version.name)
         self._keeping: list[asyncio.Task[None]] = []
         policy = batch_policy(version.config, len(self._instances))
         self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
 
     def __repr__(self) -> str:
-        return (
-            f"<PythonModel {self._version.name}/{self._version.version}, processes={len(self._alive)}, waiting={self._waiting}>"
-        )
+        return f"<PythonModel {self._version.name}/{self._version.version}, {self._pipeline}>"
 
     async def start(self) -> None:
         """Start the processes. Raises EngineError with the error of the model."""
         started = await asyncio.gather(*map(self._start, self._instances), return_exceptions=True)
         stubs = [stub for stub in started if isinstance(stub, StubProcess)]
-        self._alive.update(stubs)
-        self._has_process.set()
+        for stub in stubs:
+            self._pipeline.add(stub)
         for error in started:
             if isinstance(error, BaseException):
                 raise error
         for instance, stub in zip(self._instances, stubs, strict=True):
-            self._idle.put_nowait(stub)
             self._keeping.append(start(self._keep(instance, stub), f"instance {instance.name}"))
         if self._batcher is not None:
             self._batcher.start()
@@ -116,7 +110,7 @@ class PythonModel:
             task.cancel()
         if self._batcher is not None:
             await self._batcher.close()
-        await asyncio.gather(*(stub.close() for stub in self._alive), *self._keeping, return_exceptions=True)
+        await asyncio.gather(*(stub.close() for stub in self._pipeline.processes), *self._keeping, return_exceptions=True)
 
     async def _start(self, instance: ModelInstance) -> StubProcess:
         version = self._version
@@ -142,11 +136,6 @@ class PythonModel:
         """Start the process again whenever it has ended."""
         while True:
             await stub.closed.wait()
-            self._alive.discard(stub)
-            if not self._alive:
-                self._has_process.clear()
-                for _ in range(self._waiting):
-                    self._idle.put_nowait(None)
             await stub.end()
             pause_s = _SHORTEST_PAUSE_S
             while True:
@@ -158,60 +147,67 @@ class PythonModel:
                 except (DynamoError, OSError) as error:
                     log.error("instance %s does not start: %s", instance.name, error)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            self._alive.add(stub)
-            self._has_process.set()
-            self._idle.put_nowait(stub)
+            self._pipeline.add(stub)
 
     # Requests
 
-    def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+    async def respond(self, request: ModelRequest) -> ModelResult:
         if self._batcher is not None:
-            return self._batched(self._batcher, request)
-        return self._single(request)
-
-    async def _batched(self, batcher: Batcher, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        yield await batcher.submit(request.inputs, rows_of(request.inputs), request.context, request.context.version, request)
+            result: ModelResult = await self._batcher.submit(
+                request.inputs, rows_of(request.inputs), request.context, request.context.version, request
+            )
+            return result
+        submitted = time.perf_counter_ns()
+        execution, [response] = Execution.of_one_response([request], self._version.name)
+        self._pipeline.submit(execution)
+        try:
+            result_or_error = await response.done
+        finally:
+            self._pipeline.leave(execution)
+            _count_time(request, execution, submitted)
+        if isinstance(result_or_error, ProcessDied):
+            result_or_error = await self._respond_again(request, result_or_error)
+        if isinstance(result_or_error, DynamoError):
+            raise result_or_error
+        return result_or_error
 
     async def _execute_batch(self, batch: Batch) -> list[ModelResult | DynamoError]:
         """Return the response to each request, or its error."""
-        stub = await self._take()
         start = time.perf_counter_ns()
         try:
-            results = await self._execute(stub, batch.requests)
+            results = await self._execute(batch.requests)
             died = [(index, result) for index, result in enumerate(results) if isinstance(result, ProcessDied)]
             # Each again by itself, so that the request that ends a process fails alone.
-            again = await asyncio.gather(*(self._execute_again(batch.requests[index], error) for index, error in died))
+            again = await asyncio.gather(*(self._respond_again(batch.requests[index], error) for index, error in died))
             for (index, _), result in zip(died, again, strict=True):
                 results[index] = result
             return results
         finally:
             batch.infer_ns = time.perf_counter_ns() - start
 
-    async def _execute(self, stub: StubProcess, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
+    async def _execute(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
         """Run requests of a model that is not decoupled in one call of `execute`."""
-        numbers, sinks, over = self._begin(stub, requests)
+        execution, responses = Execution.of_one_response(requests, self._version.name)
+        self._pipeline.submit(execution)
         try:
-            await over
-            return [await _only(sink, self._version.name) for sink in sinks]
+            return [await response.done for response in responses]
         finally:
-            for number in numbers:
-                stub.forget(number)
+            self._pipeline.leave(execution)
 
-    async def _execute_again(self, request: ModelRequest, died: ProcessDied) -> ModelResult | DynamoError:
-        try:
-            [result] = await self._execute(await self._take_again(request.context, died), [request])
-        except DynamoError as error:
-            return error
-        return result
+    async def _respond_again(self, request: ModelRequest, died: ProcessDied) -> ModelResult | DynamoError:
+        give_up_at = self._give_up_at(request.context)
+        while True:
+            await self._process_again(request.context, died, give_up_at)
+            with suppress(NoProcess):
+                [result] = await self._execute([request])
+                if not isinstance(result, NoProcess):
+                    return result
 
-    async def _single(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        """Run one request; once more if its process dies before it has sent a response."""
-        submitted = time.perf_counter_ns()
-        stub = await self._take()
-        request.context.timings.queue_ns += time.perf_counter_ns() - submitted
+    async def stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        """Run one request of a decoupled model; once more if its process dies before it has sent a response."""
         has_responded = False
         try:
-            async with closing(self._stream(stub, request)) as responses:
+            async with closing(self._stream(request)) as responses:
                 async for response in responses:
                     has_responded = True
                     yield response
@@ -220,78 +216,55 @@ class PythonModel:
             if has_responded:
                 raise
             died = error
-        stub = await self._take_again(request.context, died)
-        async with closing(self._stream(stub, request)) as responses:
-            async for response in responses:
-                yield response
+        give_up_at = self._give_up_at(request.context)
+        while True:
+            await self._process_again(request.context, died, give_up_at)
+            with suppress(NoProcess):
+                async with closing(self._stream(request)) as responses:
+                    async for response in responses:
+                        yield response
+                return
 
-    async def _stream(self, stub: StubProcess, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        start = time.perf_counter_ns()
-        [number], [sink], _ = self._begin(stub, [request])
+    async def _stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        submitted = time.perf_counter_ns()
+        execution, stream = Execution.of_many_responses(request)
+        self._pipeline.submit(execution)
         try:
-            async with aclosing(sink.read()) as responses:
+            async with aclosing(stream.read()) as responses:
                 async for response in responses:
                     yield response
         finally:
-            request.context.timings.infer_ns += time.perf_counter_ns() - start
-            stub.forget(number)
+            self._pipeline.leave(execution)
+            execution.infer_ns = 0  # `execute` returns long before the last response
+            _count_time(request, execution, submitted)
 
-    async def _take(self) -> StubProcess:
-        """Return an idle process. Raises Unavailable if none is alive."""
-        while True:
-            if not self._alive:
-                raise Unavailable(f"the processes of model '{self._version.name}' have died and are being started again")
-            self._waiting += 1
-            try:
-                stub = await self._idle.get()
-            finally:
-                self._waiting -= 1
-            if stub is not None and stub.is_alive:
-                return stub
-
-    async def _take_again(self, context: Context, died: ProcessDied) -> StubProcess:
-        """Return an idle process for the one retry of a request, waiting for a restart. Raises `died` if that takes too long."""
+    def _give_up_at(self, context: Context) -> float:
         give_up_at = asyncio.get_running_loop().time() + _RESTART_WAIT_S
-        if context.deadline is not None:
-            give_up_at = min(give_up_at, context.deadline)
+        return give_up_at if context.deadline is None else min(give_up_at, context.deadline)
+
+    async def _process_again(self, context: Context, died: ProcessDied, give_up_at: float) -> None:
+        """Wait for a process for the one retry of a request. Raises `died` if that takes too long."""
         log.warning("%s; its request %s is retried once", died, context.request_id)
         try:
             async with asyncio.timeout_at(give_up_at):
-                while True:
-                    await self._has_process.wait()
-                    with suppress(Unavailable):
-                        return await self._take()
+                await self._pipeline.has_process()
         except TimeoutError:
             raise died from None
 
-    def _begin(
-        self, stub: StubProcess, requests: Sequence[ModelRequest]
-    ) -> tuple[list[int], list[ResponseStream], asyncio.Future[None]]:
-        """Send requests to an instance. It is idle again when `execute` has returned, even if responses are still to come."""
-        try:
-            begun = stub.execute(requests, self._version.name)
-        except BaseException:
-            self._idle.put_nowait(stub)
-            raise
-        begun[2].add_done_callback(lambda over: self._idle.put_nowait(stub) if stub.is_alive else None)
-        return begun
 
-
-async def _only(sink: ResponseStream, model: str) -> ModelResult | DynamoError:
-    """Return the only response of a model that is not decoupled. It has arrived already, or never will."""
-    try:
-        async with aclosing(sink.read()) as responses:
-            async for response in responses:
-                return response
-    except DynamoError as error:
-        return error
-    return EngineError(f"model '{model}' gave no response")
+def _count_time(request: ModelRequest, execution: Execution, submitted_ns: int) -> None:
+    """Count what was not spent in the model as queueing."""
+    now = time.perf_counter_ns()
+    infer_ns = execution.infer_ns or (now - execution.sent_ns if execution.sent_ns else 0)
+    timings = request.context.timings
+    timings.infer_ns += infer_ns
+    timings.queue_ns += now - submitted_ns - infer_ns
 
 
 # Calls and queries of models
 
 
-async def _serve_call(models: ModelRegistry, stub: StubProcess, call: wire.RequestHead, raws: Sequence[bytes]) -> None:
+async def _serve_call(models: ModelRegistry, stub: StubProcess, call: wire.RequestHead, raws: Sequence[memoryview]) -> None:
     context = Context(call.request_id, version=call.version)
     try:
         with _errors_to(stub, call.number):
@@ -304,19 +277,19 @@ async def _serve_call(models: ModelRegistry, stub: StubProcess, call: wire.Reque
             request = ModelRequest(inputs, context, call.outputs, parameters)
             async with asyncio.timeout_at(context.deadline), closing(models.run(call.model, call.version, request)) as responses:
                 async for response in responses:
-                    _send_response(stub, call, response)
+                    await _send_response(stub, call, response)
             stub.send(wire.Response(number=call.number))
     finally:
         context.cancelled.set()
 
 
-def _send_response(stub: StubProcess, call: wire.RequestHead, response: ModelResult) -> None:
+async def _send_response(stub: StubProcess, call: wire.RequestHead, response: ModelResult) -> None:
     """Send the requested outputs of a response to a call."""
     wanted = {name: array for name, array in response.outputs.items() if name in (call.outputs or response.outputs)}
     packed = [wire.pack(name, array) for name, array in wanted.items()]
     outputs = tuple(tensor for tensor, _ in packed)
     head = wire.Response(number=call.number, outputs=outputs, final=False, parameters=dict(response.parameters))
-    stub.send(head, [raw for _, raw in packed])
+    await stub.send_in_time(head, [raw for _, raw in packed])
 
 
 async def _serve_control(models: ModelRegistry, stub: StubProcess, control: wire.Control) -> None:

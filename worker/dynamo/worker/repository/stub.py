@@ -1,7 +1,8 @@
-"""The process of one instance of a Python-backend model: `python -m dynamo.worker.repository.stub FD`.
+"""The process of one instance of a Python-backend model: `python -m dynamo.worker.repository.stub SOCKET BEGUN`, two descriptors.
 
-The main thread calls the model; another one reads the socket, so that cancellations and responses of other models arrive while
-`execute` runs. The process ends when the worker does: the socket is closed then.
+The main thread calls the model and reads the socket in between, so that a request passes through one thread only. While an
+`execute` takes long, or waits for another model, the thread `reader` takes its place at the socket: cancellations, credit and
+responses of other models arrive then. The process ends when the worker does: the socket is closed then.
 """
 
 from __future__ import annotations
@@ -10,23 +11,34 @@ import asyncio
 import importlib.util
 import inspect
 import itertools
+import mmap
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
 
 from dynamo.worker.repository import pb_utils, wire
 from dynamo.worker.repository.pb_utils import CallInProgress, InferenceRequest, InferenceResponse, InferenceResponseSender, Tensor
+
+_MAX_PIECES = 512
+"""Buffers in one system call; the limit of Linux is 1024."""
+_TICK_S = 0.005
+"""The reader thread takes over from an execution that lasts this long, or up to twice as long."""
+_IDLE_TICKS = 200
+"""After so many ticks without an execution the reader thread sleeps until the next."""
 
 
 @dataclass(slots=True)
@@ -41,8 +53,6 @@ class Stub:
     """The model's end of the socket. Any thread may send."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.orders: SimpleQueue[tuple[wire.Message, list[bytearray]]] = SimpleQueue()
-        """Messages for the main thread."""
         self.model_folder = ""
         self._connection = connection
         self._sending = threading.Lock()
@@ -54,18 +64,36 @@ class Stub:
         self._cancelled: set[int] = set()
         self._credit = threading.Condition(self._lock)
         """Notified when a window grows or a request is cancelled."""
+        self._messages = wire.MessageReader()
+        self._orders: deque[tuple[wire.Message, list[memoryview]]] = deque()
+        """Messages for the main thread."""
+        self._reading = threading.Lock()
+        """Held by the thread that reads the socket."""
+        self._wakes: SimpleQueue[bool] = SimpleQueue()
+        """Wakes the reader thread: True if it shall read at once."""
+        self._turns: SimpleQueue[None] = SimpleQueue()
+        """Wakes the main thread, which waits for the reader thread."""
+        self._main_waits = False
+        self._reader_sleeps = True
+        self._begun = 0
+        """How many times the main thread has begun to execute."""
+        self._is_executing = False
 
     # Channel
 
     def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
         pieces = wire.encode(message, buffers)
         with self._sending:
-            for piece in pieces:
-                self._connection.sendall(piece)
+            self._send_all(pieces)
 
-    def opened(self, number: int) -> None:
-        with self._lock:
-            self._open[number] = _Window()
+    def _send_all(self, pieces: list[wire.Buffer]) -> None:
+        for first in range(0, len(pieces), _MAX_PIECES):
+            some = pieces[first : first + _MAX_PIECES]
+            sent = self._connection.sendmsg(some)
+            for piece in some:
+                if sent < len(piece):
+                    self._connection.sendall(memoryview(piece)[sent:])
+                sent = max(0, sent - len(piece))
 
     def over(self, number: int) -> None:
         with self._lock:
@@ -82,7 +110,8 @@ class Stub:
             window = self._open.get(number)
             if window is None:
                 return
-            if not _in_event_loop():
+            if window.sent >= window.allowed and not _in_event_loop():
+                self.read_beside()
                 self._credit.wait_for(
                     lambda: window.sent < window.allowed or number in self._cancelled or number not in self._open
                 )
@@ -102,6 +131,7 @@ class Stub:
             self._calls[number] = progress
         head = msgspec.structs.replace(head, number=number, inputs=tuple(head for head, _ in packed))
         self.send(wire.CallModel(head), [raw for _, raw in packed])
+        self.read_beside()
         return progress
 
     def control(self, control: wire.Control) -> wire.Response:
@@ -110,40 +140,107 @@ class Stub:
         with self._lock:
             self._pending[number] = future
         self.send(msgspec.structs.replace(control, number=number))
+        self.read_beside()
         return future.result()
 
     # Reading
 
-    def read_all(self) -> None:
-        """Read until the worker closes the socket; then end the process, whatever the model is doing."""
+    def next_order(self) -> tuple[wire.Message, list[memoryview]]:
+        """Return the next message for the main thread, which reads the socket itself unless the other thread is at it."""
+        while not self._orders:
+            if self._reading.acquire(blocking=False):
+                try:
+                    self._receive()
+                finally:
+                    self._reading.release()
+            else:
+                self._main_waits = True
+                if not self._orders:
+                    self._turns.get()
+                self._main_waits = False
+        return self._orders.popleft()
+
+    @contextmanager
+    def executing(self) -> Iterator[None]:
+        """The main thread does not read during the body; the reader thread does if that takes long."""
+        self._begun += 1
+        self._is_executing = True
+        if self._reader_sleeps:
+            self._reader_sleeps = False
+            self._wakes.put(False)
         try:
-            while True:
-                message, raws = self._read()
-                match message:
-                    case wire.CancelRequest():
-                        with self._lock:
-                            if message.number in self._open:
-                                self._cancelled.add(message.number)
-                                self._credit.notify_all()
-                    case wire.ResponseCredit():
-                        with self._lock:
-                            if (window := self._open.get(message.number)) is not None:
-                                window.allowed = max(window.allowed, message.total)
-                                self._credit.notify_all()
-                    case wire.Response():
-                        self._deliver(message, raws)
-                    case _:
-                        if isinstance(message, wire.Execute):
-                            for head in message.requests:
-                                self.opened(head.number)
-                        self.orders.put((message, raws))
-        except (EOFError, OSError):
+            yield
+        finally:
+            self._is_executing = False
+
+    def read_beside(self) -> None:
+        """Have the reader thread read while the main thread executes: somebody waits for a message."""
+        if self._is_executing and not self._reading.locked():
+            self._wakes.put(True)
+
+    def read_for_main(self) -> None:
+        """Read the socket whenever an execution takes long. Runs in the reader thread, for ever."""
+        begun, idle_ticks = 0, 0
+        while True:
+            try:
+                is_urgent = self._wakes.get(timeout=None if self._reader_sleeps else _TICK_S)
+            except Empty:
+                is_urgent = False
+            idle_ticks = idle_ticks + 1 if begun == self._begun and not self._is_executing else 0
+            if self._is_executing and (is_urgent or begun == self._begun):
+                self._read_until_main_waits()
+            elif idle_ticks > _IDLE_TICKS:
+                self._reader_sleeps = True
+            begun = self._begun
+
+    def _read_until_main_waits(self) -> None:
+        if not self._reading.acquire(blocking=False):
+            return  # the main thread reads again
+        try:
+            while not self._main_waits:
+                self._receive()
+        finally:
+            self._reading.release()
+        self._turns.put(None)
+
+    def _receive(self) -> None:
+        """Take what comes next from the socket. Ends the process, whatever the model is doing, if the worker has ended."""
+        try:
+            count = self._connection.recv_into(self._messages.space())
+        except OSError:
+            count = 0
+        if not count:
             os._exit(0)
+        try:
+            for message, raws in self._messages.advance(count):
+                self._take(message, raws)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
-    def _deliver(self, head: wire.Response, raws: list[bytearray]) -> None:
+    def _take(self, message: wire.Message, raws: list[memoryview]) -> None:
+        match message:
+            case wire.Execute():
+                with self._lock:
+                    for head in message.requests:
+                        self._open[head.number] = _Window()
+                self._orders.append((message, raws))
+            case wire.CancelRequest():
+                with self._lock:
+                    if message.number in self._open:
+                        self._cancelled.add(message.number)
+                        self._credit.notify_all()
+            case wire.ResponseCredit():
+                with self._lock:
+                    if (window := self._open.get(message.number)) is not None:
+                        window.allowed = max(window.allowed, message.total)
+                        self._credit.notify_all()
+            case wire.Response():
+                self._deliver(message, raws)
+            case _:
+                self._orders.append((message, raws))
+
+    def _deliver(self, head: wire.Response, raws: list[memoryview]) -> None:
         with self._lock:
             future = self._pending.pop(head.number, None)
             call = self._calls.pop(head.number, None) if head.final else self._calls.get(head.number)
@@ -152,31 +249,18 @@ class Stub:
         elif call is not None:
             call.add(head, _to_tensors(head.outputs, raws))
 
-    def _read(self) -> tuple[wire.Message, list[bytearray]]:
-        (length,) = wire.LENGTH.unpack(self._exactly(wire.LENGTH.size))
-        message = wire.decode(self._exactly(length))
-        return message, [self._exactly(tensor.size) for tensor in wire.tensors_of(message)]
 
-    def _exactly(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view, position = memoryview(data), 0
-        while position < size:
-            count = self._connection.recv_into(view[position:])
-            if not count:
-                raise EOFError
-            position += count
-        return data
-
-
-def _to_tensors(heads: Sequence[wire.TensorHead], raws: Sequence[bytearray]) -> list[Tensor]:
+def _to_tensors(heads: Sequence[wire.TensorHead], raws: Sequence[memoryview]) -> list[Tensor]:
     return [Tensor(head.name, wire.unpack(head, raw)) for head, raw in zip(heads, raws, strict=True)]
 
 
 class ModelProcess:
     """Carries out the worker's messages on the main thread."""
 
-    def __init__(self, stub: Stub) -> None:
+    def __init__(self, stub: Stub, begun: memoryview) -> None:
+        """`begun`: where the worker reads the number of the newest execution that has begun, should this process die."""
         self._stub = stub
+        self._begun = begun
         self._class: Any = None
         self._model: Any = None
         self._decoupled = False
@@ -185,7 +269,7 @@ class ModelProcess:
 
     def run(self) -> None:
         while True:
-            order, raws = self._stub.orders.get()
+            order, raws = self._stub.next_order()
             match order:
                 case wire.Start():
                     self._report(partial(self._start, order))
@@ -243,8 +327,19 @@ class ModelProcess:
 
     # Requests
 
-    def _execute(self, order: wire.Execute, raws: Sequence[bytearray]) -> None:
+    def _execute(self, order: wire.Execute, raws: Sequence[memoryview]) -> None:
+        numbers = [head.number for head in order.requests]
+        if all(map(self._stub.is_cancelled, numbers)):
+            for number in numbers:
+                self._stub.over(number)
+            return self._stub.send(wire.Done(number=order.number))
+        self._begun[0] = order.number
+        with self._stub.executing():
+            self._call_model(order, raws)
+
+    def _call_model(self, order: wire.Execute, raws: Sequence[memoryview]) -> None:
         requests, senders = [], []
+        start_ns = time.perf_counter_ns()
         position = 0
         for head in order.requests:
             count = len(head.inputs)
@@ -252,29 +347,30 @@ class ModelProcess:
             senders.append(sender)
             requests.append(InferenceRequest.arrived(head, _to_tensors(head.inputs, raws[position : position + count]), sender))
             position += count
+        call = _Call(order.number, senders, start_ns)
         try:
             returned = self._model.execute(requests)
         except BaseException as error:  # whatever it raises is the request's failure, not the end of the process
-            return self._failed(order.number, senders, error)
+            return self._failed(call, error)
         if inspect.isawaitable(returned):
-            self._follow(order.number, senders, returned)
+            self._follow(call, returned)
         else:
-            self._returned(order.number, senders, returned)
+            self._returned(call, returned)
 
-    def _follow(self, number: int, senders: Sequence[InferenceResponseSender], work: Any) -> None:
+    def _follow(self, call: _Call, work: Any) -> None:
         """Await an `async` execute. For a decoupled model the next one may run beside it."""
 
         async def run() -> None:
             try:
                 returned = await work
             except BaseException as error:
-                self._failed(number, senders, error)
+                self._failed(call, error)
             else:
-                self._returned(number, senders, returned)
+                self._returned(call, returned)
 
         future = asyncio.run_coroutine_threadsafe(run(), self._event_loop())
         if self._decoupled:
-            self._stub.send(wire.Done(number))
+            self._send_done(call)
         else:
             future.result()
 
@@ -284,14 +380,16 @@ class ModelProcess:
             threading.Thread(target=_run_forever, args=(self._loop,), name="execute", daemon=True).start()
         return self._loop
 
-    def _returned(self, number: int, senders: Sequence[InferenceResponseSender], returned: Any) -> None:
+    def _returned(self, call: _Call, returned: Any) -> None:
         try:
-            self._send_returned(senders, returned)
+            self._finish(call, returned)
         except BaseException as error:
-            return self._failed(number, senders, error)
-        self._stub.send(wire.Done(number))
+            return self._failed(call, error)
+        self._send_done(call)
 
-    def _send_returned(self, senders: Sequence[InferenceResponseSender], returned: Any) -> None:
+    def _finish(self, call: _Call, returned: Any) -> None:
+        """Collect the responses that `execute` returned."""
+        senders = call.senders
         if returned is None and (self._decoupled or all(sender.taken for sender in senders)):
             return
         if self._decoupled:
@@ -306,13 +404,30 @@ class ModelProcess:
                 raise pb_utils.TritonModelException(
                     f"execute returned a {type(response).__name__} instead of an InferenceResponse"
                 )
-            sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            head, raws = sender.finish(response)
+            call.responses.append(head)
+            call.buffers += raws
 
-    def _failed(self, number: int, senders: Sequence[InferenceResponseSender], error: BaseException) -> None:
+    def _failed(self, call: _Call, error: BaseException) -> None:
         traceback.print_exception(error)
-        for sender in senders:
+        for sender in call.senders:
             sender.fail(_text(error))
-        self._stub.send(wire.Done(number, _text(error)))
+        self._send_done(call)
+
+    def _send_done(self, call: _Call) -> None:
+        infer_ns = time.perf_counter_ns() - call.start_ns
+        self._stub.send(wire.Done(number=call.number, responses=tuple(call.responses), infer_ns=infer_ns), call.buffers)
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of `execute`, and the responses that it returned."""
+
+    number: int
+    senders: Sequence[InferenceResponseSender]
+    start_ns: int
+    responses: list[wire.Response] = field(default_factory=list)
+    buffers: list[wire.Buffer] = field(default_factory=list)
 
 
 def _in_event_loop() -> bool:
@@ -340,11 +455,12 @@ def _text(error: BaseException) -> str:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the worker, which lets requests finish
     stub = Stub(socket.socket(fileno=int(sys.argv[1])))
+    begun = memoryview(mmap.mmap(int(sys.argv[2]), mmap.PAGESIZE)).cast("Q")
     pb_utils.attach(stub)
     for name in ("triton_python_backend_utils", "c_python_backend_utils"):
         sys.modules[name] = pb_utils
-    threading.Thread(target=stub.read_all, name="worker", daemon=True).start()
-    ModelProcess(stub).run()
+    threading.Thread(target=stub.read_for_main, name="reader", daemon=True).start()
+    ModelProcess(stub, begun).run()
 
 
 if __name__ == "__main__":

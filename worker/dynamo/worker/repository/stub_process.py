@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import mmap
+import os
 import socket
+import struct
 import subprocess
 import sys
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from dynamo.common.background import start
@@ -28,14 +29,17 @@ from dynamo.common.errors import (
 )
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.execution import ModelRequest, ModelResult
+from dynamo.worker.repository.link import Link
 from dynamo.worker.repository.pb_utils import TritonError
+from dynamo.worker.repository.pipeline import Execution
+from dynamo.worker.repository.responses import ProcessDied, Responses
 
 log = logging.getLogger(__name__)
 
-MAX_UNREAD = 8192
-"""Responses of one request that wait for a slow caller. A model that sends more, beyond its window, fails its request."""
-MAX_UNREAD_BYTES = 256 * 2**20
 _FINALIZE_S = 30.0
+_AHEAD_NS = 2_000_000
+"""Executions are sent to a process before it is idle if those that it has take no longer than this together."""
+_MOST_AHEAD = 16
 _MODULE = "dynamo.worker.repository.stub"
 
 _TO_CODE = {
@@ -73,73 +77,11 @@ def to_code(error: DynamoError) -> int:
     return _TO_CODE.get(error.code, TritonError.INTERNAL)
 
 
-class ProcessDied(EngineError):
-    """The process ended while it had the request."""
-
-
-class ResponseStream:
-    """The responses to one request, filled by the process and read by the caller.
-
-    `grant` gives the model credit as the caller reads: it is called with the number of responses that may be sent in total.
-    """
-
-    def __init__(self, grant: Callable[[int], None]) -> None:
-        self._items: deque[ModelResult | DynamoError | None] = deque()
-        """None marks the end."""
-        self._unread_bytes = 0
-        self._taken = 0
-        self._grant = grant
-        self._added = asyncio.Event()
-        self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<ResponseStream, unread={len(self._items)}, unread_bytes={self._unread_bytes}, taken={self._taken}>"
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the caller has left so much unread that no further response is kept."""
-        return len(self._items) >= MAX_UNREAD or self._unread_bytes > MAX_UNREAD_BYTES
-
-    def add(self, item: ModelResult | DynamoError | None) -> None:
-        """Add a response, an error, or None at the end."""
-        if not self._closed:
-            self._items.append(item)
-            if isinstance(item, ModelResult):
-                self._unread_bytes += _size_of(item)
-            self._added.set()
-
-    def close(self) -> None:
-        """Drop the responses: the caller has left."""
-        self._closed = True
-        self._items.clear()
-
-    async def read(self) -> AsyncGenerator[ModelResult, None]:
-        """Yield the responses. Raises the error that ended the request."""
-        while True:
-            while not self._items:
-                self._added.clear()
-                await self._added.wait()
-            item = self._items.popleft()
-            if item is None:
-                return
-            if isinstance(item, DynamoError):
-                raise item
-            self._unread_bytes -= _size_of(item)
-            self._taken += 1
-            if self._taken % (wire.RESPONSE_WINDOW // 2) == 0:
-                self._grant(self._taken + wire.RESPONSE_WINDOW)
-            yield item
-
-
-def _size_of(response: ModelResult) -> int:
-    return sum(array.nbytes for array in response.outputs.values())
-
-
 @dataclass(frozen=True, slots=True)
 class CallHandlers:
     """Serve the calls and queries of a model. Both run as tasks, which are cancelled when the process ends."""
 
-    call: Callable[[StubProcess, wire.RequestHead, Sequence[bytes]], Awaitable[None]]
+    call: Callable[[StubProcess, wire.RequestHead, Sequence[memoryview]], Awaitable[None]]
     control: Callable[[StubProcess, wire.Control], Awaitable[None]]
 
 
@@ -150,30 +92,51 @@ class StubProcess:
         self,
         name: str,
         process: subprocess.Popen[bytes],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        connection: socket.socket,
+        begun: mmap.mmap,
         handlers: CallHandlers,
     ) -> None:
         self.closed = asyncio.Event()
         self._name = name
         self._process = process
-        self._reader = reader
-        self._writer = writer
+        self._begun = begun
         self._handlers = handlers
         self._numbers = itertools.count(1)
         self._ready: asyncio.Future[wire.Ready] | None = None
-        self._streams: dict[int, ResponseStream] = {}
-        self._executions: dict[int, asyncio.Future[None]] = {}
+        self._responses: dict[int, Responses] = {}
+        """By the number of the request."""
+        self._executions: dict[int, Execution] = {}
+        """Those that have not returned, in order."""
+        self._usual_ns = 0
+        """How long an execution takes, lately."""
+        self._on_room: Callable[[], None] = _nothing
+        self._on_death: Callable[[StubProcess, Sequence[Execution]], None] | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._reading = start(self._read_all(), f"stub of {name}")
+        self._link = Link(connection, self._take, self._on_end)
+        self._ending: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        state = f"alive={self.is_alive}, streams={len(self._streams)}, calls={len(self._calls)}"
+        state = f"alive={self.is_alive}, load={self.load}, requests={len(self._responses)}, calls={len(self._calls)}"
         return f"<StubProcess {self._process.pid} of {self._name}, {state}>"
 
     @property
     def is_alive(self) -> bool:
         return not self.closed.is_set()
+
+    @property
+    def load(self) -> int:
+        """Executions that have not returned."""
+        return len(self._executions)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another execution may be sent: the process is idle, or it will be very soon."""
+        load = len(self._executions)
+        return not load or (load < _MOST_AHEAD and 0 < load * self._usual_ns <= _AHEAD_NS)
+
+    def serve(self, on_room: Callable[[], None], on_death: Callable[[StubProcess, Sequence[Execution]], None]) -> None:
+        """Have `on_room` called when an execution has returned, and `on_death` with those that have not begun."""
+        self._on_room, self._on_death = on_room, on_death
 
     # Orders
 
@@ -200,12 +163,12 @@ class StubProcess:
 
     async def end(self) -> None:
         """End the process now."""
-        self._reading.cancel()
-        await asyncio.wait((self._reading,))
-        self._writer.close()
+        self._link.close()
         self._process.kill()  # nothing happens if it has ended
-        self.closed.set()
         await asyncio.to_thread(self._process.wait)
+        if self._ending is not None:
+            await self._ending
+        self._fail_all("was ended")
 
     async def _order(self, order: wire.Message) -> wire.Ready:
         if not self.is_alive:
@@ -220,72 +183,57 @@ class StubProcess:
 
     # Requests
 
-    def execute(
-        self, requests: Sequence[ModelRequest], model: str
-    ) -> tuple[list[int], list[ResponseStream], asyncio.Future[None]]:
-        """Send requests for one call of `execute`. Return their numbers, their responses, and a future of the call's end."""
-        if not self.is_alive:
-            raise Unavailable(f"the process of model '{self._name}' has just ended")
-        heads, buffers, sinks = [], [], []
-        for request in requests:
-            head, raws = _to_wire(next(self._numbers), request, model)
+    def execute(self, execution: Execution) -> None:
+        """Send requests for one call of `execute`."""
+        heads, buffers = [], []
+        for request, responses in zip(execution.requests, execution.responses, strict=True):
+            head, raws = _to_wire(next(self._numbers), request, self._name)
             heads.append(head)
             buffers += raws
-            sinks.append(ResponseStream(partial(self._grant, head.number)))
-        for head, sink in zip(heads, sinks, strict=True):
-            self._streams[head.number] = sink
-        execution = next(self._numbers)
-        over = self._executions[execution] = asyncio.get_running_loop().create_future()
-        self.send(wire.Execute(execution, tuple(heads)), buffers)
-        return [head.number for head in heads], sinks, over
+            self._responses[head.number] = responses
+        execution.number = next(self._numbers)
+        execution.numbers = [head.number for head in heads]
+        self._executions[execution.number] = execution
+        self.send(wire.Execute(execution.number, tuple(heads)), buffers)
 
-    def forget(self, number: int) -> None:
-        """Drop a request. If it has not ended, the model is notified of the cancellation."""
-        sink = self._streams.pop(number, None)
-        if sink is not None:
-            sink.close()
-            if self.is_alive:
+    def forget(self, execution: Execution) -> None:
+        """Drop an execution. If requests of it have not ended, the model is notified of the cancellation."""
+        for number in execution.numbers:
+            responses = self._responses.pop(number, None)
+            if responses is not None:
+                responses.close()
                 self.send(wire.CancelRequest(number))
 
-    def _grant(self, number: int, total: int) -> None:
-        if number in self._streams:
+    def grant(self, number: int, total: int) -> None:
+        """Let the model send `total` responses to a request, counted from the first."""
+        if number in self._responses:
             self.send(wire.ResponseCredit(number, total))
 
     def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
-        if self.is_alive:
-            self._writer.writelines(wire.encode(message, buffers))
+        self._link.send(wire.encode(message, buffers))
+
+    async def send_in_time(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
+        """Send, no faster than the process reads."""
+        self.send(message, buffers)
+        await self._link.ready()
 
     # Reading
 
-    async def _read_all(self) -> None:
-        why = "has ended"
-        try:
-            while True:
-                self._take(*await self._read())
-        except (asyncio.IncompleteReadError, ConnectionError):
-            status = await asyncio.to_thread(self._process.wait)
-            why = f"has ended with status {status}"
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            why = f"sent what cannot be read: {error}"
-            log.exception("the process of model '%s' %s", self._name, why)
-        finally:
-            self._fail_all(why)
+    def _on_end(self, why: str) -> None:
+        self._ending = start(self._end_after_socket(why), f"end of a process of {self._name}")
 
-    async def _read(self) -> tuple[wire.Message, list[bytes]]:
-        (length,) = wire.LENGTH.unpack(await self._reader.readexactly(wire.LENGTH.size))
-        message = wire.decode(await self._reader.readexactly(length))
-        return message, [await self._reader.readexactly(tensor.size) for tensor in wire.tensors_of(message)]
+    async def _end_after_socket(self, why: str) -> None:
+        if why:
+            self._process.kill()
+        status = await asyncio.to_thread(self._process.wait)
+        self._fail_all(why or f"has ended with status {status}")
 
-    def _take(self, message: wire.Message, raws: list[bytes]) -> None:
+    def _take(self, message: wire.Message, raws: list[memoryview]) -> None:
         match message:
             case wire.Response():
                 self._deliver(message, raws)
             case wire.Done():
-                over = self._executions.pop(message.number, None)
-                if over is not None and not over.done():
-                    over.set_result(None)
+                self._return(message, raws)
             case wire.Ready():
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(message)
@@ -302,22 +250,34 @@ class StubProcess:
             case _:
                 raise ValueError(f"unexpected message {type(message).__name__}")
 
-    def _deliver(self, head: wire.Response, raws: list[bytes]) -> None:
-        sink = self._streams.get(head.number)
-        if sink is None:
+    def _return(self, done: wire.Done, raws: Sequence[memoryview]) -> None:
+        execution = self._executions.pop(done.number, None)
+        if execution is not None:
+            execution.infer_ns = done.infer_ns
+            self._usual_ns += (done.infer_ns - self._usual_ns) // (8 if self._usual_ns else 1)
+        position = 0
+        for response in done.responses:
+            count = len(response.outputs)
+            self._deliver(response, raws[position : position + count])
+            position += count
+        self._on_room()
+
+    def _deliver(self, head: wire.Response, raws: Sequence[memoryview]) -> None:
+        responses = self._responses.get(head.number)
+        if responses is None:
             return
-        if sink.is_full and not head.final:
-            sink.add(Overloaded(f"the caller reads the responses of model '{self._name}' too slowly"))
-            del self._streams[head.number]
+        if responses.is_full and not head.final:
+            responses.add(Overloaded(f"the caller reads the responses of model '{self._name}' too slowly"))
+            del self._responses[head.number]
             self.send(wire.CancelRequest(head.number))
             return
         if head.error is not None:
-            sink.add(to_error(head.error, head.code))
+            responses.add(to_error(head.error, head.code))
         elif head.outputs or not head.final:
-            sink.add(ModelResult(_to_arrays(head.outputs, raws), head.parameters))
+            responses.add(ModelResult(_to_arrays(head.outputs, raws), head.parameters))
         if head.final:
-            self._streams.pop(head.number, None)
-            sink.add(None)
+            del self._responses[head.number]
+            responses.add(None)
 
     def _begin(self, number: int, work: Awaitable[None]) -> None:
         async def run() -> None:
@@ -329,19 +289,40 @@ class StubProcess:
         self._calls[number] = start(run(), f"a call of model '{self._name}'")
 
     def _fail_all(self, why: str) -> None:
+        """The process has ended: give back what it had not begun, and fail the rest."""
+        if self.closed.is_set():
+            return
         self.closed.set()
         text = f"the process of model '{self._name}' {why}"
-        for sink in self._streams.values():
-            sink.add(ProcessDied(text))
-        self._streams.clear()
-        for done in self._executions.values():
-            if not done.done():
-                done.set_result(None)
+        unbegun = self._take_unbegun()
+        for responses in self._responses.values():
+            responses.add(ProcessDied(text))
+        self._responses.clear()
         self._executions.clear()
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(wire.Ready(error=text))
         for task in self._calls.values():
             task.cancel()
+        if self._on_death is not None:
+            self._on_death(self, unbegun)
+
+    def _take_unbegun(self) -> list[Execution]:
+        """Return the executions that have not begun. If there is nothing else that can have ended the process, the first has."""
+        [newest] = struct.unpack_from("=Q", self._begun)
+        unbegun = [execution for number, execution in self._executions.items() if number > newest]
+        has_begun = len(unbegun) < len(self._executions)
+        unbegun = [execution for execution in unbegun if not self._responses.keys().isdisjoint(execution.numbers)]
+        numbers = {number for execution in unbegun for number in execution.numbers}
+        if not has_begun and numbers.issuperset(self._responses):
+            for number in unbegun.pop(0).numbers if unbegun else ():
+                numbers.discard(number)
+        for number in numbers:
+            self._responses.pop(number, None)
+        return unbegun
+
+
+def _nothing() -> None:
+    """There is nobody to notify."""
 
 
 def _to_wire(number: int, request: ModelRequest, model: str) -> tuple[wire.RequestHead, list[wire.Buffer]]:
@@ -369,25 +350,29 @@ def _whole(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _to_arrays(heads: Sequence[wire.TensorHead], raws: Sequence[bytes]) -> dict[str, wire.Array]:
+def _to_arrays(heads: Sequence[wire.TensorHead], raws: Sequence[memoryview]) -> dict[str, wire.Array]:
     return {head.name: wire.unpack(head, raw) for head, raw in zip(heads, raws, strict=True)}
 
 
 async def open_stub(name: str, handlers: CallHandlers) -> StubProcess:
     """Start a process for one instance of the model `name`. The model is not loaded yet."""
     ours, theirs = socket.socketpair()
+    memory = os.memfd_create("begun")
     try:
+        os.ftruncate(memory, mmap.PAGESIZE)
+        begun = mmap.mmap(memory, mmap.PAGESIZE)
+        passed = (theirs.fileno(), memory)
         # Not by asyncio, whose loop forks: the fork handlers of gRPC crash a process that has other threads. Popen does not.
         process = subprocess.Popen(  # noqa: ASYNC220, S603
-            [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
+            [sys.executable, "-P", "-m", _MODULE, *map(str, passed)],
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=passed,
             start_new_session=True,  # Ctrl-C is for the worker, which lets requests finish first
         )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=1024 * 1024)
     except BaseException:
         ours.close()
         raise
     finally:
         theirs.close()
-    return StubProcess(name, process, reader, writer, handlers)
+        os.close(memory)
+    return StubProcess(name, process, ours, begun, handlers)

@@ -1,7 +1,8 @@
 """Messages between a worker and the process of a Python-backend model, over a socket of their own.
 
-A message is a little-endian u32 length, a msgpack head, and then the tensors that the head names, in order. This module is
-imported by the model's process too, which may hold any libraries in any versions: numpy and msgspec are all it needs.
+A message is a prefix with the sizes of its head and its body, a msgpack head, and the body: the tensors that the head names, in
+order. Body and tensors begin at multiples of 8 bytes. This module is imported by the model's process too, which may hold any
+libraries in any versions: numpy and msgspec are all it needs.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ Array: TypeAlias = NDArray[Any]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Parameter: TypeAlias = bool | int | float | str
 
-LENGTH = struct.Struct("<I")
 MAX_HEAD_BYTES = 64 * 2**20
 RESPONSE_WINDOW = 256
 """Responses of one request that a model may send before its caller has read any."""
+
+_PREFIX = struct.Struct("<IQ")
+_LENGTH = struct.Struct("<I")
+_ALIGNMENT = 8
+_SCRATCH_BYTES = 128 * 1024
+_PADDING = tuple(bytes(count) for count in range(_ALIGNMENT))
 
 NUMPY: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
@@ -88,7 +94,10 @@ class Initialize(msgspec.Struct, frozen=True, tag=True):
 
 
 class Execute(msgspec.Struct, frozen=True, tag=True):
-    """To the model: requests for one call of `execute`. The response is a Response for each, and Done."""
+    """To the model: requests for one call of `execute`. The response is a Response for each, in Done or before or after it.
+
+    Executions are numbered in the order in which they are sent and begin.
+    """
 
     number: int
     requests: tuple[RequestHead, ...]
@@ -129,11 +138,13 @@ class Response(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_default
     parameters: dict[str, Parameter] = {}
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """From the model: `execute` has returned, or raised."""
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+    """From the model: `execute` has returned these responses, or raised; or it was not called, as all requests were cancelled."""
 
     number: int
-    error: str = ""
+    responses: tuple[Response, ...] = ()
+    infer_ns: int = 0
+    """How long `execute` ran."""
 
 
 class CallModel(msgspec.Struct, frozen=True, tag=True):
@@ -183,7 +194,16 @@ _ENCODER = msgspec.msgpack.Encoder()
 def encode(message: Message, buffers: Iterable[Buffer] = ()) -> list[Buffer]:
     """Return the pieces of a message, to be written at once."""
     head = _ENCODER.encode(message)
-    return [LENGTH.pack(len(head)), head, *buffers]
+    pieces: list[Buffer] = [b"", head, b""]
+    body_bytes = 0
+    for buffer in buffers:
+        padding = -len(buffer) % _ALIGNMENT
+        pieces += (buffer, _PADDING[padding])
+        body_bytes += len(buffer) + padding
+    pieces[0] = _PREFIX.pack(len(head), body_bytes)
+    if body_bytes:
+        pieces[2] = _PADDING[-(_PREFIX.size + len(head)) % _ALIGNMENT]
+    return pieces
 
 
 def decode(head: Buffer) -> Message:
@@ -196,6 +216,8 @@ def tensors_of(message: Message) -> Sequence[TensorHead]:
     match message:
         case Execute():
             return [tensor for request in message.requests for tensor in request.inputs]
+        case Done():
+            return [tensor for response in message.responses for tensor in response.outputs]
         case CallModel():
             return message.request.inputs
         case Response():
@@ -204,13 +226,93 @@ def tensors_of(message: Message) -> Sequence[TensorHead]:
             return ()
 
 
+class MessageReader:
+    """Cuts what comes from a socket into messages.
+
+    Small messages are read many at once. One that is larger than the buffer gets memory of its own, where its tensors stay.
+    """
+
+    def __init__(self) -> None:
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._buffer = self._scratch
+        """Where the bytes go: `_scratch`, or the memory of one large message."""
+        self._filled = 0
+
+    def space(self) -> memoryview:
+        """Return where to read to. Never empty."""
+        return self._buffer[self._filled :]
+
+    def advance(self, count: int) -> list[tuple[Message, list[memoryview]]]:
+        """Return the messages that are whole after `count` more bytes, with their tensors, which are writable.
+
+        Raises ValueError for what is no message.
+        """
+        self._filled += count
+        if self._buffer is not self._scratch:
+            return [self._take_large()] if self._filled == len(self._buffer) else []
+        messages: list[tuple[Message, list[memoryview]]] = []
+        position = 0
+        while self._filled - position >= _PREFIX.size:
+            head_bytes, body_bytes = _PREFIX.unpack_from(self._scratch, position)
+            begin, end = _extent(head_bytes, body_bytes)
+            if position + end > self._filled:
+                self._move_to_front(position, max(end, len(self._scratch)))
+                return messages
+            message = decode(self._scratch[position + _PREFIX.size : position + _PREFIX.size + head_bytes])
+            body = memoryview(bytearray(self._scratch[position + begin : position + end])) if body_bytes else _NOTHING
+            messages.append((message, _cut(message, body)))
+            position += end
+        self._move_to_front(position, len(self._scratch))
+        return messages
+
+    def _take_large(self) -> tuple[Message, list[memoryview]]:
+        whole = self._buffer
+        self._buffer, self._filled = self._scratch, 0
+        head_bytes, body_bytes = _PREFIX.unpack_from(whole)
+        message = decode(whole[_PREFIX.size : _PREFIX.size + head_bytes])
+        return message, _cut(message, whole[len(whole) - body_bytes :])
+
+    def _move_to_front(self, position: int, size: int) -> None:
+        """Keep what follows `position` as the beginning of a message of `size` bytes."""
+        if not position and size == len(self._scratch):
+            return
+        left = self._scratch[position : self._filled]
+        if size > len(self._scratch):
+            self._buffer = memoryview(bytearray(size))
+        self._buffer[: len(left)] = bytes(left)
+        self._filled = len(left)
+
+
+_NOTHING = memoryview(bytearray())
+
+
+def _extent(head_bytes: int, body_bytes: int) -> tuple[int, int]:
+    """Return where the body of a message begins and ends."""
+    if head_bytes > MAX_HEAD_BYTES:
+        raise ValueError(f"the head of a message has {head_bytes} bytes")
+    begin = _PREFIX.size + head_bytes
+    if body_bytes:
+        begin += -begin % _ALIGNMENT
+    return begin, begin + body_bytes
+
+
+def _cut(message: Message, body: memoryview) -> list[memoryview]:
+    tensors, position = [], 0
+    for tensor in tensors_of(message):
+        tensors.append(body[position : position + tensor.size])
+        position += tensor.size + -tensor.size % _ALIGNMENT
+    if position != len(body):
+        raise ValueError(f"the tensors of a message have {position} bytes, its body {len(body)}")
+    return tensors
+
+
 def pack(name: str, array: Array) -> tuple[TensorHead, Buffer]:
     """Return a tensor's head and its bytes, without a copy where possible. Raises ValueError for a dtype without a datatype."""
     if array.dtype.kind in "OSU":
         datatype: str = "BYTES"
         raw: Buffer = _encode_bytes(array)
     else:
-        numeric = _DATATYPES.get(array.dtype.newbyteorder("<") if array.dtype.itemsize > 1 else array.dtype)
+        numeric = _DATATYPES.get(array.dtype) or _DATATYPES.get(array.dtype.newbyteorder("<"))
         if numeric is None:
             raise ValueError(f"tensor '{name}' is an array of {array.dtype}, for which there is no datatype")
         datatype = numeric
@@ -230,7 +332,7 @@ def _encode_bytes(array: Array) -> bytes:
     parts: list[bytes] = []
     for element in array.reshape(-1).tolist():
         data = element if isinstance(element, bytes) else str(element).encode()
-        parts += (LENGTH.pack(len(data)), data)
+        parts += (_LENGTH.pack(len(data)), data)
     return b"".join(parts)
 
 
@@ -238,8 +340,8 @@ def _decode_bytes(raw: Buffer, shape: tuple[int, ...]) -> Array:
     elements: list[bytes] = []
     view, position = memoryview(raw), 0
     while position < len(view):
-        (length,) = LENGTH.unpack_from(view, position)
-        position += LENGTH.size
+        (length,) = _LENGTH.unpack_from(view, position)
+        position += _LENGTH.size
         elements.append(bytes(view[position : position + length]))
         position += length
     array = np.empty(len(elements), object)

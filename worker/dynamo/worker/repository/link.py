@@ -1,0 +1,119 @@
+"""The worker's end of the socket to a model's process.
+
+What is sent in one turn of the event loop leaves in one system call, and all messages that have come are taken at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import TypeAlias
+
+from dynamo.worker.repository import wire
+
+log = logging.getLogger(__name__)
+
+OnMessage: TypeAlias = Callable[[wire.Message, list[memoryview]], None]
+MAX_UNSENT_BYTES = 4 * 2**20
+"""So much may wait for the process to read before `ready` waits."""
+_MAX_PIECES = 512
+"""Buffers in one system call; the limit of Linux is 1024."""
+
+
+class Link:
+    """Sends and receives on the event loop that it is created on. `close` it."""
+
+    def __init__(self, connection: socket.socket, on_message: OnMessage, on_end: Callable[[str], None]) -> None:
+        """`on_end` is called once, when the process has closed its end: with "" or, if it sent what is no message, the reason."""
+        self._connection = connection
+        self._on_message = on_message
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._messages = wire.MessageReader()
+        self._unsent: deque[wire.Buffer] = deque()
+        self._unsent_bytes = 0
+        self._is_scheduled = False
+        """A call of `_write` is due: this turn, or when the socket takes more."""
+        self._is_open = True
+        self._room: deque[asyncio.Future[None]] = deque()
+        connection.setblocking(False)
+        self._loop.add_reader(connection, self._read)
+
+    def send(self, pieces: Iterable[wire.Buffer]) -> None:
+        """Send at the end of this turn. Does nothing after the end."""
+        if not self._is_open:
+            return
+        for piece in pieces:
+            self._unsent.append(piece)
+            self._unsent_bytes += len(piece)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._write)
+
+    async def ready(self) -> None:
+        """Wait until the process has read enough of what was sent."""
+        while self._is_open and self._unsent_bytes > MAX_UNSENT_BYTES:
+            room = self._loop.create_future()
+            self._room.append(room)
+            await room
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._loop.remove_reader(self._connection)
+            self._loop.remove_writer(self._connection)
+            self._connection.close()
+            self._unsent.clear()
+            self._wake()
+
+    def _write(self) -> None:
+        if not self._is_open:
+            return
+        while self._unsent:
+            try:
+                sent = self._connection.sendmsg(list(islice(self._unsent, _MAX_PIECES)))
+            except BlockingIOError:
+                self._loop.add_writer(self._connection, self._write)
+                return
+            except OSError:  # the process has ended, which reading tells after all that it sent
+                self._unsent.clear()
+                self._unsent_bytes = 0
+                break
+            self._unsent_bytes -= sent
+            while self._unsent and sent >= len(self._unsent[0]):
+                sent -= len(self._unsent.popleft())
+            if sent:
+                self._unsent[0] = memoryview(self._unsent[0])[sent:]
+        self._loop.remove_writer(self._connection)
+        self._is_scheduled = False
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._room:
+            room = self._room.popleft()
+            if not room.done():
+                room.set_result(None)
+
+    def _read(self) -> None:
+        try:
+            count = self._connection.recv_into(self._messages.space())
+        except BlockingIOError:
+            return
+        except OSError:
+            count = 0
+        if not count:
+            return self._end("")
+        try:
+            for message, raws in self._messages.advance(count):
+                self._on_message(message, raws)
+        except Exception as error:
+            log.exception("a process sent what cannot be read")
+            self._end(f"sent what cannot be read: {error}")
+
+    def _end(self, why: str) -> None:
+        self.close()
+        self._on_end(why)

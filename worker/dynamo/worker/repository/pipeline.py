@@ -1,0 +1,138 @@
+"""The requests of one model on their way through its processes.
+
+A process is given its next executions before it is idle, as many as it needs to stay busy for about two milliseconds. So requests
+of a model that takes longer wait here, for whichever process is idle first. A process that dies fails only what it had begun;
+the rest goes to another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+from dynamo.common.errors import Unavailable
+from dynamo.worker.repository.execution import ModelRequest
+from dynamo.worker.repository.responses import Responses, ResponseStream, SingleResponse
+
+if TYPE_CHECKING:
+    from dynamo.worker.repository.stub_process import StubProcess
+
+
+class NoProcess(Unavailable):
+    """No process of the model is alive. The request has not begun."""
+
+
+class Execution:
+    """Requests for one call of `execute`, until their responses are read."""
+
+    __slots__ = ("infer_ns", "number", "numbers", "process", "requests", "responses", "sent_ns")
+
+    def __init__(self, requests: Sequence[ModelRequest]) -> None:
+        self.requests = requests
+        self.responses: Sequence[Responses] = ()
+        self.process: StubProcess | None = None
+        """None: it waits for one."""
+        self.number = 0
+        self.numbers: Sequence[int] = ()
+        """Of the requests, in the process."""
+        self.sent_ns = 0
+        self.infer_ns = 0
+        """How long `execute` ran; 0 if it has not returned."""
+
+    @classmethod
+    def of_one_response(cls, requests: Sequence[ModelRequest], model: str) -> tuple[Execution, list[SingleResponse]]:
+        execution = cls(requests)
+        responses = [SingleResponse(model) for _ in requests]
+        execution.responses = responses
+        return execution, responses
+
+    @classmethod
+    def of_many_responses(cls, request: ModelRequest) -> tuple[Execution, ResponseStream]:
+        execution = cls([request])
+        stream = ResponseStream(execution._grant)
+        execution.responses = [stream]
+        return execution, stream
+
+    def _grant(self, total: int) -> None:
+        if self.process is not None:
+            self.process.grant(self.numbers[0], total)
+
+    def fail(self, error: Unavailable) -> None:
+        for responses in self.responses:
+            responses.add(error)
+
+
+class Pipeline:
+    """Gives executions to the processes of one model."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._waiting: OrderedDict[Execution, None] = OrderedDict()
+        self._processes: list[StubProcess] = []
+        self._has_process = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Pipeline of {self._model}, waiting={len(self._waiting)}, processes={self._processes}>"
+
+    @property
+    def processes(self) -> Sequence[StubProcess]:
+        """Those that are alive."""
+        return tuple(self._processes)
+
+    async def has_process(self) -> None:
+        """Return when a process is alive."""
+        await self._has_process.wait()
+
+    def add(self, process: StubProcess) -> None:
+        """Use a process that is ready. Calls `remove` when it ends."""
+        if process.is_alive:
+            self._processes.append(process)
+            self._has_process.set()
+            process.serve(self._give, self._remove)
+            self._give()
+
+    def submit(self, execution: Execution) -> None:
+        """Run an execution as soon as a process has room. Raises NoProcess."""
+        if not self._processes:
+            raise self._no_process()
+        self._waiting[execution] = None
+        self._give()
+
+    def leave(self, execution: Execution) -> None:
+        """The caller wants no more responses. What has not begun never does; the model is notified of the rest."""
+        if execution.process is not None:
+            execution.process.forget(execution)
+        else:
+            self._waiting.pop(execution, None)
+
+    def _give(self) -> None:
+        while self._waiting:
+            process = min(self._processes, key=_load)
+            if not process.has_room:
+                return
+            execution, _ = self._waiting.popitem(last=False)
+            execution.process = process
+            execution.sent_ns = perf_counter_ns()
+            process.execute(execution)
+
+    def _remove(self, process: StubProcess, unbegun: Sequence[Execution]) -> None:
+        self._processes.remove(process)
+        for execution in reversed(unbegun):
+            execution.process = None
+            self._waiting[execution] = None
+            self._waiting.move_to_end(execution, last=False)
+        if self._processes:
+            return self._give()
+        self._has_process.clear()
+        while self._waiting:
+            self._waiting.popitem()[0].fail(self._no_process())
+
+    def _no_process(self) -> NoProcess:
+        return NoProcess(f"the processes of model '{self._model}' have died and are being started again")
+
+
+def _load(process: StubProcess) -> int:
+    return process.load
