@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+READER_TAG = 0xFEED
+
 
 @contextmanager
 def memory_folder() -> Iterator[Path]:
@@ -22,6 +24,7 @@ class FakeReader:
 
     is_alive: bool = True
     beat: int = 0
+    tag: int = READER_TAG
 
 
 def mappings_of(inode: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,6 +188,45 @@ async def test_a_request_whose_body_cannot_be_read_is_sent_again_in_messages() -
         assert p.ours.bytes["lent"] == 3 * LARGE, "one refusal is enough"
         await asyncio.sleep(3)
         assert p.regions == (0, 0)
+
+
+@in_virtual_time
+async def test_refusals_that_no_instance_has_reason_for_change_nothing() -> None:
+    held = Held()
+    async with plane({"echo": held}) as p:
+        small, large = p.open("echo", b"x"), p.open("echo", content(LARGE))
+        for stream in (small, large, small, large):
+            stream.on_far()
+        await asyncio.sleep(0.1)
+        for stream in (small, large, large):
+            stream.on_far()
+        held.release.set()
+        assert (bytes(await small.result()), bytes(await large.result())) == (b"x", content(LARGE))
+        assert len(held.bodies) == 2
+        held.bodies.clear()
+        del small, large, stream
+        await asyncio.sleep(3)
+        assert p.regions == (0, 0)
+        assert p.client.unacknowledged_bytes == 0
+
+
+@in_virtual_time
+async def test_a_request_that_arrives_twice_is_served_once() -> None:
+    held = Held()
+    async with plane({"echo": held}) as p:
+        publish = p.bus.publish
+
+        def publish_twice(*message: Any) -> None:
+            publish(*message)
+            publish(*message)
+
+        p.bus.publish = publish_twice  # type: ignore[method-assign]
+        stream = p.open("echo", content(LARGE))
+        await asyncio.sleep(0.1)
+        p.bus.publish = publish  # type: ignore[method-assign]
+        held.release.set()
+        assert bytes(await stream.result()) == content(LARGE)
+        assert len(held.bodies) == 1 and p.theirs.fallbacks == {}
 
 
 @in_virtual_time

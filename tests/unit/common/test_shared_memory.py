@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import gc
+import logging
+import mmap
+import multiprocessing
 import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +28,7 @@ from dynamo.common.shared_memory.files import ArenaRefused, remove_stale_files
 from dynamo.common.shared_memory.layout import UNIT_BYTES, Reference
 from dynamo.common.shared_memory.neighbour import BadReference, Neighbour
 from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
-from tests.support.arenas import FakeReader, mappings_of, memory_folder
+from tests.support.arenas import READER_TAG, FakeReader, mappings_of, memory_folder
 
 MIB = 2**20
 
@@ -45,7 +51,7 @@ def arena(folder: Path) -> Iterator[Arena]:
 def neighbour(folder: Path, arena: Arena) -> Iterator[Neighbour]:
     """The same arena as another process sees it."""
     with ExitStack() as stack:
-        neighbour = Neighbour(folder, arena.token)
+        neighbour = Neighbour(folder, arena.token, READER_TAG)
         stack.callback(neighbour.close)
         yield neighbour
 
@@ -149,6 +155,8 @@ def test_without_memory_in_the_system_nothing_is_lent(arena: Arena, monkeypatch:
     [
         Reference(0, UNIT_BYTES, 0),
         Reference(0, UNIT_BYTES, 2),
+        Reference(0, UNIT_BYTES - 1, 1),
+        Reference(0, 2 * UNIT_BYTES, 1),
         Reference(1, UNIT_BYTES, 1),
         Reference(-1, UNIT_BYTES, 1),
         Reference(0, 0, 1),
@@ -171,6 +179,22 @@ def test_a_region_cannot_be_taken_twice(arena: Arena, neighbour: Neighbour) -> N
     with pytest.raises(BadReference):
         neighbour.take(reference)
     assert view.nbytes == UNIT_BYTES
+
+
+def test_a_region_cannot_be_taken_again_after_it_was_released(arena: Arena, neighbour: Neighbour) -> None:
+    reference = lend(arena, bytes(UNIT_BYTES))
+    neighbour.take(reference)
+    with pytest.raises(BadReference, match="before"):
+        neighbour.take(reference)
+
+
+def test_a_region_that_is_lent_to_another_process_cannot_be_taken(folder: Path, arena: Arena, neighbour: Neighbour) -> None:
+    stranger = Neighbour(folder, arena.token, READER_TAG + 1)
+    reference = lend(arena, bytes(UNIT_BYTES))
+    with pytest.raises(BadReference, match="not lent to this process"):
+        stranger.take(reference)
+    assert neighbour.take(reference).nbytes == UNIT_BYTES
+    stranger.close()
 
 
 def test_a_late_reference_to_a_region_that_is_used_again_is_refused(arena: Arena, neighbour: Neighbour) -> None:
@@ -242,7 +266,7 @@ class LendingMachine(RuleBasedStateMachine):
         folder = self.stack.enter_context(memory_folder())
         self.arena = Arena(folder, MIB)
         self.stack.callback(self.arena.close)
-        self.neighbour = Neighbour(folder, self.arena.token)
+        self.neighbour = Neighbour(folder, self.arena.token, READER_TAG)
         self.stack.callback(self.neighbour.close)
         self.reader = FakeReader()
         self.random = random.Random(1)
@@ -330,7 +354,7 @@ def test_memory_in_regular_use_is_kept(arena: Arena, neighbour: Neighbour) -> No
 def test_nothing_stays_mapped_of_an_owner_that_is_gone(folder: Path) -> None:
     arena = Arena(folder, MIB)
     inode = (folder / arena.token.partition(":")[0]).stat().st_ino
-    neighbour = Neighbour(folder, arena.token)
+    neighbour = Neighbour(folder, arena.token, READER_TAG)
     view = neighbour.take(lend(arena, b"x" * 1000))
     arena.close()
     neighbour.close()
@@ -358,14 +382,14 @@ def test_its_file_is_gone_when_it_is_closed(folder: Path) -> None:
 def test_an_arena_that_others_may_open_is_refused(folder: Path, arena: Arena, mode: int) -> None:
     (folder / arena.token.partition(":")[0]).chmod(mode)
     with pytest.raises(ArenaRefused, match="of this user alone"):
-        Neighbour(folder, arena.token)
+        Neighbour(folder, arena.token, READER_TAG)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_an_arena_of_another_user_is_refused(folder: Path, arena: Arena) -> None:
     os.chown(folder / arena.token.partition(":")[0], 12345, 12345)
     with pytest.raises(ArenaRefused, match="of this user alone"):
-        Neighbour(folder, arena.token)
+        Neighbour(folder, arena.token, READER_TAG)
 
 
 def test_a_symbolic_link_is_not_followed(folder: Path, arena: Arena) -> None:
@@ -373,7 +397,7 @@ def test_a_symbolic_link_is_not_followed(folder: Path, arena: Arena) -> None:
     (folder / name).rename(folder / "elsewhere")
     (folder / name).symlink_to(folder / "elsewhere")
     with pytest.raises(ArenaRefused, match="cannot be opened"):
-        Neighbour(folder, arena.token)
+        Neighbour(folder, arena.token, READER_TAG)
 
 
 def test_a_pipe_in_place_of_an_arena_blocks_nobody(folder: Path, arena: Arena) -> None:
@@ -381,7 +405,7 @@ def test_a_pipe_in_place_of_an_arena_blocks_nobody(folder: Path, arena: Arena) -
     path.unlink()
     os.mkfifo(path, 0o600)
     with pytest.raises(ArenaRefused):
-        Neighbour(folder, arena.token)
+        Neighbour(folder, arena.token, READER_TAG)
     assert remove_stale_files(folder) == 0
 
 
@@ -390,12 +414,12 @@ def test_a_pipe_in_place_of_an_arena_blocks_nobody(folder: Path, arena: Arena) -
 )
 def test_what_is_no_token_opens_nothing(folder: Path, token: str) -> None:
     with pytest.raises(ArenaRefused, match="no token"):
-        Neighbour(folder, token)
+        Neighbour(folder, token, READER_TAG)
 
 
 def test_an_arena_without_the_nonce_of_the_token_is_refused(folder: Path, arena: Arena) -> None:
     with pytest.raises(ArenaRefused, match="nonce"):
-        Neighbour(folder, arena.token.partition(":")[0] + ":" + "0" * 32)
+        Neighbour(folder, arena.token.partition(":")[0] + ":" + "0" * 32, READER_TAG)
 
 
 def test_an_arena_of_another_kernel_is_refused(folder: Path, arena: Arena) -> None:
@@ -404,13 +428,13 @@ def test_an_arena_of_another_kernel_is_refused(folder: Path, arena: Arena) -> No
         file.write(b"0")
         file.write(b"1")
     with pytest.raises(ArenaRefused, match="another kernel"):
-        Neighbour(folder, arena.token)
+        Neighbour(folder, arena.token, READER_TAG)
 
 
 def test_an_arena_of_another_size_than_it_claims_is_refused(folder: Path, arena: Arena) -> None:
     os.truncate(folder / arena.token.partition(":")[0], arena.layout.file_bytes - 1)
     with pytest.raises(ArenaRefused, match="bytes where"):
-        Neighbour(folder, arena.token)
+        Neighbour(folder, arena.token, READER_TAG)
 
 
 def test_a_file_that_is_no_arena_is_refused(folder: Path, arena: Arena) -> None:
@@ -418,7 +442,55 @@ def test_a_file_that_is_no_arena_is_refused(folder: Path, arena: Arena) -> None:
     path.unlink()
     path.touch(0o600)
     with pytest.raises(ArenaRefused, match="too short"):
-        Neighbour(folder, arena.token)
+        Neighbour(folder, arena.token, READER_TAG)
+
+
+def test_programs_that_are_started_inherit_no_descriptor_of_an_arena(arena: Arena, neighbour: Neighbour) -> None:
+    program = "import os; print(*(os.path.realpath(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')))"
+    output = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, close_fds=False, check=True)
+    assert "arena" not in output.stdout
+
+
+def test_a_forked_child_does_not_keep_the_arena_of_its_dead_parent_alive(folder: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    tokens, children = context.SimpleQueue(), context.SimpleQueue()
+
+    def parent() -> None:
+        arena = Arena(folder, MIB)
+        child = context.Process(target=signal.pause)
+        child.start()
+        children.put(child.pid)
+        tokens.put(arena.token)
+        signal.pause()
+
+    process = context.Process(target=parent)
+    process.start()
+    neighbour = Neighbour(folder, tokens.get(), READER_TAG)
+    assert neighbour.is_alive
+    process.kill()
+    process.join()
+    assert not neighbour.is_alive
+    assert remove_stale_files(folder) == 1
+    os.kill(children.get(), signal.SIGKILL)
+    neighbour.close()
+
+
+def test_a_forked_child_does_not_remove_the_arena_of_its_parent(folder: Path, arena: Arena) -> None:
+    child = multiprocessing.get_context("fork").Process(target=arena.close)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert Neighbour(folder, arena.token, READER_TAG).is_alive
+
+
+async def test_an_arena_that_cannot_be_mapped_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    async with open_shared_memory(SharedMemoryOptions(dir=folder)) as memory:
+        assert memory is None
+    assert not list(folder.iterdir())
 
 
 # Stale files
@@ -466,6 +538,16 @@ def test_a_peer_that_cannot_be_opened_is_tried_once_and_counted(folder: Path) ->
         assert ours.fallbacks == {"unreachable": 1}
         ours.close()
         theirs.close()
+
+
+def test_what_is_no_token_is_neither_logged_nor_remembered(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ours = SharedMemory(folder, MIB)
+    for _ in range(2):
+        assert ours.neighbour("x" * 1_000_000) is None
+    assert ours.fallbacks == {"unreachable": 2}
+    assert not caplog.records
+    ours.close()
 
 
 def test_bytes_and_fallbacks_are_counted(folder: Path) -> None:

@@ -294,9 +294,10 @@ class RequestStream:
 
     def on_far(self) -> None:
         """The instance cannot read what is lent to it: send the request again, and the body with it."""
+        if not self._lent or self._credit is None:
+            return  # it says so twice, or of another request
         self._peer.is_far = True
         self._settle()
-        assert self._credit is not None
         self._credit.close(self)
         self._peer.outbox.add(self)
 

@@ -489,6 +489,8 @@ class RequestServer:
         return Outbox(self._connection, address, lambda batch: gone)
 
     def _on_near(self, peer: _CallerPeer, frame: frames.Near) -> None:
+        if frame.stream in peer.requests:
+            return
         neighbour = self.memory.neighbour(frame.arena) if self.memory is not None else None
         body: memoryview | None = frame.body
         if frame.generation:

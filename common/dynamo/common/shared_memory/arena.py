@@ -10,17 +10,18 @@ taking it, and looks once more whether it was taken.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import re
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from dynamo.common.shared_memory.files import create_file, remove_file
+from dynamo.common.shared_memory.files import create_file, remove_file, tag_of
 from dynamo.common.shared_memory.layout import BEAT_OFFSET, UNIT_BYTES, Layout, Reference, released, taken, units_for
 from dynamo.common.shared_memory.units import Units
 
@@ -32,6 +33,8 @@ _QUIET_BEATS = 2
 """After so many beats of a reader, what it was doing at the first has ended."""
 _LOOKED_AT = 2
 """So many of the longest lent regions are looked at with each new one, so that as many come back as are lent."""
+_CLOSED = -1
+"""In place of a descriptor."""
 
 _ABSENT, _IDLE, _RECENT, _USED = range(4)
 """States of a unit: without memory; free and not used since the last round; free; part of a region."""
@@ -41,6 +44,11 @@ _IDLE_RUNS = re.compile(bytes((_IDLE,)) + b"+")
 
 class Reader(Protocol):
     """The process that a region is lent to."""
+
+    @property
+    def tag(self) -> int:
+        """What it is called in the arena: `files.tag_of`."""
+        ...
 
     @property
     def is_alive(self) -> bool: ...
@@ -70,16 +78,26 @@ class Arena:
         """Create the file. Raises OSError."""
         self.layout = Layout(units_for(capacity_bytes))
         self._directory = directory
-        self._descriptor, self.token = create_file(directory, self.layout.units)
-        """What other processes open it by; `token` is its public half."""
-        self._map = mmap.mmap(self._descriptor, self.layout.file_bytes)
+        self._lock, self.token = create_file(directory, self.layout.units)
+        """The only descriptor that holds the lock: `mmap` keeps copies of what it is given. `token` is public."""
+        try:
+            self._map = _mapped(self._lock, self.layout)
+        except BaseException:
+            remove_file(directory, self.token)
+            os.close(self._lock)
+            raise
+        os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
         whole = memoryview(self._map)
         tables = whole.cast("Q")
-        begin, words = self.layout.generations_offset // 8, self.layout.units
-        self._generations = tables[begin : begin + words]
-        begin = self.layout.marks_offset // 8
-        self._marks = tables[begin : begin + words]
-        self._beat = tables[BEAT_OFFSET // 8 : BEAT_OFFSET // 8 + 1]
+
+        def table(offset: int, words: int) -> memoryview:
+            return tables[offset // 8 : offset // 8 + words]
+
+        self._generations = table(self.layout.generations_offset, self.layout.units)
+        self._sizes = table(self.layout.sizes_offset, self.layout.units)
+        self._tags = table(self.layout.tags_offset, self.layout.units)
+        self._marks = table(self.layout.marks_offset, self.layout.units)
+        self._beat = table(BEAT_OFFSET, 1)
         self._data = whole[self.layout.data_offset :]
         self._units = Units(self.layout.units)
         self._states = bytearray(self.layout.units)
@@ -96,6 +114,11 @@ class Arena:
     def __len__(self) -> int:
         """The number of regions that are lent."""
         return len(self._regions)
+
+    @property
+    def tag(self) -> int:
+        """What this process is called in the arenas of others."""
+        return tag_of(self.token)
 
     @property
     def capacity_bytes(self) -> int:
@@ -129,6 +152,8 @@ class Arena:
             position = end
         self._last_generation += 1
         region = _Region(unit, count, self._last_generation, reader, reader.beat)
+        self._sizes[unit] = size
+        self._tags[unit] = reader.tag
         self._generations[unit] = region.generation
         self._regions[region.generation] = region
         self._queue.append(region)
@@ -139,7 +164,7 @@ class Arena:
         end = unit + count
         if self._states.find(_ABSENT, unit, end) >= 0:
             try:
-                os.posix_fallocate(self._descriptor, self.layout.data_offset + unit * UNIT_BYTES, count * UNIT_BYTES)
+                os.posix_fallocate(self._lock, self.layout.data_offset + unit * UNIT_BYTES, count * UNIT_BYTES)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                     raise
@@ -218,8 +243,29 @@ class Arena:
 
     def close(self) -> None:
         """Remove the file, and let other processes know that its owner is gone. Readers keep what they have mapped."""
+        lock, self._lock = self._lock, _CLOSED
+        if lock == _CLOSED:
+            return  # or it belongs to the process that forked this one
         remove_file(self._directory, self.token)
-        for view in (self._data, self._beat, self._marks, self._generations):
+        for view in (self._data, self._beat, self._marks, self._tags, self._sizes, self._generations):
             view.release()
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
+        os.close(lock)
+
+
+def _mapped(lock: int, layout: Layout) -> mmap.mmap:
+    """Map the file of a descriptor. Raises OSError, also where memory of it could not be returned."""
+    descriptor = os.open(f"/proc/self/fd/{lock}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        mapped = mmap.mmap(descriptor, layout.file_bytes)
+    finally:
+        os.close(descriptor)
+    mapped.madvise(mmap.MADV_REMOVE, layout.data_offset, UNIT_BYTES)
+    return mapped
+
+
+def _leave_to_parent(reference: weakref.ref[Arena]) -> None:
+    """In a process that was forked: let the lock end with the parent, however long the child lives."""
+    arena = reference()
+    if arena is not None and arena._lock != _CLOSED:
+        os.close(arena._lock)
+        arena._lock = _CLOSED

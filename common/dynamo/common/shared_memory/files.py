@@ -37,7 +37,7 @@ def boot_id() -> str:
 def create_file(directory: Path, units: int) -> tuple[int, str]:
     """Return the descriptor and the token of a new arena, which other processes can open from now on.
 
-    It has no name before it is locked and complete. Raises OSError.
+    It has no name before it is locked and complete. The lock ends with the last copy of the descriptor. Raises OSError.
     """
     nonce = secrets.token_bytes(16)
     name = f"dynamo-arena-{os.getpid()}-{secrets.token_hex(8)}"
@@ -53,6 +53,15 @@ def create_file(directory: Path, units: int) -> tuple[int, str]:
         os.close(descriptor)
         raise
     return descriptor, f"{name}:{nonce.hex()}"
+
+
+def tag_of(token: str) -> int:
+    """Return the number that stands for the process with this token in the tables of others."""
+    return int(token.rpartition(":")[2][:16], 16)
+
+
+def is_token(text: str) -> bool:
+    return _TOKEN.fullmatch(text) is not None
 
 
 def _link(descriptor: int, path: Path) -> None:

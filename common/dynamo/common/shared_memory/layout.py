@@ -5,6 +5,8 @@
 | 0 | its owner, once | the header: format, boot id of the kernel, nonce, number of units |
 | `BEAT_OFFSET` | its owner | a counter that grows with each turn of its sweep |
 | page 1 | its owner | per unit: the generation of the region that begins there, 0 if none may be taken |
+| next page | its owner | per unit: the bytes of that region |
+| next page | its owner | per unit: the tag of the process that it is lent to, see `files.tag_of` |
 | next page | readers | per unit: the generation that was taken or released last (`taken`, `released`) |
 | next unit | its owner | the units |
 """
@@ -18,7 +20,7 @@ from typing import NamedTuple
 UNIT_BYTES = 32 * 1024
 PAGE_BYTES = 4096
 BEAT_OFFSET = 128
-_FORMAT = b"dynamo-arena-1"
+_FORMAT = b"dynamo-arena-2"
 _HEADER = struct.Struct("<16s36s16sQ")
 _WORD_BYTES = 8
 MAX_UNITS = 2**26
@@ -48,12 +50,20 @@ class Layout:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of each of the two tables, in whole pages."""
+        """Bytes of each of the four tables, in whole pages."""
         return _up(self.units * _WORD_BYTES, PAGE_BYTES)
 
     @property
-    def marks_offset(self) -> int:
+    def sizes_offset(self) -> int:
         return self.generations_offset + self.table_bytes
+
+    @property
+    def tags_offset(self) -> int:
+        return self.sizes_offset + self.table_bytes
+
+    @property
+    def marks_offset(self) -> int:
+        return self.tags_offset + self.table_bytes
 
     @property
     def data_offset(self) -> int:

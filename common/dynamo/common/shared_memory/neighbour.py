@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamo.common.shared_memory.files import ArenaRefused, is_owned, open_file, remove_file
+from dynamo.common.shared_memory.files import ArenaRefused, is_owned, open_file, remove_file, tag_of
 from dynamo.common.shared_memory.layout import BEAT_OFFSET, UNIT_BYTES, Reference, released, taken, units_for
 
 
@@ -22,22 +22,29 @@ class BadReference(Exception):
 class Neighbour:
     """The arena of another process of this host. Use `take` from one thread; views may be dropped in any."""
 
-    def __init__(self, directory: Path, token: str) -> None:
-        """Open it. Raises ArenaRefused."""
+    def __init__(self, directory: Path, token: str, reader_tag: int) -> None:
+        """Open it, as the process with this tag. Raises ArenaRefused."""
         self.token = token
+        self._reader_tag = reader_tag
         self._directory = directory
         self._descriptor, self._layout = open_file(directory, token)
+        self.tag = tag_of(token)
         layout = self._layout
         try:
             self._map = mmap.mmap(self._descriptor, layout.file_bytes, prot=mmap.PROT_READ)
             marks = mmap.mmap(self._descriptor, layout.table_bytes, offset=layout.marks_offset)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: it has become shorter
             os.close(self._descriptor)
-            raise ArenaRefused(f"{token.partition(':')[0]} cannot be mapped: {error.strerror}") from None
+            raise ArenaRefused(f"{token.partition(':')[0]} cannot be mapped: {error}") from None
         tables = memoryview(self._map).cast("Q")
-        begin = layout.generations_offset // 8
-        self._generations = tables[begin : begin + layout.units]
-        self._beat = tables[BEAT_OFFSET // 8 : BEAT_OFFSET // 8 + 1]
+
+        def table(offset: int, words: int) -> memoryview:
+            return tables[offset // 8 : offset // 8 + words]
+
+        self._generations = table(layout.generations_offset, layout.units)
+        self._sizes = table(layout.sizes_offset, layout.units)
+        self._tags = table(layout.tags_offset, layout.units)
+        self._beat = table(BEAT_OFFSET, 1)
         self._marks = memoryview(marks).cast("Q")
         self._held: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         """The regions that are being read, by generation."""
@@ -71,8 +78,10 @@ class Neighbour:
         end = unit + units_for(size)
         if not (0 < generation < 2**62 and size > 0 and 0 <= unit < end <= self._layout.units):
             raise BadReference(f"{reference} is outside of {self.token.partition(':')[0]}")
-        if self._generations[unit] != generation or generation in self._held:
-            raise BadReference(f"{reference} is not lent by {self.token.partition(':')[0]}")
+        if (self._generations[unit], self._sizes[unit], self._tags[unit]) != (generation, size, self._reader_tag):
+            raise BadReference(f"{reference} is not lent to this process by {self.token.partition(':')[0]}")
+        if self._marks[unit] >> 1 == generation:
+            raise BadReference(f"{reference} was taken from {self.token.partition(':')[0]} before")
         self._marks[unit] = taken(generation)
         if self._generations[unit] != generation:  # it was revoked before the mark could be seen
             self._marks[unit] = released(generation)

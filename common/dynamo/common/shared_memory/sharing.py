@@ -16,7 +16,7 @@ from pathlib import Path
 from dynamo.common.background import running
 from dynamo.common.options import SharedMemoryOptions
 from dynamo.common.shared_memory.arena import Arena
-from dynamo.common.shared_memory.files import ArenaRefused, remove_stale_files
+from dynamo.common.shared_memory.files import ArenaRefused, is_token, remove_stale_files
 from dynamo.common.shared_memory.layout import Reference
 from dynamo.common.shared_memory.neighbour import BadReference, Neighbour
 from dynamo.common.tensors import Buffer
@@ -66,17 +66,19 @@ class SharedMemory:
         neighbour = self._neighbours.get(token)
         if neighbour is None and token not in self._refused:
             try:
-                neighbour = self._neighbours[token] = Neighbour(self._directory, token)
+                neighbour = self._neighbours[token] = Neighbour(self._directory, token, self.arena.tag)
             except ArenaRefused as error:
-                log.info("bodies for the owner of an arena travel in messages: %s", error)
-                self._refuse(token)
+                self._refuse(token, error)
         return neighbour
 
-    def _refuse(self, token: str) -> None:
+    def _refuse(self, token: str, error: ArenaRefused) -> None:
         self.fallbacks["unreachable"] += 1
+        if not is_token(token):
+            return  # it may be long, and takes no time to be refused again
         if len(self._refused) >= _MAX_REFUSED:
             self._refused.clear()
         self._refused.add(token)
+        log.info("bodies for the owner of an arena travel in messages: %s", error)
 
     def lend(self, body: Buffer | Sequence[Buffer], size: int, reader: Neighbour) -> Reference | None:
         """Copy a body of `size` bytes into a region for `reader`. None if that is gone or, counted, if there is no room."""
