@@ -522,6 +522,74 @@ async def test_a_slow_reader_delays_no_other_stream_of_its_process_and_stops_its
         assert len([response async for response in slow]) == 4999
 
 
+async def test_a_model_that_does_not_read_what_it_called_stops_the_called_model(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        [r] = requests
+        def call(count):
+            return pb_utils.InferenceRequest(model_name="threaded", inputs=[tensor(count, "x")]).exec(decoupled=True)
+        slow = call(-5000)
+        first = next(slow)
+        beside = len(list(call(2000)))
+        [last] = call(1)
+        sent = last.output_tensors()[0].as_numpy()[0]
+        return [pb_utils.InferenceResponse([tensor([beside, sent, 1 + len(list(slow))])])]
+"""
+    )
+    python_model(tmp_path, "caller", code)
+    python_model(tmp_path, "threaded", HEAD + THREADED, DECOUPLED)
+    async with opened(tmp_path, "caller", "threaded") as models, asyncio.timeout(60):
+        response = await infer(models, "caller", x(1))
+    beside, sent, total = response["y"]
+    assert (beside, total) == (2000, 5000)
+    assert sent <= 3 * wire.RESPONSE_WINDOW, "one window of the caller, and two of the model that it called"
+
+
+@pytest.mark.parametrize("response", ["next(many.exec(decoupled=True))", "many.exec(decoupled=True)", "many.exec()"])
+async def test_responses_that_a_caller_leaves_unread_are_cancelled(tmp_path: Path, response: str) -> None:
+    code = (
+        HEAD
+        + f"""
+    def execute(self, requests):
+        def wait_until(state):
+            response = pb_utils.InferenceRequest(model_name="endless", inputs=[tensor(state, "x")]).exec()
+            return response.output_tensors()
+        many = pb_utils.InferenceRequest(model_name="endless", inputs=[tensor(-1, "x")])
+        response = {response}
+        wait_until(0)
+        del response
+        return [pb_utils.InferenceResponse(wait_until(1))]
+"""
+    )
+    endless = (
+        HEAD
+        + """
+    def initialize(self, args):
+        self.begun, self.cancelled = self.states = [threading.Event(), threading.Event()]
+    def execute(self, requests):
+        for r in requests:
+            state = int(r.inputs()[0].as_numpy()[0])
+            respond, arguments = (self.respond, ()) if state < 0 else (self.wait, (self.states[state],))
+            threading.Thread(target=respond, args=(r.get_response_sender(), *arguments)).start()
+    def respond(self, sender):
+        self.begun.set()
+        while not sender.is_cancelled():
+            sender.send(pb_utils.InferenceResponse([tensor(1)]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self.cancelled.set()
+    def wait(self, sender, state):
+        response = pb_utils.InferenceResponse([tensor(state.wait(20))])
+        sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+    )
+    python_model(tmp_path, "caller", code)
+    python_model(tmp_path, "endless", endless, DECOUPLED)
+    async with opened(tmp_path, "caller", "endless") as models, asyncio.timeout(60):
+        assert await infer(models, "caller", x(1)) == {"y": [1.0]}
+
+
 async def test_a_model_that_ignores_its_slow_reader_fails_that_request_alone(tmp_path: Path) -> None:
     code = (
         HEAD

@@ -274,35 +274,42 @@ class InferenceRequest:
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
         """Run the request on another model and return its response, or an iterator over its responses if `decoupled`. Blocks."""
-        call = self._call()
+        call = self._call(decoupled)
         return iter(call) if decoupled else call.only()
 
     async def async_exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
         """Do the same as `exec` in `async` code."""
-        call = self._call()
+        call = self._call(decoupled)
         if decoupled:
             return iter(call)
         return await call.awaited()
 
-    def _call(self) -> CallInProgress:
+    def _call(self, decoupled: bool) -> CallInProgress:
         if not self._head.model:
             raise TritonModelException("a request to another model needs its model_name")
-        return channel().call(self._head, self._inputs)
+        return channel().call(self._head, self._inputs, decoupled=decoupled)
 
 
 class CallInProgress:
-    """The responses of another model. The channel creates it and calls `add`."""
+    """The responses of another model. The channel creates it and calls `add`.
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
+    `grant` gives the worker credit as the responses are read: it is called with the number that may be sent in total.
+    """
+
+    def __init__(self, cancel: Callable[[], None], grant: Callable[[int], None], *, decoupled: bool) -> None:
+        self.cancel = cancel
+        self.grant = grant
         self._responses: SimpleQueue[tuple[wire.Response, list[Tensor]]] = SimpleQueue()
         self._first: Future[InferenceResponse] = Future()
-        self._cancel = cancel
-        self._ended = False
+        self._decoupled = decoupled
 
     def add(self, head: wire.Response, tensors: list[Tensor]) -> None:
-        self._responses.put((head, tensors))
-        if not self._first.done():
+        if self._decoupled:
+            self._responses.put((head, tensors))
+        elif not self._first.done():
             self._first.set_result(_to_response(head, tensors))
+        elif not head.final:
+            self.cancel()  # the caller wants one response
 
     def only(self) -> InferenceResponse:
         return self._first.result()
@@ -310,16 +317,40 @@ class CallInProgress:
     def awaited(self) -> Awaitable[InferenceResponse]:
         return asyncio.wrap_future(self._first)
 
+    def next(self) -> tuple[wire.Response, list[Tensor]]:
+        """Return the next response of a decoupled call. Blocks."""
+        return self._responses.get()
+
     def __iter__(self) -> Iterator[InferenceResponse]:
-        try:
-            while not self._ended:
-                head, tensors = self._responses.get()
-                self._ended = head.final
-                if tensors or head.error is not None or not head.final:
-                    yield _to_response(head, tensors)
-        finally:
-            if not self._ended:
-                self._cancel()
+        return ResponseIterator(self)
+
+
+class ResponseIterator:
+    """The responses to a decoupled call. Dropping it early, even unread, cancels the call."""
+
+    def __init__(self, call: CallInProgress) -> None:
+        self._call = call
+        self._read = 0
+        self._ended = False
+
+    def __iter__(self) -> ResponseIterator:
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        if self._ended:
+            raise StopIteration
+        head, tensors = self._call.next()
+        self._ended = head.final
+        if head.final and not tensors and head.error is None:
+            raise StopIteration
+        self._read += 1
+        if self._read % (wire.RESPONSE_WINDOW // 2) == 0 and not self._ended:
+            self._call.grant(self._read + wire.RESPONSE_WINDOW)
+        return _to_response(head, tensors)
+
+    def __del__(self) -> None:
+        if not self._ended:
+            self._call.cancel()
 
 
 def _to_response(head: wire.Response, tensors: list[Tensor]) -> InferenceResponse:
@@ -392,7 +423,7 @@ class Channel(Protocol):
         """Return when the caller of this request has room for a response, or has left."""
         ...
 
-    def call(self, head: wire.RequestHead, inputs: Sequence[Tensor]) -> CallInProgress: ...
+    def call(self, head: wire.RequestHead, inputs: Sequence[Tensor], *, decoupled: bool) -> CallInProgress: ...
 
     def control(self, control: wire.Control) -> wire.Response: ...
 

@@ -267,7 +267,7 @@ def _count_time(request: ModelRequest, execution: Execution, submitted_ns: int) 
 async def _serve_call(models: ModelRegistry, stub: StubProcess, call: wire.RequestHead, raws: Sequence[memoryview]) -> None:
     context = Context(call.request_id, version=call.version)
     try:
-        with _errors_to(stub, call.number):
+        with _errors_to(stub, call.number), stub.call_window(call.number) as window:
             if call.timeout_us > 0:
                 context.deadline = asyncio.get_running_loop().time() + call.timeout_us / 1e6
             inputs = {head.name: wire.unpack(head, raw) for head, raw in zip(call.inputs, raws, strict=True)}
@@ -277,6 +277,7 @@ async def _serve_call(models: ModelRegistry, stub: StubProcess, call: wire.Reque
             request = ModelRequest(inputs, context, call.outputs, parameters)
             async with asyncio.timeout_at(context.deadline), closing(models.run(call.model, call.version, request)) as responses:
                 async for response in responses:
+                    await window.take()  # meanwhile the called model gets no credit either
                     await _send_response(stub, call, response)
             stub.send(wire.Response(number=call.number))
     finally:

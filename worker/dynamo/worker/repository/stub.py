@@ -117,16 +117,18 @@ class Stub:
                 )
             window.sent += 1
 
-    def call(self, head: wire.RequestHead, inputs: Sequence[Tensor]) -> CallInProgress:
+    def call(self, head: wire.RequestHead, inputs: Sequence[Tensor], *, decoupled: bool) -> CallInProgress:
         number = next(self._numbers)
 
         def cancel() -> None:
-            with self._lock:
-                self._calls.pop(number, None)
+            self._calls.pop(number, None)  # without the lock: garbage collection may run this while the thread holds it
             self.send(wire.CancelRequest(number))
 
+        def grant(total: int) -> None:
+            self.send(wire.ResponseCredit(number, total))
+
         packed = [wire.pack(tensor.name(), tensor.as_numpy()) for tensor in inputs]
-        progress = CallInProgress(cancel)
+        progress = CallInProgress(cancel, grant, decoupled=decoupled)
         with self._lock:
             self._calls[number] = progress
         head = msgspec.structs.replace(head, number=number, inputs=tuple(head for head, _ in packed))

@@ -11,7 +11,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,12 +78,35 @@ def to_code(error: DynamoError) -> int:
     return _TO_CODE.get(error.code, TritonError.INTERNAL)
 
 
+class CallWindow:
+    """How many responses to one call may be sent to the model that made it."""
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._allowed = wire.RESPONSE_WINDOW
+        self._grown = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<CallWindow, sent={self._sent}, allowed={self._allowed}>"
+
+    def grow(self, total: int) -> None:
+        self._allowed = max(self._allowed, total)
+        self._grown.set()
+
+    async def take(self) -> None:
+        """Wait until one more response may be sent, and count it."""
+        while self._sent >= self._allowed:
+            self._grown.clear()
+            await self._grown.wait()
+        self._sent += 1
+
+
 @dataclass(frozen=True, slots=True)
 class CallHandlers:
     """Serve the calls and queries of a model. Both run as tasks, which are cancelled when the process ends."""
 
-    call: Callable[[StubProcess, wire.RequestHead, Sequence[memoryview]], Awaitable[None]]
-    control: Callable[[StubProcess, wire.Control], Awaitable[None]]
+    call: Callable[[StubProcess, wire.RequestHead, Sequence[memoryview]], Coroutine[None, None, None]]
+    control: Callable[[StubProcess, wire.Control], Coroutine[None, None, None]]
 
 
 class StubProcess:
@@ -112,6 +136,8 @@ class StubProcess:
         self._on_room: Callable[[], None] = _nothing
         self._on_death: Callable[[StubProcess, Sequence[Execution]], None] | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._windows: dict[int, CallWindow] = {}
+        """Of the calls that run, by their numbers."""
         self._link = Link(connection, self._take, self._on_end)
         self._ending: asyncio.Task[None] | None = None
 
@@ -217,6 +243,15 @@ class StubProcess:
         self.send(message, buffers)
         await self._link.ready()
 
+    @contextmanager
+    def call_window(self, number: int) -> Iterator[CallWindow]:
+        """Give the window of a call, which grows as the model reads."""
+        window = self._windows[number] = CallWindow()
+        try:
+            yield window
+        finally:
+            del self._windows[number]
+
     # Reading
 
     def _on_end(self, why: str) -> None:
@@ -245,6 +280,10 @@ class StubProcess:
                 task = self._calls.get(message.number)
                 if task is not None:
                     task.cancel()
+            case wire.ResponseCredit():
+                window = self._windows.get(message.number)
+                if window is not None:
+                    window.grow(message.total)
             case wire.Log():
                 log.log(message.level, "%s: %s", self._name, message.text)
             case _:
@@ -279,14 +318,9 @@ class StubProcess:
             del self._responses[head.number]
             responses.add(None)
 
-    def _begin(self, number: int, work: Awaitable[None]) -> None:
-        async def run() -> None:
-            try:
-                await work
-            finally:
-                self._calls.pop(number, None)
-
-        self._calls[number] = start(run(), f"a call of model '{self._name}'")
+    def _begin(self, number: int, work: Coroutine[None, None, None]) -> None:
+        task = self._calls[number] = start(work, f"a call of model '{self._name}'")
+        task.add_done_callback(lambda _: self._calls.pop(number, None))
 
     def _fail_all(self, why: str) -> None:
         """The process has ended: give back what it had not begun, and fail the rest."""

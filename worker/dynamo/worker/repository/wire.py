@@ -21,7 +21,7 @@ Parameter: TypeAlias = bool | int | float | str
 
 MAX_HEAD_BYTES = 64 * 2**20
 RESPONSE_WINDOW = 256
-"""Responses of one request that a model may send before its caller has read any."""
+"""Responses to one request, or to one call of a model, that may be sent before any has been read."""
 
 _PREFIX = struct.Struct("<IQ")
 _LENGTH = struct.Struct("<I")
@@ -110,7 +110,10 @@ class CancelRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResponseCredit(msgspec.Struct, frozen=True, tag=True):
-    """To the model: it may send `total` responses to this request, counted from the first."""
+    """To the model: it may send `total` responses to this request, counted from the first.
+
+    From the model: the worker may send as many to this call.
+    """
 
     number: int
     total: int
