@@ -78,9 +78,11 @@ async def test_a_poisonous_request_fails_alone_with_many_queued_behind_it(tmp_pa
     assert counts[-1] == 2
     for value, result in results.items():
         if isinstance(result, Unavailable):
-            assert result.retryable and counts[value] == 0, "both processes were dead before it began"
+            assert result.retryable, "both processes were dead before it began"
+            assert counts[value] == 0
         else:
-            assert result == {"y": [2.0 * value]} and counts[value] == 1
+            assert result == {"y": [2.0 * value]}
+            assert 1 <= counts[value] <= 2, "the response of one that was over may have died with the process"
 
 
 async def test_requests_end_once_and_begin_at_most_twice_while_processes_are_killed(tmp_path: Path) -> None:

@@ -28,10 +28,11 @@ class NoProcess(Unavailable):
 class Execution:
     """Requests for one call of `execute`, until their responses are read."""
 
-    __slots__ = ("infer_ns", "number", "numbers", "process", "requests", "responses", "sent_ns")
+    __slots__ = ("infer_ns", "is_retry", "number", "numbers", "process", "requests", "responses", "sent_ns")
 
-    def __init__(self, requests: Sequence[ModelRequest]) -> None:
+    def __init__(self, requests: Sequence[ModelRequest], *, is_retry: bool = False) -> None:
         self.requests = requests
+        self.is_retry = is_retry
         self.responses: Sequence[Responses] = ()
         self.process: StubProcess | None = None
         """None: it waits for one."""
@@ -43,15 +44,17 @@ class Execution:
         """How long `execute` ran; 0 if it has not returned."""
 
     @classmethod
-    def of_one_response(cls, requests: Sequence[ModelRequest], model: str) -> tuple[Execution, list[SingleResponse]]:
-        execution = cls(requests)
+    def of_one_response(
+        cls, requests: Sequence[ModelRequest], model: str, *, is_retry: bool = False
+    ) -> tuple[Execution, list[SingleResponse]]:
+        execution = cls(requests, is_retry=is_retry)
         responses = [SingleResponse(model) for _ in requests]
         execution.responses = responses
         return execution, responses
 
     @classmethod
-    def of_many_responses(cls, request: ModelRequest) -> tuple[Execution, ResponseStream]:
-        execution = cls([request])
+    def of_many_responses(cls, request: ModelRequest, *, is_retry: bool = False) -> tuple[Execution, ResponseStream]:
+        execution = cls([request], is_retry=is_retry)
         stream = ResponseStream(execution._grant)
         execution.responses = [stream]
         return execution, stream

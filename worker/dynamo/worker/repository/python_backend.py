@@ -185,9 +185,9 @@ class PythonModel:
         finally:
             batch.infer_ns = time.perf_counter_ns() - start
 
-    async def _execute(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
+    async def _execute(self, requests: Sequence[ModelRequest], *, is_retry: bool = False) -> list[ModelResult | DynamoError]:
         """Run requests of a model that is not decoupled in one call of `execute`."""
-        execution, responses = Execution.of_one_response(requests, self._version.name)
+        execution, responses = Execution.of_one_response(requests, self._version.name, is_retry=is_retry)
         self._pipeline.submit(execution)
         try:
             return [await response.done for response in responses]
@@ -199,7 +199,7 @@ class PythonModel:
         while True:
             await self._process_again(request.context, died, give_up_at)
             with suppress(NoProcess):
-                [result] = await self._execute([request])
+                [result] = await self._execute([request], is_retry=True)
                 if not isinstance(result, NoProcess):
                     return result
 
@@ -220,14 +220,14 @@ class PythonModel:
         while True:
             await self._process_again(request.context, died, give_up_at)
             with suppress(NoProcess):
-                async with closing(self._stream(request)) as responses:
+                async with closing(self._stream(request, is_retry=True)) as responses:
                     async for response in responses:
                         yield response
                 return
 
-    async def _stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+    async def _stream(self, request: ModelRequest, *, is_retry: bool = False) -> AsyncIterator[ModelResult]:
         submitted = time.perf_counter_ns()
-        execution, stream = Execution.of_many_responses(request)
+        execution, stream = Execution.of_many_responses(request, is_retry=is_retry)
         self._pipeline.submit(execution)
         try:
             async with aclosing(stream.read()) as responses:

@@ -37,6 +37,10 @@ _MAX_PIECES = 512
 """Buffers in one system call; the limit of Linux is 1024."""
 _TICK_S = 0.005
 """The reader thread takes over from an execution that lasts this long, or up to twice as long."""
+_HOLD_NS = 300_000
+"""Responses of short executions are collected for so long while more executions wait, so that one system call sends them."""
+_MAX_HELD_BYTES = 16 * 1024
+"""A larger response is sent at once, with those before it."""
 _IDLE_TICKS = 200
 """After so many ticks without an execution the reader thread sleeps until the next."""
 
@@ -56,6 +60,9 @@ class Stub:
         self.model_folder = ""
         self._connection = connection
         self._sending = threading.Lock()
+        self._held: list[wire.Buffer] = []
+        """What is sent soon."""
+        self._held_since_ns = 0
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._calls: dict[int, CallInProgress] = {}
@@ -84,7 +91,27 @@ class Stub:
     def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
         pieces = wire.encode(message, buffers)
         with self._sending:
-            self._send_all(pieces)
+            self._held += pieces
+            self._send_held()
+
+    def send_soon(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
+        """Send together with what the next executions send, if they are there and do not take long. For the main thread."""
+        pieces = wire.encode(message, buffers)
+        with self._sending:
+            if sum(map(len, pieces)) > _MAX_HELD_BYTES:
+                self._held += pieces
+                return self._send_held()
+            if not self._held:
+                self._held_since_ns = time.perf_counter_ns()
+            self._held.append(b"".join(pieces))  # a model may write to its arrays again
+
+    def flush(self) -> None:
+        with self._sending:
+            self._send_held()
+
+    def _send_held(self) -> None:
+        pieces, self._held = self._held, []
+        self._send_all(pieces)
 
     def _send_all(self, pieces: list[wire.Buffer]) -> None:
         for first in range(0, len(pieces), _MAX_PIECES):
@@ -149,6 +176,8 @@ class Stub:
 
     def next_order(self) -> tuple[wire.Message, list[memoryview]]:
         """Return the next message for the main thread, which reads the socket itself unless the other thread is at it."""
+        if self._held and (not self._orders or time.perf_counter_ns() - self._held_since_ns > _HOLD_NS):
+            self.flush()
         while not self._orders:
             if self._reading.acquire(blocking=False):
                 try:
@@ -190,6 +219,7 @@ class Stub:
                 is_urgent = False
             idle_ticks = idle_ticks + 1 if begun == self._begun and not self._is_executing else 0
             if self._is_executing and (is_urgent or begun == self._begun):
+                self.flush()
                 self._read_until_main_waits()
             elif idle_ticks > _IDLE_TICKS:
                 self._reader_sleeps = True
@@ -334,7 +364,9 @@ class ModelProcess:
         if all(map(self._stub.is_cancelled, numbers)):
             for number in numbers:
                 self._stub.over(number)
-            return self._stub.send(wire.Done(number=order.number))
+            return self._stub.send_soon(wire.Done(number=order.number))
+        if order.is_retry:
+            self._stub.flush()
         self._begun[0] = order.number
         with self._stub.executing():
             self._call_model(order, raws)
@@ -418,7 +450,8 @@ class ModelProcess:
 
     def _send_done(self, call: _Call) -> None:
         infer_ns = time.perf_counter_ns() - call.start_ns
-        self._stub.send(wire.Done(number=call.number, responses=tuple(call.responses), infer_ns=infer_ns), call.buffers)
+        send = self._stub.send if self._decoupled else self._stub.send_soon
+        send(wire.Done(number=call.number, responses=tuple(call.responses), infer_ns=infer_ns), call.buffers)
 
 
 @dataclass(slots=True)

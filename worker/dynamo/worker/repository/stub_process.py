@@ -220,7 +220,7 @@ class StubProcess:
         execution.number = next(self._numbers)
         execution.numbers = [head.number for head in heads]
         self._executions[execution.number] = execution
-        self.send(wire.Execute(execution.number, tuple(heads)), buffers)
+        self.send(wire.Execute(execution.number, tuple(heads), execution.is_retry), buffers)
 
     def forget(self, execution: Execution) -> None:
         """Drop an execution. If requests of it have not ended, the model is notified of the cancellation."""

@@ -101,6 +101,8 @@ class Execute(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     requests: tuple[RequestHead, ...]
+    is_retry: bool = False
+    """A process died with these requests. What was to be sent soon is sent before they begin."""
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
