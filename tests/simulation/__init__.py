@@ -11,6 +11,7 @@ history that breaks an invariant is printed, and happens again when its seed is 
 | `nats_server` | nats-server's client protocol, at most once |
 | `etcd_server` | etcd: keys, leases, watches, compaction |
 | `process` | one frontend, one worker |
+| `hosts` | which processes share memory |
 | `clients` | requests, and whether their responses are right |
 | `faults` | what can break, drawn from the seed |
 | `history` | one run: who lives, what happened, which invariants hold |

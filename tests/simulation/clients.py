@@ -12,7 +12,7 @@ from enum import StrEnum
 from random import Random
 from typing import TYPE_CHECKING
 
-from dynamo.common.errors import DynamoError
+from dynamo.common.errors import DynamoError, release
 from dynamo.common.generation import Sampling, Stop
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.metrics import RequestType
@@ -111,6 +111,7 @@ async def run_request(attempt: Attempt, rng: Random) -> None:
         attempt.end(Outcome.CANCELLED, loop.time())
     except DynamoError as error:
         attempt.end(Outcome.FAILED, loop.time(), f"{type(error).__name__}: {error}"[:200])
+        release(error)  # as all APIs do
 
 
 def _tensor(attempt: Attempt, rng: Random) -> tuple[TensorRequest, bytes]:

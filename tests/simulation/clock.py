@@ -30,6 +30,8 @@ class Process:
         self.is_paused = False
         self.tasks: set[asyncio.Task[Any]] = set()
         """Tasks that it started and that have not ended."""
+        self.at_death: list[Callable[[], None]] = []
+        """What the kernel does when it ends."""
         self._held: list[tuple[asyncio.Handle, Callable[[], object]]] = []
         self.context = copy_context()
         self.context.run(_current.set, self)
@@ -58,13 +60,16 @@ class Process:
         """End the process without a word: none of its code runs from here on."""
         self.is_alive = False
         self._held.clear()
+        while self.at_death:
+            self.at_death.pop()()
 
     def gate(self, handle: list[asyncio.Handle], callback: Callable[..., object], args: tuple[Any, ...]) -> None:
         """Run `callback`, unless the process is paused or dead."""
+        own = handle.pop()  # the two hold each other, and with them what `callback` belongs to
         if not self.is_alive:
             return
         if self.is_paused:
-            self._held.append((handle[0], lambda: callback(*args)))
+            self._held.append((own, lambda: callback(*args)))
         else:
             callback(*args)
 

@@ -184,6 +184,13 @@ async def etcd_cut_off(h: History) -> None:
         h.etcd.let_in(process)
 
 
+async def arena_cleaned_up(h: History) -> None:
+    """Somebody removes the file of a live process's arena: who has it open goes on, all others use messages."""
+    member = h.rng.choice(h.members)
+    if member.memory is not None and h.hosts.remove_name(member.memory.token):
+        h.event(f"{member.process.name}: the file of its arena is removed")
+
+
 async def hostile_request(h: History) -> None:
     """A request whose header or error text exceeds what a NATS message may hold."""
     frontend = h.pick_frontend()
@@ -211,6 +218,7 @@ FAULTS: tuple[tuple[float, Callable[[History], object]], ...] = (
     (1.0, etcd_restarted),
     (0.5, etcd_compacted),
     (1.0, etcd_cut_off),
+    (1.0, arena_cleaned_up),
     (1.5, hostile_request),
 )
 """With how often each is drawn."""

@@ -5,8 +5,8 @@ Invariants:
 1. A request ends exactly once, and not long after its deadline.
 2. No response is wrong, short or doubled.
 3. A request does not fail if its frontend and some instance were well long enough inside its deadline to answer it.
-4. When all is quiet, nothing is left: no open stream, no credit lent, no booking, no load, no bytes of a request, no task that
-   was not there at the start; and nothing of a process that ended in order.
+4. When all is quiet, nothing is left: no open stream, no credit lent, no region lent or read, no arena of a dead process, no
+   booking, no load, no bytes of a request, no task that was not there at the start; and nothing of a process that ended in order.
 5. When all is quiet, requests are answered, and routers know exactly what instances have cached, which is
    nothing for those that are gone.
 """
@@ -41,6 +41,7 @@ from tests.simulation.clients import Attempt, Outcome, run_request
 from tests.simulation.clock import Process, SimulatedLoop
 from tests.simulation.etcd_server import SimulatedEtcd, SimulatedTransport
 from tests.simulation.faults import ALL, FAULTS, Trouble
+from tests.simulation.hosts import Hosts, open_hosts
 from tests.simulation.nats_server import SimulatedNats
 from tests.simulation.network import Network
 from tests.simulation.process import LANGUAGE_MODELS, MAX_PAYLOAD, MODELS, SimulatedFrontend, SimulatedWorker
@@ -93,9 +94,12 @@ class Result:
 class History:
     """A running history. Made and run by `run_history`."""
 
-    def __init__(self, seed: int, loop: SimulatedLoop, plan: Plan, faults: Sequence[tuple[float, Callable[[Any], Any]]]) -> None:
+    def __init__(
+        self, seed: int, loop: SimulatedLoop, plan: Plan, faults: Sequence[tuple[float, Callable[[Any], Any]]], hosts: Hosts
+    ) -> None:
         self.seed = seed
         self.rng = Random(seed)
+        self.hosts = hosts
         self.loop = loop
         self.plan = plan
         self.events: list[str] = []
@@ -152,7 +156,7 @@ class History:
 
     def start_worker(self) -> None:
         self._numbers["worker"] += 1
-        worker = SimulatedWorker(f"worker-{self._numbers['worker']}")
+        worker = SimulatedWorker(f"worker-{self._numbers['worker']}", self.hosts.place())
         self.workers.append(worker)
         self.instances[worker.process.name] = (self.loop.time(), float("inf"))
         self.event(f"{worker.process.name} starts")
@@ -160,7 +164,8 @@ class History:
 
     def start_frontend(self) -> None:
         self._numbers["frontend"] += 1
-        frontend = SimulatedFrontend(f"frontend-{self._numbers['frontend']}", self._mode, self.seed + self._numbers["frontend"])
+        number = self._numbers["frontend"]
+        frontend = SimulatedFrontend(f"frontend-{number}", self._mode, self.seed + number, self.hosts.place())
         self.frontends.append(frontend)
         self.event(f"{frontend.process.name} starts")
         self._starts(frontend.process.name)
@@ -392,11 +397,27 @@ class History:
                 self.violations.append(f"{worker.process.name} has lent {lent} bytes when idle")
             if requests.held_bytes:
                 self.violations.append(f"{worker.process.name} holds {requests.held_bytes} bytes of requests when idle")
+        self._check_memory()
         for name, numbers in self._leftovers().items():
             before = baseline.get(name)
             if before is not None and numbers["tasks"] > before["tasks"] + 1:
                 self.violations.append(f"{name} has {numbers['tasks']} tasks when idle; it began with {before['tasks']}")
         await self._check_service()
+
+    def _check_memory(self) -> None:
+        """No body is in shared memory any more, and no arena without its process."""
+        live = set()
+        for member in self.members:
+            if member.memory is None:
+                continue
+            name = member.process.name
+            live.add(member.memory.token.partition(":")[0])
+            if lent := len(member.memory.arena):
+                self.violations.append(f"{name} has lent {lent} regions when idle")
+            if held := member.memory.held_regions:
+                self.violations.append(f"{name} reads {held} regions when idle")
+        if stale := self.hosts.files() - live:
+            self.violations.append(f"arenas without a process are left: {sorted(stale)}")
 
     async def _check_service(self) -> None:
         """When all is well every request is answered, and the index is exact afterwards."""
@@ -510,8 +531,7 @@ def _run(seed: int, plan: Plan | None, faults: Sequence[tuple[float, Callable[[A
         workers=rng.randint(2, 4), frontends=rng.randint(1, 3), faults=rng.randint(1, 6), seconds=rng.choice([12.0, 25.0])
     )
     loop = SimulatedLoop()
-    history = History(seed, loop, plan, faults)
-    with _deterministic(seed, loop, history):
+    with open_hosts(Random(seed + 8)) as hosts, _deterministic(seed, loop, history := History(seed, loop, plan, faults, hosts)):
         asyncio.set_event_loop(loop)
         try:
             loop.run_until_complete(asyncio.wait_for(history.run(), 3600))
@@ -548,6 +568,7 @@ def _deterministic(seed: int, loop: SimulatedLoop, history: History) -> Iterator
             (secrets, "token_hex", lambda size=16: rng.randbytes(size).hex()),
             (secrets, "token_bytes", rng.randbytes),
             (secrets, "randbits", rng.getrandbits),
+            (os, "getpid", lambda: 1),  # a part of tokens
             (sim_engine, "perf_counter", loop.time),
             (serve, "perf_counter_ns", lambda: int(loop.time() * 1e9)),
             (telemetry, "LAG_PERIOD_S", 10.0),  # a simulated loop never lags, and timers cost real time

@@ -20,6 +20,7 @@ from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.messaging.limits import KIB, PlaneLimits
 from dynamo.common.names import Endpoint
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions
+from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.config import KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.fleet.bookings import Bookings
@@ -89,7 +90,7 @@ class RaisingTensors(SleepyTensors):
 class SimulatedWorker:
     """A worker with the tensor models `echo`, `repeater`, which is decoupled, and `raising`, and the language models."""
 
-    def __init__(self, name: str, drain_timeout_s: float = 5.0) -> None:
+    def __init__(self, name: str, memory: SharedMemoryOptions, drain_timeout_s: float = 5.0) -> None:
         self.process = Process(name)
         self.engines = {name: _sim_engine(name, settings) for name, settings in LANGUAGE_MODELS.items()}
         self.worker: Worker | None = None
@@ -101,12 +102,16 @@ class SimulatedWorker:
             log=LogOptions(),
             etcd=EtcdOptions(endpoints=("http://127.0.0.1:2379",)),
             nats=NATS,
-            shared_memory=SharedMemoryOptions(size=0),
+            shared_memory=memory,
         )
         self.main = self.process.start(self._serve())
 
     def __repr__(self) -> str:
         return f"<SimulatedWorker {self.process!r}>"
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        return None if self.worker is None else self.worker.requests.memory
 
     def terminate(self) -> None:
         """As SIGTERM: drain and end."""
@@ -127,10 +132,12 @@ def _sim_engine(name: str, settings: str) -> SimEngine:
 class SimulatedFrontend:
     """A frontend without its HTTP and gRPC ports: what they call is called directly."""
 
-    def __init__(self, name: str, mode: RouterMode, seed: int) -> None:
+    def __init__(self, name: str, mode: RouterMode, seed: int, memory: SharedMemoryOptions) -> None:
         self.process = Process(name)
         self._seed = seed
         self._was_ready = False
+        self._memory = memory
+        self.memory: SharedMemory | None = None
         self.mode = mode
         self.plane: DataPlane | None = None
         """None until it serves."""
@@ -170,7 +177,8 @@ class SimulatedFrontend:
             etcd = await stack.enter_async_context(connect_etcd(EtcdOptions(endpoints=("http://127.0.0.1:2379",))))
             self.directory = directory = await stack.enter_async_context(open_directory(etcd, NAMESPACE))
             nats = await stack.enter_async_context(connect_nats(NATS, self.process.name))
-            self.client = client = await stack.enter_async_context(open_client(nats, NAMESPACE, LIMITS))
+            self.memory = await stack.enter_async_context(open_shared_memory(self._memory))
+            self.client = client = await stack.enter_async_context(open_client(nats, NAMESPACE, LIMITS, self.memory))
             events = await stack.enter_async_context(self._open_events())
             options = RouterOptions(
                 mode=self.mode, replica_sync=self.mode is RouterMode.KV, kv=KvRouterOptions(speculative_ttl_s=0)

@@ -241,15 +241,20 @@ class Arena:
             self._states[begin:end] = bytes(end - begin)
         self._states = self._states.translate(_AGED)
 
+    def abandon(self) -> None:
+        """Let the lock end, and leave the file, as when the process dies. Nothing may be lent any more."""
+        lock, self._lock = self._lock, _CLOSED
+        if lock != _CLOSED:
+            os.close(lock)
+
     def close(self) -> None:
         """Remove the file, and let other processes know that its owner is gone. Readers keep what they have mapped."""
-        lock, self._lock = self._lock, _CLOSED
-        if lock == _CLOSED:
+        if self._lock == _CLOSED:
             return  # or it belongs to the process that forked this one
         remove_file(self._directory, self.token)
         for view in (self._data, self._beat, self._marks, self._tags, self._sizes, self._generations):
             view.release()
-        os.close(lock)
+        self.abandon()
 
 
 def _mapped(lock: int, layout: Layout) -> mmap.mmap:
@@ -266,6 +271,5 @@ def _mapped(lock: int, layout: Layout) -> mmap.mmap:
 def _leave_to_parent(reference: weakref.ref[Arena]) -> None:
     """In a process that was forked: let the lock end with the parent, however long the child lives."""
     arena = reference()
-    if arena is not None and arena._lock != _CLOSED:
-        os.close(arena._lock)
-        arena._lock = _CLOSED
+    if arena is not None:
+        arena.abandon()

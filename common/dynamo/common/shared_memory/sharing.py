@@ -115,8 +115,22 @@ class SharedMemory:
 
     def close(self) -> None:
         self.arena.close()
+        self._close_neighbours()
+
+    def abandon(self) -> None:
+        """Close all files and remove none, as when the process dies."""
+        self.arena.abandon()
+        self._close_neighbours()
+
+    def _close_neighbours(self) -> None:
         for neighbour in self._neighbours.values():
-            neighbour.close()
+            if neighbour.is_open:
+                neighbour.close()
+
+    @property
+    def held_regions(self) -> int:
+        """The number of regions of other processes that are being read."""
+        return sum(map(len, self._neighbours.values()))
 
     async def keep(self) -> None:
         """Sweep, for ever."""

@@ -11,7 +11,16 @@ from types import TracebackType
 from typing import Self
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import Cancelled, DeadlineExceeded, DynamoError, EngineError, NoInstances, Overloaded, Unavailable
+from dynamo.common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DynamoError,
+    EngineError,
+    NoInstances,
+    Overloaded,
+    Unavailable,
+    release,
+)
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.names import InstanceId
@@ -265,6 +274,7 @@ class DispatchedStream:
         except DynamoError as last:
             self._failure = last
             raise
+        release(error)  # the failed stream keeps it, and the frames of its traceback keep the response that is to come
         self._work.metrics.retries.inc()
 
     async def _recover(self, error: DynamoError, *, is_delivered: bool) -> None:
