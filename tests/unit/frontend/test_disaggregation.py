@@ -39,6 +39,7 @@ from tests.support.fakes import (
     FakeLink,
     FakeStream,
     FakeText,
+    FakeTexts,
     RecordingRouter,
     continuation,
     instance,
@@ -101,6 +102,13 @@ class Front:
             return tokens, generation.summary
 
 
+def _texts() -> FakeTexts:
+    async def load(card: object) -> FakeText:
+        return FakeText()
+
+    return FakeTexts(load)  # type: ignore[arg-type]
+
+
 @asynccontextmanager
 async def front(
     *roles: tuple[InstanceId, Role], router: RecordingRouter | None = None, migration_limit: int = 3, **settings: Any
@@ -108,12 +116,9 @@ async def front(
     directory = FakeDirectory(*(instance(int(id_), llm_card(role=role)) for id_, role in roles))
     engines, router = Engines(), router or RecordingRouter()
 
-    async def load(card: object) -> FakeText:
-        return FakeText()
-
     chosen = ServingOptions(disaggregation=DisaggregationOptions(**settings), retry=RetryOptions(migration_limit=migration_limit))
     metrics = FrontendMetrics(CollectorRegistry())
-    async with open_data_plane(directory, FakeClient(engines), FakeLink(), router, load, metrics, chosen) as plane:  # type: ignore[arg-type]
+    async with open_data_plane(directory, FakeClient(engines), FakeLink(), router, _texts(), metrics, chosen) as plane:  # type: ignore[arg-type]
         yield Front(plane, engines, router)
     assert not router.open
 
@@ -249,11 +254,8 @@ async def test_leaving_while_the_prompt_is_computed_ends_the_prefill() -> None:
     client = FakeClient(lambda stream: None)
     directory = FakeDirectory(*(instance(int(id_), llm_card(role=role)) for id_, role in PAIR))
 
-    async def load(card: object) -> FakeText:
-        return FakeText()
-
     metrics, router = FrontendMetrics(CollectorRegistry()), RecordingRouter()
-    async with open_data_plane(directory, client, FakeLink(), router, load, metrics) as plane:  # type: ignore[arg-type]
+    async with open_data_plane(directory, client, FakeLink(), router, _texts(), metrics) as plane:  # type: ignore[arg-type]
         async with plane.generate(TextRequest(model="talker", prompt=PROMPT), CALL) as generation:
             reading = asyncio.create_task(generation.read())
             while not client.streams:
