@@ -298,8 +298,11 @@ class HttpConnection(asyncio.Protocol):
         if size > self._limits.max_head_bytes:
             self._head_is_too_large = True
             raise ValueError(_HEAD_TOO_LARGE)
-        if sum(name == b"host" for name, _ in self._headers) > 1:
+        hosts = sum(name == b"host" for name, _ in self._headers)
+        if hosts > 1:
             raise ValueError("proxies and servers differ on which of several hosts counts")
+        if not hosts and self._parser.get_http_version() == "1.1":
+            raise ValueError("a request of HTTP/1.1 has a host (RFC 9112, 3.2)")
         parsed = httptools.parse_url(url)
         raw_path = parsed.path or b"/"
         scope: Scope = {
