@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar, cast
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -46,6 +47,15 @@ registrations = st.builds(
 )
 
 
+def _other_value(kv: KeyValue) -> bytes:
+    """Return the registration with the other version of the model."""
+    if kv.value == b"garbage":
+        return kv.value
+    instance = decode_registration(kv.key, kv.value)
+    versions = ("2",) if instance.card.versions == ("1",) else ("1",)
+    return encode_registration(msgspec.structs.replace(instance, card=msgspec.structs.replace(instance.card, versions=versions)))
+
+
 class Store:
     """etcd, with a watch that delivers what a test lets through."""
 
@@ -81,10 +91,17 @@ class Store:
 
     def lose_history(self, kept: int) -> None:
         """Begin anew with the first few keys, at a revision that was there before."""
-        self.age += 1
-        self.revision = self._compacted = self._released = 1 + kept
         kvs = list(self.kvs.values())[:kept]
-        self.kvs = {kv.key: KeyValue(kv.key, kv.value, 2 + number) for number, kv in enumerate(kvs)}
+        self._begin_anew([KeyValue(kv.key, kv.value, 2 + number) for number, kv in enumerate(kvs)], 1 + kept)
+
+    def rewrite_history(self) -> None:
+        """Begin anew with another past, in which the last changes had the same revisions and other values."""
+        self._begin_anew([KeyValue(kv.key, _other_value(kv), kv.mod_revision) for kv in self.kvs.values()], self.revision)
+
+    def _begin_anew(self, kvs: Sequence[KeyValue], revision: int) -> None:
+        self.age += 1
+        self.revision = self._compacted = self._released = revision
+        self.kvs = {kv.key: kv for kv in kvs}
         self._log = []
         self._changed.set()
 
@@ -163,6 +180,13 @@ class DirectoryAndStore(RuleBasedStateMachine):
     def put(self, instance: Instance) -> None:
         self.store.put(instance.key, encode_registration(instance))
 
+    @rule(instances=st.lists(registrations, min_size=3, max_size=8, unique_by=lambda instance: instance.key))
+    def put_many_at_once(self, instances: list[Instance]) -> None:
+        """Let one change of the view have them all: the contract of a model may change while its instances do."""
+        for instance in instances:
+            self.put(instance)
+        self.deliver(0)
+
     @rule(instance=registrations)
     def put_garbage(self, instance: Instance) -> None:
         self.store.put(instance.key, b"garbage")
@@ -187,6 +211,11 @@ class DirectoryAndStore(RuleBasedStateMachine):
     @rule(kept=st.integers(0, 3))
     def lose_history(self, kept: int) -> None:
         self.store.lose_history(min(kept, len(self.store.kvs)))
+        self.wait(0.0)
+
+    @rule()
+    def rewrite_history(self) -> None:
+        self.store.rewrite_history()
         self.wait(0.0)
 
     @rule(held_back=st.integers(0, 3))
@@ -233,7 +262,7 @@ class DirectoryAndStore(RuleBasedStateMachine):
     @invariant()
     def only_registered_instances_serve(self) -> None:
         registered = set(map(_key, self.directory.registered()))
-        for name in ("a", "b"):
+        for name in ("a", "b", "shared"):
             assert {instance.key for instance in self.directory.instances(name)} <= registered
 
     def teardown(self) -> None:
