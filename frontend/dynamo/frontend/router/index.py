@@ -14,6 +14,8 @@ Memory per (block, instance) entry: 81 to 107 bytes where every block is held by
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from heapq import heapify, heappop
 from itertools import islice
 
 import msgspec
@@ -65,11 +67,15 @@ class PrefixIndex:
         self._owners: list[InstanceId | None] = []
         """Instance of each slot; None: retired, or free."""
         self._free: list[int] = []
+        """A heap: the lowest is used first, so that small sets stay small integers and masks short."""
         self._retired: list[int] = []
         """Slots retired since the running sweep began; they wait for the next one."""
         self._live = 0
         """Bit mask of the slots in use."""
         self._sweeping: list[int] = []
+        self._sweeping_bits = 0
+        self._sweeping_singles: frozenset[int] = frozenset()
+        """The slots of `_sweeping` as a bit mask, and the sets of exactly one of them."""
         self._swept_shards = 0
         self.epoch = 0
         """Changes whenever an instance gets another slot."""
@@ -154,23 +160,22 @@ class PrefixIndex:
             if not self._retired:
                 return False
             self._sweeping, self._retired = self._retired, []
+            self._sweeping_bits = holders.union(self._sweeping)
+            self._sweeping_singles = frozenset(map(holders.single, self._sweeping))
             self._swept_shards = 0
         stop = min(self._swept_shards + shards, _SHARDS)
-        bits = sum(1 << slot for slot in self._sweeping)
-        singles = {holders.single(slot) for slot in self._sweeping}
         for shard in islice(self._shards, self._swept_shards, stop):
-            _sweep_shard(shard, bits, singles)
+            _sweep_shard(shard, self._sweeping_bits, self._sweeping_singles)
         self._swept_shards = stop
         if stop == _SHARDS:
-            self._free.extend(self._sweeping)
+            self._free += self._sweeping
+            heapify(self._free)
             self._sweeping = []
         return bool(self._sweeping or self._retired)
 
     def _new_slot(self, instance: InstanceId) -> int:
         if self._free:
-            # The lowest, so that small sets stay small integers and masks short.
-            slot = min(self._free)
-            self._free.remove(slot)
+            slot = heappop(self._free)
             self._owners[slot] = instance
         else:
             slot = len(self._owners)
@@ -256,13 +261,13 @@ class PrefixIndex:
         return {block for shard in self._shards for block, held in shard.items() if holders.contains(held, slot)}
 
 
-def _sweep_shard(shard: dict[int, int], bits: int, singles: set[int]) -> None:
+def _sweep_shard(shard: dict[int, int], bits: int, singles: AbstractSet[int]) -> None:
     """Remove the slots of `bits` from a shard; `singles` are the sets of exactly one of these slots."""
-    for block in [block for block, held in shard.items() if held in singles]:
-        del shard[block]
-    mask, last_single = holders.mask, holders.LAST_SINGLE
-    shared = [(block, mask(held)) for block, held in shard.items() if not 0 < held <= last_single]
-    for block, present in shared:
+    # One pass over the entries, most of which have one live holder.
+    last_single = holders.LAST_SINGLE
+    affected = [(block, held) for block, held in shard.items() if not 0 < held <= last_single or held in singles]
+    for block, held in affected:
+        present = holders.mask(held)
         if present & bits:
             left = holders.from_mask(present & ~bits)
             if left:
