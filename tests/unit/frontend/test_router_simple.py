@@ -3,17 +3,19 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import InvalidRequest, NoInstances
+from dynamo.common.errors import InvalidRequest, NoInstances, Overloaded
+from dynamo.common.kv.events import LoadReport
 from dynamo.common.names import InstanceId
-from dynamo.frontend.config import RouterMode, RouterOptions
+from dynamo.frontend.config import RouterMode, RouterOptions, Thresholds
 from dynamo.frontend.router.base import RouteRequest
-from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.load import InstanceLoad, Load, LoadTable
 from dynamo.frontend.router.select import make_router
 from dynamo.frontend.router.simple import Direct, RandomChoice, RoundRobin
 from tests.support.fakes import instance
@@ -52,6 +54,34 @@ def test_a_retry_that_leaves_one_out_counts_as_a_turn_of_the_one_it_takes() -> N
     third = router.pick(REQUEST, [i for i in three if i is not second]).instance
     assert third.id not in (first.id, second.id)
     assert router.pick(REQUEST, three).instance is first
+
+
+class CountedReads(LoadTable):
+    """Counts how often the loads of all candidates are read."""
+
+    reads = 0
+
+    def read(self, rows: Sequence[InstanceLoad], now: float) -> list[Load]:
+        self.reads += 1
+        return super().read(rows, now)
+
+
+@pytest.mark.parametrize("mode", [RouterMode.ROUND_ROBIN, RouterMode.RANDOM])
+@pytest.mark.parametrize("busy", [range(1, 31), range(1, 100), range(1, 101)])
+def test_busy_instances_of_a_large_fleet_get_nothing(mode: RouterMode, busy: Collection[int]) -> None:
+    loads, hundred = CountedReads(), fleet(*range(1, 101))
+    router = make_router(RouterOptions(mode=mode, thresholds=Thresholds(active_prefill_tokens=10)), loads, lambda: 0.0)
+    for number in busy:
+        loads.report(InstanceId(number), LoadReport(queued_prefill_tokens=11), 0.0)
+    free = set(range(1, 101)) - set(busy)
+    if not free:
+        with pytest.raises(Overloaded):
+            router.pick(REQUEST, hundred)
+        return
+    turns = Counter(router.pick(RouteRequest("adder", str(number)), hundred).instance.id for number in range(1000))
+    assert set(turns) == free
+    if len(free) == 70:
+        assert loads.reads <= 20, "most decisions look at few instances only"
 
 
 def test_a_pin_is_obeyed_and_costs_no_turn() -> None:

@@ -10,9 +10,11 @@ from dynamo.common.errors import DynamoError
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import Router, RouteRequest, RouterWrapper, RoutingDecision
-from dynamo.frontend.router.load import LoadTable, all_busy, busy
+from dynamo.frontend.router.load import Load, LoadTable, all_busy, busy, is_busy
 from dynamo.frontend.router.rows import RowCache
-from dynamo.frontend.router.thresholds import ThresholdTable
+from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
+
+MAX_DRAWS = 8
 
 
 class BusyFilterRouter(RouterWrapper):
@@ -29,9 +31,11 @@ class BusyFilterRouter(RouterWrapper):
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         now = self._clock()
-        if request.pinned is None:
-            candidates = self._free(request.model, candidates, now)
-        decision = self.inner.pick(request, candidates, explain=explain)
+        thresholds = self.thresholds.of(request.model)
+        if request.pinned is not None or thresholds == NEVER_BUSY:
+            decision = self.inner.pick(request, candidates, explain=explain)
+        else:
+            decision = self._pick_free(request, candidates, thresholds, now, explain=explain)
         tokens = 0 if request.is_prefilled else len(request.prompt) // TOKEN_BYTES
         self.loads.book(request.booking_id, decision.instance.id, now, prefill_tokens=tokens)
         return decision
@@ -48,9 +52,26 @@ class BusyFilterRouter(RouterWrapper):
         super().removed(instance)
         self.loads.remove_instance(instance)
 
-    def _free(self, model: str, candidates: Sequence[Instance], now: float) -> Sequence[Instance]:
+    def _pick_free(
+        self, request: RouteRequest, candidates: Sequence[Instance], thresholds: Thresholds, now: float, *, explain: bool
+    ) -> RoutingDecision:
+        """Let the router choose until it chooses one that is not busy; after a few times only among those.
+
+        Thus a decision takes the same time in a fleet of any size, unless much of it is busy. Raises Overloaded if all is.
+        """
+        rows = self._rows.rows(candidates)
+        if len(candidates) > MAX_DRAWS:
+            for _ in range(MAX_DRAWS):
+                decision = self.inner.pick(request, candidates, explain=explain)
+                if not is_busy(self.loads.load_of(decision.instance.id, now), thresholds):
+                    return decision
+        free = self._free(request.model, candidates, self.loads.read(rows, now), thresholds)
+        return self.inner.pick(request, free, explain=explain)
+
+    @staticmethod
+    def _free(model: str, candidates: Sequence[Instance], loads: Sequence[Load], thresholds: Thresholds) -> Sequence[Instance]:
         """Return the candidates that are not busy; the same sequence if none is. Raises Overloaded if all are busy."""
-        busy_ones = busy(self.loads.read(self._rows.rows(candidates), now), self.thresholds.of(model))
+        busy_ones = busy(loads, thresholds)
         if busy_ones is None or not any(busy_ones):
             return candidates
         if all(busy_ones):

@@ -431,6 +431,10 @@ class LoadTable:
             self._fresh_rows, self._fresh_until = rows, oldest + self._report_ttl_s
         return [load.estimated or load.estimate() for load in rows]
 
+    def load_of(self, instance: InstanceId, now: float) -> Load:
+        """Return the load of one instance, of which `rows` may not have been called."""
+        return self.read_one(self._load(instance), now)
+
     def read_one(self, row: InstanceLoad, now: float) -> Load:
         """Return the load of one instance."""
         if row.reported_at < now - self._report_ttl_s:
