@@ -21,7 +21,7 @@ class Offload:
 
     The interpreter changes threads every 5 ms. With one thread beside it, the event loop waits no longer than that for its turn;
     with the many threads of asyncio's own pool it might wait for each of them, and what else uses that pool would wait for all
-    this work. Work that leaves the interpreter, such as tokenization, does not belong here.
+    this work. Work that leaves the interpreter, such as tokenization, gets threads of its own, as many as there are processors.
     """
 
     def __init__(self, max_pending: int = MAX_PENDING, *, threads: int = 1) -> None:

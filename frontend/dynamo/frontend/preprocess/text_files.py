@@ -7,6 +7,7 @@ frontend can serve. The first few are loaded as soon as their model appears, so 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
@@ -63,6 +64,8 @@ class TextFiles:
         self._store = store
         self._options = options
         self._offload = offload
+        self._threads = Offload(threads=os.cpu_count() or 1)
+        """Of all tokenizers."""
         self._tokenizers = Shared(self._tokenizer, lambda made: made.size_bytes, options.tokenizer_cache_bytes)
         self._templates = Shared(self._template, lambda made: _TEMPLATE_BYTES, _TEMPLATES_BYTES)
         self._fetches = asyncio.Semaphore(_FETCHES_AT_ONCE)
@@ -126,7 +129,7 @@ class TextFiles:
     async def _tokenizer(self, key: _TokenizerKey) -> Tokenizer:
         data = await self._store.get(key.file)
         async with self._turn:  # one at a time: the library holds the interpreter's lock while it reads a file
-            return await asyncio.to_thread(_read_tokenizer, data, key, self._options.fast_tokenizer)
+            return await asyncio.to_thread(_read_tokenizer, data, key, self._options.fast_tokenizer, self._threads)
 
     async def _template(self, key: _TemplateKey) -> ChatTemplate:
         data = await self._store.get(key.file)
@@ -156,10 +159,10 @@ def _is_early(key: K, shared: Shared[K, V]) -> bool:
     return key in shared or len(shared) < LOADED_EARLY
 
 
-def _read_tokenizer(data: bytes, key: _TokenizerKey, fast: bool) -> Tokenizer:
+def _read_tokenizer(data: bytes, key: _TokenizerKey, fast: bool, threads: Offload) -> Tokenizer:
     from dynamo.frontend.preprocess.pipeline import Tokenizer  # with all that text models need, which is heavy to import
 
-    return Tokenizer(data, bos_token=key.bos_token, add_bos=key.add_bos, fast=fast)
+    return Tokenizer(data, bos_token=key.bos_token, add_bos=key.add_bos, fast=fast, threads=threads)
 
 
 def _read_template(data: bytes, key: _TemplateKey, max_chars: int) -> ChatTemplate:

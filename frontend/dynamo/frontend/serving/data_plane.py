@@ -30,13 +30,14 @@ from dynamo.common.errors import (
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.repository import IndexEntry, LoadRequest, UnloadRequest
-from dynamo.common.tensor_request import RequestChecker, TensorRequest
+from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tracing import Tracing
 from dynamo.frontend.config import ServingOptions
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
 from dynamo.frontend.fleet.repository import Repository, RepositoryView
 from dynamo.frontend.fleet.statistics import add_up
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.security.accounts import Account
@@ -84,6 +85,8 @@ class DataPlane:
         self._metrics = metrics
         self._settings = settings
         self._tracing = tracing
+        self._checks = Offload()
+        """Checks large requests without holding up the event loop."""
         self._loop = asyncio.get_running_loop()
         self._disaggregation = Disaggregation(dispatcher, settings.disaggregation)
         self.reuse = dispatcher.reuse
@@ -143,7 +146,7 @@ class DataPlane:
                 raise Unsupported(
                     f"model '{card.name}' is decoupled: a request may have any number of responses, so use a stream"
                 )
-            await _check(model.checker, request)
+            await self._checks.run_if(model.checker.is_slow(request), model.checker.check, request)
             response = await self._dispatcher.call(_infer(request, model, name, version), scope.call)
             scope.succeed()
             return response
@@ -153,7 +156,7 @@ class DataPlane:
         name = request.head.model_name
         model = self._catalog.find(name, request.head.model_version)
         scope = RequestScope(model.metrics, model.card.name, name, call, self._tracing)
-        return TensorResponses(self._dispatcher, model, request, scope)
+        return TensorResponses(self._dispatcher, self._checks, model, request, scope)
 
     def generate(self, request: TextRequest, call: Call) -> Generation:
         """Text of a language model. Raises ModelNotFound, InvalidRequest; entering and reading raise the rest."""
@@ -255,19 +258,14 @@ class DataPlane:
         self._metrics.for_model(model).ready.set(self.model_ready(model))
 
 
-async def _check(checker: RequestChecker, request: TensorRequest) -> None:
-    """Raise what `checker` raises, without holding up the event loop."""
-    if checker.is_slow(request):
-        await asyncio.to_thread(checker.check, request)
-    else:
-        checker.check(request)
-
-
 class TensorResponses:
     """The responses to one tensor request. Leaving it early cancels the request at the instance."""
 
-    def __init__(self, dispatcher: Dispatcher, model: NamedModel, request: TensorRequest, scope: RequestScope) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, checks: Offload, model: NamedModel, request: TensorRequest, scope: RequestScope
+    ) -> None:
         self._dispatcher = dispatcher
+        self._checks = checks
         self._model = model
         self._request = request
         self._scope = scope
@@ -277,7 +275,8 @@ class TensorResponses:
         head, scope = self._request.head, self._scope
         scope.__enter__()
         try:
-            await _check(self._model.checker, self._request)
+            checker = self._model.checker
+            await self._checks.run_if(checker.is_slow(self._request), checker.check, self._request)
             work = _infer(self._request, self._model, head.model_name, head.model_version)
             self._stream = self._dispatcher.stream(work, scope.call)
         except BaseException as error:
