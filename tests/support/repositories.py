@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.worker.engine.base import Context
 from dynamo.worker.repository.execution import ModelRequest, ModelResult, Parameter, closing
 from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
@@ -51,9 +52,13 @@ def model_with_config(repository: Path, name: str, config: str) -> Path:
 
 
 @asynccontextmanager
-async def opened(repository: Path, *load: str, also: Sequence[Path] = (), **settings: Any) -> AsyncIterator[RepositoryModels]:
+async def opened(
+    repository: Path, *load: str, also: Sequence[Path] = (), memory: SharedMemory | None = None, **settings: Any
+) -> AsyncIterator[RepositoryModels]:
     """Open the models of `repository` and of those in `also`, and load some; raises if one does not load."""
     models = RepositoryModels(RepositorySettings(folders=(repository, *also), drain_s=5.0, **settings))
+    if memory is not None:
+        models.use_shared_memory(memory)
     try:
         for error in (await models.load_all(load)).values():
             raise error

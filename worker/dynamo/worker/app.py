@@ -45,7 +45,7 @@ from dynamo.common.shared_memory.sharing import open_shared_memory
 from dynamo.common.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.tracing import Tracing, open_tracing
 from dynamo.worker.config import WorkerConfig
-from dynamo.worker.engine.base import HasFiles, MayFail, TracksKv
+from dynamo.worker.engine.base import HasFiles, MayFail, TracksKv, UsesSharedMemory
 from dynamo.worker.engines import AnyEngine, make_engine, make_repository, split_repositories
 from dynamo.worker.metrics import WorkerMetrics
 from dynamo.worker.publisher import KvPublishers, publishing
@@ -222,6 +222,9 @@ async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerCo
         memory = await stack.enter_async_context(open_shared_memory(config.shared_memory))
         identity = Identity(new_instance_id(), config.served_endpoint, "" if memory is None else memory.token)
         observers = await _open_observers(config, identity, stack)
+        for engine in _listed(engines):
+            if memory is not None and isinstance(engine, UsesSharedMemory):
+                engine.use_shared_memory(memory)
         models = await _start_engines(_listed(engines), config.close_timeout_s, stack)
         observers.status.show_models([model.card.name for model in models])
         nats, etcd = await _connect(config, identity, observers, stack)

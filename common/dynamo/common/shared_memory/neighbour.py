@@ -36,6 +36,7 @@ class Neighbour:
         except (OSError, ValueError) as error:  # ValueError: it has become shorter
             os.close(self._descriptor)
             raise ArenaRefused(f"{token.partition(':')[0]} cannot be mapped: {error}") from None
+        self._address = np.frombuffer(self._map, np.uint8).ctypes.data
         tables = memoryview(self._map).cast("Q")
 
         def table(offset: int, words: int) -> memoryview:
@@ -68,6 +69,11 @@ class Neighbour:
     def beat(self) -> int:
         """How many sweeps its process has done."""
         return self._beat[0]
+
+    def locate(self, address: int, size: int) -> int | None:
+        """Return where in the file `size` bytes at `address` lie. None if they are not of this arena."""
+        offset = address - self._address
+        return offset if offset >= 0 and offset + size <= self._layout.file_bytes else None
 
     def take(self, reference: Reference) -> memoryview:
         """Return a read-only view of a region. It goes back to its owner when the last view of it, or of a part, is gone.

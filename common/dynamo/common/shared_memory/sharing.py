@@ -53,6 +53,17 @@ class SharedMemory:
         return self.arena.token
 
     @property
+    def directory(self) -> Path:
+        return self._directory
+
+    def locate(self, address: int, size: int) -> tuple[str, int] | None:
+        """Return in whose arena `size` bytes at `address` of this process lie, and where in its file. None: in nobody's."""
+        for token, neighbour in self._neighbours.items():
+            if (offset := neighbour.locate(address, size)) is not None:
+                return token, offset
+        return None
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of this process's arena that are lent."""
         return self.arena.used_bytes

@@ -15,6 +15,7 @@ from dynamo.common.errors import EngineError
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import ModelCard
+from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferResponse
 
@@ -182,6 +183,15 @@ class TensorEngine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class UsesSharedMemory(Protocol):
+    """An engine that hands tensors in shared memory on to processes of its own."""
+
+    def use_shared_memory(self, memory: SharedMemory) -> None:
+        """Called before `start`, with the shared memory of the worker, if it has any."""
+        ...
 
 
 @runtime_checkable

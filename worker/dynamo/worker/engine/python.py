@@ -393,8 +393,11 @@ class _Steps:
                 close()
 
 
-def read_inputs(request: TensorRequest) -> dict[str, Array]:
-    """Return a request's tensors as arrays by name, read-only and without a copy where possible. Raises InvalidRequest."""
+def read_inputs(request: TensorRequest, *, aligned: bool = True) -> dict[str, Array]:
+    """Return a request's tensors as arrays by name, read-only and without a copy where possible. Raises InvalidRequest.
+
+    `aligned`: whether arrays are copied that lie anywhere in the message, since many libraries take aligned memory only.
+    """
     arrays = {}
     raws = request.raw_inputs
     if raws and len(raws) != len(request.head.inputs):
@@ -405,7 +408,7 @@ def read_inputs(request: TensorRequest) -> dict[str, Array]:
         array = to_numpy(raws[index] if raws else typed, tensor.datatype, tuple(tensor.shape), what)
         if tensor.datatype == "BF16":
             array = bf16_to_float32(array)
-        elif not array.flags.aligned:  # it lies anywhere in the message, and many libraries take aligned memory only
+        elif aligned and not array.flags.aligned:
             array = array.copy()
         arrays[tensor.name] = array
     return arrays

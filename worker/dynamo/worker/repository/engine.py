@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard
 from dynamo.common.repository import ControlMode
+from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import Buffer, from_numpy
 from dynamo.protos.inference_pb2 import ModelInferResponse
@@ -45,6 +46,9 @@ class RepositoryEngine:
 
     def __repr__(self) -> str:
         return f"<RepositoryEngine, mode={self.mode}, {self.models}>"
+
+    def use_shared_memory(self, memory: SharedMemory) -> None:
+        self.models.use_shared_memory(memory)
 
     async def start(self) -> Sequence[ModelCard]:
         """Load the models. Raises InvalidRequest for a model that does not load, except in the mode POLL or without
@@ -87,7 +91,7 @@ async def _responses(model: LoadedModel, request: TensorRequest, context: Contex
 def _to_model_request(request: TensorRequest, context: Context) -> ModelRequest:
     head = request.head
     return ModelRequest(
-        read_inputs(request),
+        read_inputs(request, aligned=False),
         context,
         tuple(output.name for output in head.outputs),
         {name: to_parameter(value) for name, value in head.parameters.items()} if head.parameters else {},

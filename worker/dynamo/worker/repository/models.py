@@ -20,6 +20,7 @@ from dynamo.common.errors import DynamoError, InvalidRequest, ModelNotFound, Una
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import check_name
 from dynamo.common.repository import MAX_REASON_CHARS, IndexEntry, LoadRequest, ModelState
+from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.ensemble import EnsembleBackend, models_in
 from dynamo.worker.repository.execution import Executable, ModelBackend, ModelRequest, ModelResult, Version, closing
@@ -94,15 +95,20 @@ class RepositoryModels:
         self._retiring = Tasks()
         self._lock = asyncio.Lock()
         self._host: Host | None = None
+        self._python = PythonBackend(self)
         self._backends: dict[str, ModelBackend] = {
             "onnxruntime": OnnxBackend(settings.default_max_batch_size if settings.auto_complete else 0),
-            "python": PythonBackend(self),
+            "python": self._python,
             "ensemble": EnsembleBackend(self),
         }
         self.rescan()
 
     def __repr__(self) -> str:
         return f"<RepositoryModels in {[str(folder) for folder in self._settings.folders]}, loaded={sorted(self._loaded)}>"
+
+    def use_shared_memory(self, memory: SharedMemory) -> None:
+        """Let processes of models that are loaded from now on read and write tensors in shared memory."""
+        self._python.memory = memory
 
     def attach(self, host: Host) -> None:
         """Report changes to `host` from now on."""

@@ -129,7 +129,9 @@ class OnnxModel:
             batch.infer_ns = time.perf_counter_ns() - start - batch.input_ns
 
     def _run(self, inputs: Arrays) -> Tensors:
-        feeds = {name: _to_text(array) if name in self._text else array for name, array in inputs.items()}
+        feeds = {
+            name: _to_text(array) if name in self._text else np.require(array, requirements="A") for name, array in inputs.items()
+        }
         try:
             outputs = self._session.run(self._outputs, feeds)
         except Exception as error:

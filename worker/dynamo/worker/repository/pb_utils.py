@@ -15,13 +15,15 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.wire import Array, Parameter
+
+Lend: TypeAlias = Callable[[wire.TensorHead, wire.Buffer], wire.TensorHead]
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
@@ -165,13 +167,15 @@ class InferenceResponse:
         """The parameters as JSON."""
         return json.dumps(self._parameters)
 
-    def to_wire(self, number: int, *, final: bool) -> tuple[wire.Response, list[wire.Buffer]]:
+    def to_wire(self, number: int, *, final: bool, lend: Lend) -> tuple[wire.Response, list[wire.Buffer]]:
+        """Return the head and the tensors that follow it. `lend` puts a tensor into shared memory if that is possible."""
         if self._error is not None:
             head = wire.Response(number=number, error=self._error.message(), code=self._error.code(), final=final)
             return head, []
         packed = [wire.pack(tensor.name(), tensor.as_numpy()) for tensor in self._tensors]
-        outputs = tuple(head for head, _ in packed)
-        return wire.Response(number=number, outputs=outputs, final=final, parameters=self._parameters), [raw for _, raw in packed]
+        outputs = tuple(lend(head, raw) for head, raw in packed)
+        raws = [raw for head, (_, raw) in zip(outputs, packed, strict=True) if head.place is None]
+        return wire.Response(number=number, outputs=outputs, final=final, parameters=self._parameters), raws
 
 
 class PreferredMemory:
@@ -390,7 +394,7 @@ class InferenceResponseSender:
     def _prepare(self, response: InferenceResponse | None, *, final: bool) -> tuple[wire.Response, list[wire.Buffer]]:
         if self._closed:
             raise TritonModelException("the last response to this request has been sent already")
-        message = (response or InferenceResponse()).to_wire(self._number, final=final)
+        message = (response or InferenceResponse()).to_wire(self._number, final=final, lend=self._channel.lend)
         self._closed = final
         if final:
             self._channel.over(self._number)
@@ -412,6 +416,10 @@ class Channel(Protocol):
     """The connection to the worker."""
 
     def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None: ...
+
+    def lend(self, head: wire.TensorHead, raw: wire.Buffer) -> wire.TensorHead:
+        """Return the head with a place in shared memory to which the tensor was copied, or as it is."""
+        ...
 
     def over(self, number: int) -> None:
         """The last response to this request is about to be sent."""

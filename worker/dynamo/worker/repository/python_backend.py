@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dynamo.common.background import start
 from dynamo.common.errors import DynamoError, InvalidRequest, ModelNotFound
+from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.batching import Batch, Batcher
@@ -43,6 +44,8 @@ class PythonBackend:
     """Loads models for one worker. They call its other models by `models`."""
 
     def __init__(self, models: ModelRegistry) -> None:
+        self.memory: SharedMemory | None = None
+        """Of this worker, for the tensors of models that are opened from now on."""
         self._handlers = CallHandlers(partial(_serve_call, models), partial(_serve_control, models))
 
     async def complete(self, version: Version) -> ModelConfig:
@@ -56,7 +59,7 @@ class PythonBackend:
         return config_from_json(completed) if completed else version.config
 
     async def open(self, version: Version) -> PythonModel:
-        model = PythonModel(version, _file_of(version), self._handlers)
+        model = PythonModel(version, _file_of(version), self._handlers, self.memory)
         try:
             await model.start()
         except BaseException:
@@ -77,10 +80,11 @@ def _file_of(version: Version) -> Path:
 class PythonModel:
     """One version of a model, with its processes."""
 
-    def __init__(self, version: Version, file: Path, handlers: CallHandlers) -> None:
+    def __init__(self, version: Version, file: Path, handlers: CallHandlers, memory: SharedMemory | None) -> None:
         self._version = version
         self._file = file
         self._handlers = handlers
+        self._memory = memory
         self._decoupled = version.config.model_transaction_policy.decoupled
         self._instances = list(instances_of(version.config))
         self._pipeline = Pipeline(version.name)
@@ -114,7 +118,7 @@ class PythonModel:
 
     async def _start(self, instance: ModelInstance) -> StubProcess:
         version = self._version
-        stub = await open_stub(version.name, self._handlers)
+        stub = await open_stub(version.name, self._handlers, self._memory)
         arguments = {
             "model_config": config_to_json(version.config),
             "model_instance_kind": instance.kind,
@@ -167,9 +171,12 @@ class PythonModel:
             _count_time(request, execution, submitted)
         if isinstance(result_or_error, ProcessDied):
             result_or_error = await self._respond_again(request, result_or_error)
-        if isinstance(result_or_error, DynamoError):
-            raise result_or_error
-        return result_or_error
+        try:
+            if isinstance(result_or_error, DynamoError):
+                raise result_or_error
+            return result_or_error
+        finally:
+            del result_or_error  # else the traceback of the error keeps this frame, and so the tensors, until memory is collected
 
     async def _execute_batch(self, batch: Batch) -> list[ModelResult | DynamoError]:
         """Return the response to each request, or its error."""

@@ -32,6 +32,7 @@ import msgspec
 
 from dynamo.worker.repository import pb_utils, wire
 from dynamo.worker.repository.pb_utils import CallInProgress, InferenceRequest, InferenceResponse, InferenceResponseSender, Tensor
+from dynamo.worker.repository.stub_memory import StubMemory
 
 _MAX_PIECES = 512
 """Buffers in one system call; the limit of Linux is 1024."""
@@ -41,6 +42,7 @@ _HOLD_NS = 300_000
 """Responses of short executions are collected for so long while more executions wait, so that one system call sends them."""
 _MAX_HELD_BYTES = 16 * 1024
 """A larger response is sent at once, with those before it."""
+_SWEEP_S = 1.0
 _IDLE_TICKS = 200
 """After so many ticks without an execution the reader thread sleeps until the next."""
 
@@ -72,6 +74,10 @@ class Stub:
         self._credit = threading.Condition(self._lock)
         """Notified when a window grows or a request is cancelled."""
         self._messages = wire.MessageReader()
+        self._memory: StubMemory | None = None
+        self._released: deque[int] = deque()
+        """Executions whose inputs in shared memory are not read any more."""
+        self._main = threading.get_ident()
         self._orders: deque[tuple[wire.Message, list[memoryview]]] = deque()
         """Messages for the main thread."""
         self._reading = threading.Lock()
@@ -131,6 +137,44 @@ class Stub:
     def is_cancelled(self, number: int) -> bool:
         return number in self._cancelled
 
+    def use_memory(self, settings: wire.Memory) -> None:
+        """Offer the worker outputs in shared memory, and read inputs there."""
+        self._memory = StubMemory(settings, self.released)
+        if token := self._memory.output_arena():
+            self.send(wire.OpenArena(token))
+
+    def lend(self, head: wire.TensorHead, raw: wire.Buffer) -> wire.TensorHead:
+        return head if self._memory is None else self._memory.lend(head, raw)
+
+    def requests_of(
+        self, order: wire.Execute, raws: Sequence[memoryview], senders: Sequence[InferenceResponseSender]
+    ) -> list[InferenceRequest]:
+        """Return the requests as the model gets them."""
+        shared: dict[tuple[int, str], memoryview] = {}
+        if self._memory is not None and has_places(order):
+            shared = self._memory.take(order.number, order.requests)
+        requests, position = [], 0
+        for head, sender in zip(order.requests, senders, strict=True):
+            those = raws[position : position + len(head.inputs)]
+            if shared:
+                those = [shared.get((head.number, tensor.name), raw) for tensor, raw in zip(head.inputs, those, strict=True)]
+            requests.append(InferenceRequest.arrived(head, _to_tensors(head.inputs, those), sender))
+            position += len(head.inputs)
+        return requests
+
+    def released(self, execution: int) -> None:
+        """Have the worker notified, by the main thread before it waits, or by the other one."""
+        self._released.append(execution)
+        if threading.get_ident() != self._main:
+            self._wakes.put(False)
+
+    def _send_released(self) -> None:
+        executions = []
+        while self._released:
+            executions.append(self._released.popleft())
+        if executions:
+            self.send(wire.Released(tuple(executions)))
+
     def wait_for_credit(self, number: int) -> None:
         """Return when the caller of a request has room for a response, or has left. Does not block an event loop."""
         with self._credit:
@@ -178,6 +222,8 @@ class Stub:
         """Return the next message for the main thread, which reads the socket itself unless the other thread is at it."""
         if self._held and (not self._orders or time.perf_counter_ns() - self._held_since_ns > _HOLD_NS):
             self.flush()
+        if self._released and not self._orders:
+            self._send_released()
         while not self._orders:
             if self._reading.acquire(blocking=False):
                 try:
@@ -211,12 +257,17 @@ class Stub:
 
     def read_for_main(self) -> None:
         """Read the socket whenever an execution takes long. Runs in the reader thread, for ever."""
-        begun, idle_ticks = 0, 0
+        begun, idle_ticks, sweep_at = 0, 0, 0.0
         while True:
             try:
-                is_urgent = self._wakes.get(timeout=None if self._reader_sleeps else _TICK_S)
+                is_urgent = self._wakes.get(timeout=self._pause_s())
             except Empty:
                 is_urgent = False
+            if self._released and not self._is_executing:
+                self._send_released()
+            if self._memory is not None and time.monotonic() >= sweep_at:
+                self._memory.sweep()
+                sweep_at = time.monotonic() + _SWEEP_S
             idle_ticks = idle_ticks + 1 if begun == self._begun and not self._is_executing else 0
             if self._is_executing and (is_urgent or begun == self._begun):
                 self.flush()
@@ -224,6 +275,12 @@ class Stub:
             elif idle_ticks > _IDLE_TICKS:
                 self._reader_sleeps = True
             begun = self._begun
+
+    def _pause_s(self) -> float | None:
+        """Return how long the reader thread waits for something to do."""
+        if not self._reader_sleeps:
+            return _TICK_S
+        return None if self._memory is None or self._memory.is_idle else _SWEEP_S
 
     def _read_until_main_waits(self) -> None:
         if not self._reading.acquire(blocking=False):
@@ -242,6 +299,8 @@ class Stub:
         except OSError:
             count = 0
         if not count:
+            if self._memory is not None:
+                self._memory.remove()
             os._exit(0)
         try:
             for message, raws in self._messages.advance(count):
@@ -269,6 +328,12 @@ class Stub:
                         self._credit.notify_all()
             case wire.Response():
                 self._deliver(message, raws)
+            case wire.OpenArena():
+                if self._memory is not None and self._memory.open(message.arena):
+                    self.send(wire.ArenaOpened(message.arena))
+            case wire.ArenaOpened():
+                if self._memory is not None:
+                    self._memory.outputs_are_read()
             case _:
                 self._orders.append((message, raws))
 
@@ -280,6 +345,11 @@ class Stub:
             future.set_result(head)
         elif call is not None:
             call.add(head, _to_tensors(head.outputs, raws))
+
+
+def has_places(order: wire.Execute) -> bool:
+    """Return whether inputs lie in shared memory."""
+    return any(tensor.place is not None for head in order.requests for tensor in head.inputs)
 
 
 def _to_tensors(heads: Sequence[wire.TensorHead], raws: Sequence[memoryview]) -> list[Tensor]:
@@ -325,6 +395,8 @@ class ModelProcess:
         self._stub.send(ready)
 
     def _start(self, order: wire.Start) -> None:
+        if order.memory is not None:
+            self._stub.use_memory(order.memory)
         self._stub.model_folder = os.path.dirname(order.file)
         sys.path[:0] = order.paths
         spec = importlib.util.spec_from_file_location("model", order.file)
@@ -364,6 +436,8 @@ class ModelProcess:
         if all(map(self._stub.is_cancelled, numbers)):
             for number in numbers:
                 self._stub.over(number)
+            if has_places(order):
+                self._stub.released(order.number)
             return self._stub.send_soon(wire.Done(number=order.number))
         if order.is_retry:
             self._stub.flush()
@@ -372,17 +446,10 @@ class ModelProcess:
             self._call_model(order, raws)
 
     def _call_model(self, order: wire.Execute, raws: Sequence[memoryview]) -> None:
-        requests, senders = [], []
-        start_ns = time.perf_counter_ns()
-        position = 0
-        for head in order.requests:
-            count = len(head.inputs)
-            sender = InferenceResponseSender(head.number, self._stub)
-            senders.append(sender)
-            requests.append(InferenceRequest.arrived(head, _to_tensors(head.inputs, raws[position : position + count]), sender))
-            position += count
-        call = _Call(order.number, senders, start_ns)
+        senders = [InferenceResponseSender(head.number, self._stub) for head in order.requests]
+        call = _Call(order.number, senders, time.perf_counter_ns())
         try:
+            requests = self._stub.requests_of(order, raws, senders)
             returned = self._model.execute(requests)
         except BaseException as error:  # whatever it raises is the request's failure, not the end of the process
             return self._failed(call, error)

@@ -28,11 +28,13 @@ from dynamo.common.errors import (
     Unavailable,
     Unsupported,
 )
+from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.execution import ModelRequest, ModelResult
 from dynamo.worker.repository.link import Link
 from dynamo.worker.repository.pb_utils import TritonError
 from dynamo.worker.repository.pipeline import Execution
+from dynamo.worker.repository.process_memory import ProcessMemory, to_head
 from dynamo.worker.repository.responses import ProcessDied, Responses
 
 log = logging.getLogger(__name__)
@@ -119,6 +121,7 @@ class StubProcess:
         connection: socket.socket,
         begun: mmap.mmap,
         handlers: CallHandlers,
+        memory: SharedMemory | None,
     ) -> None:
         self.closed = asyncio.Event()
         self._name = name
@@ -138,6 +141,7 @@ class StubProcess:
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._windows: dict[int, CallWindow] = {}
         """Of the calls that run, by their numbers."""
+        self._memory = None if memory is None else ProcessMemory(memory, self.send)
         self._link = Link(connection, self._take, self._on_end)
         self._ending: asyncio.Task[None] | None = None
 
@@ -168,7 +172,8 @@ class StubProcess:
 
     async def start(self, file: Path, folder: Path) -> None:
         """Load the model's code. Raises EngineError with the model's error."""
-        await self._order(wire.Start(str(file), (str(file.parent), str(folder))))
+        memory = None if self._memory is None else self._memory.settings
+        await self._order(wire.Start(str(file), (str(file.parent), str(folder)), memory))
 
     async def complete(self, config: str) -> str:
         """Return the configuration as completed by `auto_complete_config`; empty if the model has no such method."""
@@ -213,13 +218,15 @@ class StubProcess:
         """Send requests for one call of `execute`."""
         heads, buffers = [], []
         for request, responses in zip(execution.requests, execution.responses, strict=True):
-            head, raws = _to_wire(next(self._numbers), request, self._name)
+            head, raws = _to_wire(next(self._numbers), request, self._name, self._memory)
             heads.append(head)
             buffers += raws
             self._responses[head.number] = responses
         execution.number = next(self._numbers)
         execution.numbers = [head.number for head in heads]
         self._executions[execution.number] = execution
+        if self._memory is not None and any(tensor.place is not None for head in heads for tensor in head.inputs):
+            self._memory.keep(execution.number, [request.inputs for request in execution.requests])
         self.send(wire.Execute(execution.number, tuple(heads), execution.is_retry), buffers)
 
     def forget(self, execution: Execution) -> None:
@@ -284,6 +291,12 @@ class StubProcess:
                 window = self._windows.get(message.number)
                 if window is not None:
                     window.grow(message.total)
+            case wire.Released() if self._memory is not None:
+                self._memory.release(message.executions)
+            case wire.OpenArena() if self._memory is not None:
+                self._memory.open_outputs(message.arena)
+            case wire.ArenaOpened() if self._memory is not None:
+                self._memory.opened(message.arena)
             case wire.Log():
                 log.log(message.level, "%s: %s", self._name, message.text)
             case _:
@@ -303,6 +316,7 @@ class StubProcess:
 
     def _deliver(self, head: wire.Response, raws: Sequence[memoryview]) -> None:
         responses = self._responses.get(head.number)
+        arrays = self._to_arrays(head.outputs, raws)  # whether or not somebody waits for them: their memory goes back
         if responses is None:
             return
         if responses.is_full and not head.final:
@@ -313,10 +327,18 @@ class StubProcess:
         if head.error is not None:
             responses.add(to_error(head.error, head.code))
         elif head.outputs or not head.final:
-            responses.add(ModelResult(_to_arrays(head.outputs, raws), head.parameters))
+            responses.add(ModelResult(arrays, head.parameters))
         if head.final:
             del self._responses[head.number]
             responses.add(None)
+
+    def _to_arrays(self, heads: Sequence[wire.TensorHead], raws: Sequence[memoryview]) -> dict[str, wire.Array]:
+        arrays: dict[str, wire.Array] = {}
+        for head, raw in zip(heads, raws, strict=True):
+            if head.place is not None and self._memory is not None:
+                raw = self._memory.take(head, head.place)
+            arrays[head.name] = wire.unpack(head, raw)
+        return arrays
 
     def _begin(self, number: int, work: Coroutine[None, None, None]) -> None:
         task = self._calls[number] = start(work, f"a call of model '{self._name}'")
@@ -333,6 +355,8 @@ class StubProcess:
             responses.add(ProcessDied(text))
         self._responses.clear()
         self._executions.clear()
+        if self._memory is not None:
+            self._memory.close()
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(wire.Ready(error=text))
         for task in self._calls.values():
@@ -359,8 +383,19 @@ def _nothing() -> None:
     """There is nobody to notify."""
 
 
-def _to_wire(number: int, request: ModelRequest, model: str) -> tuple[wire.RequestHead, list[wire.Buffer]]:
-    packed = [wire.pack(name, array) for name, array in request.inputs.items()]
+def _to_wire(
+    number: int, request: ModelRequest, model: str, memory: ProcessMemory | None
+) -> tuple[wire.RequestHead, list[wire.Buffer]]:
+    """Return the head of a request and the tensors that follow it."""
+    inputs: list[wire.TensorHead] = []
+    raws: list[wire.Buffer] = []
+    for name, array in request.inputs.items():
+        if memory is not None and (place := memory.place(array)) is not None:
+            inputs.append(to_head(name, array, place))
+        else:
+            tensor, raw = wire.pack(name, array)
+            inputs.append(tensor)
+            raws.append(raw)
     parameters = dict(request.parameters)
     correlation_id = parameters.pop("sequence_id", 0)
     flags = int(bool(parameters.pop("sequence_start", False))) | 2 * int(bool(parameters.pop("sequence_end", False)))
@@ -375,27 +410,26 @@ def _to_wire(number: int, request: ModelRequest, model: str) -> tuple[wire.Reque
         timeout_us=_whole(parameters.pop("timeout", 0)),
         parameters=parameters,
         outputs=tuple(request.outputs),
-        inputs=tuple(head for head, _ in packed),
+        inputs=tuple(inputs),
     )
-    return head, [raw for _, raw in packed]
+    return head, raws
 
 
 def _whole(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _to_arrays(heads: Sequence[wire.TensorHead], raws: Sequence[memoryview]) -> dict[str, wire.Array]:
-    return {head.name: wire.unpack(head, raw) for head, raw in zip(heads, raws, strict=True)}
+async def open_stub(name: str, handlers: CallHandlers, memory: SharedMemory | None = None) -> StubProcess:
+    """Start a process for one instance of the model `name`. The model is not loaded yet.
 
-
-async def open_stub(name: str, handlers: CallHandlers) -> StubProcess:
-    """Start a process for one instance of the model `name`. The model is not loaded yet."""
+    Large tensors of frontends on this host, and large outputs, lie in `memory` if that is given.
+    """
     ours, theirs = socket.socketpair()
-    memory = os.memfd_create("begun")
+    shared = os.memfd_create("begun")
     try:
-        os.ftruncate(memory, mmap.PAGESIZE)
-        begun = mmap.mmap(memory, mmap.PAGESIZE)
-        passed = (theirs.fileno(), memory)
+        os.ftruncate(shared, mmap.PAGESIZE)
+        begun = mmap.mmap(shared, mmap.PAGESIZE)
+        passed = (theirs.fileno(), shared)
         # Not by asyncio, whose loop forks: the fork handlers of gRPC crash a process that has other threads. Popen does not.
         process = subprocess.Popen(  # noqa: ASYNC220, S603
             [sys.executable, "-P", "-m", _MODULE, *map(str, passed)],
@@ -408,5 +442,5 @@ async def open_stub(name: str, handlers: CallHandlers) -> StubProcess:
         raise
     finally:
         theirs.close()
-        os.close(memory)
-    return StubProcess(name, process, ours, begun, handlers)
+        os.close(shared)
+    return StubProcess(name, process, ours, begun, handlers, memory)

@@ -47,13 +47,25 @@ NUMPY: dict[str, np.dtype[Any]] = {
 _DATATYPES = {dtype: name for name, dtype in NUMPY.items()}
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tensor lies in shared memory."""
+
+    arena: str
+    """The token of the arena."""
+    position: int
+    """Of an input: its offset in the file. Of an output: the first unit of its region."""
+    generation: int = 0
+    """Of the region of an output."""
+
+
 class TensorHead(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor whose `size` bytes follow the head."""
+    """A tensor whose `size` bytes follow the head, unless they lie somewhere else."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     size: int
+    place: Place | None = None
 
 
 class RequestHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,11 +85,23 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     inputs: tuple[TensorHead, ...] = ()
 
 
+class Memory(msgspec.Struct, frozen=True):
+    """What a process may use of shared memory."""
+
+    directory: str
+    capacity_bytes: int
+    least_bytes: int
+    """Smaller tensors follow their heads."""
+    reader_tag: int
+    """Of the worker, which reads the outputs."""
+
+
 class Start(msgspec.Struct, frozen=True, tag=True):
     """To the model: load the code of `file`. The response is Ready."""
 
     file: str
     paths: tuple[str, ...]
+    memory: Memory | None = None
 
 
 class Complete(msgspec.Struct, frozen=True, tag=True):
@@ -119,6 +143,24 @@ class ResponseCredit(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     total: int
+
+
+class OpenArena(msgspec.Struct, frozen=True, tag=True):
+    """In both directions: tensors may come from this arena, if the other side can open it. The response is ArenaOpened."""
+
+    arena: str
+
+
+class ArenaOpened(msgspec.Struct, frozen=True, tag=True):
+    """In both directions: tensors of this arena can be read. There is no response for one that cannot."""
+
+    arena: str
+
+
+class Released(msgspec.Struct, frozen=True, tag=True):
+    """From the model: nothing refers to the inputs in shared memory of these executions any more."""
+
+    executions: tuple[int, ...]
 
 
 class Finalize(msgspec.Struct, frozen=True, tag=True):
@@ -184,6 +226,9 @@ Message: TypeAlias = (
     | Execute
     | CancelRequest
     | ResponseCredit
+    | OpenArena
+    | ArenaOpened
+    | Released
     | Finalize
     | Ready
     | Response
@@ -217,7 +262,7 @@ def decode(head: Buffer) -> Message:
 
 
 def tensors_of(message: Message) -> Sequence[TensorHead]:
-    """Return the tensors that follow the head of a message, in order."""
+    """Return the tensors of a message, in order."""
     match message:
         case Execute():
             return [tensor for request in message.requests for tensor in request.inputs]
@@ -304,6 +349,9 @@ def _extent(head_bytes: int, body_bytes: int) -> tuple[int, int]:
 def _cut(message: Message, body: memoryview) -> list[memoryview]:
     tensors, position = [], 0
     for tensor in tensors_of(message):
+        if tensor.place is not None:
+            tensors.append(_NOTHING)
+            continue
         tensors.append(body[position : position + tensor.size])
         position += tensor.size + -tensor.size % _ALIGNMENT
     if position != len(body):
@@ -314,23 +362,29 @@ def _cut(message: Message, body: memoryview) -> list[memoryview]:
 def pack(name: str, array: Array) -> tuple[TensorHead, Buffer]:
     """Return a tensor's head and its bytes, without a copy where possible. Raises ValueError for a dtype without a datatype."""
     if array.dtype.kind in "OSU":
-        datatype: str = "BYTES"
+        datatype = "BYTES"
         raw: Buffer = _encode_bytes(array)
     else:
-        numeric = _DATATYPES.get(array.dtype) or _DATATYPES.get(array.dtype.newbyteorder("<"))
-        if numeric is None:
-            raise ValueError(f"tensor '{name}' is an array of {array.dtype}, for which there is no datatype")
-        datatype = numeric
-        contiguous = np.ascontiguousarray(array, NUMPY[numeric])
+        datatype = datatype_of(name, array)
+        contiguous = np.ascontiguousarray(array, NUMPY[datatype])
         raw = contiguous.reshape(-1).view(np.uint8).data if contiguous.size else b""
     return TensorHead(name, datatype, tuple(array.shape), len(raw)), raw
 
 
+def datatype_of(name: str, array: Array) -> str:
+    """Return the datatype of an array of numbers. Raises ValueError if there is none."""
+    datatype = _DATATYPES.get(array.dtype) or _DATATYPES.get(array.dtype.newbyteorder("<"))
+    if datatype is None:
+        raise ValueError(f"tensor '{name}' is an array of {array.dtype}, for which there is no datatype")
+    return datatype
+
+
 def unpack(tensor: TensorHead, raw: Buffer) -> Array:
-    """Return an array of the tensor's shape; it is writable if `raw` is. BYTES become an object array of `bytes`."""
+    """Return an aligned array of the tensor's shape; it is writable if `raw` is. BYTES become an object array of `bytes`."""
     if tensor.datatype == "BYTES":
         return _decode_bytes(raw, tensor.shape)
-    return np.frombuffer(raw, NUMPY[tensor.datatype]).reshape(tensor.shape)
+    array = np.frombuffer(raw, NUMPY[tensor.datatype]).reshape(tensor.shape)
+    return array if array.flags.aligned else array.copy()
 
 
 def _encode_bytes(array: Array) -> bytes:

@@ -1,0 +1,203 @@
+"""Shared memory as a model's process sees it: inputs in place, in the arenas of others, and outputs in an arena of its own.
+
+Inputs are mapped privately: a model may write to its arrays, and nobody else sees that. When the last array of a part of a
+request is gone, what was written is dropped, and the worker may let go of the memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from dynamo.common.shared_memory.arena import Arena
+from dynamo.common.shared_memory.files import ArenaRefused, is_owned, open_file, remove_file
+from dynamo.worker.repository import wire
+from dynamo.worker.repository.wire import Array
+
+_PAGE = mmap.PAGESIZE
+
+
+class _Inputs:
+    """The arena of another process, mapped copy-on-write."""
+
+    def __init__(self, directory: Path, token: str) -> None:
+        """Raises ArenaRefused."""
+        self.descriptor, layout = open_file(directory, token)
+        self.bytes = layout.file_bytes
+        self.map = mmap.mmap(self.descriptor, layout.file_bytes, access=mmap.ACCESS_COPY)
+        self.held: dict[int, tuple[int, weakref.ref[Array]]] = {}
+        """The ranges that the model has arrays of: their ends, by their beginnings."""
+
+    def overlaps(self, begin: int, end: int) -> bool:
+        return any(other < end and begin < other_end for other, (other_end, _) in list(self.held.items()))
+
+
+class _Worker:
+    """The reader of all outputs. It takes each, and lives as long as this process."""
+
+    is_alive = True
+    beat = 0
+
+    def __init__(self, tag: int) -> None:
+        self.tag = tag
+
+
+class StubMemory:
+    """Inputs are taken by the main thread, outputs are lent by any."""
+
+    def __init__(self, settings: wire.Memory, on_release: Callable[[int], None]) -> None:
+        """`on_release` is called with the number of an execution when no array of its inputs is left, in whichever thread."""
+        self._settings = settings
+        self._reader = _Worker(settings.reader_tag)
+        self._directory = Path(settings.directory)
+        self._on_release = on_release
+        self._inputs: dict[str, _Inputs] = {}
+        self._parts: Counter[int] = Counter()
+        """How many parts of its inputs each execution has, while arrays of them exist."""
+        self._counting = threading.RLock()
+        self._outputs: Arena | None = None
+        self._lending = threading.Lock()
+        self._can_lend = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing that `sweep` could do later."""
+        return not self._inputs and (self._outputs is None or not self._outputs.resident_bytes)
+
+    # Inputs
+
+    def open(self, token: str) -> bool:
+        """Map an arena. Return whether its tensors can be read."""
+        if token not in self._inputs:
+            try:
+                self._inputs[token] = _Inputs(self._directory, token)
+            except (ArenaRefused, OSError):
+                return False
+        return True
+
+    def take(self, execution: int, requests: Sequence[wire.RequestHead]) -> dict[tuple[int, str], memoryview]:
+        """Return the bytes of the inputs that lie in shared memory, by the number of their request and their name.
+
+        Raises KeyError for an arena that is gone.
+        """
+        views: dict[tuple[int, str], memoryview] = {}
+        self._parts[execution] += 1  # for this call
+        try:
+            for request in requests:
+                for part in _parts_of(request.inputs):
+                    self._take_part(execution, request.number, part, views)
+        finally:
+            self._drop_part(execution)
+        return views
+
+    def _take_part(
+        self, execution: int, request: int, part: list[wire.TensorHead], views: dict[tuple[int, str], memoryview]
+    ) -> None:
+        arena, _ = _place(part[0])
+        inputs = self._inputs[arena]
+        begin, end = _extent(part)
+        if begin < 0 or end > inputs.bytes:
+            raise KeyError(arena)
+        if inputs.overlaps(begin, end):  # with other arrays of the model: what it does to those must not show in these
+            for tensor in part:
+                copy = bytearray(tensor.size)
+                os.preadv(inputs.descriptor, [copy], _place(tensor)[1])
+                views[request, tensor.name] = memoryview(copy)
+            return
+        region = np.frombuffer(inputs.map, np.uint8, end - begin, begin)
+        with self._counting:
+            self._parts[execution] += 1
+        inputs.held[begin] = end, weakref.ref(region, partial(self._release, inputs, begin, end, execution))
+        for tensor in part:
+            first = _place(tensor)[1] - begin
+            views[request, tensor.name] = region[first : first + tensor.size].data
+
+    def _release(self, inputs: _Inputs, begin: int, end: int, execution: int, _: object) -> None:
+        """Called in whichever thread drops the last array."""
+        inputs.map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        del inputs.held[begin]
+        self._drop_part(execution)
+
+    def _drop_part(self, execution: int) -> None:
+        with self._counting:
+            self._parts[execution] -= 1
+            is_last = not self._parts[execution]
+            if is_last:
+                del self._parts[execution]
+        if is_last:
+            self._on_release(execution)
+
+    # Outputs
+
+    def output_arena(self) -> str:
+        """Create the arena of this process if there is none, and return its token; empty if that is not possible."""
+        try:
+            with self._lending:
+                if self._outputs is None:
+                    self._outputs = Arena(self._directory, self._settings.capacity_bytes)
+                return self._outputs.token
+        except OSError:
+            return ""
+
+    def outputs_are_read(self) -> None:
+        """The worker has opened the arena of this process."""
+        self._can_lend = True
+
+    def lend(self, head: wire.TensorHead, raw: wire.Buffer) -> wire.TensorHead:
+        """Copy an output to shared memory if it is large and there is room; return its head, with the place then."""
+        if not self._can_lend or self._outputs is None or head.size < self._settings.least_bytes:
+            return head
+        with self._lending:
+            reference = self._outputs.lend((raw,), head.size, self._reader)
+        if reference is None:
+            return head
+        place = wire.Place(self._outputs.token, reference.unit, reference.generation)
+        return wire.TensorHead(head.name, head.datatype, head.shape, head.size, place)
+
+    def remove(self) -> None:
+        """Remove the file of the outputs: this process ends."""
+        if self._outputs is not None:
+            remove_file(self._directory, self._outputs.token)
+
+    def sweep(self) -> None:
+        """Give memory back, and forget the arenas of dead processes. Called about once a second."""
+        for token, inputs in list(self._inputs.items()):
+            if not inputs.held and not is_owned(inputs.descriptor):
+                del self._inputs[token]
+                os.close(inputs.descriptor)
+        if self._outputs is not None:
+            with self._lending:
+                self._outputs.sweep()
+
+
+def _parts_of(tensors: Sequence[wire.TensorHead]) -> list[list[wire.TensorHead]]:
+    """Return the tensors in shared memory, those together that share pages."""
+    parts: list[list[wire.TensorHead]] = []
+    for tensor in sorted((tensor for tensor in tensors if tensor.place is not None), key=_place):
+        arena, position = _place(tensor)
+        if parts and _place(parts[-1][0])[0] == arena and position < _extent(parts[-1])[1]:
+            parts[-1].append(tensor)
+        else:
+            parts.append([tensor])
+    return parts
+
+
+def _place(tensor: wire.TensorHead) -> tuple[str, int]:
+    if tensor.place is None:
+        raise ValueError(f"tensor '{tensor.name}' is not in shared memory")
+    return tensor.place.arena, tensor.place.position
+
+
+def _extent(part: Sequence[wire.TensorHead]) -> tuple[int, int]:
+    """Return the pages of a part: where the first begins and the last ends."""
+    begin = min(_place(tensor)[1] for tensor in part)
+    end = max(_place(tensor)[1] + tensor.size for tensor in part)
+    return begin // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
