@@ -162,6 +162,21 @@ async def test_a_caller_that_does_not_read_stops_only_its_own_stream(nats_server
         assert len(await read_all(slow)) == 1000
 
 
+async def test_a_stream_whose_reader_keeps_up_seldom_waits_for_credit(nats_server: NatsServer) -> None:
+    waits = 0
+
+    async def flood(request: Incoming) -> None:
+        nonlocal waits
+        for _ in range(400):
+            if not request.send_nowait(bytes(10 * KIB)):
+                waits += 1
+                await request.ready()
+
+    async with plane(nats_server.url, {"flood": flood}, client=PlaneLimits(), server=PlaneLimits()) as p:
+        assert len(await read_all(p.open("flood"))) == 400
+        assert waits <= 20, "a MiB of credit is enough for a hundred responses"
+
+
 async def test_responses_in_pieces_wait_for_their_reader_as_well(nats_server: NatsServer) -> None:
     sent = 0
 

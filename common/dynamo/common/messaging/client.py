@@ -49,8 +49,8 @@ _PER_FRAME = 1000
 """Streams named in one frame."""
 _LARGE_RESPONSE_BYTES = 256
 """Smaller ones fit into windows."""
-_RESPONSES_AHEAD = 4
-"""So many large responses may be on the way to a reader that keeps up."""
+_SMALL_CREDIT_BYTES = 64 * 1024
+"""A stream with less credit than this gets it back at once if it waits for it; others when half of it is used."""
 _WITNESSES = 3
 """So many other instances are probed before one is taken for gone."""
 _WITHOUT_WITNESSES = 3
@@ -74,7 +74,6 @@ class RequestStream:
         "_granted",
         "_headers",
         "_is_short",
-        "_largest",
         "_lent",
         "_needed",
         "_over",
@@ -88,6 +87,7 @@ class RequestStream:
         "_uncredited",
         "_upload",
         "_upload_index",
+        "_useful_credit",
         "_verb",
         "_waiter",
         "batch",
@@ -137,7 +137,8 @@ class RequestStream:
         """How much it would have to be for everything that waits at the instance."""
         self._is_short = False
         """The instance has said so, and nothing was borrowed since."""
-        self._largest = 0
+        self._useful_credit = 0
+        """As large as the largest response, or as what was borrowed: a later stream can begin with so much."""
         self._uncredited = 0
         self._expected = 0
         self._responses: list[Buffer] = []
@@ -328,6 +329,7 @@ class RequestStream:
             self._uncredited += frame.body.nbytes + FRAME_COST
         else:  # the reader waits for this response, which may be larger than the window
             self._consumed(frame.body.nbytes + FRAME_COST)
+            self._request_credit()
 
     def on_data(self, frame: frames.Data) -> None:
         if self._unacknowledged:
@@ -341,7 +343,7 @@ class RequestStream:
             self._responses.append(self._reassembled(frame.body))
         else:
             self._uncredited += frame.body.nbytes + FRAME_COST
-            self._largest = max(self._largest, frame.body.nbytes)
+            self._useful_credit = max(self._useful_credit, frame.body.nbytes)
             self._responses.append(frame.body)
         if self._waiter is not None:
             self._wake()
@@ -360,7 +362,7 @@ class RequestStream:
         self.fail(error)
 
     def _reassembled(self, body: memoryview) -> Buffer:
-        self._largest = max(self._largest, self._parts_bytes + body.nbytes)
+        self._useful_credit = max(self._useful_credit, self._parts_bytes + body.nbytes)
         if not self._parts:
             return body
         parts, self._parts, self._parts_bytes = self._parts, [], 0
@@ -380,7 +382,7 @@ class RequestStream:
         more = credit.use(size)  # may end in `grant`
         self._allowed += more
         owed = self._allowed - self._granted
-        if owed and (owed * 2 >= credit.bytes or self._needed > self._granted):
+        if owed and (owed * 2 >= credit.bytes or (self._needed > self._granted and credit.bytes < _SMALL_CREDIT_BYTES)):
             self.send_credit()
 
     def on_blocked(self, granted: int, seq: int, needed: int) -> None:
@@ -389,19 +391,24 @@ class RequestStream:
             return self._on_gap()
         if needed > self._needed:
             self._needed, self._is_short = needed, True
-        if granted < self._allowed:
+            self._consumed(0)
+        elif granted < self._allowed:
             self.send_credit()
         self._request_credit()
 
     def _request_credit(self) -> None:
         """Borrow what the instance waits for, but not for a reader that has not read the last response."""
-        if not self._is_short or self._responses or self._credit is None:
+        credit = self._credit
+        if not self._is_short or self._responses or credit is None:
+            return
+        size, kept = self._needed - self._allowed, self._client.limits.kept_credit_bytes
+        if credit.borrowed >= kept >= size:
+            self._is_short = size > 0  # it gets that back as it is read; if others need it, the next reading borrows
             return
         self._is_short = False
-        size, on_demand = self._needed - self._allowed, self._client.credits.on_demand
-        if on_demand.is_plentiful:  # enough that the next responses need not wait
-            ahead = min(_RESPONSES_AHEAD * self._largest, self._client.limits.kept_credit_bytes)
-            size = max(size, ahead - self._credit.borrowed)
+        on_demand = self._client.credits.on_demand
+        if on_demand.is_plentiful and self.started:  # it reads: enough that the next responses need not wait
+            size = max(size, kept - credit.borrowed)
         if size > 0:
             on_demand.request(self, size)
 
@@ -409,6 +416,7 @@ class RequestStream:
         """Let the instance send `size` bytes that were borrowed."""
         assert self._credit is not None
         self._credit.borrowed += size
+        self._useful_credit = max(self._useful_credit, self._credit.borrowed)
         self._allowed += size
         self.send_credit()
 
@@ -440,8 +448,8 @@ class RequestStream:
             self._timer.cancel()
         if self._credit is not None:
             self._credit.close(self)
-        if self._largest:
-            self._peer.learn(self._verb, self._largest)
+        if self._useful_credit:
+            self._peer.learn(self._verb, self._useful_credit)
         self._client.forget(self, self._peer)
         self._wake()
 
@@ -479,7 +487,7 @@ class _InstancePeer:
         """It could not read what was lent to it, or the other way round: nothing more is lent in either direction."""
         self.streams: dict[int, RequestStream] = {}
         self.response_bytes: dict[str, int] = {}
-        """How large the largest of the last responses were, by verb, where they are larger than a window."""
+        """How much credit the last streams could have begun with, by verb, where that is more than a window."""
         self.max_unacknowledged = max_unacknowledged
         """How much of requests may be sent without credit, and `unacknowledged`: how much is."""
         self.unacknowledged = 0
@@ -506,7 +514,7 @@ class _InstancePeer:
         return None if self.is_far else self.neighbour
 
     def learn(self, verb: str, size: int) -> None:
-        """Expect responses of `size` bytes to `verb`; where sizes vary, of the larger ones."""
+        """Expect a stream of `verb` to need `size` bytes of credit; where that varies, the larger number."""
         expected = max(size, self.response_bytes.get(verb, 0) // 2)
         if expected >= _LARGE_RESPONSE_BYTES:
             self.response_bytes[verb] = expected
