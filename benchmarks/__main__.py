@@ -1,7 +1,7 @@
 """`make bench FLAGS="[NAME] [FLAGS]"`: the tables that a change to a hot path is measured by.
 
-NAME is a benchmark, with flags of its own (`make bench FLAGS="http --help"`). Without it all but `models`, `soak` and `events`
-run, one after the other; flags for all of them: `make bench FLAGS=--help`.
+NAME is a benchmark, with flags of its own (`make bench FLAGS="http --help"`). Without it all but `models`, `soak`, `events` and
+`triton` run, one after the other; flags for all of them: `make bench FLAGS=--help`. `--triton PATH` runs `triton` alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-NAMES = ("bus", "kserve", "http", "router_trace", "router_scale", "fleet_scale", "router_peer", "models", "soak", "events")
+NAMES = (
+    "bus",
+    "kserve",
+    "http",
+    "router_trace",
+    "router_scale",
+    "fleet_scale",
+    "router_peer",
+    "models",
+    "soak",
+    "events",
+    "triton",
+)
 _TIMED = ("kserve", "http", "router_peer")
 """Benchmarks that run in rounds of some seconds, and next to the peer if there is one."""
 
@@ -20,6 +32,8 @@ def main(arguments: list[str]) -> int:
     """Exit status: 0 if every benchmark ran to its end."""
     if arguments[:1] and arguments[0] in NAMES:
         return _run(arguments[0], arguments[1:])
+    if "--triton" in (argument.partition("=")[0] for argument in arguments):
+        return _run("triton", arguments)
     failed = []
     for name, flags in _all(arguments):
         print(f"\n## {name}\n", flush=True)
@@ -36,6 +50,7 @@ def _all(arguments: list[str]) -> Iterator[tuple[str, list[str]]]:
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter that has NVIDIA Dynamo installed, to measure beside it")
     parser.add_argument("--rounds", help="number of rounds, for benchmarks that run in rounds")
     parser.add_argument("--seconds", help="per case, system and round, in place of their own number")
+    parser.add_argument("--triton", metavar="PATH", help="run only the comparison with the tritonserver of this environment")
     parser.add_argument("--trace", metavar="FILE", help="for router_trace; otherwise one is made up")
     parser.add_argument("--entries", help="for router_scale: (block, instance) pairs in the index")
     options = parser.parse_args(arguments)

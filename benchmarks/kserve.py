@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import sys
 import tempfile
@@ -37,31 +38,33 @@ ECHO_MODEL = "echo:INPUT0=FP32[-1]"
 class Case:
     name: str
     concurrency: int
-    elements: int = 0
-    """FP32 elements of a tensor request; 0: a text stream."""
+    shape: tuple[int, ...] = ()
+    """Of the FP32 tensor in a request; empty: a text stream."""
+    model: str = "echo"
+    """Which takes the tensor."""
 
     @property
     def is_text(self) -> bool:
-        return not self.elements
+        return not self.shape
 
 
 CASES = (
-    Case("64 B c=1", 1, 16),
-    Case("64 B c=16", 16, 16),
-    Case("64 B c=64", 64, 16),
-    Case("64 KiB c=16", 16, 16_384),
-    Case("1 MiB c=1", 1, 262_144),
-    Case("1 MiB c=16", 16, 262_144),
+    Case("64 B c=1", 1, (16,)),
+    Case("64 B c=16", 16, (16,)),
+    Case("64 B c=64", 64, (16,)),
+    Case("64 KiB c=16", 16, (16_384,)),
+    Case("1 MiB c=1", 1, (262_144,)),
+    Case("1 MiB c=16", 16, (262_144,)),
     Case("text c=1", 1),
     Case("text c=16", 16),
     Case("text c=64", 64),
 )
 
 
-def tensor_body(elements: int) -> bytes:
-    request = ModelInferRequest(model_name="echo", id="1")
-    request.inputs.add(name="INPUT0", datatype="FP32", shape=[elements])
-    request.raw_input_contents.append(np.arange(elements, dtype=np.float32).tobytes())
+def tensor_body(model: str, shape: Sequence[int]) -> bytes:
+    request = ModelInferRequest(model_name=model, id="1")
+    request.inputs.add(name="INPUT0", datatype="FP32", shape=shape)
+    request.raw_input_contents.append(np.linspace(0, 1, math.prod(shape), dtype=np.float32).tobytes())
     return message(request.SerializeToString())
 
 
@@ -87,7 +90,9 @@ async def run(case: Case, system: System, text_model: str, seconds: float) -> Re
     headers = request_headers(SERVICE + method, f"{host}:{system.grpc_port}")
     rng = random.Random(7)
     is_peer = system.name.startswith("peer")
-    bodies = [text_body(text_model, rng, not is_peer) for _ in range(64)] if case.is_text else [tensor_body(case.elements)]
+    bodies = (
+        [text_body(text_model, rng, not is_peer) for _ in range(64)] if case.is_text else [tensor_body(case.model, case.shape)]
+    )
     result = Result(case.name, system.name, 0, 0.0)
     loop = asyncio.get_running_loop()
 

@@ -19,6 +19,19 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
+def children(pid: int) -> list[int]:
+    """The processes that `pid` has started, and that run."""
+    started = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:  # it has just ended
+            continue
+        if parent == pid:
+            started.append(int(folder.name))
+    return sorted(started)
+
+
 def rss_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES / 2**20
 
