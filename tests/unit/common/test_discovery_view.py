@@ -181,6 +181,13 @@ def test_at_a_tie_the_card_that_was_first_stays_until_the_new_one_has_more() -> 
     assert ids(view, "adder") == [3, 4]
 
 
+def test_an_alias_of_instances_that_are_left_out_by_now_means_nothing() -> None:
+    view = view_of(instance(1, tensor_card(aliases=("sum",))))
+    assert (ids(view, "sum"), view.card("sum")) == ([1], tensor_card(aliases=("sum",)))
+    view.apply(put(instance(2, tensor_card(size=8)), instance(3, tensor_card(size=8))))
+    assert (ids(view, "sum"), view.card("sum"), view.count("sum")) == ([], None, 0)
+
+
 def test_differences_that_do_not_matter_for_requests_do_not_divide() -> None:
     view = view_of(instance(1), instance(2, tensor_card(versions=("1", "2"), labels={"zone": "b"})))
     assert ids(view, "adder") == [1, 2]

@@ -187,6 +187,18 @@ class DirectoryAndStore(RuleBasedStateMachine):
             self.put(instance)
         self.deliver(0)
 
+    @rule(
+        numbers=st.sets(st.integers(1, 6), min_size=2, max_size=4),
+        model=st.sampled_from(["a", "b"]),
+        size=st.sampled_from([4, 8]),
+        adapter=st.sampled_from(["", "", "shared"]),
+    )
+    def roll_out(self, numbers: set[int], model: str, size: int, adapter: str) -> None:
+        """Register several equal instances: the contract of their model may change without a change of aliases."""
+        for number in numbers:
+            self.put(variant(number, model, "1", size, adapter))
+        self.deliver(0)
+
     @rule(instance=registrations)
     def put_garbage(self, instance: Instance) -> None:
         self.store.put(instance.key, b"garbage")
@@ -264,6 +276,13 @@ class DirectoryAndStore(RuleBasedStateMachine):
         registered = set(map(_key, self.directory.registered()))
         for name in ("a", "b", "shared"):
             assert {instance.key for instance in self.directory.instances(name)} <= registered
+
+    @invariant()
+    def an_alias_means_the_model_whose_instance_with_it_is_the_oldest(self) -> None:
+        with_alias = [instance for instance in self.directory.registered() if instance.card.aliases]
+        oldest = min(with_alias, key=lambda instance: (*_age(instance), instance.card.name), default=None)
+        card = self.directory.card("shared")
+        assert (card and card.name) == (oldest and oldest.card.name)
 
     def teardown(self) -> None:
         try:
