@@ -23,6 +23,12 @@ from dynamo.worker.repository import wire
 from dynamo.worker.repository.wire import Array
 
 _PAGE = mmap.PAGESIZE
+# An entry of /proc/self/pagemap, per page: Documentation/admin-guide/mm/pagemap.rst of Linux.
+_ENTRY_BYTES = 8
+_IN_USE = np.uint64(0b11 << 62)
+"""The page is present, or swapped out."""
+_OF_FILE = np.uint64(1 << 61)
+"""It is one of the file, rather than a private copy."""
 
 
 class _Inputs:
@@ -33,8 +39,25 @@ class _Inputs:
         self.descriptor, layout = open_file(directory, token)
         self.bytes = layout.file_bytes
         self.map = mmap.mmap(self.descriptor, layout.file_bytes, access=mmap.ACCESS_COPY)
+        self._address = np.frombuffer(self.map, np.uint8).ctypes.data
+        self._pagemap = _open_pagemap()
         self.held: dict[int, tuple[int, weakref.ref[Array]]] = {}
         """The ranges that the model has arrays of: their ends, by their beginnings."""
+
+    def may_be_changed(self, begin: int, end: int) -> bool:
+        """Return whether there are private copies of these pages, since the model has written to them."""
+        if self._pagemap is None:
+            return True
+        first, count = (self._address + begin) // _PAGE, (end - begin) // _PAGE
+        entries = np.frombuffer(os.pread(self._pagemap, count * _ENTRY_BYTES, first * _ENTRY_BYTES), np.uint64)
+        in_use = entries & _IN_USE != 0
+        return bool(np.any(in_use & (entries & _OF_FILE == 0)))
+
+    def close(self) -> None:
+        """Close the file. Arrays stay valid."""
+        os.close(self.descriptor)
+        if self._pagemap is not None:
+            os.close(self._pagemap)
 
     def overlaps(self, begin: int, end: int) -> bool:
         return any(other < end and begin < other_end for other, (other_end, _) in list(self.held.items()))
@@ -122,7 +145,8 @@ class StubMemory:
 
     def _release(self, inputs: _Inputs, begin: int, end: int, execution: int, _: object) -> None:
         """Called in whichever thread drops the last array."""
-        inputs.map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        if inputs.may_be_changed(begin, end):
+            inputs.map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
         del inputs.held[begin]
         self._drop_part(execution)
 
@@ -172,10 +196,18 @@ class StubMemory:
         for token, inputs in list(self._inputs.items()):
             if not inputs.held and not is_owned(inputs.descriptor):
                 del self._inputs[token]
-                os.close(inputs.descriptor)
+                inputs.close()
         if self._outputs is not None:
             with self._lending:
                 self._outputs.sweep()
+
+
+def _open_pagemap() -> int | None:
+    """Open what tells which pages this process has copies of; None if the system does not say."""
+    try:
+        return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 def _parts_of(tensors: Sequence[wire.TensorHead]) -> list[list[wire.TensorHead]]:
