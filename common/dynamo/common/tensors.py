@@ -231,6 +231,8 @@ def _read_only(array: Array) -> Array:
 
 def datatype_of_array(array: Array) -> DataType:
     """Return the datatype an array is sent as. Raises InvalidRequest if there is none for its dtype."""
+    if (common := _BY_NUMPY.get(array.dtype)) is not None:
+        return common
     if array.dtype.kind in "OSU":
         return DATATYPES["BYTES"]
     if array.dtype.name == "bfloat16":  # from the package ml_dtypes, which is not needed here
