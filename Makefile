@@ -6,6 +6,7 @@
 # make simulate     500 new histories of a fleet under faults, in simulated time (2 minutes); SEEDS=0-19999 FLAGS="--results FILE"
 # make fuzz         a million inputs for each decoder of untrusted input, guided by coverage; FLAGS="--seconds 20 gguf" for less
 # make drill        one fault after the other in real processes under load, and what callers see (25 minutes); FLAGS="nats etcd" for a part
+# make kills        processes that share memory are killed at 400 random moments of requests (a minute); KILLS=1000 for more of each
 # make lint         format, rules, types, import contracts
 # make docs         pages and tables that are generated from the code
 # make bench        benchmarks, ten minutes; FLAGS="kserve --help" for one of them
@@ -26,7 +27,7 @@ VLLM := .venv-vllm
 VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/integration/test_vllm_whole_way.py
 VLLM_FLAGS ?= -k "vllm"
 
-.PHONY: help run test unit integration test-vllm lint format docs bench profile setup clean simulate fuzz drill soak
+.PHONY: help run test unit integration test-vllm lint format docs bench profile setup clean simulate fuzz drill soak kills
 
 help:
 	@sed -n 's/^# \?//; /^$$/q; p' $(firstword $(MAKEFILE_LIST))
@@ -56,6 +57,9 @@ $(VENV)/.fuzz: $(VENV)/.dev
 
 drill: $(VENV)/.dev
 	$(BIN)/python -m tests.drill $(FLAGS)
+
+kills: $(VENV)/.dev
+	KILLS=$(or $(KILLS),200) $(BIN)/python -m pytest tests/integration/test_shared_memory_processes.py
 
 simulate: $(VENV)/.dev
 	$(BIN)/python -m tests.simulation $(if $(SEEDS),--seeds $(SEEDS),--new 500) $(FLAGS)
