@@ -368,16 +368,18 @@ async def test_an_engine_that_dies_ends_its_worker_in_order_and_says_why(
 async def test_a_worker_that_fails_ends_the_others_of_its_process(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
-    engines, workers = [Mortal() for _ in range(3)], set()
+    engines, workers, arenas = [Mortal() for _ in range(3)], set(), set()
 
     def started(worker: Worker) -> None:
         workers.add(worker.instance)
+        arenas.add(worker.requests.memory and worker.requests.memory.token)
         if len(workers) == 3:
             engines[1].dying.set()
 
     with pytest.raises(EngineError, match="process has died"):
         await serve_fleet(engines, config(etcd_server, nats_server, namespace), stop=asyncio.Event(), on_started=started)
     assert len(workers) == 3
+    assert len(arenas) == 1, "of their process"
     assert all(engine.is_closed for engine in engines)
 
 

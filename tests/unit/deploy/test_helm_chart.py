@@ -117,6 +117,9 @@ def test_the_defaults_fit_the_schema() -> None:
         {"frontend": {"canaryWaitSeconds": -1}},
         {"images": {"registry": "registry.example"}},
         {"log": {"format": "xml"}},
+        {"sharedMemory": {"path": "/var/lib/kubelet"}},
+        {"sharedMemory": {"path": "/dev/shm/.."}},
+        {"sharedMemory": {"size": "256"}},
     ],
     ids=str,
 )
@@ -259,6 +262,24 @@ def test_with_http_over_tls_probes_and_scrapes_use_it_too() -> None:
     [endpoint] = of_kind(manifests, "PodMonitor")["dynamo-frontend"]["spec"]["podMetricsEndpoints"]
     assert endpoint["scheme"] == "https"
     assert endpoint["authorization"]["credentials"] == {"name": "metrics-key", "key": "key"}
+
+
+@rendering
+def test_with_shared_memory_frontends_and_workers_have_a_folder_of_the_node_in_common(tmp_path: Path) -> None:
+    manifests = helm({"sharedMemory": {"enabled": True, "size": "1Gi"}})
+    for deployment in of_kind(manifests, "Deployment").values():
+        kubernetes_validate.validate(deployment, kubernetes_validate.latest_version(), strict=True)
+        pod = deployment["spec"]["template"]["spec"]
+        assert {"path": "/dev/shm/dynamo", "type": "DirectoryOrCreate"} in [volume.get("hostPath") for volume in pod["volumes"]]
+        [first], [container] = pod["initContainers"], pod["containers"]
+        assert first["image"] == container["image"]
+        paths = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared-memory"]
+        assert paths == ["/var/run/dynamo-shared-memory"]
+    configs = configs_of(manifests, tmp_path)
+    assert {type(config) for config in configs} == {FrontendConfig, WorkerConfig}
+    assert {(config.shared_memory.dir.name, config.shared_memory.size) for config in configs} == {
+        ("var-run-dynamo-shared-memory", 2**30)
+    }
 
 
 @rendering

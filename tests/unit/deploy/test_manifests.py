@@ -17,7 +17,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from dynamo.common.config import load
+from dynamo.common.config import load, parse_bytes
 from dynamo.frontend.config import FrontendConfig
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engines import choose_engine
@@ -226,6 +226,38 @@ def test_with_the_component_for_tracing_processes_know_the_collector_and_may_rea
     }
     assert set(selector["values"]) == names
     assert policy["spec"]["egress"][0]["ports"] == [{"port": 4317, "protocol": "TCP"}]
+
+
+@folders
+def test_with_the_component_for_shared_memory_pods_of_a_node_have_a_private_folder_in_common(
+    folder: Path, tmp_path: Path
+) -> None:
+    overlay = {
+        "resources": [os.path.relpath(folder, tmp_path)],
+        "components": [os.path.relpath(DEPLOY / "k8s" / "components" / "shared-memory", tmp_path)],
+        "namespace": "dynamo",
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    manifests = render(tmp_path)
+    [namespace] = of_kind(manifests, "Namespace").values()
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged", "hostPath is refused otherwise"
+    variables = next(manifest["data"] for name, manifest in of_kind(manifests, "ConfigMap").items() if "nats" not in name)
+    deployments = of_kind(manifests, "Deployment")
+    assert len(deployments) >= 2
+    for deployment in deployments.values():
+        kubernetes_validate.validate(deployment, kubernetes_validate.latest_version(), strict=True)
+        pod = deployment["spec"]["template"]["spec"]
+        [name] = [volume["name"] for volume in pod["volumes"] if volume.get("hostPath", {}).get("path") == "/dev/shm/dynamo"]
+        [first] = pod["initContainers"]
+        [container] = pod["containers"]
+        for part in (first, container):
+            assert part["image"].split(":")[0] == container["image"].split(":")[0], "no image that nodes do not have anyway"
+            [path] = [mount["mountPath"] for mount in part["volumeMounts"] if mount["name"] == name]
+        assert path == variables["DYN_SHARED_MEMORY_DIR"]
+        assert f"0o700); os.chown('/shared-memory', {pod['securityContext']['runAsUser']}, " in first["command"][-1]
+        size, resources = parse_bytes(variables["DYN_SHARED_MEMORY_SIZE"]), container["resources"]
+        room = quantity(resources["limits"]["memory"]) - quantity(resources["requests"]["memory"])
+        assert room >= 2 * size, "an arena counts against the limit"
 
 
 def test_the_overlay_for_another_collector_in_the_documentation_does_what_it_says(tmp_path: Path) -> None:

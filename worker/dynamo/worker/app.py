@@ -41,7 +41,7 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.repository import RepositoryInstance
 from dynamo.common.scrape import Scraper
-from dynamo.common.shared_memory.sharing import open_shared_memory
+from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
 from dynamo.common.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.tracing import Tracing, open_tracing
 from dynamo.worker.config import WorkerConfig
@@ -132,10 +132,23 @@ async def serve_fleet(
     stop: asyncio.Event | None = None,
     on_started: Callable[[Worker], None] = lambda worker: None,
 ) -> None:
-    """Serve each item of `fleet` as a worker of its own, as `serve_worker` does with one. If one fails, all of them stop."""
-    stopping = stop if stop is not None else stop_on_signal()
+    """Serve each item of `fleet` as a worker of its own, as `serve_worker` does with one. If one fails, all of them stop.
+
+    All of them use one arena.
+    """
+    async with open_shared_memory(config.shared_memory) as memory:
+        await _serve_fleet(fleet, config, memory, stop if stop is not None else stop_on_signal(), on_started)
+
+
+async def _serve_fleet(
+    fleet: Sequence[AnyEngine | Sequence[AnyEngine]],
+    config: WorkerConfig,
+    memory: SharedMemory | None,
+    stopping: asyncio.Event,
+    on_started: Callable[[Worker], None],
+) -> None:
     workers = [
-        awaited(serve_worker(engines, _numbered(config, number), stop=stopping, on_started=on_started))
+        awaited(serve_worker(engines, _numbered(config, number), stop=stopping, on_started=on_started, memory=memory))
         for number, engines in enumerate(fleet)
     ]
     try:
@@ -152,8 +165,6 @@ async def serve_fleet(
 
 
 def _numbered(config: WorkerConfig, number: int) -> WorkerConfig:
-    if config.num_workers > 1:  # simulated engines, which have no large bodies
-        config = replace(config, shared_memory=replace(config.shared_memory, size=0))
     if not config.status.port:
         return config
     return replace(config, status=replace(config.status, port=config.status.port + number))
@@ -165,18 +176,19 @@ async def serve_worker(
     *,
     stop: asyncio.Event | None = None,
     on_started: Callable[[Worker], None] = lambda worker: None,
+    memory: SharedMemory | None = None,
 ) -> None:
     """Starts `engines`, serves them until `stop` is set, and drains. Without `stop`: until SIGINT or SIGTERM.
 
-    `on_started` is called once, when requests can be served. Stopping while models still load abandons the start.
-    Raises InvalidRequest for a model that cannot be served, Unavailable when NATS refuses us, whatever an engine raises
-    while it starts, and the failure that an engine does not survive.
+    `on_started` is called once, when requests can be served. Without `memory` it has an arena of its own. Stopping while models
+    still load abandons the start. Raises InvalidRequest for a model that cannot be served, Unavailable when NATS refuses us,
+    whatever an engine raises while it starts, and the failure that an engine does not survive.
     """
     stopping = stop if stop is not None else stop_on_signal()
     started = asyncio.Event()
 
     async def serve() -> None:
-        async with open_worker(engines, config) as worker:
+        async with open_worker(engines, config, memory) as worker:
             started.set()
             on_started(worker)
             await _until(stopping, [engine for engine in _listed(engines) if isinstance(engine, MayFail)])
@@ -216,10 +228,13 @@ async def _until(stopping: asyncio.Event, engines: Sequence[MayFail]) -> None:
 
 
 @asynccontextmanager
-async def open_worker(engines: AnyEngine | Sequence[AnyEngine], config: WorkerConfig) -> AsyncIterator[Worker]:
+async def open_worker(
+    engines: AnyEngine | Sequence[AnyEngine], config: WorkerConfig, memory: SharedMemory | None = None
+) -> AsyncIterator[Worker]:
     """Start `engines` and serve them while the body runs; on the way out deregister and drain."""
     async with AsyncExitStack() as stack:
-        memory = await stack.enter_async_context(open_shared_memory(config.shared_memory))
+        if memory is None:
+            memory = await stack.enter_async_context(open_shared_memory(config.shared_memory))
         identity = Identity(new_instance_id(), config.served_endpoint, "" if memory is None else memory.token)
         observers = await _open_observers(config, identity, stack)
         for engine in _listed(engines):

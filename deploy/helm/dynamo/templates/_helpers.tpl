@@ -35,9 +35,34 @@ DYN_NATS_SERVERS: {{ join "," .Values.nats.servers | quote }}
 {{- end }}
 DYN_LOG: {{ .Values.log.level | quote }}
 DYN_LOG_FORMAT: {{ .Values.log.format | quote }}
+{{- if .Values.sharedMemory.enabled }}
+DYN_SHARED_MEMORY_DIR: /var/run/dynamo-shared-memory
+DYN_SHARED_MEMORY_SIZE: {{ .Values.sharedMemory.size }}B
+{{- end }}
 {{- with .Values.tracing.endpoint }}
 DYN_OTLP_ENDPOINT: {{ . | quote }}
 {{- end }}
+{{- end }}
+
+{{/* The kubelet makes the folder of the node as root, and fsGroup does not apply to it. Takes (list context image). */}}
+{{- define "dynamo.sharedMemory" -}}
+- name: shared-memory
+  image: {{ include "dynamo.image" . }}
+  imagePullPolicy: {{ (index . 0).Values.images.pullPolicy }}
+  command: [python, -c, "import os; os.chmod('/shared-memory', 0o700); os.chown('/shared-memory', 65532, 65532)"]
+  resources:
+    requests: {cpu: 10m, memory: 32Mi}
+    limits: {memory: 64Mi}
+  securityContext:
+    runAsNonRoot: false
+    runAsUser: 0
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities:
+      drop: [ALL]
+      add: [CHOWN, FOWNER]
+  volumeMounts:
+    - {name: shared-memory, mountPath: /shared-memory}
 {{- end }}
 
 {{- define "dynamo.scheduling" -}}
