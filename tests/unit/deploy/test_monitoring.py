@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,19 @@ from dynamo.common.errors import Cancelled, Code, Overloaded
 from dynamo.common.generation import Summary
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, new_instance_id
-from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, make_registry
+from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
 from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, GrpcServerMetrics, RequestType
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.metrics import WorkerMetrics
 from tests.support.promql import ADDED_BY_PROMETHEUS, DASHBOARDS, all_expressions, dashboard_expressions, parsed, rules, selectors
+
+
+@dataclass
+class Memory:
+    bytes: Mapping[str, int]
+    fallbacks: Mapping[str, int]
+    used_bytes: int = 0
+    capacity_bytes: int = 1
 
 
 class Nats:
@@ -47,10 +56,13 @@ def filled_registry() -> CollectorRegistry:
     model.overlap.observe(1)
     model.hit_rate.observe(0.5)
     LinkMetrics(registry, "dynamo_frontend").follow("events", Nats())
+    memory = Memory({"lent": 1}, {"full": 1})
+    SharedMemoryMetrics(registry, "dynamo_frontend").show(memory)
     EventMetrics(registry)
     GrpcServerMetrics(registry).for_method("s", "m", "unary").handled("OK", 1)
     workers = WorkerMetrics(registry, Endpoint(), new_instance_id())
     workers.link.follow("requests", Nats())
+    workers.memory.show(memory)
     worker = workers.for_model("m")
     worker.follow(SimEngine(SimConfig()))
     worker.generated(Summary())
