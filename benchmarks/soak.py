@@ -37,7 +37,7 @@ SERVERS = ("grpcio", "native")
 _BURST_EVERY_S = 10.0
 _TIMEOUT_S = 120
 _TOKENS = 32
-_GAUGES = ("open_streams", "free_credit_bytes")
+_GAUGES = ("open_streams", "free_credit_bytes", "shared_memory_used_bytes")
 _OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 
@@ -101,7 +101,7 @@ class Door:
             _check(error.code() is grpc.StatusCode.INVALID_ARGUMENT, f"status {error.code()}")
 
     async def gauges(self) -> dict[str, float]:
-        """Return open streams and free credit of the frontend."""
+        """Return open streams, free credit and lent shared memory of the frontend."""
         text = (await self._http.get("/metrics")).text
         return {name: float(match[1]) for name in _GAUGES if (match := re.search(rf"^dynamo_frontend_{name} (\S+)$", text, re.M))}
 
@@ -131,7 +131,9 @@ class Soak:
     async def run(self) -> None:
         """Send requests for `--minutes`, and print a line each minute."""
         print(
-            "minute  requests  failed  " + "  ".join(f"{name}: MiB fds threads" for name in self._pids) + "  streams  credit, MiB"
+            "minute  requests  failed  "
+            + "  ".join(f"{name}: MiB fds threads" for name in self._pids)
+            + "  streams  credit, MiB  lent in shared memory, MiB"
         )
         await self._report(0)
         until = time.monotonic() + 60 * self._options.minutes
@@ -195,8 +197,10 @@ class Soak:
         gauges = [await door.gauges() for door in self._doors]
         streams = sum(gauge.get("open_streams", 0) for gauge in gauges)
         credit = min(gauge.get("free_credit_bytes", 0) for gauge in gauges) / MIB
+        lent = sum(gauge.get("shared_memory_used_bytes", 0) for gauge in gauges) / MIB
         counts = self._counts
-        print(f"{minute:4d} {counts.done:9d} {counts.failed:5d}  {'  |'.join(held)}  {streams:.0f}  {credit:.0f}", flush=True)
+        numbers = f"{streams:.0f}  {credit:.0f}  {lent:.0f}"
+        print(f"{minute:4d} {counts.done:9d} {counts.failed:5d}  {'  |'.join(held)}  {numbers}", flush=True)
         if counts.last_failure:
             print(f"     last failure: {counts.last_failure}", flush=True)
             counts.last_failure = ""
