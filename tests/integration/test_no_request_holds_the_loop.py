@@ -137,6 +137,27 @@ ATTACKS = {
     "messages to tokenize": ("/tokenize", MODEL + b'"messages":[' + b",".join([MESSAGE] * 16_384) + b"]}"),
     "ids to detokenize": ("/detokenize", filled(MODEL + b'"tokens":[', b"1,", b"1]}")),
     "ids to detokenize, within the bound": ("/detokenize", filled(MODEL + b'"tokens":[', b"70,", b"1]}", 2_900_000)),
+    "conversations of KServe": (
+        "/v2/models/echo-llm/infer",
+        filled(
+            b'{"parameters":{"max_tokens":1},"inputs":[{"name":"messages","datatype":"BYTES","shape":[1],"data":["[{\\"role\\":'
+            b'\\"user\\",\\"content\\":[',
+            b"{},",
+            b'{}]}]"]}]}',
+        ),
+    ),
+    "stop strings of KServe, in a string": (
+        "/v2/models/echo-llm/infer",
+        filled(
+            b'{"inputs":[{"name":"text_input","datatype":"BYTES","shape":[1],"data":["a"]}],"parameters":{"max_tokens":1,"stop":"[',
+            b'\\"a\\",',
+            b'\\"b\\"]"}}',
+        ),
+    ),
+    "fields to generate with": (
+        "/v2/models/echo-llm/generate",
+        b'{"text_input":"a",' + b",".join(b'"%d":0' % number for number in range(110_000)) + b"}",
+    ),
     "texts to embed": ("/v1/embeddings", filled(MODEL + b'"input":[', b'"a",', b'"b"]}')),
 }
 

@@ -137,6 +137,14 @@ def test_a_conversation_is_given_as_json() -> None:
     assert text.prompt is None
 
 
+def test_the_longest_stop_strings_may_be_sent_as_json() -> None:
+    longest = [f"{number:02}" + "\N{GRINNING FACE}" * 1022 for number in range(32)]
+    request = raw_request("hi")
+    request.parameters["stop"].string_param = json.dumps(longest)
+    (text,) = to_text_requests(parsed(request), CARD)
+    assert list(text.stop_strings) == longest
+
+
 @pytest.mark.parametrize("name", ["streaming", "stream"])
 @pytest.mark.parametrize("wanted", [True, False])
 def test_streaming_is_requested_by_input_or_parameter(name: str, wanted: bool) -> None:
@@ -172,7 +180,13 @@ BAD: list[tuple[Change, str]] = [
     (tensor("messages", np.array(["{}"])), "input 'messages' is not a JSON array of messages"),
     (tensor("messages", np.array(["[1]"])), "input 'messages' is not a JSON array of messages"),
     (tensor("messages", np.array(["[]"])), "input 'messages' has an empty conversation"),
-    (tensor("messages", np.array(["[" * 100_000])), "input 'messages' is not a JSON array of messages"),
+    (
+        tensor("messages", np.array(["[" * 100_000])),
+        "a conversation of input 'messages' nests arrays and objects deeper than 100",
+    ),
+    (tensor("messages", np.array([f"[{'{},' * 120_000}0]"])), "a conversation of input 'messages' has too many values"),
+    (tensor("messages", np.array([f"[{'{},' * 12_000}0]"] * 11)), "a conversation of input 'messages' has too many values"),
+    (tensor("messages", np.array(["x" * 2**20] * 5)), "input 'messages' has 5242880 bytes; at most 4194304 are allowed"),
     (lambda r: setattr(r.inputs[0], "datatype", "INT8"), "input 'text_input' has the datatype INT8; it must be BYTES"),
     (lambda r: setattr(r.inputs[0], "datatype", "TEXT"), "input 'text_input' has the unknown datatype 'TEXT'; expected one of"),
     (lambda r: r.inputs[0].shape.__setitem__(0, 2), "input 'text_input' has 1 BYTES elements where its shape needs 2"),
@@ -208,6 +222,7 @@ BAD: list[tuple[Change, str]] = [
     (parameter("stop", "int64_param", 1), "'stop' must be a string, or a JSON array of strings"),
     (parameter("stop", "string_param", ""), "a string of 'stop' has 0 characters"),
     (parameter("stop", "string_param", json.dumps(["x"] * 33)), "'stop' has 33 strings; at most 32"),
+    (parameter("stop", "string_param", json.dumps(["x"] * 100_000)), "'stop' has 500000 characters; at most 393312 are allowed"),
     (parameter("colour", "string_param", "x"), "a language model has no parameter 'colour'"),
     (lambda r: r.parameters["seed"].SetInParent(), "parameter 'seed' has no value"),
     (lambda r: (parameter("seed", "int64_param", 1)(r), tensor("seed", np.array([1]))(r)), "'seed' is given as an input and"),

@@ -34,19 +34,19 @@ async def scan_json(body: bytes | memoryview, *, max_depth: int, max_values: int
             await asyncio.sleep(0)
 
 
-def check_json(body: bytes | memoryview, *, max_depth: int, max_values: int) -> None:
+def check_json(body: bytes | memoryview, *, max_depth: int, max_values: int, what: str = "the body") -> None:
     """Raise InvalidRequest if `body` nests too deeply or has too many values."""
-    for _ in _scan(body, max_depth, max_values):
+    for _ in _scan(body, max_depth, max_values, what):
         pass
 
 
-def too_deep(max_depth: int) -> InvalidRequest:
-    return InvalidRequest(f"the body nests arrays and objects deeper than {max_depth} levels")
+def too_deep(max_depth: int, what: str = "the body") -> InvalidRequest:
+    return InvalidRequest(f"{what} nests arrays and objects deeper than {max_depth} levels")
 
 
-def _too_many(max_values: int) -> InvalidRequest:
+def _too_many(max_values: int, what: str) -> InvalidRequest:
     return InvalidRequest(
-        f"the body has too many values; at most {max_values} are allowed, and each object, array and key counts as {NODE_VALUES}"
+        f"{what} has too many values; at most {max_values} are allowed, and each object, array and key counts as {NODE_VALUES}"
     )
 
 
@@ -64,7 +64,7 @@ def outside_strings(text: bytes | memoryview) -> Iterator[tuple[int, NDArray[np.
         yield start, np.where(inside, np.uint8(0), block)
 
 
-def _scan(body: bytes | memoryview, max_depth: int, max_values: int) -> Iterator[None]:
+def _scan(body: bytes | memoryview, max_depth: int, max_values: int, what: str = "the body") -> Iterator[None]:
     """Yield after each block."""
     if isinstance(body, bytes) and _is_harmless(body, max_depth, max_values):
         return
@@ -82,11 +82,11 @@ def _scan(body: bytes | memoryview, max_depth: int, max_values: int) -> Iterator
         brackets = outside.translate(_STEPS, _NO_BRACKET)
         values += outside.count(b",") + NODE_VALUES * (outside.count(b":") + brackets.count(b"\x01"))
         if values > max_values:
-            raise _too_many(max_values)
+            raise _too_many(max_values, what)
         if brackets:
             depths = np.cumsum(np.frombuffer(brackets, np.int8), dtype=np.int32)
             if depth + depths.max() > max_depth:
-                raise too_deep(max_depth)
+                raise too_deep(max_depth, what)
             depth += int(depths[-1])
         yield
 

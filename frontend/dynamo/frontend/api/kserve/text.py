@@ -40,6 +40,7 @@ from dynamo.common.tensors import (
     filled_fields,
     to_numpy,
 )
+from dynamo.frontend.api.http.json_scan import check_json
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.protos.inference_pb2 import (
     InferParameter,
@@ -53,6 +54,10 @@ MAX_CHOICES = 128
 """Completion choices of all prompts of a request together."""
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
+MAX_MESSAGES_BYTES = 4 * 2**20
+"""The conversations of a request together, as JSON: as much as the other protocols take by default."""
+MAX_MESSAGES_VALUES = 1_000_000
+MAX_MESSAGES_DEPTH = 100
 MAX_TOKENS = 2**31 - 1
 
 Value: TypeAlias = bool | int | float | str | list[str]
@@ -126,7 +131,7 @@ def to_text_requests(request: TensorRequest, card: ModelCard) -> list[TextReques
         if name == "text_input":
             prompts = [_text(element, name) for element in elements]
         elif name == "messages":
-            conversations = [_conversation(element) for element in elements]
+            conversations = _conversations(elements)
         elif name in values:
             raise InvalidRequest(f"'{name}' is given as an input and as a parameter", param=name)
         elif name == "stop":
@@ -304,8 +309,14 @@ def _stop_strings(value: Value | None) -> tuple[str, ...]:
     return tuple(value)
 
 
+_MAX_STOP_JSON_CHARS = MAX_STOP_STRINGS * (MAX_STOP_CHARS * len(r"\ud83d\ude00") + len('"",'))
+"""The longest JSON array of stop strings that is allowed, with each character escaped."""
+
+
 def _json_strings(text: str) -> list[str]:
     """Return a JSON array of strings; any other text as a single string."""
+    if len(text) > _MAX_STOP_JSON_CHARS:
+        raise InvalidRequest(f"'stop' has {len(text)} characters; at most {_MAX_STOP_JSON_CHARS} are allowed", param="stop")
     try:
         return msgspec.json.decode(text, type=list[str])
     except msgspec.MsgspecError:
@@ -317,6 +328,21 @@ class _Message(msgspec.Struct):
 
     role: str
     content: str | list[dict[str, Any]] | None = None
+
+
+def _conversations(elements: Sequence[bytes]) -> list[Conversation]:
+    """Return all conversations of a request. They are bounded before the first one is decoded. Raises InvalidRequest."""
+    size = sum(map(len, elements))
+    if size > MAX_MESSAGES_BYTES:
+        raise InvalidRequest(f"input 'messages' has {size} bytes; at most {MAX_MESSAGES_BYTES} are allowed", param="messages")
+    for element in elements:
+        check_json(
+            element,
+            max_depth=MAX_MESSAGES_DEPTH,
+            max_values=MAX_MESSAGES_VALUES // len(elements),
+            what="a conversation of input 'messages'",
+        )
+    return [_conversation(element) for element in elements]
 
 
 def _conversation(element: bytes) -> Conversation:

@@ -18,12 +18,14 @@ from dynamo.frontend.api.kserve.rest.bodies import read_body
 from dynamo.frontend.api.kserve.rest.elements import to_json
 from dynamo.frontend.api.kserve.rest.generate_requests import GenerateRequest, read_generate
 from dynamo.frontend.api.kserve.rest.infer import begin
+from dynamo.frontend.api.kserve.rest.long_arrays import PIECE_BYTES
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import read_object
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, parameters_to_json, send_response
 from dynamo.frontend.api.kserve.text import to_text_requests
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.metrics import RequestType
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.call import Call
@@ -35,7 +37,7 @@ async def handle_generate(plane: DataPlane, exchange: Exchange, target: Target) 
     if parsed.stream:
         raise InvalidRequest("generate returns one response; omit 'stream', or use generate_stream", param="stream")
     async with exchange.attended():
-        result = await _single_response(plane, parsed, card, call)
+        result = await _single_response(plane, exchange.settings.offload, parsed, card, call)
     await send_response(exchange, orjson.dumps(result), [])
 
 
@@ -51,7 +53,7 @@ async def handle_generate_stream(plane: DataPlane, exchange: Exchange, target: T
                     if events:
                         await stream.write(b"".join(map(_event, events)))
         else:
-            await stream.write(_event(await _single_response(plane, parsed, card, call)))
+            await stream.write(_event(await _single_response(plane, exchange.settings.offload, parsed, card, call)))
         await stream.end(b"")
 
 
@@ -65,7 +67,8 @@ async def _read(
     body = await read_body(exchange, min(options.max_json_bytes, options.max_body_bytes))
     card = plane.card(exchange.account, target.model, target.version)
     fields = await read_object(exchange, body)
-    parsed = read_generate(fields, card, target.model, target.version)
+    offload = exchange.settings.offload
+    parsed = await offload.run_if(len(body) > PIECE_BYTES, read_generate, fields, card, target.model, target.version)
     return parsed, card, begin(exchange, caller, parsed.request, card, request_type)
 
 
@@ -73,11 +76,14 @@ def _event(fields: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(fields) + b"\n\n"
 
 
-async def _single_response(plane: DataPlane, parsed: GenerateRequest, card: ModelCard, call: Call) -> dict[str, Any]:
+async def _single_response(
+    plane: DataPlane, offload: Offload, parsed: GenerateRequest, card: ModelCard, call: Call
+) -> dict[str, Any]:
     if card.kind is ModelKind.LLM:
         return await _all_text(plane, parsed, card, call)
     if not card.decoupled:
-        return _to_fields(ModelResponse.parse(await infer(plane, parsed.request, card, call)))
+        response = ModelResponse.parse(whole := await infer(plane, parsed.request, card, call))
+        return await offload.run_if(len(whole) > PIECE_BYTES, _to_fields, response)
     results: list[ModelResponse] = []
     async with plane.infer_stream(parsed.request, call) as responses:
         while len(results) < 2 and (batch := await responses.read()):

@@ -16,7 +16,7 @@ import orjson
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
-from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensor_request import MAX_PARAMETERS, MAX_TENSORS, TensorRequest
 from dynamo.common.tensors import Buffer, datatype_named
 from dynamo.frontend.api.kserve.rest.elements import to_raw
 from dynamo.frontend.api.kserve.rest.requests import set_parameter
@@ -24,6 +24,8 @@ from dynamo.protos.inference_pb2 import ModelInferRequest
 
 _TEXTS = frozenset(("text_input", "messages", "stop"))
 """What a language model takes as tensors; its settings go as parameters."""
+_MAX_FIELDS = MAX_TENSORS + MAX_PARAMETERS
+"""Inputs and parameters together; how many there are of each is checked where they are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ def read_generate(body: dict[str, Any], card: ModelCard, model: str, version: st
     """Return the request in a JSON body. Raises InvalidRequest."""
     try:
         id_, fields = _flattened(body)
+        if len(fields) > _MAX_FIELDS:  # before a parameter is made of each
+            raise InvalidRequest(f"the request has {len(fields)} fields; at most {_MAX_FIELDS} are allowed")
         head = ModelInferRequest(model_name=model, model_version=version, id=id_)
         if card.kind is ModelKind.LLM:
             return _text_request(head, fields)
