@@ -169,6 +169,23 @@ async def test_an_upload_survives_reconnects_that_lose_nothing_of_it() -> None:
         assert await asyncio.wait_for(stream.result(), 5) == b"%d" % (6 * MIB)
 
 
+@in_virtual_time
+async def test_a_chunk_too_many_ends_a_request_that_runs_already(caplog: pytest.LogCaptureFixture) -> None:
+    async def end_late(request: Incoming) -> None:
+        await asyncio.sleep(1)
+        request.end(b"late")
+
+    async with plane({"late": end_late}) as p:
+        stream = p.open("late", b"body")
+        await asyncio.sleep(0.1)
+        stream._peer.outbox.add(frames.encode(frames.Chunk(stream.id, 0, memoryview(b"more"))))
+        with pytest.raises(Unavailable, match="part of the request was lost on the way"):
+            await asyncio.wait_for(stream.result(), 5)
+        await asyncio.sleep(2)
+        assert p.servers[0].open_requests == 0
+    assert "has ended already" not in caplog.text
+
+
 # Responses
 
 

@@ -365,6 +365,24 @@ def test_nothing_stays_mapped_of_an_owner_that_is_gone(folder: Path) -> None:
     assert mappings_of(inode) == 0
 
 
+def test_a_closed_neighbour_that_is_still_referenced_has_nothing_mapped(folder: Path) -> None:
+    arena = Arena(folder, MIB)
+    inode = (folder / arena.token.partition(":")[0]).stat().st_ino
+    unread, read = (Neighbour(folder, arena.token, READER_TAG) for _ in range(2))
+    view = read.take(lend(arena, b"x" * 1000))
+    late = lend(arena, b"y" * 1000)
+    arena.close()
+    del arena
+    for neighbour in (unread, read):
+        neighbour.close()
+        with pytest.raises(BadReference, match="closed"):
+            neighbour.take(late)
+        assert neighbour.beat == 0
+    assert bytes(view) == b"x" * 1000
+    del view
+    assert mappings_of(inode) == 0
+
+
 # Who may open an arena
 
 

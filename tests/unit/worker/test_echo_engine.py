@@ -62,6 +62,13 @@ async def test_repeat_gives_several_responses_and_is_bounded() -> None:
         await anext(engine.infer(TensorRequest.build(head), Context("r")))
 
 
+async def test_repeat_that_is_no_integer_is_refused() -> None:
+    head = ModelInferRequest()
+    head.parameters["repeat"].string_param = "x"
+    with pytest.raises(InvalidRequest, match="'repeat' must be an integer"):
+        await anext(EchoTensors().infer(TensorRequest.build(head), Context("r")))
+
+
 async def test_the_default_model_takes_what_the_benchmark_sends() -> None:
     [card] = await EchoTensors().start()
     assert card.name == "echo"

@@ -267,7 +267,7 @@ class Incoming:
     def on_chunk(self, frame: frames.Chunk) -> None:
         self._parts = self._parts or [memoryview(self.body)]
         if self.is_whole or frame.index != len(self._parts) - 1 or frame.body.nbytes > self._missing:
-            return self.fail(Unavailable("part of the request was lost on the way"))
+            return self._break(Unavailable("part of the request was lost on the way"))
         if not frame.body.nbytes:
             return  # the caller says that it has sent all before this, and it has come
         self._stalled = False
@@ -309,7 +309,11 @@ class Incoming:
                 self.fail(DynamoError("internal error"))
 
     def _expire(self) -> None:
-        self.fail(DeadlineExceeded())
+        self._break(DeadlineExceeded())
+
+    def _break(self, error: DynamoError) -> None:
+        """End the request with an error, whether or not its handler runs."""
+        self.fail(error)
         self.stop()
 
     def stop(self) -> None:

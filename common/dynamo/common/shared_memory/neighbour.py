@@ -51,6 +51,8 @@ class Neighbour:
         """The regions that are being read, by generation."""
         self._is_alive = True
         self.is_open = True
+        self._last_beat = 0
+        """The beat when it was closed."""
 
     def __repr__(self) -> str:
         return f"<Neighbour {self.token.partition(':')[0]}, {len(self._held)} regions held>"
@@ -68,7 +70,7 @@ class Neighbour:
     @property
     def beat(self) -> int:
         """How many sweeps its process has done."""
-        return self._beat[0]
+        return self._beat[0] if self.is_open else self._last_beat
 
     def locate(self, address: int, size: int) -> int | None:
         """Return where in the file `size` bytes at `address` lie. None if they are not of this arena."""
@@ -80,6 +82,8 @@ class Neighbour:
 
         Raises BadReference.
         """
+        if not self.is_open:
+            raise BadReference(f"{self.token.partition(':')[0]} is closed")
         unit, size, generation = reference
         end = unit + units_for(size)
         if not (0 < generation < 2**62 and size > 0 and 0 <= unit < end <= self._layout.units):
@@ -98,13 +102,23 @@ class Neighbour:
 
     def _release(self, unit: int, generation: int, _: object) -> None:
         """Called in whichever thread drops the last view."""
-        del self._held[generation]
         self._marks[unit] = released(generation)
+        del self._held[generation]
+        self._unmap_if_unread()
 
     def close(self) -> None:
-        """Close the file. Views stay valid; the memory goes when the last is gone."""
+        """Close the file. Views stay valid; the memory goes when the last is gone, whoever still knows this object."""
+        self._last_beat = self.beat
         self._is_alive = self.is_open = False
         os.close(self._descriptor)
+        self._unmap_if_unread()
+
+    def _unmap_if_unread(self) -> None:
+        if self.is_open or self._held:
+            return
+        for table in (self._generations, self._sizes, self._tags, self._beat, self._marks):
+            table.release()
+        del self._map
 
     def remove(self) -> None:
         """Remove the file that its dead process has left."""

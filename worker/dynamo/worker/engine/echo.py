@@ -110,6 +110,8 @@ def _parameter(request: ModelInferRequest, name: str, default: int, most: int) -
     if name not in request.parameters:
         return default
     parameter = request.parameters[name]
+    if parameter.WhichOneof("parameter_choice") not in ("int64_param", "uint64_param"):
+        raise InvalidRequest(f"parameter '{name}' must be an integer")
     value = parameter.uint64_param if parameter.HasField("uint64_param") else parameter.int64_param
     if not 0 <= value <= most:
         raise InvalidRequest(f"parameter '{name}' must be between 0 and {most}, got {value}")
