@@ -7,6 +7,9 @@ wait until it is resumed, as under SIGSTOP; those of a killed one never run, as 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
@@ -81,6 +84,31 @@ class SimulatedLoop(VirtualTimeLoop):
         super().__init__()
         self.set_task_factory(_make_task)
         self.connect: Callable[[str, int, Callable[[], asyncio.BaseProtocol]], Coroutine[Any, Any, Any]] | None = None
+        self._now = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timer_numbers = itertools.count()
+
+    def time(self) -> float:
+        return self._now
+
+    def _run_once(self) -> None:
+        """Run what is ready. asyncio's own way compares timers in Python and looks at sockets, of which there are none here."""
+        ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
+        timers = self._timers
+        while timers and (timers[0][2].cancelled() or timers[0][0] <= self._now or not ready):
+            when, _, timer = heapq.heappop(timers)
+            if not timer.cancelled():
+                self._now = max(self._now, when)
+                ready.append(timer)
+        if not ready:
+            raise AssertionError("the simulation waits for something that nothing will bring about")
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It is skipped when its time comes."""
 
     def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
         if self.is_closed():  # what is left of a history is being collected
@@ -96,10 +124,17 @@ class SimulatedLoop(VirtualTimeLoop):
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:  # type: ignore[override]
         process = _current.get() if context is None else context.get(_current)
         if process is None:
-            return super().call_at(when, callback, *args, context=context)
+            return self._add_timer(when, callback, args, context)
         cell: list[asyncio.Handle] = []
-        handle = super().call_at(when, process.gate, cell, callback, args, context=context)
+        handle = self._add_timer(when, process.gate, (cell, callback, args), context)
         cell.append(handle)
+        return handle
+
+    def _add_timer(
+        self, when: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._timer_numbers), handle))
         return handle
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:  # type: ignore[override]

@@ -171,14 +171,17 @@ async def test_an_upload_survives_reconnects_that_lose_nothing_of_it() -> None:
 
 @in_virtual_time
 async def test_a_chunk_too_many_ends_a_request_that_runs_already(caplog: pytest.LogCaptureFixture) -> None:
+    running: list[Incoming] = []
+
     async def end_late(request: Incoming) -> None:
+        running.append(request)
         await asyncio.sleep(1)
         request.end(b"late")
 
     async with plane({"late": end_late}) as p:
         stream = p.open("late", b"body")
         await asyncio.sleep(0.1)
-        stream._peer.outbox.add(frames.encode(frames.Chunk(stream.id, 0, memoryview(b"more"))))
+        running[0].on_chunk(frames.Chunk(stream.id, 0, memoryview(b"more")))
         with pytest.raises(Unavailable, match="part of the request was lost on the way"):
             await asyncio.wait_for(stream.result(), 5)
         await asyncio.sleep(2)

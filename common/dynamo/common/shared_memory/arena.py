@@ -25,7 +25,7 @@ from dynamo.common.shared_memory.files import create_file, remove_file, tag_of
 from dynamo.common.shared_memory.layout import BEAT_OFFSET, UNIT_BYTES, Layout, Reference, released, taken, units_for
 from dynamo.common.shared_memory.units import Units
 
-UNTAKEN_BEATS = 60
+UNTAKEN_BEATS = 30
 """A region that its reader has not taken within so many of the reader's beats, which are seconds, is revoked."""
 IDLE_SWEEPS = 10
 """Memory that no region used for so many sweeps is returned to the system."""
