@@ -135,6 +135,22 @@ async def test_an_instance_that_only_lost_the_request_is_not_marked_down() -> No
     assert b.directory.down == []
 
 
+async def test_an_instance_that_lost_the_request_gets_it_again_if_no_other_can_serve_it() -> None:
+    lost = InstanceGone(InstanceId(1), "got only a part of the request", is_alive=True, was_held=False)
+    gone = InstanceGone(InstanceId(2), "is gone", was_held=False)
+    failures = {1: [lost], 2: [gone]}
+
+    def respond(stream: FakeStream) -> None:
+        if failures.get(int(stream.instance)):
+            stream.fail(failures[int(stream.instance)].pop())
+        else:
+            stream.end(b"response")
+
+    b = bench(respond, instance(1), instance(2))
+    assert await b.call() == b"response"
+    assert b.client.sent_to == [1, 2, 1]
+
+
 @in_virtual_time
 async def test_an_instance_that_drains_is_left_alone_for_a_second() -> None:
     b = bench(failing_on({1: ShuttingDown("the worker")}))

@@ -356,6 +356,8 @@ class RequestStream:
         self._finish()
 
     def on_error(self, frame: frames.Error) -> None:
+        if frame.code == frames.LOST:
+            return self.fail(InstanceGone(self._peer.instance, "got only a part of the request", is_alive=True, was_held=False))
         error = from_wire(frame.code, frame.message, frame.retryable)
         if isinstance(error, Overloaded):
             error.retry_after_s = frame.retry_after_s

@@ -88,6 +88,10 @@ class End(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
     body: memoryview = memoryview(b"")
 
 
+LOST = "lost"
+"""Code of an ERROR: a part of the request did not arrive. Nothing of it has run, and the instance is not to blame."""
+
+
 class Error(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
     stream: int
     code: str

@@ -22,7 +22,6 @@ from dynamo.common.errors import (
     Overloaded,
     PayloadTooLarge,
     ShuttingDown,
-    Unavailable,
     Unsupported,
 )
 from dynamo.common.messaging import frames
@@ -267,7 +266,7 @@ class Incoming:
     def on_chunk(self, frame: frames.Chunk) -> None:
         self._parts = self._parts or [memoryview(self.body)]
         if self.is_whole or frame.index != len(self._parts) - 1 or frame.body.nbytes > self._missing:
-            return self._break(Unavailable("part of the request was lost on the way"))
+            return self._lose()
         if not frame.body.nbytes:
             return  # the caller says that it has sent all before this, and it has come
         self._stalled = False
@@ -309,11 +308,12 @@ class Incoming:
                 self.fail(DynamoError("internal error"))
 
     def _expire(self) -> None:
-        self._break(DeadlineExceeded())
+        self.fail(DeadlineExceeded())
+        self.stop()
 
-    def _break(self, error: DynamoError) -> None:
-        """End the request with an error, whether or not its handler runs."""
-        self.fail(error)
+    def _lose(self) -> None:
+        """End the request, whether or not its handler runs: a part of it was lost on the way."""
+        self._peer.outbox.add(frames.encode(frames.Error(self.id, frames.LOST, "part of the request was lost", True, 1.0)))
         self.stop()
 
     def stop(self) -> None:

@@ -41,6 +41,7 @@ from dynamo.frontend.serving.retry import (
     Verdict,
     died_holding,
     reason_of,
+    was_lost_on_the_way,
 )
 
 
@@ -283,7 +284,7 @@ class DispatchedStream:
         shared, call, attempts = self._shared, self._call, self._attempts
         now = shared.clock()
         work = self._work if self._work.otherwise is None else self._work.otherwise
-        failed = [*attempts.failed, self.decision.instance.id]
+        failed = self._failed_by(error, self.decision.instance.id, work)
         attempt = Attempt(
             number=attempts.number + 1,
             deaths=attempts.deaths,
@@ -303,6 +304,16 @@ class DispatchedStream:
         attempts.number += 1
         attempts.failed = failed
         self._work = work
+
+    def _failed_by(self, error: DynamoError, instance: InstanceId, work: Work) -> list[InstanceId]:
+        """Return the instances that are not to be sent the request, now that `instance` has failed it."""
+        attempts = self._attempts
+        failed = [*attempts.failed, instance]
+        if was_lost_on_the_way(error):
+            attempts.lost.append(instance)
+        if attempts.lost and not self._shared.candidates.select(work, self._call, failed):
+            return [id_ for id_ in failed if id_ not in attempts.lost]
+        return failed
 
     async def _wait_or_raise(self, error: DynamoError, attempt: Attempt, now: float) -> bool:
         """Do what the policy decides. Return whether that was to wait; False: another instance is to be sent the request."""

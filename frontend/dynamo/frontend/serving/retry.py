@@ -3,7 +3,8 @@
 A failed attempt is repeated
 
 1. only if the error says that it may be (`retryable`), and only before the first frame was delivered;
-2. only on another instance, and never if the caller named the instance;
+2. only on another instance or, where there is none, on one that got or sent only a part of it, and never if the caller named the
+   instance;
 3. only inside the deadline, `max_attempts` and the retry budget;
 4. only once after an instance died while it held the request, which may be what killed it, also if a response had begun.
 
@@ -99,6 +100,11 @@ def died_holding(error: DynamoError) -> bool:
     return isinstance(error, InstanceGone) and error.was_held and not error.is_alive
 
 
+def was_lost_on_the_way(error: DynamoError) -> bool:
+    """Return whether `error` says that a part of the request or its response did not arrive: the instance may well serve it."""
+    return isinstance(error, InstanceGone) and error.is_alive
+
+
 def reason_of(error: DynamoError) -> str:
     """Return the label under which a retry after `error` is counted, apart from LINK_REASON."""
     if isinstance(error, InstanceGone):
@@ -116,11 +122,13 @@ class Attempts:
     """How many instances died while they held it, before a move too."""
     failed: list[InstanceId] = field(default_factory=list)
     """Instances that are not sent it again."""
+    lost: list[InstanceId] = field(default_factory=list)
+    """Those to or from which a part of it was lost: they may serve it if no other can."""
     waits: int = 0
     gives_up_at: float | None = None
 
     def copy(self) -> Self:
-        return replace(self, failed=list(self.failed))
+        return replace(self, failed=list(self.failed), lost=list(self.lost))
 
 
 class RetryBudget:
