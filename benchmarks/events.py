@@ -23,14 +23,15 @@ import grpc.aio
 import httpx2
 
 from benchmarks.deployment import System, ours
+from benchmarks.kserve import SERVICE, tensor_request, text_request
 from benchmarks.measuring import Meter, percentile, table
-from benchmarks.soak import SERVICE, tensor_request
-from dynamo.protos.inference_pb2 import ModelInferRequest, ModelStreamInferResponse
+from dynamo.protos.inference_pb2 import ModelStreamInferResponse
 
 _QUIET_S = 5.0
 _FOLLOWS_S = 90.0
 _PAUSE_S = 0.02
 _STREAM_TOKENS = 300
+_TENSOR = tensor_request("echo", (16,), bytes(64)).SerializeToString()
 _METRICS = re.compile(r"^dynamo_frontend_(events_\w+|nats_reconnects_total)(?:\{connection=\"(\w+)\"\})? (\S+)$", re.MULTILINE)
 
 
@@ -57,11 +58,11 @@ class Load:
         self._infer: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(SERVICE + "ModelInfer")
         self._stream: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(SERVICE + "ModelStreamInfer")
 
-    async def unary(self, number: int) -> None:
+    async def unary(self) -> None:
         while True:
             begun_at = time.perf_counter()
             try:
-                await self._infer(tensor_request(number), timeout=60)
+                await self._infer(_TENSOR, timeout=60)
                 self.phase.latencies_s.append(time.perf_counter() - begun_at)
             except grpc.aio.AioRpcError as error:
                 self.phase.failed += 1
@@ -80,7 +81,7 @@ class Load:
         """Return why it ended early; empty if it did not."""
 
         async def request() -> AsyncIterator[bytes]:
-            yield text_request(number)
+            yield long_text_request(number)
 
         is_final = False
         try:
@@ -94,10 +95,8 @@ class Load:
         return "" if is_final else "the stream ended without its last response"
 
 
-def text_request(number: int) -> bytes:
-    request = ModelInferRequest(model_name="sim", id=str(number))
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"prompt %d" % number)
-    request.inputs.add(name="streaming", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+def long_text_request(number: int) -> bytes:
+    request = text_request("sim", b"prompt %d" % number)
     request.parameters["max_tokens"].int64_param = _STREAM_TOKENS
     request.parameters["ignore_eos"].bool_param = True
     request.parameters["triton_enable_empty_final_response"].bool_param = True
@@ -147,7 +146,7 @@ async def measure(arguments: argparse.Namespace) -> Outcome:
     ):
         assert fleet.stdin is not None and fleet.stdout is not None
         load = Load(channel)
-        clients = [asyncio.create_task(load.unary(number)) for number in range(arguments.unary)]
+        clients = [asyncio.create_task(load.unary()) for _ in range(arguments.unary)]
         clients += [asyncio.create_task(load.streams(number)) for number in range(arguments.streams)]
 
         async def watch() -> None:

@@ -21,11 +21,10 @@ import uvloop
 from benchmarks.deployment import bus
 from dynamo.common.discovery import Instance, encode_registration
 from dynamo.common.etcd import connect_etcd
-from dynamo.common.etcd.config import EtcdOptions
 from dynamo.common.kv.events import message_encoder
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.common.options import NatsOptions
+from dynamo.common.options import EtcdOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
 from dynamo.frontend.config import FrontendConfig, HttpOptions, KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.router.balance import LoadRouter, least_loaded, power_of_two

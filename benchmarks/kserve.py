@@ -61,21 +61,29 @@ CASES = (
 )
 
 
-def tensor_body(model: str, shape: Sequence[int]) -> bytes:
-    request = ModelInferRequest(model_name=model, id="1")
+def tensor_request(model: str, shape: Sequence[int], data: bytes) -> ModelInferRequest:
+    request = ModelInferRequest(model_name=model, id="1", raw_input_contents=[data])
     request.inputs.add(name="INPUT0", datatype="FP32", shape=shape)
-    request.raw_input_contents.append(np.linspace(0, 1, math.prod(shape), dtype=np.float32).tobytes())
-    return message(request.SerializeToString())
+    return request
+
+
+def text_request(model: str, prompt: bytes) -> ModelInferRequest:
+    """Return a request for a stream of text."""
+    request = ModelInferRequest(model_name=model, id="1")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(prompt)
+    request.inputs.add(name="streaming", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+    return request
+
+
+def tensor_body(model: str, shape: Sequence[int]) -> bytes:
+    values = np.linspace(0, 1, math.prod(shape), dtype=np.float32)
+    return message(tensor_request(model, shape, values.tobytes()).SerializeToString())
 
 
 def text_body(model: str, rng: random.Random, parameters: bool) -> bytes:
     """A prompt of 128 short words. The peer takes no parameters on this path."""
     prompt = " ".join(rng.choices(("time", "year", "people", "way", "day", "man", "thing", "life"), k=128))
-    request = ModelInferRequest(model_name=model, id="1")
-    text = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-    text.contents.bytes_contents.append(prompt.encode())
-    stream = request.inputs.add(name="streaming", datatype="BOOL", shape=[1])
-    stream.contents.bool_contents.append(True)
+    request = text_request(model, prompt.encode())
     if parameters:
         request.parameters["max_tokens"].int64_param = TOKENS
         request.parameters["ignore_eos"].bool_param = True

@@ -245,8 +245,8 @@ async def main(arguments: argparse.Namespace) -> None:
         await make_model(sys.executable, folder)
         write_timing(folder / "timing.csv")
         texts = prompts(folder / "model" / "tokenizer.json")
-        for parts in ((GAIN,), COSTS):
-            parts = tuple(part for part in parts if arguments.part in part.name)
+        for group in ((GAIN,), COSTS):
+            parts = tuple(part for part in group if arguments.part in part.name)
             if not parts:
                 continue
             async with systems(parts[0].timed, folder, arguments.peer) as running:

@@ -16,7 +16,6 @@ import json
 import os
 import random
 import re
-import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -28,10 +27,10 @@ import grpc.aio
 import httpx2
 
 from benchmarks.deployment import System, ours
-from benchmarks.measuring import rss_mib
-from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
+from benchmarks.kserve import SERVICE, tensor_request, text_request
+from benchmarks.measuring import median, rss_mib
+from dynamo.protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse
 
-SERVICE = "/inference.GRPCInferenceService/"
 MIB = 2**20
 SERVERS = ("grpcio", "native")
 _BURST_EVERY_S = 10.0
@@ -59,8 +58,7 @@ class Door:
         self._http = http
 
     async def tensor(self, size: int) -> None:
-        request = ModelInferRequest(model_name="echo", raw_input_contents=[bytes(size)])
-        request.inputs.add(name="INPUT0", datatype="FP32", shape=[size // 4])
+        request = tensor_request("echo", (size // 4,), bytes(size))
         response = ModelInferResponse.FromString(await self._infer(request.SerializeToString(), timeout=_TIMEOUT_S))
         _check(len(response.raw_output_contents[0]) == size, "a tensor of another size")
 
@@ -72,9 +70,7 @@ class Door:
         _check(response.status_code == 200 and len(response.content) > size, f"status {response.status_code}")
 
     async def text_stream(self) -> None:
-        request = ModelInferRequest(model_name="echo-llm")
-        request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"x" * _TOKENS)
-        request.inputs.add(name="streaming", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+        request = text_request("echo-llm", b"x" * _TOKENS)
         request.parameters["max_tokens"].int64_param = _TOKENS
 
         async def sent() -> AsyncIterator[bytes]:
@@ -143,7 +139,7 @@ class Soak:
             tasks.create_task(self._reports(until))
         last = max(1, len(self._memory["frontend"]) // 3)
         for name, values in self._memory.items():
-            start, end = values[0], statistics.median(values[-last:])
+            start, end = values[0], median(values[-last:])
             growth = f"{end / start:.2f} ×, at most {max(values):.0f} MiB"
             print(f"{name}: {start:.0f} MiB at the start, {end:.0f} MiB in the last third: {growth}")
 
