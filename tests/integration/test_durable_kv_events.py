@@ -17,7 +17,8 @@ from dynamo.common.messaging.kv_stream import STREAM, KvStream
 from dynamo.common.names import Endpoint, InstanceId, instance_of
 from dynamo.common.options import NatsOptions
 from tests.support.servers import EtcdServer, NatsServer, start_nats
-from tests.support.sim_fleet import SimFleet, prompt, until
+from tests.support.sim_fleet import SimFleet, prompt
+from tests.support.waiting import until
 
 
 @asynccontextmanager

@@ -14,7 +14,8 @@ from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from tests.support.servers import EtcdServer, NatsServer
-from tests.support.sim_fleet import prompt, sim_fleet, until
+from tests.support.sim_fleet import prompt, sim_fleet
+from tests.support.waiting import until
 
 
 async def test_a_prompt_goes_where_its_prefix_lies(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from dynamo.worker.engine.llama import LlamaEngine
 from tests.support.servers import EtcdServer, NatsServer
-from tests.support.sim_fleet import SimFleet, prompt, until
+from tests.support.sim_fleet import SimFleet, prompt
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.real_model
 

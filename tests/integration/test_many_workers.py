@@ -17,7 +17,7 @@ from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from tests.support.processes import worker
 from tests.support.servers import EtcdServer, NatsServer, free_ports
-from tests.support.sim_fleet import until
+from tests.support.waiting import until
 
 COUNT = 100
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc.aio
@@ -19,6 +18,7 @@ from tests.support.fleet import SERVICE
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.repositories import EXAMPLES, python_model
 from tests.support.servers import EtcdServer, NatsServer
+from tests.support.waiting import until
 
 EXPLICIT = ("--model-control-mode", "explicit")
 NAMES = ("digits", "llm_model", "read_aloud")
@@ -68,12 +68,6 @@ class Client:
         request.inputs.add(name="x", datatype="FP32", shape=[1]).contents.fp32_contents.append(value)
         response = await self.call("ModelInfer", request, pb.ModelInferResponse)
         return list(response.outputs[0].contents.fp32_contents)  # type: ignore[attr-defined]
-
-
-async def becomes_true(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def indexed(client: Client, model: str, state: str | None, reason: str = "", timeout_s: float = 30.0) -> str:
@@ -237,7 +231,7 @@ async def test_all_workers_load_and_unload_and_accepted_requests_finish(
         await client.load("only_there")
         assert (await client.index())["slow"] == ("READY", "")
         open_requests = [asyncio.create_task(client.infer("slow", float(number))) for number in range(2)]
-        await becomes_true(lambda: len(list(slow.glob("begun-*"))) == 2)  # one at each worker
+        await until(lambda: len(list(slow.glob("begun-*"))) == 2, 30.0)  # one at each worker
         unloading = asyncio.create_task(client.unload("slow"))
         await indexed(client, "slow", "UNLOADING", "unloaded")
         (slow / "go").touch()
@@ -318,11 +312,11 @@ async def test_a_worker_that_is_killed_leaves_no_processes(
     ):
         await front.serves("slow")
         open_request = asyncio.create_task(Client(channel).infer("slow"))
-        await becomes_true(lambda: list(folder.glob("begun-*")))
+        await until(lambda: list(folder.glob("begun-*")), 30.0)
         pid = int((folder / "pid").read_text())
         assert Path(f"/proc/{pid}").exists()
         serving.process.kill()
-        await becomes_true(lambda: not is_alive(pid))
+        await until(lambda: not is_alive(pid), 30.0)
         with pytest.raises(grpc.aio.AioRpcError):
             await open_request
 

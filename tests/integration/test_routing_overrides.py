@@ -42,6 +42,7 @@ from tests.support.fleet import SERVICE, text_request
 from tests.support.processes import frontend as frontend_process
 from tests.support.processes import worker as worker_process
 from tests.support.servers import EtcdServer, NatsServer
+from tests.support.waiting import until
 
 SIM = "blocks=4000,block_size=16,speedup=1"
 PROMPT = "the same words in each of them, many times over, to fill some blocks; " * 6
@@ -158,12 +159,6 @@ def sessions_of(door: Door) -> SessionRouter:
     router = router_inside(door)
     assert isinstance(router, SessionRouter)
     return router
-
-
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def until_async(condition: Callable[[], Any], within_s: float = 10.0) -> None:

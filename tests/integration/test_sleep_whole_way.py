@@ -22,7 +22,8 @@ from dynamo.worker.config import StatusOptions
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import sim_config
 from tests.support.servers import EtcdServer, NatsServer
-from tests.support.sim_fleet import SimFleet, prompt, until
+from tests.support.sim_fleet import SimFleet, prompt
+from tests.support.waiting import until
 
 SIM = "blocks=400,block_size=16,speedup=5"
 

@@ -19,8 +19,9 @@ from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from tests.support.processes import Process, worker
 from tests.support.servers import EtcdServer, NatsServer
-from tests.support.sim_fleet import prompt, until
+from tests.support.sim_fleet import prompt
 from tests.support.tiny_llama import make_tiny_llama
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.real_model,

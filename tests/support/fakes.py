@@ -25,6 +25,7 @@ from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.serving.text_models import TextModel
+from dynamo.protos import inference_pb2 as pb
 
 ENDPOINT = Endpoint()
 
@@ -253,12 +254,29 @@ class FakeClient:
         """The instances that were sent requests, in order."""
         return [int(stream.instance) for stream in self.streams]
 
+    async def opened_streams(self, count: int) -> list[FakeStream]:
+        """Return the streams when at least `count` have been opened. Raises TimeoutError."""
+        async with asyncio.timeout(5.0):
+            while len(self.streams) < count:
+                self.opened.clear()
+                await self.opened.wait()
+        return self.streams
+
     async def next_stream(self) -> FakeStream:
         """The stream opened last, or the next one if that is over."""
         while not self.streams or self.streams[-1].is_over:
             self.opened.clear()
             await self.opened.wait()
         return self.streams[-1]
+
+
+def echo_tensor(stream: FakeStream) -> None:
+    """A `respond` for FakeClient: send the first tensor of the request back as `y`."""
+    request = pb.ModelInferRequest.FromString(stream.body)
+    response = pb.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
+    response.outputs.add(name="y", datatype="INT32", shape=request.inputs[0].shape)
+    response.raw_output_contents.append(request.raw_input_contents[0])
+    stream.end(response.SerializeToString())
 
 
 class RecordingRouter:

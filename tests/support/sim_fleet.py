@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from dynamo.worker.config import StatusOptions, WorkerConfig
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import sim_config
 from tests.support.servers import EtcdServer, NatsServer
+from tests.support.waiting import until
 
 if TYPE_CHECKING:  # its package is not everywhere
     from dynamo.worker.engine.llama import LlamaEngine
@@ -145,13 +145,6 @@ async def sim_fleet(
         for _ in range(frontends):
             await stack.enter_async_context(fleet.frontend(replica_sync=replica_sync))
         yield fleet
-
-
-async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    """Returns once `condition()` holds; fails after `within_s`."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def prompt(number: int) -> str:

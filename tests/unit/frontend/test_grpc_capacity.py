@@ -11,7 +11,8 @@ import pytest
 from dynamo.frontend.config import CapacityOptions, GrpcServerChoice
 from dynamo.protos import inference_pb2 as pb
 from tests.support.edge import SERVERS, Edge, open_edge
-from tests.support.fakes import FakeStream, tensor_card
+from tests.support.fakes import echo_tensor, tensor_card
+from tests.support.waiting import until, until_free
 
 MIB = 2**20
 pytestmark = pytest.mark.parametrize("server", SERVERS)
@@ -24,35 +25,6 @@ def request(size: int = 8) -> pb.ModelInferRequest:
     return message
 
 
-def echo(stream: FakeStream) -> None:
-    head = pb.ModelInferRequest.FromString(stream.body)
-    response = pb.ModelInferResponse(model_name=head.model_name, model_version="1", id=head.id)
-    response.outputs.add(name="y", datatype="INT32", shape=[0])
-    response.raw_output_contents.append(b"")
-    stream.end(response.SerializeToString())
-
-
-async def quiet(edge: Edge) -> None:
-    """Return when no request is counted any more."""
-    async with asyncio.timeout(5):
-        while edge.capacity.requests or edge.capacity.buffered_bytes:
-            await asyncio.sleep(0.005)
-
-
-async def opened(edge: Edge, count: int) -> list[FakeStream]:
-    """Return the streams to instances when there are `count`."""
-    async with asyncio.timeout(5):
-        while len(edge.client.streams) < count:
-            await asyncio.sleep(0.005)
-    return edge.client.streams
-
-
-async def counted(edge: Edge, requests: int) -> None:
-    async with asyncio.timeout(5):
-        while edge.capacity.requests != requests:
-            await asyncio.sleep(0.005)
-
-
 async def refused(edge: Edge, method: str, message: object) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await edge.call(method, message)
@@ -62,7 +34,7 @@ async def refused(edge: Edge, method: str, message: object) -> grpc.aio.AioRpcEr
 async def test_calls_beyond_the_capacity_are_unavailable_until_others_end(server: GrpcServerChoice) -> None:
     async with open_edge(tensor_card(), server=server, capacity=CapacityOptions(max_concurrent_requests=2)) as edge:
         running = [asyncio.create_task(edge.infer(request())) for _ in range(2)]
-        streams = await opened(edge, 2)
+        streams = await edge.client.opened_streams(2)
         for method in ("ModelInfer", "ModelMetadata", "ServerMetadata"):
             error = await refused(edge, method, request() if method == "ModelInfer" else b"")
             assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -70,54 +42,54 @@ async def test_calls_beyond_the_capacity_are_unavailable_until_others_end(server
             assert dict(error.trailing_metadata() or ())["retry-after"] == "1"
         assert pb.ServerLiveResponse.FromString(await edge.call("ServerLive", b"")).live
         for stream in streams:
-            echo(stream)
+            echo_tensor(stream)
         await asyncio.gather(*running)
-        await quiet(edge)
-        edge.client.respond = echo
+        await until_free(edge.capacity)
+        edge.client.respond = echo_tensor
         await edge.infer(request())
-        await quiet(edge)
+        await until_free(edge.capacity)
 
 
 async def test_messages_beyond_the_capacity_are_unavailable_and_give_their_bytes_back(server: GrpcServerChoice) -> None:
     async with open_edge(tensor_card(), server=server, capacity=CapacityOptions(max_buffered_bytes=2 * MIB)) as edge:
-        edge.client.respond = echo
+        edge.client.respond = echo_tensor
         error = await refused(edge, "ModelInfer", request(3 * MIB))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert dict(error.trailing_metadata() or ())["retry-after"] == "1"
-        await quiet(edge)
+        await until_free(edge.capacity)
         edge.client.respond = lambda stream: None
         running = asyncio.create_task(edge.infer(request(MIB)))
         await edge.client.next_stream()
         assert edge.capacity.buffered_bytes >= MIB
         assert (await refused(edge, "ModelInfer", request(MIB))).code() is grpc.StatusCode.UNAVAILABLE
         running.cancel()
-        await quiet(edge)
+        await until_free(edge.capacity)
 
 
 async def test_each_request_within_a_stream_counts_and_fails_alone(server: GrpcServerChoice) -> None:
     async with open_edge(tensor_card(), server=server, capacity=CapacityOptions(max_concurrent_requests=3)) as edge:
         stream = edge.stream()
         await stream.send(request(), request())
-        first, second = await opened(edge, 2)
-        await counted(edge, 3)
+        first, second = await edge.client.opened_streams(2)
+        await until(lambda: edge.capacity.requests == 3, 5.0)
         await stream.send(request())
-        echo(first)
+        echo_tensor(first)
         assert not (await stream.read()).error_message
-        echo(second)
+        echo_tensor(second)
         assert not (await stream.read()).error_message
         assert (await stream.read()).error_message == "the server is processing 3 requests, which is its limit"
-        edge.client.respond = echo
+        edge.client.respond = echo_tensor
         await stream.send(request())
         assert not (await stream.read()).error_message
         assert await stream.rest() == []
-        await quiet(edge)
+        await until_free(edge.capacity)
 
 
 async def test_a_stream_that_its_client_cancels_gives_everything_back(server: GrpcServerChoice) -> None:
     async with open_edge(tensor_card(), server=server) as edge:
         stream = edge.stream()
         await stream.send(*(request(MIB) for _ in range(5)))
-        await counted(edge, 6)
+        await until(lambda: edge.capacity.requests == 6, 5.0)
         assert edge.capacity.buffered_bytes > 5 * MIB
         stream.call.cancel()
-        await quiet(edge)
+        await until_free(edge.capacity)

@@ -18,35 +18,19 @@ from dynamo.common.http_connection import HttpLimits
 from dynamo.frontend.api.http.server import limits_of
 from dynamo.frontend.config import CapacityOptions, HttpOptions
 from dynamo.protos import inference_pb2 as pb
-from tests.support.fakes import FakeStream, tensor_card
-from tests.support.http_edge import HttpEdge, Speaker, chat_card, end, events_of, open_http_edge, send_delta
+from tests.support.fakes import FakeStream, echo_tensor, tensor_card
+from tests.support.http_edge import Speaker, chat_card, end, events_of, open_http_edge, send_delta
+from tests.support.waiting import until, until_free
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 PROMPT = {"model": "talker", "prompt": "x"}
 MIB = 2**20
 
 
-def echo(stream: FakeStream) -> None:
-    request = pb.ModelInferRequest.FromString(stream.body)
-    response = pb.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
-    response.outputs.add(name="y", datatype="INT32", shape=[0])
-    response.raw_output_contents.append(b"")
-    stream.end(response.SerializeToString())
-
-
-async def quiet(edge: HttpEdge) -> None:
-    """Return when no request is counted any more."""
-    async with asyncio.timeout(5):
-        while edge.capacity.requests or edge.capacity.buffered_bytes:
-            await asyncio.sleep(0.005)
-
-
 async def test_requests_beyond_the_capacity_are_503_until_others_end() -> None:
     async with open_http_edge(capacity=CapacityOptions(max_concurrent_requests=2)) as edge:
         running = [asyncio.create_task(edge.post(COMPLETIONS, PROMPT)) for _ in range(2)]
-        async with asyncio.timeout(5):
-            while len(edge.client.streams) < 2:
-                await asyncio.sleep(0.005)
+        await edge.client.opened_streams(2)
         refused = await edge.post(COMPLETIONS, PROMPT)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["message"] == "the server is processing 2 requests, which is its limit"
@@ -54,40 +38,38 @@ async def test_requests_beyond_the_capacity_are_503_until_others_end() -> None:
             send_delta(stream, "a", reason=FinishReason.STOP)
             end(stream, 1)
         assert [(await response).status_code for response in running] == [200, 200]
-        await quiet(edge)
+        await until_free(edge.capacity)
         edge.client.respond = Speaker()
         assert (await edge.post(COMPLETIONS, PROMPT)).status_code == 200
-        await quiet(edge)
+        await until_free(edge.capacity)
 
 
 async def test_bodies_beyond_the_capacity_are_503_and_every_end_of_a_request_gives_its_bytes_back() -> None:
     async with open_http_edge(
         tensor_card(), capacity=CapacityOptions(max_buffered_bytes=2 * MIB), http=HttpOptions(max_body_bytes=8 * MIB)
     ) as edge:
-        edge.client.respond = echo
+        edge.client.respond = echo_tensor
         small = json.dumps({"inputs": [{"name": "x", "datatype": "INT32", "shape": [0], "data": []}]}).encode()
         for size, status in ((len(small), 200), (MIB, 200), (3 * MIB, 503), (9 * MIB, 413), (MIB, 200)):
             response = await edge.http.post("/v2/models/adder/infer", content=small.ljust(size))
             assert response.status_code == status, response.text
             assert (response.headers.get("retry-after") is not None) == (status == 503)
-            await quiet(edge)
+            await until_free(edge.capacity)
         packed = gzip.compress(small.ljust(MIB))
         response = await edge.http.post("/v2/models/adder/infer", content=packed, headers={"content-encoding": "gzip"})
         assert response.status_code == 200
         for broken in (b"{", b"", b"\xff" * 100):
             assert (await edge.http.post("/v2/models/adder/infer", content=broken)).status_code == 400
-        await quiet(edge)
+        await until_free(edge.capacity)
 
 
 async def test_a_client_that_leaves_while_it_sends_gives_its_bytes_back() -> None:
     async with open_http_edge(tensor_card()) as edge:
         _, writer = await asyncio.open_connection("127.0.0.1", edge.port)
         writer.write(b"POST /v2/models/adder/infer HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n" + bytes(100_000))
-        async with asyncio.timeout(5):
-            while edge.capacity.buffered_bytes < 100_000:
-                await asyncio.sleep(0.005)
+        await until(lambda: edge.capacity.buffered_bytes >= 100_000, 5.0)
         writer.close()
-        await quiet(edge)
+        await until_free(edge.capacity)
 
 
 async def test_health_and_unknown_paths_do_not_count() -> None:
@@ -124,7 +106,7 @@ async def test_the_bound_of_json_can_be_raised_and_is_not_that_of_tensors() -> N
         body = b'{"model": "' + b"a" * (5 * MIB) + b'"}'
         response = await edge.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
         assert response.status_code == 400
-        edge.client.respond = echo
+        edge.client.respond = echo_tensor
         tensors = json.dumps({"inputs": [{"name": "x", "datatype": "INT32", "shape": [0], "data": []}]}).encode()
         assert (await edge.http.post("/v2/models/adder/infer", content=tensors.ljust(10 * MIB))).status_code == 200
 
@@ -144,7 +126,7 @@ async def test_a_declared_length_is_refused_before_the_body_comes() -> None:
 async def test_a_body_that_grows_too_much_when_decompressed_is_refused(encoding: str) -> None:
     pack = gzip.compress if encoding == "gzip" else zlib.compress
     async with open_http_edge(tensor_card()) as edge:
-        edge.client.respond = echo
+        edge.client.respond = echo_tensor
         bomb = pack(b'{"inputs": []}'.ljust(20 * MIB))
         assert len(bomb) < 25_000
         response = await edge.http.post("/v2/models/adder/infer", content=bomb, headers={"content-encoding": encoding})
@@ -164,7 +146,7 @@ class Refusing(ThreadPoolExecutor):
 
 async def test_large_bodies_have_threads_of_their_own() -> None:
     async with open_http_edge(tensor_card()) as edge:
-        edge.client.respond = echo
+        edge.client.respond = echo_tensor
         assert (await edge.http.get("/v2")).status_code == 200  # connects, which needs that pool
         asyncio.get_running_loop().set_default_executor(Refusing(1))
         numbers = [*range(100_000)]
@@ -204,7 +186,7 @@ async def test_a_long_response_counts_until_its_client_has_read_it_or_is_gone(re
                 received += part
             assert received.endswith(bytes(range(256)) * (20 * MIB // 256))
         writer.close()
-        await quiet(edge)
+        await until_free(edge.capacity)
 
 
 # Half-closed connections

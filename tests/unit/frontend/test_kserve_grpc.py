@@ -18,7 +18,7 @@ from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES
 from dynamo.frontend.config import GrpcOptions, GrpcServerChoice, OverloadStatus
 from dynamo.protos import inference_pb2 as pb
 from tests.support.edge import SERVERS, Edge, open_edge, over
-from tests.support.fakes import FakeStream, TokenEngine, instance, llm_card, tensor_card
+from tests.support.fakes import FakeStream, TokenEngine, echo_tensor, instance, llm_card, tensor_card
 
 Code = grpc.StatusCode
 
@@ -38,15 +38,6 @@ def text_request(*prompts: str, max_tokens: int = 3, model: str = "talker") -> p
     return request
 
 
-def echo(stream: FakeStream) -> None:
-    """Responds with the request's own first tensor."""
-    request = pb.ModelInferRequest.FromString(stream.body)
-    response = pb.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
-    response.outputs.add(name="y", datatype="INT32", shape=request.inputs[0].shape)
-    response.raw_output_contents.append(request.raw_input_contents[0])
-    stream.end(response.SerializeToString())
-
-
 async def failure(call: object) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call  # type: ignore[misc]
@@ -56,7 +47,7 @@ async def failure(call: object) -> grpc.aio.AioRpcError:
 @pytest.fixture(params=SERVERS)
 async def edge(request: pytest.FixtureRequest) -> AsyncIterator[Edge]:
     async with open_edge(tensor_card(), llm_card(), tensor_card("repeater", decoupled=True), server=request.param) as edge:
-        edge.client.respond = echo
+        edge.client.respond = echo_tensor
         yield edge
 
 
@@ -414,7 +405,7 @@ async def test_stopping_lets_running_requests_finish(edge: Edge) -> None:
     stream = await edge.client.next_stream()
     stop = asyncio.create_task(edge.server.stop(30.0))
     await asyncio.sleep(0)
-    echo(stream)
+    echo_tensor(stream)
     assert (await call).id == "7"
     await stop
 

@@ -37,7 +37,7 @@ def text_request(id_: str, *prompts: str, stream: bool = True, max_tokens: int =
     return request
 
 
-def answer(stream: FakeStream, value: bytes = b"\1\0\0\0") -> bytes:
+def tensor_response(stream: FakeStream, value: bytes = b"\1\0\0\0") -> bytes:
     request = pb.ModelInferRequest.FromString(stream.body)
     response = pb.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
     response.outputs.add(name="y", datatype="INT32", shape=[1])
@@ -46,7 +46,7 @@ def answer(stream: FakeStream, value: bytes = b"\1\0\0\0") -> bytes:
 
 
 def respond_at_once(stream: FakeStream) -> None:
-    stream.end(answer(stream))
+    stream.end(tensor_response(stream))
 
 
 def is_final(response: pb.ModelStreamInferResponse) -> bool:
@@ -61,13 +61,6 @@ def texts(response: pb.ModelStreamInferResponse) -> list[str]:
     return [text.decode() for text in response.infer_response.outputs[0].contents.bytes_contents]
 
 
-async def until(edge: Edge, count: int) -> None:
-    """Waits until `count` requests have reached instances."""
-    while len(edge.client.streams) < count:
-        edge.client.opened.clear()
-        await edge.client.opened.wait()
-
-
 @pytest.fixture(params=SERVERS)
 async def edge(request: pytest.FixtureRequest) -> AsyncIterator[Edge]:
     cards = (tensor_card(), llm_card(), tensor_card("repeater", decoupled=True))
@@ -78,7 +71,7 @@ async def edge(request: pytest.FixtureRequest) -> AsyncIterator[Edge]:
 async def test_tensor_responses_keep_the_order_of_their_requests(edge: Edge) -> None:
     stream = edge.stream()
     await stream.send(tensor_request("a"), tensor_request("b"), tensor_request("c"))
-    await until(edge, 3)
+    await edge.client.opened_streams(3)
     for waiting in reversed(edge.client.streams):
         respond_at_once(waiting)
     assert ids(await stream.rest()) == ["a", "b", "c"]
@@ -139,8 +132,8 @@ async def test_with_triton_grpc_error_the_first_failure_ends_the_stream_with_its
 
 async def test_decoupled_responses_are_marked_as_final_or_not(edge: Edge) -> None:
     def three_times(stream: FakeStream) -> None:
-        stream.data(answer(stream), answer(stream))
-        stream.data(answer(stream))
+        stream.data(tensor_response(stream), tensor_response(stream))
+        stream.data(tensor_response(stream))
         stream.end()
 
     edge.client.respond = three_times
@@ -165,7 +158,7 @@ async def test_a_decoupled_model_may_send_no_response(edge: Edge) -> None:
 async def test_a_slow_decoupled_request_does_not_delay_others(edge: Edge) -> None:
     stream = edge.stream()
     await stream.send(tensor_request("slow", "repeater"))
-    await until(edge, 1)
+    await edge.client.opened_streams(1)
     edge.client.respond = respond_at_once
     await stream.send(tensor_request("quick"))
     assert ids([await stream.read()]) == ["quick"]
@@ -223,10 +216,10 @@ async def test_several_prompts_and_choices_stream_side_by_side(edge: Edge) -> No
 async def test_requests_above_the_bound_wait_for_earlier_ones(edge: Edge) -> None:
     stream = edge.stream()
     await stream.send(*(tensor_request(str(number)) for number in range(6)))
-    await until(edge, 4)
-    edge.client.streams[0].end(answer(edge.client.streams[0]))
+    await edge.client.opened_streams(4)
+    edge.client.streams[0].end(tensor_response(edge.client.streams[0]))
     assert (await stream.read()).infer_response.id == "0"
-    await until(edge, 5)
+    await edge.client.opened_streams(5)
     assert len(edge.client.streams) == 5
     edge.client.respond = respond_at_once
     for waiting in edge.client.streams[1:5]:
@@ -237,7 +230,7 @@ async def test_requests_above_the_bound_wait_for_earlier_ones(edge: Edge) -> Non
 async def test_a_client_that_cancels_cancels_all_its_requests(edge: Edge) -> None:
     stream = edge.stream()
     await stream.send(tensor_request("a"), text_request("t", "x"), tensor_request("d", "repeater"))
-    await until(edge, 3)
+    await edge.client.opened_streams(3)
     stream.call.cancel()
     await over(*edge.client.streams)
     assert all(waiting.cancelled for waiting in edge.client.streams)
@@ -255,7 +248,7 @@ async def test_a_client_that_disconnects_cancels_all_its_requests(edge: Edge) ->
 async def test_a_draining_process_serves_accepted_requests_and_ends_the_stream(edge: Edge) -> None:
     stream = edge.stream()
     await stream.send(tensor_request("a"))
-    await until(edge, 1)
+    await edge.client.opened_streams(1)
     edge.drain.start()
     respond_at_once(edge.client.streams[0])
     assert (await stream.read()).infer_response.id == "a"

@@ -28,8 +28,8 @@ from dynamo.worker.engine.base import Context, MayFail, Sleeps
 from dynamo.worker.engine.echo import byte_tokenizer
 from dynamo.worker.engines import choose_engine, make_engine
 from dynamo.worker.tokenizers.sentencepiece import CONTROL, NORMAL, UNKNOWN
-from tests.support.sim_fleet import until
 from tests.support.tiny_llama import BOS, CONTEXT, EOS, make_tiny_adapter, make_tiny_llama
+from tests.support.waiting import until
 
 pytest.importorskip("vllm")
 

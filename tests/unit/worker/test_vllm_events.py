@@ -16,7 +16,7 @@ from dynamo.common.generation import pack_tokens
 from dynamo.common.kv.events import KvState
 from dynamo.common.kv.hashes import sequence_hashes
 from dynamo.worker.kv.vllm_subscriber import KvFollower, KvSource, following
-from tests.support.sim_fleet import until
+from tests.support.waiting import until
 
 SIZE = 4
 END = b"\xff" * 8
