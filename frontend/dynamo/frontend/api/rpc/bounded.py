@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
@@ -16,7 +16,7 @@ import grpc.aio
 from dynamo.common.errors import Overloaded
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.rpc.guard import surface_of
-from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, kind_of, refuse
+from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, function_of, refuse, with_function
 from dynamo.frontend.config import OverloadStatus
 from dynamo.frontend.security.surfaces import Surface
 
@@ -45,9 +45,7 @@ def _bounded(
     overload: OverloadStatus,
     refused: Callable[[BaseException], None] | None,
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
-    # All our handlers are coroutines of (request or request iterator, context), whichever kind of call they serve.
-    kind = kind_of(handler)
-    inner: Callable[[object, Context], Awaitable[Any]] = getattr(handler, kind)
+    inner = function_of(handler)
 
     async def enter(request: object, context: Context) -> Any:
         problem: Overloaded | None = None
@@ -68,5 +66,4 @@ def _bounded(
             refused(problem)
         await refuse(context, problem, overload=overload)
 
-    replaced: grpc.RpcMethodHandler[bytes, bytes] = handler._replace(**{kind: enter})  # type: ignore[attr-defined]
-    return replaced
+    return with_function(handler, enter)

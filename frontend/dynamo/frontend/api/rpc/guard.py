@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 
 import grpc
@@ -14,7 +14,7 @@ from dynamo.common.logs import request_id as logged_id
 from dynamo.common.message_limits import parse_message
 from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.guard import Guard, record, record_refusal
-from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, kind_of, read_message, refuse
+from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, function_of, read_message, refuse, with_function
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.security.surfaces import Surface
@@ -92,9 +92,7 @@ def _guarded(
     is_action = name in _ACTIONS
     if not guard.guards(surface) and not is_action:
         return handler
-    # All our handlers are coroutines of (request or request iterator, context), whichever kind of call they serve.
-    kind = kind_of(handler)
-    inner: Callable[[object, Context], Awaitable[object]] = getattr(handler, kind)
+    inner = function_of(handler)
 
     async def enter(request: object, context: Context) -> object:
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
@@ -127,8 +125,7 @@ def _guarded(
         finally:
             record(action, account, context.peer(), request_id, outcome)
 
-    replaced: grpc.RpcMethodHandler[bytes, bytes] = handler._replace(**{kind: enter})  # type: ignore[attr-defined]
-    return replaced
+    return with_function(handler, enter)
 
 
 def _action(name: str, message: bytes) -> str:

@@ -24,6 +24,8 @@ from dynamo.frontend.config import OverloadStatus
 Handlers: TypeAlias = Mapping[str, "grpc.RpcMethodHandler[bytes, bytes]"]
 """Method name → handler, a coroutine function, without serializers. Requests of unary ones are taken by `read_message`."""
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+HandlerFunction: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+"""A coroutine function of the request, or of the iterator of requests, and the context; the same for all kinds of calls."""
 
 
 class PendingMessage:
@@ -61,8 +63,19 @@ async def refuse(
     await context.abort(grpc_status(error, overload), public_message(error), tuple(metadata))
 
 
-def kind_of(handler: grpc.RpcMethodHandler[bytes, bytes]) -> str:
-    """Return the name of the attribute in which a handler has its function."""
+def function_of(handler: grpc.RpcMethodHandler[bytes, bytes]) -> HandlerFunction:
+    """Return the function of a handler, which has it in an attribute named after the kind of call."""
+    function: HandlerFunction = getattr(handler, _kind_of(handler))
+    return function
+
+
+def with_function(handler: grpc.RpcMethodHandler[bytes, bytes], function: HandlerFunction) -> grpc.RpcMethodHandler[bytes, bytes]:
+    """Return a handler for the same kind of call with another function."""
+    replaced: grpc.RpcMethodHandler[bytes, bytes] = handler._replace(**{_kind_of(handler): function})  # type: ignore[attr-defined]
+    return replaced
+
+
+def _kind_of(handler: grpc.RpcMethodHandler[bytes, bytes]) -> str:
     request = "stream" if handler.request_streaming else "unary"
     response = "stream" if handler.response_streaming else "unary"
     return f"{request}_{response}"
@@ -74,8 +87,7 @@ def for_grpcio(handlers: Handlers, *, reads_late: bool = False) -> Handlers:
 
 
 def _for_grpcio(handler: grpc.RpcMethodHandler[bytes, bytes], *, reads_late: bool) -> grpc.RpcMethodHandler[bytes, bytes]:
-    kind = kind_of(handler)
-    inner: Callable[[Any, Context], Awaitable[Any]] = getattr(handler, kind)
+    inner = function_of(handler)
     reads_message = reads_late and not handler.request_streaming
 
     async def handle(request: object, context: Context) -> Any:
@@ -88,8 +100,7 @@ def _for_grpcio(handler: grpc.RpcMethodHandler[bytes, bytes], *, reads_late: boo
             raise
 
     if not reads_message:
-        replaced: grpc.RpcMethodHandler[bytes, bytes] = handler._replace(**{kind: handle})  # type: ignore[attr-defined]
-        return replaced
+        return with_function(handler, handle)
     # On the wire a call with a stream of one request is the same as one with a request.
     if handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler(handle)

@@ -9,7 +9,7 @@ from time import perf_counter
 import grpc
 import grpc.aio
 
-from dynamo.frontend.api.rpc.handlers import Context, Handlers
+from dynamo.frontend.api.rpc.handlers import Context, Handlers, function_of, with_function
 from dynamo.frontend.metrics import GrpcMethodMetrics, GrpcServerMetrics
 
 _OK = "OK"
@@ -26,13 +26,11 @@ def metered(services: Mapping[str, Handlers], metrics: GrpcServerMetrics) -> dic
 def _metered(
     handler: grpc.RpcMethodHandler[bytes, bytes], metrics: GrpcServerMetrics, service: str, name: str
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
-    # All our handlers are coroutines of (request or request iterator, context), whichever kind of call they serve.
     if not handler.response_streaming:
-        kind, method = "unary_unary", metrics.for_method(service, name, "unary")
-        return _replaced(handler, kind, _unary(getattr(handler, kind), method))
-    kind, grpc_type = ("stream_stream", "bidi_stream") if handler.request_streaming else ("unary_stream", "server_stream")
+        return with_function(handler, _unary(function_of(handler), metrics.for_method(service, name, "unary")))
+    grpc_type = "bidi_stream" if handler.request_streaming else "server_stream"
     method = metrics.for_method(service, name, grpc_type)
-    return _replaced(handler, kind, _streaming(getattr(handler, kind), method, reads=handler.request_streaming))
+    return with_function(handler, _streaming(function_of(handler), method, reads=handler.request_streaming))
 
 
 def _unary(
@@ -109,10 +107,3 @@ def _code(error: BaseException, context: Context) -> str:
         if isinstance(status, grpc.StatusCode):
             return "".join(word.capitalize() for word in status.name.split("_"))
     return "Canceled" if isinstance(error, asyncio.CancelledError) else "Unknown"
-
-
-def _replaced(
-    handler: grpc.RpcMethodHandler[bytes, bytes], kind: str, enter: Callable[..., Awaitable[object]]
-) -> grpc.RpcMethodHandler[bytes, bytes]:
-    replaced: grpc.RpcMethodHandler[bytes, bytes] = handler._replace(**{kind: enter})  # type: ignore[attr-defined]
-    return replaced

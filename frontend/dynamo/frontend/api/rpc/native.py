@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import grpc
 import pygrpc_native.aio  # `from … import aio` recurses for ever in 0.5.0
@@ -18,7 +18,7 @@ from pygrpc_native._server import _fallback_socket
 from pygrpc_native.aio import _Call, _Context
 
 from dynamo.common.errors import release
-from dynamo.frontend.api.rpc.handlers import Context, for_grpcio
+from dynamo.frontend.api.rpc.handlers import Context, for_grpcio, function_of, with_function
 from dynamo.frontend.api.rpc.hardening import make_grpcio_server
 
 _LAST_WRITES_S = 0.2
@@ -91,9 +91,7 @@ class NativeServer(pygrpc_native.aio.Server):
 
         The fallback itself must not refuse them: the front would report that as INTERNAL, which clients do not retry.
         """
-        inner: Callable[[object, Context], Awaitable[object]]
-        kind = "stream_stream" if handler.response_streaming else "stream_unary"
-        inner = getattr(handler, kind)
+        inner = function_of(handler)
 
         async def follow(requests: object, context: Context) -> object:
             if self._stopping:
@@ -106,8 +104,7 @@ class NativeServer(pygrpc_native.aio.Server):
             finally:
                 self._streams.discard(task)
 
-        followed: grpc.RpcMethodHandler[bytes, bytes] = handler._replace(**{kind: follow})  # type: ignore[attr-defined]
-        return followed
+        return with_function(handler, follow)
 
     async def stop(self, grace: float | None) -> None:
         """Stop as grpc.aio does. The original closes the sockets right after the last handler's end, while the I/O threads may
