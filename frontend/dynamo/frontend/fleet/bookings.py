@@ -16,21 +16,16 @@ from dynamo.common.messaging.connection import OnMessage
 from dynamo.common.messaging.frames import Body
 from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.frontend.fleet.event_bus import Closable
 from dynamo.frontend.router.load import LoadTable
-from dynamo.frontend.router.shared_bookings import SharedBookings
+from dynamo.frontend.router.shared_bookings import SHARE_S, SharedBookings
 
-_SHARE_S = 0.05
-"""Changes are published at most this often."""
 _COMPLETE_S = 1.0
 """All bookings are published this often."""
 _ENTRY_BYTES = 256
 """An instance's bookings or a prompt, at most."""
 _MESSAGE_MARGIN_BYTES = 1024
 _decoder = msgspec.msgpack.Decoder(SharedBookings)
-
-
-class _Closable(Protocol):
-    async def close(self) -> None: ...
 
 
 class BookingsBus(Protocol):
@@ -41,7 +36,7 @@ class BookingsBus(Protocol):
 
     def publish_nowait(self, subject: str, payload: Body) -> bool: ...
 
-    async def subscribe(self, subject: str, on_message: OnMessage) -> _Closable: ...
+    async def subscribe(self, subject: str, on_message: OnMessage) -> Closable: ...
 
 
 class Bookings:
@@ -73,7 +68,7 @@ class Bookings:
             self._publish(loads.take_unshared(self._most_entries()))
 
         def share_soon() -> None:
-            self._loop.call_at(max(self._loop.time(), self._shared_at + _SHARE_S), share)
+            self._loop.call_at(max(self._loop.time(), self._shared_at + SHARE_S), share)
 
         async def share_all() -> None:
             while True:

@@ -39,6 +39,7 @@ from dynamo.common.messaging.connection import OnMessage
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import Endpoint, InstanceId, instance_of
+from dynamo.frontend.fleet.event_bus import Closable
 from dynamo.frontend.fleet.kv_follow import Follower
 from dynamo.frontend.fleet.kv_history import Key, KvHistory
 from dynamo.frontend.router.load import LoadTable
@@ -79,10 +80,6 @@ class FeedDirectory(Protocol):
     def on_registrations(self, callback: Callable[[Sequence[Instance], Sequence[Instance]], None]) -> None: ...
 
     def mark_up(self, instance: InstanceId) -> None: ...
-
-
-class Closable(Protocol):
-    async def close(self) -> None: ...
 
 
 class FeedBus(Protocol):
@@ -165,7 +162,7 @@ class KvFeed:
         self._turns = asyncio.Semaphore(_MAX_QUERIES)
         self._pace = _Pace(_QUERIES_PER_S, _MAX_QUERIES)
         self._is_suspended = False
-        self._stale: set[Key] = set()
+        self._stale: set[_Source] = set()
         """Those that have not been queried since `resume`."""
         self.resyncs = 0
         """How often an instance was queried for what was missed."""
@@ -332,16 +329,15 @@ class KvFeed:
         self._is_suspended = False
         if self._caches is None:
             return
-        for key, source in self._sources.items():
+        for source in self._sources.values():
             if not self._is_reading_history(source):
-                self._stale.add(key)
+                self._stale.add(source)
                 self._start_resync(source)
         self._use_if_current()
 
     def _no_longer_stale(self, source: _Source) -> None:
-        key = (source.instance.id, source.instance.card.name)
-        if key in self._stale:
-            self._stale.remove(key)
+        if source in self._stale:
+            self._stale.remove(source)
             self._use_if_current()
 
     def _use_if_current(self) -> None:

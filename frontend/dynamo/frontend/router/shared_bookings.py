@@ -1,4 +1,4 @@
-"""What frontends tell each other about their bookings: sums per instance, and the prompts that instances will have cached.
+"""The messages in which frontends share their bookings: sums per instance, and the prompts that instances will have cached.
 
 Sums are absolute. So a message that was lost is made up for by the next one about its instance, and by the complete ones that
 each frontend sends periodically.
@@ -13,6 +13,8 @@ import msgspec
 
 from dynamo.common.kv.hashes import HASH_BYTES
 
+SHARE_S = 0.05
+"""Changes are published at most this often."""
 LAST_ID = (1 << 63) - 1
 MAX_PROMPT_BYTES = 24 * HASH_BYTES
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]

@@ -24,6 +24,7 @@ from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.select import make_router
+from dynamo.frontend.router.shared_bookings import SHARE_S
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures
 from dynamo.local.replay.trace import VOCABULARY, Row, expand
@@ -32,7 +33,6 @@ from dynamo.worker.engine.sim.scheduler import Sequence as SimSequence
 from dynamo.worker.engine.sim.timing import TimingModel
 
 _REPORT_EVERY_S = 0.05
-_SHARE_S = 0.05
 _MODEL = "trace"
 
 
@@ -115,7 +115,7 @@ class Replay:
         return figures
 
     def _share_soon(self) -> None:
-        self._share_due_at = min(self._share_due_at, self._now + _SHARE_S)
+        self._share_due_at = min(self._share_due_at, self._now + SHARE_S)
 
     def _share(self) -> None:
         """Publish the bookings of each frontend to the others, if that is due."""

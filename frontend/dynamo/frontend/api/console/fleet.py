@@ -17,11 +17,12 @@ from msgspec import Struct
 from dynamo.common.background import start
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Unavailable
-from dynamo.common.kv.events import LoadMessage, LoadReport
+from dynamo.common.kv.events import LoadReport, load_message_decoder
 from dynamo.common.messaging.connection import OnMessage
 from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, instance_of, loads_subject
+from dynamo.frontend.fleet.event_bus import Closable
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane
 
@@ -31,10 +32,6 @@ WATCHED_S = 15.0
 """Load reports are received for so long after each read."""
 _MAX_REPORTS = 20_000
 """Kept at once, by instance and model: anyone could invent them."""
-
-
-class Closable(Protocol):
-    async def close(self) -> None: ...
 
 
 class Bus(Protocol):
@@ -132,15 +129,12 @@ class LoadWatch:
 
     def _on_load(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
         try:
-            message = _decoder.decode(payload)
+            message = load_message_decoder.decode(payload)
             key = (instance_of(subject), message.model)
         except (ValueError, RecursionError) as error:
             return self._unreadable.drop(subject, error)
         if key in self._reports or len(self._reports) < _MAX_REPORTS:
             self._reports[key] = message.report
-
-
-_decoder = msgspec.msgpack.Decoder(LoadMessage)
 
 
 def model_state(
