@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
@@ -39,7 +40,9 @@ class CandidateLoads:
     def of(self, position: int) -> Load:
         return self._table.read_one(self._rows[position], self._now)
 
-    def all(self) -> list[Load]:
+    @cached_property
+    def all(self) -> Sequence[Load]:
+        """The loads of all candidates, read once: none changes while an instance is chosen."""
         return self._table.read(self._rows, self._now)
 
     def is_busy(self, position: int) -> bool:
@@ -47,7 +50,7 @@ class CandidateLoads:
 
     def free(self) -> Sequence[int]:
         """Return the positions that are not busy."""
-        busy_ones = busy(self.all(), self._thresholds)
+        busy_ones = busy(self.all, self._thresholds)
         return range(len(self)) if busy_ones is None else [at for at, is_busy in enumerate(busy_ones) if not is_busy]
 
 
@@ -57,7 +60,7 @@ Strategy = Callable[[CandidateLoads, random.Random], int | None]
 
 def least_loaded(loads: CandidateLoads, rng: random.Random) -> int | None:
     """Return the position with the fewest requests; ties are broken at random."""
-    all_loads, free = loads.all(), loads.free()
+    all_loads, free = loads.all, loads.free()
     return free[position_of_least([all_loads[position].requests for position in free], rng)] if free else None
 
 
@@ -118,7 +121,7 @@ class LoadRouter:
             position, reason = self._choose(request, candidates, loads)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
-            explanation = _explain(candidates, loads.all(), position, busy(loads.all(), thresholds))
+            explanation = _explain(candidates, loads.all, position, busy(loads.all, thresholds))
         cost = float(loads.of(position).requests)
         decision = RoutingDecision(candidates[position], reason, cost=cost, candidates=explanation)
         tokens = 0 if request.is_prefilled else len(request.prompt) // TOKEN_BYTES

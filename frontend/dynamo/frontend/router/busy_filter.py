@@ -14,7 +14,8 @@ from dynamo.frontend.router.load import Load, LoadTable, all_busy, busy, is_busy
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
 
-MAX_DRAWS = 8
+_MAX_DRAWS = 8
+"""So many choices of the router are tried before all candidates are looked at."""
 
 
 class BusyFilterRouter(RouterWrapper):
@@ -55,13 +56,13 @@ class BusyFilterRouter(RouterWrapper):
     def _pick_free(
         self, request: RouteRequest, candidates: Sequence[Instance], thresholds: Thresholds, now: float, *, explain: bool
     ) -> RoutingDecision:
-        """Let the router choose until it chooses one that is not busy; after a few times only among those.
+        """Let the router choose until its choice is not busy; after a few times, only among those that are not busy.
 
-        Thus a decision takes the same time in a fleet of any size, unless much of it is busy. Raises Overloaded if all is.
+        Thus a decision takes the same time in a fleet of any size, unless much of it is busy. Raises Overloaded if all are busy.
         """
-        rows = self._rows.rows(candidates)
-        if len(candidates) > MAX_DRAWS:
-            for _ in range(MAX_DRAWS):
+        rows = self._rows.rows(candidates)  # first: from their cards it knows how many blocks instances have
+        if len(candidates) > _MAX_DRAWS:
+            for _ in range(_MAX_DRAWS):
                 decision = self.inner.pick(request, candidates, explain=explain)
                 if not is_busy(self.loads.load_of(decision.instance.id, now), thresholds):
                     return decision

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 
@@ -86,7 +87,7 @@ class InstanceLoad:
         """This frontend's, by request id."""
         self.shared_by: dict[str, InstanceBookings] = {}
         """The bookings of siblings, by their origins."""
-        self.shared = NO_BOOKINGS
+        self.shared = _NO_BOOKINGS
         """The sum of these."""
         self.active = PrefixCounts()
         """The prompts of the bookings."""
@@ -145,20 +146,14 @@ class InstanceLoad:
             self.shared_by.pop(origin, None)
         else:
             self.shared_by[origin] = bookings
-        self.shared = _sum_bookings(self.shared_by.values()) if self.shared_by else NO_BOOKINGS
+        self.shared = _sum_bookings(self.shared_by.values()) if self.shared_by else _NO_BOOKINGS
         self.estimated = self.booked = None
 
     def _usage(self, blocks: int) -> float:
         return min(blocks / self.total_blocks, 1.0) if self.total_blocks else 0.0
 
 
-def is_busy(load: Load, thresholds: Thresholds) -> bool:
-    """Return whether the instance of this load is busy."""
-    usage, tokens = thresholds.active_decode_blocks, thresholds.active_prefill_tokens
-    return (usage is not None and load.usage > usage) or (tokens is not None and load.prefill_tokens > tokens)
-
-
-NO_BOOKINGS = InstanceBookings(0, 0, 0, 0, 0, 0, 0)
+_NO_BOOKINGS = InstanceBookings(0, 0, 0, 0, 0, 0, 0)
 
 
 def _sum_bookings(parts: Collection[InstanceBookings]) -> InstanceBookings:
@@ -176,8 +171,10 @@ def _sum_bookings(parts: Collection[InstanceBookings]) -> InstanceBookings:
     )
 
 
-def _instance_of(bookings: InstanceBookings) -> int:
-    return bookings.instance
+def is_busy(load: Load, thresholds: Thresholds) -> bool:
+    """Return whether the instance of this load is busy."""
+    usage, tokens = thresholds.active_decode_blocks, thresholds.active_prefill_tokens
+    return (usage is not None and load.usage > usage) or (tokens is not None and load.prefill_tokens > tokens)
 
 
 def busy(loads: Sequence[Load], thresholds: Thresholds) -> list[bool] | None:
@@ -339,7 +336,7 @@ class LoadTable:
 
     def all_own_bookings(self, most: int) -> list[SharedBookings]:
         """Return all bookings of this frontend, in at least one message, of `most` instances each."""
-        rows = sorted((load.own_bookings() for load in self._loads.values() if load.bookings), key=_instance_of)
+        rows = sorted((load.own_bookings() for load in self._loads.values() if load.bookings), key=attrgetter("instance"))
         messages = []
         first = 0
         for start in range(0, max(len(rows), 1), most):
