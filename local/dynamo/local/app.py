@@ -13,8 +13,7 @@ from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError
 from dynamo.common.lifecycle import EXIT_FAILURE, EXIT_OK, end_at_once, stop_on_signal
 from dynamo.common.model_card import ModelKind
-from dynamo.local.ask import EXIT_UNAUTHENTICATED
-from dynamo.local.config import LocalConfig
+from dynamo.local.config import EXIT_UNAUTHENTICATED, LocalConfig
 from dynamo.local.deployment import Deployment, claimed, start_deployment
 from dynamo.local.supervisor import Supervisor, open_supervisor
 from dynamo.local.view import ServedModel, served_models

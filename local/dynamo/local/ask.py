@@ -23,13 +23,12 @@ import numpy as np
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.lifecycle import EXIT_FAILURE
 from dynamo.common.tensors import Array, datatype_named, encode_bytes, from_numpy, to_numpy
+from dynamo.local.config import EXIT_UNAUTHENTICATED
 from dynamo.protos import inference_pb2 as pb
 from dynamo.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 MAX_TOKENS = 48
 READY_S, RESPONSE_S = 60.0, 120.0
-EXIT_UNAUTHENTICATED = 3
-"""The frontend requires an API key, which this program has not."""
 _POLL_S = 0.1
 _SHOWN_ELEMENTS = 10
 

@@ -9,6 +9,9 @@ from dynamo.common.config import group, option, parse_port
 from dynamo.common.names import parse_name
 from dynamo.common.options import LogOptions
 
+EXIT_UNAUTHENTICATED = 3
+"""Exit status of `dynamo.local.ask` if the frontend requires an API key. The launcher reads it without importing that module."""
+
 
 @dataclass(frozen=True, slots=True)
 class FirstRequest:
