@@ -235,7 +235,7 @@ class HttpOptions:
         minimum=0,
         maximum=2**31 - 1,
         metavar="SIZE",
-        help="Bytes per second of a body that arrives, averaged over 10 s; a slower one is refused. 0: none is.",
+        help="A body that arrives with fewer bytes per second, averaged over 10 s, is refused. 0: no limit.",
     )
     unread_timeout_s: float = option(
         300.0, minimum=0.1, help="A client that reads nothing of a response for so many seconds is disconnected."

@@ -20,7 +20,7 @@ from dynamo.common.names import InstanceId, namespace_prefix
 log = logging.getLogger(__name__)
 
 COALESCE_S = 0.05
-"""Changes in etcd are applied at most this often: whoever follows the directory does some work each time."""
+"""Changes in etcd are applied at most this often, since each subscriber does some work each time."""
 RECONCILE_S = 30.0
 RETURN_S = 10.0
 """The TTL of a lease: within it, a live worker has noticed that its lease is gone and has registered again."""

@@ -1,14 +1,14 @@
-"""What the fleet publishes, unasked and at any rate: KV events, load reports, bookings of other frontends.
+"""The events of the fleet: KV events, load reports, and bookings of other frontends. Their publishers set the rate.
 
-A frontend receives it on a NATS connection of its own. nats-server cuts a connection whose unread bytes pass its limit, and what
-was sent on it waits behind what came before: neither may happen to requests and responses because of hints about caches.
+A frontend receives events on a NATS connection of its own. nats-server cuts a connection whose unread bytes pass its limit, and
+messages wait behind those that were sent before them on the same connection: events must do neither to requests and responses.
 
-Events are hints, so a frontend that falls behind does without them rather than work on old ones. `EventBus` measures how far it
-is behind by pings, whose responses nats-server puts behind everything that it has sent before:
+Events are hints, so a frontend that falls behind drops its subscriptions rather than handle old events. `EventBus` measures by
+pings how far it is behind, since nats-server sends the response to a ping after everything that it has sent before:
 
     following → behind for `behind_s`, or cut off meanwhile → subscriptions dropped → the rest is read, and a pause → following
 
-The pause doubles each time that this happens again soon, since nothing tells from outside how much is published.
+The pause doubles each time that this happens again soon: without subscriptions, a frontend cannot see how much is published.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class EventLink(Protocol):
 
 @dataclass(eq=False, slots=True)
 class EventSubscription:
-    """A subscription that is given up and made again as the bus says."""
+    """A subscription that the bus drops and makes again."""
 
     _bus: EventBus
     subject: str
@@ -70,7 +70,7 @@ class EventSubscription:
 
     async def open(self) -> None:
         live = await self._bus.link.subscribe(self.subject, self.on_message)
-        if self.is_closed or self._bus.is_dropped:  # by now
+        if self.is_closed or self._bus.is_dropped:  # meanwhile
             await live.close()
         else:
             self.live = live
@@ -135,7 +135,7 @@ class EventBus:
             self._subscriptions.remove(subscription)
 
     def on_dropped(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the subscriptions are dropped: what events told is out of date from now on."""
+        """Call `callback` when the subscriptions are dropped: the state that was built from events is out of date from now on."""
         self._on_dropped.append(callback)
 
     def on_resumed(self, callback: Callable[[], None]) -> None:
@@ -156,17 +156,17 @@ class EventBus:
             await self._resume()
 
     async def _fallen_behind(self) -> None:
-        """Return when a ping has been without a response for too long although bytes come, or was when the connection was cut."""
+        """Return when a ping has had no response for `behind_s` although bytes arrive, or half of that and was cut off."""
         while self.lag_s < self._behind_s:
             was_cut = await self._measure_lag()
             if was_cut and self.lag_s >= self._behind_s / 2:
-                return  # nats-server cuts whoever is too far behind
+                return  # nats-server cuts a connection that is too far behind
             await asyncio.sleep(_TICK_S)
 
     async def _measure_lag(self) -> bool:
-        """Set `lag_s`, which ends at the limit. Return whether the connection was cut meanwhile.
+        """Set `lag_s`, to `behind_s` at most. Return whether the connection was cut meanwhile.
 
-        Only time in which bytes came counts: a silent nats-server or a frozen process does not make others publish less.
+        Only time in which bytes arrive counts: a silent nats-server or a frozen process does not mean that too much is published.
         """
         await self.link.connected()
         pong, waited_s = self.link.ping(), 0.0

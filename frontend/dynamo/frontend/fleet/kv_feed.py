@@ -3,7 +3,7 @@
 Each instance numbers its updates without holes, and a `fleet.kv_follow.Follower` per model and instance says what may be applied
 and when something is missing: a hole, a new instance, a load report that speaks of updates never seen. Then the feed queries the
 instance: for the updates it missed, or for a snapshot of everything. So an index is exact again a round trip after the next
-update or report, whatever was lost, and be it while we were cut off. An instance that is gone is cleared.
+update or report, whatever was lost, also while there was no connection. An instance that is gone is cleared.
 
 While events are dropped because this process cannot follow them (`event_bus`), the caches count as unknown. Afterwards every
 instance is queried for what was missed. However many queries are due, they are sent at a bounded rate.
@@ -102,7 +102,7 @@ class _Source:
 
 
 class _Pace:
-    """Spreads what begins: `burst` at once, then `per_s` in a second."""
+    """Limits the rate of what begins: `burst` at once, then `per_s` in each second."""
 
     def __init__(self, per_s: float, burst: int) -> None:
         self._interval_s = 1.0 / per_s
@@ -313,7 +313,7 @@ class KvFeed:
             self._caches.replace(source.instance.card.name, source.instance.id, snapshot)
             self._apply(source, updates)
 
-    # Doing without events
+    # While events are dropped
 
     def suspend(self) -> None:
         """Events are not received any more: the caches are unknown, and instances are not queried."""

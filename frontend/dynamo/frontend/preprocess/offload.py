@@ -17,7 +17,7 @@ MAX_PENDING = 256
 
 
 class Offload:
-    """Few threads, one by default, for work that would take the event loop more than some milliseconds.
+    """A few threads, one by default, for work that would take the event loop more than some milliseconds.
 
     The interpreter changes threads every 5 ms. With one thread beside it, the event loop waits no longer than that for its turn;
     with the many threads of asyncio's own pool it might wait for each of them, and what else uses that pool would wait for all

@@ -22,7 +22,7 @@ class Links:
     """
 
     connection: Connection | None = None
-    """For requests and what little else must arrive."""
+    """For requests, and for the few other messages that must arrive."""
     events: EventBus | None = None
     client: RequestClient | None = None
     directory: Directory | None = None

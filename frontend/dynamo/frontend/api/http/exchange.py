@@ -49,7 +49,7 @@ _STREAM_HEADERS: tuple[Header, ...] = (
 _KEEPALIVE = b": keepalive\n\n"
 _LARGE_BODY_BYTES = 64 * 1024
 _PIECE_BYTES = 256 * 1024
-"""Of a long response, given to the connection when the client has taken most of what came before."""
+"""Bytes of a long response that go to the connection at once, when the client has read most of those before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

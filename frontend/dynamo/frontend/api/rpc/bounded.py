@@ -1,8 +1,8 @@
 """The capacity of the process applied to gRPC calls: their number, and the bytes of the messages of unary ones.
 
-1. Calls to health are always served. Past the capacity all others are refused before their message is read, where the server
-   reads it late; where it comes with the call, its size counts at once.
-2. A stream counts as one call here. Its handler counts the requests in it, since only that knows when one has ended.
+1. Calls to health are always served. Past the capacity, all others are refused. If the handler reads the message itself
+   (`PendingMessage`), the call is refused before that; if the message came with the call, its size counts at once.
+2. A stream counts as one call here. Its handler counts the requests in it, since only the handler knows when one has ended.
 """
 
 from __future__ import annotations

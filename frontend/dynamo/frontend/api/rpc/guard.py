@@ -67,7 +67,7 @@ def surface_of(service: str, method: str) -> Surface:
 
 
 def account_source(guard: Guard) -> Callable[[], Account]:
-    """Return what tells a handler behind `guard` the account of its call."""
+    """Return a function that returns, in a handler behind `guard`, the account of the call."""
     return _account.get if guard.requires_keys else lambda: ANONYMOUS
 
 

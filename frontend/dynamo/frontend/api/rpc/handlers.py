@@ -1,8 +1,8 @@
-"""Handlers of calls, their messages, which are read when a handler wants them, and what they leave behind: nothing.
+"""Handlers of calls: how they read their messages, and how they leave nothing of them in memory.
 
-1. grpcio receives the message of a unary call before it runs the handler. Where callers must show who they are, the handler reads
-   it here, so that a call that is refused for its metadata costs neither the decompression nor the memory of its message. That
-   costs some CPU time in each call, so the others stay as they are.
+1. grpcio receives the message of a unary call before it runs the handler. Where callers must show credentials, the handler reads
+   the message itself (`PendingMessage`), so that a call that is refused for its metadata costs neither the decompression nor the
+   memory of its message. That costs some CPU time in each call, so it is done only there.
 2. grpcio's call keeps the AbortError that ended it, and the error's traceback keeps every local variable on its way, the message
    included. Call and error form a cycle that only the garbage collector finds, which runs rarely here. So errors lose their
    tracebacks where they leave the handlers.
