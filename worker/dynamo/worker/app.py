@@ -180,7 +180,7 @@ async def serve_worker(
 ) -> None:
     """Starts `engines`, serves them until `stop` is set, and drains. Without `stop`: until SIGINT or SIGTERM.
 
-    `on_started` is called once, when requests can be served. Without `memory` it has an arena of its own. Stopping while models
+    `on_started` is called once, when requests can be served. Without `memory` the worker creates an arena. Stopping while models
     still load abandons the start. Raises InvalidRequest for a model that cannot be served, Unavailable when NATS refuses us,
     whatever an engine raises while it starts, and the failure that an engine does not survive.
     """

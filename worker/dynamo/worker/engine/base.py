@@ -187,10 +187,10 @@ class TensorEngine(Protocol):
 
 @runtime_checkable
 class UsesSharedMemory(Protocol):
-    """An engine that hands tensors in shared memory on to processes of its own."""
+    """An engine that passes tensors in shared memory on to its own child processes."""
 
     def use_shared_memory(self, memory: SharedMemory) -> None:
-        """Called before `start`, with the shared memory of the worker, if it has any."""
+        """Use the shared memory of the worker. Called before `start`, and only if the worker has shared memory."""
         ...
 
 

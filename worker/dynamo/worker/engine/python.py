@@ -396,7 +396,7 @@ class _Steps:
 def read_inputs(request: TensorRequest, *, aligned: bool = True) -> dict[str, Array]:
     """Return a request's tensors as arrays by name, read-only and without a copy where possible. Raises InvalidRequest.
 
-    `aligned`: whether arrays are copied that lie anywhere in the message, since many libraries take aligned memory only.
+    `aligned`: whether unaligned arrays are copied, since many libraries take aligned memory only.
     """
     arrays = {}
     raws = request.raw_inputs

@@ -1,6 +1,6 @@
 """The worker's end of the socket to a model's process.
 
-What is sent in one turn of the event loop leaves in one system call, and all messages that have come are taken at once.
+One system call sends all messages of one turn of the event loop, and one reads many messages.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ log = logging.getLogger(__name__)
 
 OnMessage: TypeAlias = Callable[[wire.Message, list[memoryview]], None]
 MAX_UNSENT_BYTES = 4 * 2**20
-"""So much may wait for the process to read before `ready` waits."""
-_MAX_PIECES = 512
-"""Buffers in one system call; the limit of Linux is 1024."""
+"""`ready` waits while more bytes than this are unsent."""
 
 
 class Link:
     """Sends and receives on the event loop that it is created on. `close` it."""
 
     def __init__(self, connection: socket.socket, on_message: OnMessage, on_end: Callable[[str], None]) -> None:
-        """`on_end` is called once, when the process has closed its end: with "" or, if it sent what is no message, the reason."""
+        """`on_end` is called once: with "" when the process has closed its end, with a reason if it sent an invalid message."""
         self._connection = connection
         self._on_message = on_message
         self._on_end = on_end
@@ -75,11 +73,11 @@ class Link:
             return
         while self._unsent:
             try:
-                sent = self._connection.sendmsg(list(islice(self._unsent, _MAX_PIECES)))
+                sent = self._connection.sendmsg(list(islice(self._unsent, wire.MAX_PIECES)))
             except BlockingIOError:
                 self._loop.add_writer(self._connection, self._write)
                 return
-            except OSError:  # the process has ended, which reading tells after all that it sent
+            except OSError:  # the process has ended; `_read` notices it after the last message
                 self._unsent.clear()
                 self._unsent_bytes = 0
                 break

@@ -31,7 +31,7 @@ def read_config(path: Path) -> ModelConfig:
     """Read a `config.pbtxt`. Raises InvalidRequest naming the file."""
     try:
         return text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
-    except (OSError, ValueError, text_format.ParseError) as error:  # a number out of its range is a mere ValueError
+    except (OSError, ValueError, text_format.ParseError) as error:  # the parser raises ValueError for a number out of range
         raise InvalidRequest(f"{path.name} is not usable: {error}") from error
 
 

@@ -1,8 +1,8 @@
 """The requests of one model on their way through its processes.
 
-A process is given its next executions before it is idle, as many as it needs to stay busy for about two milliseconds. So requests
-of a model that takes longer wait here, for whichever process is idle first. A process that dies fails only what it had begun;
-the rest goes to another.
+A process gets its next executions before it is idle, as many as it needs to stay busy for about two milliseconds. Requests of a
+model that takes longer wait here for the first process that is idle. A process that dies fails only the executions that have
+begun; the others go to another process.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Pipeline:
         self._give()
 
     def leave(self, execution: Execution) -> None:
-        """The caller wants no more responses. What has not begun never does; the model is notified of the rest."""
+        """The caller wants no more responses. An execution that waits here is dropped; otherwise the model is notified."""
         if execution.process is not None:
             execution.process.forget(execution)
         else:

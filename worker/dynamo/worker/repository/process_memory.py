@@ -1,7 +1,7 @@
 """Shared memory between the worker and one process of a model, as the worker sees it.
 
-An input that lies in the arena of a frontend is handed on by its place there, and kept until the process has released it. Outputs
-lie in an arena of the process, and are read in place.
+The process gets the place of an input that lies in the arena of a frontend, and the worker keeps the input until the process has
+released it. Outputs lie in an arena of the process, and are read in place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ProcessMemory:
         self._memory = memory
         self._send = send
         self._offered: set[str] = set()
-        """Arenas that the process was told of."""
+        """Arenas of which the process was sent the token."""
         self._opened: set[str] = set()
         """Those of them that it can read."""
         self._kept: dict[int, list[Arrays]] = {}
@@ -37,7 +37,7 @@ class ProcessMemory:
         return wire.Memory(str(memory.directory), memory.capacity_bytes, memory.least_bytes, memory.arena.tag)
 
     def place(self, array: wire.Array) -> wire.Place | None:
-        """Return where the process finds an input without being sent it."""
+        """Return where an input lies in an arena that the process can read; None if it has to be sent."""
         if (
             array.nbytes < self._memory.least_bytes
             or array.dtype.hasobject
@@ -68,11 +68,11 @@ class ProcessMemory:
             self._kept.pop(execution, None)
 
     def open_outputs(self, token: str) -> None:
-        """Open the arena of the process, and say so."""
+        """Open the arena of the process, and confirm it to the process."""
         try:
             self._outputs = Neighbour(self._memory.directory, token, self._memory.arena.tag)
         except ArenaRefused:
-            return  # it goes on sending its outputs
+            return  # without ArenaOpened the process goes on sending its outputs
         self._send(wire.ArenaOpened(token))
 
     def take(self, tensor: wire.TensorHead, place: wire.Place) -> memoryview:

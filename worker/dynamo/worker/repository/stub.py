@@ -34,12 +34,10 @@ from dynamo.worker.repository import pb_utils, wire
 from dynamo.worker.repository.pb_utils import CallInProgress, InferenceRequest, InferenceResponse, InferenceResponseSender, Tensor
 from dynamo.worker.repository.stub_memory import StubMemory
 
-_MAX_PIECES = 512
-"""Buffers in one system call; the limit of Linux is 1024."""
 _TICK_S = 0.005
 """The reader thread takes over from an execution that lasts this long, or up to twice as long."""
 _HOLD_NS = 300_000
-"""Responses of short executions are collected for so long while more executions wait, so that one system call sends them."""
+"""While more executions wait, responses of short ones are collected for this long and sent in one system call."""
 _MAX_HELD_BYTES = 16 * 1024
 """A larger response is sent at once, with those before it."""
 _SWEEP_S = 1.0
@@ -63,7 +61,7 @@ class Stub:
         self._connection = connection
         self._sending = threading.Lock()
         self._held: list[wire.Buffer] = []
-        """What is sent soon."""
+        """Encoded messages of `send_soon`."""
         self._held_since_ns = 0
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -83,7 +81,7 @@ class Stub:
         self._reading = threading.Lock()
         """Held by the thread that reads the socket."""
         self._wakes: SimpleQueue[bool] = SimpleQueue()
-        """Wakes the reader thread: True if it shall read at once."""
+        """Wakes the reader thread: True if it has to read at once."""
         self._turns: SimpleQueue[None] = SimpleQueue()
         """Wakes the main thread, which waits for the reader thread."""
         self._main_waits = False
@@ -101,7 +99,7 @@ class Stub:
             self._send_held()
 
     def send_soon(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
-        """Send together with what the next executions send, if they are there and do not take long. For the main thread."""
+        """Send together with the responses of the next executions, if these wait and are short. For the main thread."""
         pieces = wire.encode(message, buffers)
         with self._sending:
             if sum(map(len, pieces)) > _MAX_HELD_BYTES:
@@ -120,8 +118,8 @@ class Stub:
         self._send_all(pieces)
 
     def _send_all(self, pieces: list[wire.Buffer]) -> None:
-        for first in range(0, len(pieces), _MAX_PIECES):
-            some = pieces[first : first + _MAX_PIECES]
+        for first in range(0, len(pieces), wire.MAX_PIECES):
+            some = pieces[first : first + wire.MAX_PIECES]
             sent = self._connection.sendmsg(some)
             for piece in some:
                 if sent < len(piece):
@@ -149,9 +147,9 @@ class Stub:
     def requests_of(
         self, order: wire.Execute, raws: Sequence[memoryview], senders: Sequence[InferenceResponseSender]
     ) -> list[InferenceRequest]:
-        """Return the requests as the model gets them."""
+        """Return the requests as arguments of the model's `execute`."""
         shared: dict[tuple[int, str], memoryview] = {}
-        if self._memory is not None and has_places(order):
+        if self._memory is not None and wire.has_places(order):
             shared = self._memory.take(order.number, order.requests)
         requests, position = [], 0
         for head, sender in zip(order.requests, senders, strict=True):
@@ -163,7 +161,7 @@ class Stub:
         return requests
 
     def released(self, execution: int) -> None:
-        """Have the worker notified, by the main thread before it waits, or by the other one."""
+        """Have the main thread, before it waits, or the reader thread notify the worker."""
         self._released.append(execution)
         if threading.get_ident() != self._main:
             self._wakes.put(False)
@@ -219,7 +217,7 @@ class Stub:
     # Reading
 
     def next_order(self) -> tuple[wire.Message, list[memoryview]]:
-        """Return the next message for the main thread, which reads the socket itself unless the other thread is at it."""
+        """Return the next message for the main thread, which reads the socket itself unless the reader thread does."""
         if self._held and (not self._orders or time.perf_counter_ns() - self._held_since_ns > _HOLD_NS):
             self.flush()
         if self._released and not self._orders:
@@ -251,7 +249,7 @@ class Stub:
             self._is_executing = False
 
     def read_beside(self) -> None:
-        """Have the reader thread read while the main thread executes: somebody waits for a message."""
+        """Have the reader thread read while the main thread executes, because a thread of the model waits for a message."""
         if self._is_executing and not self._reading.locked():
             self._wakes.put(True)
 
@@ -293,7 +291,7 @@ class Stub:
         self._turns.put(None)
 
     def _receive(self) -> None:
-        """Take what comes next from the socket. Ends the process, whatever the model is doing, if the worker has ended."""
+        """Read from the socket once. Ends the process, whatever the model is doing, if the worker has ended."""
         try:
             count = self._connection.recv_into(self._messages.space())
         except OSError:
@@ -347,11 +345,6 @@ class Stub:
             call.add(head, _to_tensors(head.outputs, raws))
 
 
-def has_places(order: wire.Execute) -> bool:
-    """Return whether inputs lie in shared memory."""
-    return any(tensor.place is not None for head in order.requests for tensor in head.inputs)
-
-
 def _to_tensors(heads: Sequence[wire.TensorHead], raws: Sequence[memoryview]) -> list[Tensor]:
     return [Tensor(head.name, wire.unpack(head, raw)) for head, raw in zip(heads, raws, strict=True)]
 
@@ -360,7 +353,7 @@ class ModelProcess:
     """Carries out the worker's messages on the main thread."""
 
     def __init__(self, stub: Stub, begun: memoryview) -> None:
-        """`begun`: where the worker reads the number of the newest execution that has begun, should this process die."""
+        """`begun`: memory from which the worker, if this process dies, reads the number of the last execution that has begun."""
         self._stub = stub
         self._begun = begun
         self._class: Any = None
@@ -436,7 +429,7 @@ class ModelProcess:
         if all(map(self._stub.is_cancelled, numbers)):
             for number in numbers:
                 self._stub.over(number)
-            if has_places(order):
+            if wire.has_places(order):
                 self._stub.released(order.number)
             return self._stub.send_soon(wire.Done(number=order.number))
         if order.is_retry:

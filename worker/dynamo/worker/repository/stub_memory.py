@@ -1,7 +1,7 @@
 """Shared memory as a model's process sees it: inputs in place, in the arenas of others, and outputs in an arena of its own.
 
-Inputs are mapped privately: a model may write to its arrays, and nobody else sees that. When the last array of a part of a
-request is gone, what was written is dropped, and the worker may let go of the memory.
+Inputs are mapped privately: a model may write to its arrays, and no other process sees that. When the last array of a part of a
+request is gone, what was written is dropped, and the worker may release the memory.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class _Inputs:
         self._address = np.frombuffer(self.map, np.uint8).ctypes.data
         self._pagemap = _open_pagemap()
         self.held: dict[int, tuple[int, weakref.ref[Array]]] = {}
-        """The ranges that the model has arrays of: their ends, by their beginnings."""
+        """The ranges of which the model has arrays: their ends, by their beginnings."""
 
     def may_be_changed(self, begin: int, end: int) -> bool:
-        """Return whether there are private copies of these pages, since the model has written to them."""
+        """Return whether this process may have private copies of these pages, because the model has written to them."""
         if self._pagemap is None:
             return True
         first, count = (self._address + begin) // _PAGE, (end - begin) // _PAGE
@@ -64,7 +64,7 @@ class _Inputs:
 
 
 class _Worker:
-    """The reader of all outputs. It takes each, and lives as long as this process."""
+    """The reader of all outputs. It takes each output, and lives as long as this process."""
 
     is_alive = True
     beat = 0
@@ -74,7 +74,7 @@ class _Worker:
 
 
 class StubMemory:
-    """Inputs are taken by the main thread, outputs are lent by any."""
+    """Inputs and outputs of one process in shared memory. The main thread takes inputs, any thread lends outputs."""
 
     def __init__(self, settings: wire.Memory, on_release: Callable[[int], None]) -> None:
         """`on_release` is called with the number of an execution when no array of its inputs is left, in whichever thread."""
@@ -203,7 +203,7 @@ class StubMemory:
 
 
 def _open_pagemap() -> int | None:
-    """Open what tells which pages this process has copies of; None if the system does not say."""
+    """Open the page map of this process, which marks private copies of pages; None if the system has none."""
     try:
         return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -211,7 +211,7 @@ def _open_pagemap() -> int | None:
 
 
 def _parts_of(tensors: Sequence[wire.TensorHead]) -> list[list[wire.TensorHead]]:
-    """Return the tensors in shared memory, those together that share pages."""
+    """Return the tensors in shared memory, grouped by the pages that they share."""
     parts: list[list[wire.TensorHead]] = []
     for tensor in sorted((tensor for tensor in tensors if tensor.place is not None), key=_place):
         arena, position = _place(tensor)

@@ -225,9 +225,10 @@ class StubProcess:
         execution.number = next(self._numbers)
         execution.numbers = [head.number for head in heads]
         self._executions[execution.number] = execution
-        if self._memory is not None and any(tensor.place is not None for head in heads for tensor in head.inputs):
+        order = wire.Execute(execution.number, tuple(heads), execution.is_retry)
+        if self._memory is not None and wire.has_places(order):
             self._memory.keep(execution.number, [request.inputs for request in execution.requests])
-        self.send(wire.Execute(execution.number, tuple(heads), execution.is_retry), buffers)
+        self.send(order, buffers)
 
     def forget(self, execution: Execution) -> None:
         """Drop an execution. If requests of it have not ended, the model is notified of the cancellation."""
@@ -316,7 +317,7 @@ class StubProcess:
 
     def _deliver(self, head: wire.Response, raws: Sequence[memoryview]) -> None:
         responses = self._responses.get(head.number)
-        arrays = self._to_arrays(head.outputs, raws)  # whether or not somebody waits for them: their memory goes back
+        arrays = self._to_arrays(head.outputs, raws)  # also for a caller that has left: reading them releases their memory
         if responses is None:
             return
         if responses.is_full and not head.final:
@@ -345,7 +346,7 @@ class StubProcess:
         task.add_done_callback(lambda _: self._calls.pop(number, None))
 
     def _fail_all(self, why: str) -> None:
-        """The process has ended: give back what it had not begun, and fail the rest."""
+        """The process has ended: give executions back that have not begun, and fail the other requests."""
         if self.closed.is_set():
             return
         self.closed.set()
@@ -365,7 +366,7 @@ class StubProcess:
             self._on_death(self, unbegun)
 
     def _take_unbegun(self) -> list[Execution]:
-        """Return the executions that have not begun. If there is nothing else that can have ended the process, the first has."""
+        """Return the executions that have not begun, without the first if no other request can have ended the process."""
         [newest] = struct.unpack_from("=Q", self._begun)
         unbegun = [execution for number, execution in self._executions.items() if number > newest]
         has_begun = len(unbegun) < len(self._executions)
@@ -380,7 +381,7 @@ class StubProcess:
 
 
 def _nothing() -> None:
-    """There is nobody to notify."""
+    """Stand in for `on_room` until `serve` sets it."""
 
 
 def _to_wire(

@@ -20,6 +20,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 Parameter: TypeAlias = bool | int | float | str
 
 MAX_HEAD_BYTES = 64 * 2**20
+MAX_PIECES = 512
+"""Buffers in one system call; the limit of Linux is 1024."""
 RESPONSE_WINDOW = 256
 """Responses to one request, or to one call of a model, that may be sent before any has been read."""
 
@@ -126,7 +128,7 @@ class Execute(msgspec.Struct, frozen=True, tag=True):
     number: int
     requests: tuple[RequestHead, ...]
     is_retry: bool = False
-    """A process died with these requests. What was to be sent soon is sent before they begin."""
+    """A process died while it had these requests. Responses that wait to be sent are sent before they begin."""
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
@@ -146,13 +148,13 @@ class ResponseCredit(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenArena(msgspec.Struct, frozen=True, tag=True):
-    """In both directions: tensors may come from this arena, if the other side can open it. The response is ArenaOpened."""
+    """In both directions: tensors may lie in this arena, if the receiver can open it. The response is ArenaOpened."""
 
     arena: str
 
 
 class ArenaOpened(msgspec.Struct, frozen=True, tag=True):
-    """In both directions: tensors of this arena can be read. There is no response for one that cannot."""
+    """In both directions: the sender can read tensors of this arena. An arena that it cannot open gets no response."""
 
     arena: str
 
@@ -261,6 +263,11 @@ def decode(head: Buffer) -> Message:
     return _DECODER.decode(head)
 
 
+def has_places(order: Execute) -> bool:
+    """Return whether inputs lie in shared memory."""
+    return any(tensor.place is not None for request in order.requests for tensor in request.inputs)
+
+
 def tensors_of(message: Message) -> Sequence[TensorHead]:
     """Return the tensors of a message, in order."""
     match message:
@@ -277,7 +284,7 @@ def tensors_of(message: Message) -> Sequence[TensorHead]:
 
 
 class MessageReader:
-    """Cuts what comes from a socket into messages.
+    """Cuts the bytes that a socket receives into messages.
 
     Small messages are read many at once. One that is larger than the buffer gets memory of its own, where its tensors stay.
     """
@@ -289,13 +296,13 @@ class MessageReader:
         self._filled = 0
 
     def space(self) -> memoryview:
-        """Return where to read to. Never empty."""
+        """Return the buffer for the next bytes of the socket. It is never empty."""
         return self._buffer[self._filled :]
 
     def advance(self, count: int) -> list[tuple[Message, list[memoryview]]]:
         """Return the messages that are whole after `count` more bytes, with their tensors, which are writable.
 
-        Raises ValueError for what is no message.
+        Raises ValueError for bytes that are not a message.
         """
         self._filled += count
         if self._buffer is not self._scratch:
