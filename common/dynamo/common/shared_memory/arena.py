@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from dynamo.common.shared_memory.files import create_file, remove_file, tag_of
-from dynamo.common.shared_memory.layout import BEAT_OFFSET, UNIT_BYTES, Layout, Reference, released, taken, units_for
+from dynamo.common.shared_memory.files import create_file, name_of, remove_file, tag_of
+from dynamo.common.shared_memory.layout import BEAT_OFFSET, UNIT_BYTES, Layout, Reference, released, table, taken, units_for
 from dynamo.common.shared_memory.units import Units
 
 UNTAKEN_BEATS = 30
@@ -87,18 +87,12 @@ class Arena:
             os.close(self._lock)
             raise
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
-        whole = memoryview(self._map)
-        tables = whole.cast("Q")
-
-        def table(offset: int, words: int) -> memoryview:
-            return tables[offset // 8 : offset // 8 + words]
-
-        self._generations = table(self.layout.generations_offset, self.layout.units)
-        self._sizes = table(self.layout.sizes_offset, self.layout.units)
-        self._tags = table(self.layout.tags_offset, self.layout.units)
-        self._marks = table(self.layout.marks_offset, self.layout.units)
-        self._beat = table(BEAT_OFFSET, 1)
-        self._data = whole[self.layout.data_offset :]
+        self._generations = table(self._map, self.layout.generations_offset, self.layout.units)
+        self._sizes = table(self._map, self.layout.sizes_offset, self.layout.units)
+        self._tags = table(self._map, self.layout.tags_offset, self.layout.units)
+        self._marks = table(self._map, self.layout.marks_offset, self.layout.units)
+        self._beat = table(self._map, BEAT_OFFSET, 1)
+        self._data = memoryview(self._map)[self.layout.data_offset :]
         self._units = Units(self.layout.units)
         self._states = bytearray(self.layout.units)
         self._regions: dict[int, _Region] = {}
@@ -109,7 +103,7 @@ class Arena:
         self._sweeps = 0
 
     def __repr__(self) -> str:
-        return f"<Arena {self.token.partition(':')[0]}, {self.used_bytes} of {self.capacity_bytes} bytes in {len(self)} regions>"
+        return f"<Arena {name_of(self.token)}, {self.used_bytes} of {self.capacity_bytes} bytes in {len(self)} regions>"
 
     def __len__(self) -> int:
         """The number of regions that are lent."""

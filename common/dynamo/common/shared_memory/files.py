@@ -55,6 +55,11 @@ def create_file(directory: Path, units: int) -> tuple[int, str]:
     return descriptor, f"{name}:{nonce.hex()}"
 
 
+def name_of(token: str) -> str:
+    """Return the name of the file that this token opens."""
+    return token.partition(":")[0]
+
+
 def tag_of(token: str) -> int:
     """Return the number that stands for the process with this token in the tables of others."""
     return int(token.rpartition(":")[2][:16], 16)
@@ -126,7 +131,7 @@ def is_owned(descriptor: int) -> bool:
 def remove_file(directory: Path, token: str) -> None:
     """Remove the name of an arena. Readers keep what they have mapped."""
     with suppress(FileNotFoundError):
-        os.unlink(directory / token.partition(":")[0])
+        os.unlink(directory / name_of(token))
 
 
 def remove_stale_files(directory: Path) -> int:

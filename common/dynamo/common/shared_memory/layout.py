@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,6 +73,12 @@ class Layout:
     @property
     def file_bytes(self) -> int:
         return self.data_offset + self.units * UNIT_BYTES
+
+
+def table(mapped: mmap.mmap, offset: int, words: int) -> memoryview:
+    """Return `words` numbers of 8 bytes each at `offset` of a mapped file."""
+    start = offset // _WORD_BYTES
+    return memoryview(mapped).cast("Q")[start : start + words]
 
 
 def taken(generation: int) -> int:

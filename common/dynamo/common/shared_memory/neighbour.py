@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamo.common.shared_memory.files import ArenaRefused, is_owned, open_file, remove_file, tag_of
-from dynamo.common.shared_memory.layout import BEAT_OFFSET, UNIT_BYTES, Reference, released, taken, units_for
+from dynamo.common.shared_memory.files import ArenaRefused, is_owned, name_of, open_file, remove_file, tag_of
+from dynamo.common.shared_memory.layout import BEAT_OFFSET, UNIT_BYTES, Reference, released, table, taken, units_for
 
 
 class BadReference(Exception):
@@ -35,18 +35,13 @@ class Neighbour:
             marks = mmap.mmap(self._descriptor, layout.table_bytes, offset=layout.marks_offset)
         except (OSError, ValueError) as error:  # ValueError: it has become shorter
             os.close(self._descriptor)
-            raise ArenaRefused(f"{token.partition(':')[0]} cannot be mapped: {error}") from None
+            raise ArenaRefused(f"{name_of(token)} cannot be mapped: {error}") from None
         self._address = np.frombuffer(self._map, np.uint8).ctypes.data
-        tables = memoryview(self._map).cast("Q")
-
-        def table(offset: int, words: int) -> memoryview:
-            return tables[offset // 8 : offset // 8 + words]
-
-        self._generations = table(layout.generations_offset, layout.units)
-        self._sizes = table(layout.sizes_offset, layout.units)
-        self._tags = table(layout.tags_offset, layout.units)
-        self._beat = table(BEAT_OFFSET, 1)
-        self._marks = memoryview(marks).cast("Q")
+        self._generations = table(self._map, layout.generations_offset, layout.units)
+        self._sizes = table(self._map, layout.sizes_offset, layout.units)
+        self._tags = table(self._map, layout.tags_offset, layout.units)
+        self._beat = table(self._map, BEAT_OFFSET, 1)
+        self._marks = table(marks, 0, layout.units)
         self._held: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         """The regions that are being read, by generation."""
         self._is_alive = True
@@ -55,7 +50,7 @@ class Neighbour:
         """The beat when it was closed."""
 
     def __repr__(self) -> str:
-        return f"<Neighbour {self.token.partition(':')[0]}, {len(self._held)} regions held>"
+        return f"<Neighbour {name_of(self.token)}, {len(self._held)} regions held>"
 
     def __len__(self) -> int:
         """The number of its regions that are being read."""
@@ -83,19 +78,19 @@ class Neighbour:
         Raises BadReference.
         """
         if not self.is_open:
-            raise BadReference(f"{self.token.partition(':')[0]} is closed")
+            raise BadReference(f"{name_of(self.token)} is closed")
         unit, size, generation = reference
         end = unit + units_for(size)
         if not (0 < generation < 2**62 and size > 0 and 0 <= unit < end <= self._layout.units):
-            raise BadReference(f"{reference} is outside of {self.token.partition(':')[0]}")
+            raise BadReference(f"{reference} is outside of {name_of(self.token)}")
         if (self._generations[unit], self._sizes[unit], self._tags[unit]) != (generation, size, self._reader_tag):
-            raise BadReference(f"{reference} is not lent to this process by {self.token.partition(':')[0]}")
+            raise BadReference(f"{reference} is not lent to this process by {name_of(self.token)}")
         if self._marks[unit] >> 1 == generation:
-            raise BadReference(f"{reference} was taken from {self.token.partition(':')[0]} before")
+            raise BadReference(f"{reference} was taken from {name_of(self.token)} before")
         self._marks[unit] = taken(generation)
         if self._generations[unit] != generation:  # it was revoked before the mark could be seen
             self._marks[unit] = released(generation)
-            raise BadReference(f"{reference} is not lent by {self.token.partition(':')[0]} any more")
+            raise BadReference(f"{reference} is not lent by {name_of(self.token)} any more")
         region = np.frombuffer(self._map, np.uint8, size, self._layout.data_offset + unit * UNIT_BYTES)
         self._held[generation] = weakref.ref(region, partial(self._release, unit, generation))
         return region.data
@@ -116,8 +111,8 @@ class Neighbour:
     def _unmap_if_unread(self) -> None:
         if self.is_open or self._held:
             return
-        for table in (self._generations, self._sizes, self._tags, self._beat, self._marks):
-            table.release()
+        for view in (self._generations, self._sizes, self._tags, self._beat, self._marks):
+            view.release()
         del self._map
 
     def remove(self) -> None:

@@ -95,7 +95,7 @@ class SharedMemory:
         """Copy a body of `size` bytes into a region for `reader`. None if that is gone or, counted, if there is no room."""
         if not reader.is_open:
             return None
-        pieces = body if isinstance(body, Sequence) and not isinstance(body, bytes | bytearray | memoryview) else (body,)
+        pieces = (body,) if isinstance(body, bytes | bytearray | memoryview) else body
         reference = self.arena.lend(pieces, size, reader)
         if reference is None:
             self.fallbacks["full"] += 1
