@@ -233,12 +233,10 @@ class RequestStream:
         self, left_ms: int, flight: int, lent: Reference = _NOT_LENT, *, body: memoryview = _NO_BODY
     ) -> frames.Open | frames.Near:
         memory = self._client.memory
+        opening = (self.id, self._verb, self._headers, left_ms, self._total, flight, self._granted)
         if memory is None or self._peer.near is None:
-            return frames.Open(self.id, self._verb, self._headers, left_ms, self._total, flight, self._granted, body)
-        return frames.Near(
-            *(self.id, self._verb, self._headers, left_ms, self._total, flight, self._granted),
-            *(memory.token, lent.unit, lent.generation, body),
-        )
+            return frames.Open(*opening, body)
+        return frames.Near(*opening, memory.token, lent.unit, lent.generation, body)
 
     def _lend(self) -> Reference | None:
         """Put the body where the instance can read it. None if it is small, far away, or there is no room."""

@@ -43,7 +43,9 @@ ALL_STREAMS = 0
 """No stream has this number."""
 
 
-class Open(msgspec.Struct, array_like=True, tag=0, frozen=True, gc=False):
+class RequestHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The fields that OPEN and NEAR begin with."""
+
     stream: int
     verb: str
     headers: dict[str, str]
@@ -55,6 +57,9 @@ class Open(msgspec.Struct, array_like=True, tag=0, frozen=True, gc=False):
     """Bytes of the body that are sent without waiting for credit, those of this frame included."""
     window: int
     """Bytes of the response that may be sent before the first CREDIT."""
+
+
+class Open(RequestHead, array_like=True, tag=0, frozen=True, gc=False):
     body: memoryview = memoryview(b"")
 
 
@@ -119,16 +124,7 @@ class Known(msgspec.Struct, array_like=True, tag=9, frozen=True, gc=False):
     unknown: list[int]
 
 
-class Near(msgspec.Struct, array_like=True, tag=10, frozen=True, gc=False):
-    """The first fields are those of `Open`."""
-
-    stream: int
-    verb: str
-    headers: dict[str, str]
-    left_ms: int
-    size: int
-    flight: int
-    window: int
+class Near(RequestHead, array_like=True, tag=10, frozen=True, gc=False):
     arena: str
     """Token of the caller's arena."""
     unit: int

@@ -85,7 +85,7 @@ class Incoming:
         self,
         server: RequestServer,
         peer: _CallerPeer,
-        frame: frames.Open | frames.Near,
+        frame: frames.RequestHead,
         body: memoryview,
         neighbour: Neighbour | None,
         handler: Handler,
@@ -507,7 +507,7 @@ class RequestServer:
             self._on_open(peer, frame, body, neighbour)
 
     def _on_open(
-        self, peer: _CallerPeer, frame: frames.Open | frames.Near, body: memoryview, neighbour: Neighbour | None = None
+        self, peer: _CallerPeer, frame: frames.RequestHead, body: memoryview, neighbour: Neighbour | None = None
     ) -> None:
         if frame.stream in peer.requests:
             return
@@ -524,7 +524,7 @@ class RequestServer:
         elif frame.size > frame.flight:
             self.uploads.request(request, frame.size - frame.flight)
 
-    def _reason_to_refuse(self, frame: frames.Open | frames.Near) -> DynamoError | None:
+    def _reason_to_refuse(self, frame: frames.RequestHead) -> DynamoError | None:
         limits = self.limits
         if self._refusal is not None:
             return self._refusal
