@@ -138,9 +138,10 @@ class Incoming:
         if self._outgoing or self._ended:
             self._queue(False, body)
             return False
-        if self._window > 2 * FRAME_COST and len(self._open_loans()) < _MAX_LOANS and self._lend(body):
-            body = b""
-        cost = (len(body) if isinstance(body, bytes) else frames.size_of(body)) + FRAME_COST
+        size = len(body) if isinstance(body, bytes) else frames.size_of(body)
+        if self._window > 2 * FRAME_COST and len(self._open_loans()) < _MAX_LOANS and self._lend(body, size):
+            body, size = b"", 0
+        cost = size + FRAME_COST
         if cost > self._window or cost > self._server.chunk_bytes:
             self._queue(False, body)
             return not self._outgoing
@@ -164,9 +165,9 @@ class Incoming:
         if self._ended:
             raise RuntimeError("the request has ended already")
         self._ended = True
-        if not self._outgoing and self._lend(body):
-            body = b""
         size = frames.size_of(body)
+        if not self._outgoing and self._lend(body, size):
+            body, size = b"", 0
         if self._outgoing or size > self._server.inline_bytes or size + FRAME_COST > self._window:
             self._queue(True, body)
             return
@@ -174,13 +175,13 @@ class Incoming:
         self._peer.outbox.add(frames.encode(frames.End(self.id, self._seq, whole)))
         self._server.forget(self)
 
-    def _lend(self, body: Body) -> bool:
-        """Send a body by reference, as a part of a response. Return False if it is small, far away, or there is no room."""
+    def _lend(self, body: Body, size: int) -> bool:
+        """Send a body of `size` bytes by reference. Return False if it is small, the caller far away, or there is no room."""
         memory = self._server.memory
-        if memory is None or self._neighbour is None:
+        if memory is None or self._neighbour is None or size < memory.least_bytes:
             return False
-        size = frames.size_of(body)
-        if size < memory.least_bytes or (lent := memory.lend(body, size, self._neighbour)) is None:
+        lent = memory.lend(body, size, self._neighbour)
+        if lent is None:
             return False
         self._peer.outbox.add(frames.encode(frames.Lent(self.id, 0, lent.unit, size, lent.generation)))
         self._loans.append(lent.generation)
