@@ -45,8 +45,6 @@ class HttpServer:
         self._refused: set[HttpConnection] = set()
         self._max_connections = min(limits.max_connections, max(16, _open_files() - _OTHER_FILES))
         self._requests = Tasks()
-        self._serving = 0
-        """Requests that are being served."""
         self._listener: asyncio.Server | None = None
         self._quiet = asyncio.Event()
         """No request is being served."""
@@ -86,12 +84,12 @@ class HttpServer:
             self._listener.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while self._serving or self._connections:  # a connection may end before its request, and take another one first
+                while self._requests or self._connections:  # a connection may end before its request, and take another one first
                     await self._quiet.wait()
                     self._close_idle()
                     await self._empty.wait()
-        if self._serving:
-            _log.warning("%d HTTP request(s) are cut off: they did not finish within %g s", self._serving, grace_s)
+        if self._requests:
+            _log.warning("%d HTTP request(s) are cut off: they did not finish within %g s", len(self._requests), grace_s)
         await self._requests.close()
         self._close_idle()
         await asyncio.sleep(0)
@@ -134,13 +132,11 @@ class HttpServer:
             self._empty.set()
 
     def serve(self, request: HttpRequest) -> None:
-        self._serving += 1
         self._quiet.clear()
         self._requests.start(request.run()).add_done_callback(self._served)
 
     def _served(self, task: asyncio.Task[None]) -> None:
-        self._serving -= 1
-        if not self._serving:
+        if not self._requests:  # `task` is out of them by now
             self._quiet.set()
 
 
