@@ -173,7 +173,7 @@ class LinkMetrics:
         self._connections: list[tuple[NatsLink, Gauge]] = []
         help_ = "How late the event loop ran a timer: all requests of the process waited for so long."
         lag = Histogram(f"{prefix}_event_loop_lag_seconds", help_, tuple(self._labels), registry=registry, buckets=LAG_SECONDS)
-        self._lag = self._child(lag)
+        self._lag = _child(lag, self._labels)
 
     def follow(self, connection: str, nats: NatsLink) -> None:
         """Measure a connection, which is used for `connection`: `requests` or `events`."""
@@ -198,10 +198,12 @@ class LinkMetrics:
 
     def _gauge(self, name: str, help: str, mode: Literal["livemax", "livemin", "livesum"]) -> Gauge:
         gauge = Gauge(f"{self._prefix}_{name}", help, tuple(self._labels), registry=self._registry, multiprocess_mode=mode)
-        return self._child(gauge)
+        return _child(gauge, self._labels)
 
-    def _child(self, metric: M) -> M:
-        return metric.labels(**self._labels) if self._labels else metric
+
+def _child(metric: M, labels: Mapping[str, str]) -> M:
+    """Return the series of a metric that has these labels, or none."""
+    return metric.labels(**labels) if labels else metric
 
 
 class LentMemory(Protocol):
@@ -243,8 +245,8 @@ class SharedMemoryMetrics:
             return
         self._follow(self._bytes, "direction", memory.bytes)
         self._follow(self._fallbacks, "reason", memory.fallbacks)
-        (self._used.labels(**self._labels) if self._labels else self._used).set(memory.used_bytes)
-        (self._capacity.labels(**self._labels) if self._labels else self._capacity).set(memory.capacity_bytes)
+        _child(self._used, self._labels).set(memory.used_bytes)
+        _child(self._capacity, self._labels).set(memory.capacity_bytes)
 
     def _follow(self, counter: Counter, label: str, totals: Mapping[str, int]) -> None:
         for value, total in totals.items():
