@@ -300,9 +300,9 @@ class HttpConnection(asyncio.Protocol):
             raise ValueError(_HEAD_TOO_LARGE)
         hosts = sum(name == b"host" for name, _ in self._headers)
         if hosts > 1:
-            raise ValueError("proxies and servers differ on which of several hosts counts")
+            raise ValueError(f"{hosts} Host headers, of which proxies and servers may use different ones")
         if not hosts and self._parser.get_http_version() == "1.1":
-            raise ValueError("a request of HTTP/1.1 has a host (RFC 9112, 3.2)")
+            raise ValueError("an HTTP/1.1 request must have a Host header (RFC 9112, 3.2)")
         parsed = httptools.parse_url(url)
         raw_path = parsed.path or b"/"
         scope: Scope = {

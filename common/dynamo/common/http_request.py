@@ -71,7 +71,7 @@ class HttpRequest:
             if name == b"content-length" and value.isdigit():
                 self.content_length = int(value)
             elif name == b"transfer-encoding" and self.version == "1.0":
-                self.keep_alive = False  # where its body ends is for no proxy to know
+                self.keep_alive = False  # a proxy that speaks HTTP/1.0 does not know where its body ends
             elif name == b"expect" and value.lower() == b"100-continue":
                 self._expects_continue = self.version == "1.1"
 

@@ -1,7 +1,7 @@
 """Freed memory: kept for the next large message, and given back to the system after a while.
 
 A tensor of a few hundred KiB is otherwise a fresh mapping, whose pages the kernel zeroes, for each copy of a request. By itself
-glibc gives back what is free at the end of a heap only, so it is told to look everywhere.
+glibc gives back what is free at the end of a heap only; `malloc_trim` gives back every free page.
 """
 
 from __future__ import annotations

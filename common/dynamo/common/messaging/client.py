@@ -1,9 +1,9 @@
 """The caller's side of the request plane: opens streams to instances and follows them to their end.
 
 A stream ends exactly once: with END, with ERROR, with its deadline, by being cancelled, or because its instance is gone. An
-instance counts as gone when nats-server reports no subscriber on its subject, when it does not respond to probes, or when it no
-longer knows the stream, or when part of its response is lost. Nothing is
-retried here: `dispatch` decides where a request goes next.
+instance counts as gone when nats-server reports no subscriber on its subject, when it does not respond to probes, when it no
+longer knows the stream, or when part of its response is lost. Nothing is retried here: `dispatch` decides where a request goes
+next.
 """
 
 from __future__ import annotations
@@ -131,12 +131,12 @@ class RequestStream:
         self._credit: StreamCredit | None = None
         """None before it is sent."""
         self._allowed = 0
-        """How much the instance may have sent in total, and `_granted`: how much of it CREDIT has said."""
+        """How much the instance may have sent in total, and `_granted`: how much of it OPEN and CREDIT have granted."""
         self._granted = 0
         self._needed = 0
-        """How much it would have to be for everything that waits at the instance."""
+        """The total of credit with which everything that waits at the instance can be sent."""
         self._is_short = False
-        """The instance has said so, and nothing was borrowed since."""
+        """The instance has requested credit up to `_needed`, and nothing was borrowed since."""
         self._useful_credit = 0
         """As large as the largest response, or as what was borrowed: a later stream can begin with so much."""
         self._uncredited = 0
@@ -249,7 +249,7 @@ class RequestStream:
         return reference
 
     def _settle(self) -> None:
-        """The instance has no need for the region any more, as far as this request goes."""
+        """Let the region of the body be freed: the request does not need it any more."""
         lent, self._lent = self._lent, 0
         if lent and self._client.memory is not None:
             self._client.memory.arena.settle(lent)
@@ -294,7 +294,7 @@ class RequestStream:
     def on_far(self) -> None:
         """The instance cannot read what is lent to it: send the request again, and the body with it."""
         if not self._lent or self._credit is None:
-            return  # it says so twice, or of another request
+            return  # a duplicate, or the body was not lent
         self._peer.is_far = True
         self._settle()
         self._credit.close(self)
@@ -722,7 +722,7 @@ class RequestClient:
     def _fail_streams(self, peer: _InstancePeer, why: str, unsent_since: int | None = None) -> None:
         """Fail all streams of an instance. `unsent_since`: the first batch that certainly did not reach it.
 
-        It may only hang: when it wakes, it must not do what others have done by then.
+        They are cancelled, too: an instance that only hung must not run requests that were retried elsewhere meanwhile.
         """
         peer.is_suspect = peer.is_suspect or bool(peer.streams)
         for stream in list(peer.streams.values()):
@@ -758,7 +758,7 @@ class RequestClient:
     def _probe(self, peer: _InstancePeer, silent: list[int], interval_s: float) -> None:
         if peer.probed_at is None:
             peer.probed_at = self.now
-        elif not self._connection.is_silent:  # else it may be we who do not hear
+        elif not self._connection.is_silent:  # else the fault may lie with this process's own connection
             peer.overdue_s += interval_s
             if peer.streams and peer.overdue_s > self.limits.gone_after_s and not self._in_grace() and self._is_alone(peer):
                 return self._fail_streams(peer, "does not respond any more")
@@ -768,7 +768,7 @@ class RequestClient:
             peer.outbox.add(frames.encode(frames.Probe(ids)))
 
     def _is_alone(self, peer: _InstancePeer) -> bool:
-        """Whether an instance that does not respond may be judged: others do, or did not either for a long time."""
+        """Return whether an instance that does not respond counts as gone: others respond, or none did for a long time."""
         assert peer.probed_at is not None
         others = [
             other for other in self._peers.values() if other is not peer and not other.is_suspect and other.absent_since is None

@@ -39,8 +39,8 @@ _DEFAULT_MAX_PAYLOAD = 1024 * 1024
 class Connection:
     """A NATS connection that comes back by itself. Use `connect_nats`.
 
-    nats-py gives a client up for good on nearly any error that nats-server reports, on an expired login for one. So no client is
-    asked to reconnect: each time a connection is lost, a new client connects, reads credentials and certificates again, and
+    nats-py gives a client up for good on nearly any error that nats-server reports, on an expired login for one. So clients do
+    not reconnect: each time a connection is lost, a new client connects, reads credentials and certificates again, and
     subscribes to what was subscribed to. While there is no connection `publish_nowait` refuses; nothing is replayed later
     behind the caller's back.
     """

@@ -24,7 +24,7 @@ class PlaneLimits:
 
     An instance with many callers lets each have less, so that all of them stay within half of its budget."""
     first_unacknowledged_bytes: int = MIB
-    """The same until the instance has said how much it may be."""
+    """The same until the instance has sent its own bound."""
     budget_bytes: int = 32 * MIB
     """What a process lets all its peers together have on the way to it. nats-server cuts a connection at 64 MiB unread."""
     window_bytes: int = 8 * KIB

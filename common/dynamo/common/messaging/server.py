@@ -118,7 +118,7 @@ class Incoming:
         self._allowed = frame.window
         self._window = frame.window
         self._requested = 0
-        """How much credit the caller was told to be needed."""
+        """The total of credit that was last requested of the caller."""
         self._seq = 0
         self._chunk_index = 0
         self._outgoing: deque[tuple[bool, Pieces]] = deque()
@@ -208,7 +208,7 @@ class Incoming:
         self._pump()
 
     def _pump(self) -> None:
-        """Sends as much of the queue as the window allows. The last word needs no room for itself, only for its body."""
+        """Send as much of the queue as the window allows. END needs no room for the frame, only for its body."""
         outbox, most = self._peer.outbox, self._server.chunk_bytes
         while self._outgoing:
             last, body = self._outgoing[0]
@@ -244,7 +244,7 @@ class Incoming:
         return self._allowed - self._window + waiting
 
     def _request_credit(self) -> None:
-        """Tell the caller what is needed if it is more than it was told."""
+        """Send how much credit is needed if it is more than was requested before."""
         needed = self._needed
         if needed > self._requested:
             self._requested = needed
@@ -300,7 +300,7 @@ class Incoming:
                 self.fail(ShuttingDown("the worker"))
         except DynamoError as error:
             if self._ended and not self._outgoing:
-                log.warning("request %s (%s) failed after its last word: %s", self.request_id, self.verb, error)
+                log.warning("request %s (%s) failed after its last frame: %s", self.request_id, self.verb, error)
             else:
                 self.fail(error)
         except BaseException:  # a model may raise SystemExit, which is not the worker's end
@@ -377,7 +377,7 @@ class _CallerPeer:
     def __init__(self, outbox: Outbox, now: float) -> None:
         self.outbox = outbox
         self.max_unacknowledged = 0
-        """How much of requests it was told to send without credit; 0 if it was not told, or that may be lost."""
+        """Bytes of requests that it may send without credit, as last sent to it; 0 if that was not sent or may be lost."""
         self.used_at = now
         """When it last had a request."""
         self.requests: dict[int, Incoming] = {}
@@ -474,7 +474,7 @@ class RequestServer:
             elif isinstance(frame, frames.Chunk | frames.Credit | frames.Cancel):
                 request = peer.requests.get(frame.stream)
                 if request is None:
-                    continue  # it is over; this crossed the last word on its way
+                    continue  # it is over; this frame crossed its last one
                 if isinstance(frame, frames.Chunk):
                     request.on_chunk(frame)
                 elif isinstance(frame, frames.Credit):
@@ -594,7 +594,7 @@ class RequestServer:
         if peer.has_spoken:
             peer.has_spoken = False
             peer.silent_s = 0.0
-        elif not self._connection.is_silent:  # else it may be we who do not hear
+        elif not self._connection.is_silent:  # else the fault may lie with this process's own connection
             peer.silent_s += self.limits.beat_s
         return peer.silent_s > self.limits.caller_gone_after_s
 
@@ -622,7 +622,7 @@ class RequestServer:
             peer.outbox.flush()
 
     def stop_all(self) -> None:
-        """Ends every open request without a word; callers learn from the missing subscription."""
+        """End every open request with an error that lets the caller try another instance."""
         for peer in self._peers.values():
             for request in list(peer.requests.values()):
                 request.fail(ShuttingDown("the worker"))

@@ -1,8 +1,8 @@
 """Files of arenas: how they are created, opened, checked and removed.
 
 A file that can be seen belongs to a live process, or to one that died: its owner holds an exclusive `flock` on it from before it
-gets its name until the process ends, however it ends. So liveness is a question to the kernel, which knows it across
-containers as well, where process ids mean nothing; the id in the name is for people.
+gets its name until the process ends, however it ends. So the lock shows whether the owner is alive, also across containers,
+where process ids mean nothing; the id in the name is for people.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def create_file(directory: Path, units: int) -> tuple[int, str]:
     name = f"dynamo-arena-{os.getpid()}-{secrets.token_hex(8)}"
     descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        os.fchmod(descriptor, 0o600)  # whatever the umask and the default ACL of the directory say
+        os.fchmod(descriptor, 0o600)  # independent of the umask and of the directory's default ACL
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.truncate(descriptor, Layout(units).file_bytes)
         os.posix_fallocate(descriptor, 0, Layout(units).data_offset)
@@ -140,7 +140,7 @@ def remove_stale_files(directory: Path) -> int:
     for name in filter(_NAME.fullmatch, os.listdir(directory)):
         try:
             descriptor = _open(directory / name)
-        except OSError:  # it is gone, it is somebody else's, or it is no file
+        except OSError:  # it is gone, belongs to another user, or is not a file
             continue
         try:
             if _is_ours(os.fstat(descriptor)) and not is_owned(descriptor):

@@ -102,7 +102,7 @@ class Neighbour:
         self._unmap_if_unread()
 
     def close(self) -> None:
-        """Close the file. Views stay valid; the memory goes when the last is gone, whoever still knows this object."""
+        """Close the file. Views stay valid. The memory is unmapped with the last view, even if this object lives on."""
         self._last_beat = self.beat
         self._is_alive = self.is_open = False
         os.close(self._descriptor)

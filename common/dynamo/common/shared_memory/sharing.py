@@ -1,7 +1,7 @@
 """The arena of this process and those of its neighbours, the other processes of this host that use shared memory.
 
-Who is a neighbour is found out: a process advertises the token of its arena, and whoever can open that arena and finds the
-nonce of the token in it shares the kernel, the directory and the user with its owner.
+Processes are not configured as neighbours. Each advertises the token of its arena. A process that can open that arena and
+reads the nonce of the token in it shares the kernel, the directory and the user with its owner.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SharedMemory:
         self.bytes: Counter[str] = Counter()
         """Bytes of bodies that were `lent` and `taken` by reference."""
         self.fallbacks: Counter[str] = Counter()
-        """Bodies that went inline although the peer is a neighbour, or is said to be one, by reason."""
+        """Bodies that went inline although the peer is a neighbour, or claims to be one, by reason."""
 
     def __repr__(self) -> str:
         return f"<SharedMemory {self.arena!r} with {len(self._neighbours)} neighbours>"
@@ -57,7 +57,7 @@ class SharedMemory:
         return self._directory
 
     def locate(self, address: int, size: int) -> tuple[str, int] | None:
-        """Return in whose arena `size` bytes at `address` of this process lie, and where in its file. None: in nobody's."""
+        """Return the token of the arena in which `size` bytes at `address` lie, and their offset in its file; None if in none."""
         for token, neighbour in self._neighbours.items():
             if (offset := neighbour.locate(address, size)) is not None:
                 return token, offset
