@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from dynamo.common.config import ConfigError, exit_with
-from dynamo.frontend.security.keys import KeyRing, Limits, entry_for, make_key, parse_expiry, parse_keys, read_keys
+from dynamo.frontend.security.keys import MAX_LIMIT, KeyRing, Limits, entry_for, make_key, parse_expiry, parse_keys, read_keys
 from dynamo.frontend.security.surfaces import Scope
 
 PROGRAM = "dynamo-keys"
-_LARGEST_LIMIT = 1_000_000_000
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,8 +59,8 @@ def _check(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for an option that would make a useless key, by the name of the option."""
     for flag in ("--requests-per-s", "--concurrent-requests", "--tokens-per-minute"):
         value = getattr(arguments, flag[2:].replace("-", "_"))
-        if value is not None and not 0 < value <= _LARGEST_LIMIT:
-            raise ConfigError(f"{flag} must be above 0 and at most {_LARGEST_LIMIT}, got {value:g}")
+        if value is not None and not 0 < value <= MAX_LIMIT:
+            raise ConfigError(f"{flag} must be above 0 and at most {MAX_LIMIT}, got {value:g}")
     if arguments.expires is None:
         return
     try:

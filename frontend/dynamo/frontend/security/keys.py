@@ -35,12 +35,14 @@ from dynamo.frontend.security.surfaces import Scope
 
 MIN_FOREIGN_CHARS = 32
 """The least length of a key made elsewhere: a hash this fast protects long random keys only."""
+MAX_LIMIT = 1_000_000_000
+"""The largest number of requests per second. `dynamo-keys` accepts no larger value for the other limits either."""
 _MAX_CHARS = 512
 _PREFIX = "dyn"
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=MAX_LIMIT)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._@-]+$")]
 
 
