@@ -68,7 +68,7 @@ class Caches(Protocol):
     def replace(self, model: str, instance: InstanceId, snapshot: KvSnapshot) -> None: ...
 
     def set_current(self, is_current: bool) -> None:
-        """Say whether what was applied is what instances hold now, but for what is on its way."""
+        """Say whether the caches are current: whether no update is missing but those on their way."""
         ...
 
 

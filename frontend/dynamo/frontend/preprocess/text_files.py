@@ -27,7 +27,7 @@ K = TypeVar("K", "_TokenizerKey", "_TemplateKey")
 V = TypeVar("V")
 
 LOADED_EARLY = 4
-"""So many tokenizers, and so many templates, are loaded before a request needs them."""
+"""The number of tokenizers, and of templates, that are loaded before a request needs them."""
 _FETCHES_AT_ONCE = 4
 _TEMPLATE_BYTES = 64 * 1024
 _TEMPLATES_BYTES = 256 * _TEMPLATE_BYTES
@@ -41,7 +41,7 @@ class FileStore(Protocol):
         ...
 
     async def fetch(self, key: str) -> None:
-        """Have the file at hand, so that `get` need not wait for the network."""
+        """Get the file into the local cache, so that `get` need not wait for the network."""
         ...
 
 

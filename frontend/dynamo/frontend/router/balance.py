@@ -20,9 +20,9 @@ from dynamo.frontend.router.simple import pinned, position_of, position_of_least
 from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
 
 _FEW = 8
-"""Among so many, all are looked at."""
+"""Among at most so many instances, all loads are read."""
 _MAX_DRAWS = 16
-"""After so many, most instances must be busy, and the others are searched for."""
+"""After so many draws, most instances must be busy: then all loads are read."""
 
 
 class CandidateLoads:

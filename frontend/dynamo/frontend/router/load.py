@@ -429,7 +429,7 @@ class LoadTable:
         return [load.estimated or load.estimate() for load in rows]
 
     def load_of(self, instance: InstanceId, now: float) -> Load:
-        """Return the load of one instance, of which `rows` may not have been called."""
+        """Return the load of one instance, whether or not `rows` was called with it."""
         return self.read_one(self._load(instance), now)
 
     def read_one(self, row: InstanceLoad, now: float) -> Load:

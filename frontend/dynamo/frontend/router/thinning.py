@@ -41,7 +41,7 @@ def covered_sparsely(count: int) -> int:
 
 
 class Thinning(NamedTuple):
-    """Which blocks are kept, and how many leading blocks so many kept ones represent."""
+    """Which blocks are kept, and how many leading blocks a number of kept ones represents."""
 
     kept: Callable[[Sequence[int]], Sequence[int]]
     covered: Callable[[int], int]

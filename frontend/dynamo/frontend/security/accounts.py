@@ -99,7 +99,7 @@ class KeyAccount:
         self._follow = follow
         self._requests: Bucket | None = None
         self._calls: Bucket | None = None
-        """For calls that are no requests to a model, so that reading metadata does not use up what inference may do."""
+        """For calls that are not requests to a model, so that reading metadata does not use up the rate of inference."""
         self._tokens: Bucket | None = None
         self._permitted: dict[str, bool] = {}
         self._running: dict[int, _Running] = {}
@@ -151,7 +151,7 @@ class KeyAccount:
             raise Forbidden(f"the API key '{self.key.name}' may not use model '{model[:200]}'")
 
     def count(self) -> None:
-        """Count one call that is no request to a model, apart from those that are. Raises RateLimited."""
+        """Count one call that is not a request to a model; requests to models count apart. Raises RateLimited."""
         now = self._clock()
         self._check_rate(self._calls, now)
         if self._calls is not None:

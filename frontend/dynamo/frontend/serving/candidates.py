@@ -43,7 +43,7 @@ class Candidates:
         self._next_return_at = math.inf
         """The first of these times."""
         self._reduced: dict[_Selection, tuple[tuple[Instance, ...], tuple[Instance, ...]]] = {}
-        """What is able to serve, and that without those left out; cleared when others are left out."""
+        """The instances that are able to serve, and those of them not left out; cleared when other instances are left out."""
 
     def able_to_serve(self, name: str, version: str = "", tokenizer: str = "", role: Role | None = None) -> tuple[Instance, ...]:
         """Return the instances of a model, alias or adapter that can serve it; the same tuple until they change."""
