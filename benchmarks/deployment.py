@@ -9,8 +9,8 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +57,17 @@ async def process(
             except TimeoutError:
                 child.kill()
                 await child.wait()
+
+
+@contextmanager
+def logs_on_timeout(folder: Path) -> Iterator[None]:
+    """Print the ends of the logs in `folder` if the body raises TimeoutError."""
+    try:
+        yield
+    except TimeoutError:
+        for log in sorted(folder.glob("*.log")):
+            print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
+        raise
 
 
 @asynccontextmanager
@@ -114,14 +125,10 @@ async def ours(
             name = f"frontend{index or ''}"
             child = await stack.enter_async_context(process(command, env, folder / f"{name}.log"))
             system.pids[name] = child.pid
-        try:
+        with logs_on_timeout(folder):
             for grpc_port, _ in doors:
                 for model in wait_for:
                     await ready(grpc_port, model)
-        except TimeoutError:
-            for log in sorted(folder.glob("*.log")):
-                print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
-            raise
         yield system
 
 
@@ -182,15 +189,11 @@ async def peer(
         }[kind]
         child = await stack.enter_async_context(process(command, env, folder / "worker.log", folder))
         system.pids["worker"] = child.pid
-        try:
+        with logs_on_timeout(folder):
             if kind in ("mocker", "paced"):
                 await http_ready(port)
             else:
                 await ready(port, {"echo": "echo", "tokens": "m"}[kind])
-        except TimeoutError:
-            for log in sorted(folder.glob("*.log")):
-                print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
-            raise
         yield system
 
 

@@ -30,7 +30,7 @@ import uvloop
 
 from benchmarks.deployment import PACED_TOKENS_PER_S, System, http_ready, make_model, ours, peer, words_of
 from benchmarks.http_client import connect
-from benchmarks.measuring import Meter, Result, median, percentile, table
+from benchmarks.measuring import Meter, Result, add_round_flags, chosen_cases, median, percentile, print_errors, table
 
 TOKENS = 128
 _PACED_S = 8.0
@@ -160,7 +160,7 @@ async def systems_under_test(
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    cases = [case for case in CASES if not arguments.case or any(part in case.name for part in arguments.case)]
+    cases = chosen_cases(CASES, arguments)
     results: list[Result] = []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-model-")))
@@ -175,15 +175,11 @@ async def main(arguments: argparse.Namespace) -> None:
                         results.append(await run(case, system, words, arguments.seconds))
             print(f"round {number + 1} of {arguments.rounds} done", file=sys.stderr)
     print(report(results, cases))
-    for result in results:
-        if result.errors:
-            print(f"{result.case}, {result.system}: {result.errors}")
+    print_errors(results)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter that has NVIDIA Dynamo installed")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="per case, system and round")
-    parser.add_argument("--case", action="append", help="only cases whose name contains this")
+    add_round_flags(parser, rounds=3)
     uvloop.run(main(parser.parse_args()))

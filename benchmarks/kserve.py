@@ -26,7 +26,7 @@ import uvloop
 
 from benchmarks.deployment import System, make_model, ours, peer
 from benchmarks.grpc_client import GrpcConnection, connect, message, request_headers
-from benchmarks.measuring import Meter, Result, median, percentile, table
+from benchmarks.measuring import Meter, Result, add_round_flags, chosen_cases, median, percentile, print_errors, table
 from dynamo.protos.inference_pb2 import ModelInferRequest
 
 SERVICE = "/inference.GRPCInferenceService/"
@@ -166,7 +166,7 @@ def report(results: Sequence[Result], systems: Sequence[str], cases: Sequence[Ca
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    cases = [case for case in CASES if not arguments.case or any(part in case.name for part in arguments.case)]
+    cases = chosen_cases(CASES, arguments)
     servers = arguments.grpc_server or ["native", "grpcio"]
     results: list[Result] = []
     names: list[str] = []
@@ -198,16 +198,12 @@ async def main(arguments: argparse.Namespace) -> None:
                     results.append(await run(case, system, text_model, arguments.seconds))
             print(f"round {number + 1} of {arguments.rounds} done", file=sys.stderr)
     print(report(results, names, cases))
-    for result in results:
-        if result.errors:
-            print(f"{result.case}, {result.system}: {result.errors}")
+    print_errors(results)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter that has NVIDIA Dynamo installed")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="per case, system and round")
-    parser.add_argument("--case", action="append", help="only cases whose name contains this")
+    add_round_flags(parser, rounds=3)
     parser.add_argument("--grpc-server", action="append", choices=["native", "grpcio"])
     uvloop.run(main(parser.parse_args()))

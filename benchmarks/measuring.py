@@ -1,13 +1,15 @@
-"""What benchmarks share: CPU time and memory of processes, percentiles, and tables."""
+"""What benchmarks share: CPU time and memory of processes, flags, percentiles, and tables."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -75,6 +77,35 @@ class Result:
     def rate(self) -> float:
         """Requests per second."""
         return self.done / self.wall_s if self.wall_s else 0.0
+
+
+class Named(Protocol):
+    """A case of a benchmark."""
+
+    @property
+    def name(self) -> str: ...
+
+
+C = TypeVar("C", bound=Named)
+
+
+def add_round_flags(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """Add the flags of a benchmark that runs its cases in rounds."""
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--seconds", type=float, default=2.0, help="per case, system and round")
+    parser.add_argument("--case", action="append", help="only cases whose name contains this")
+
+
+def chosen_cases(cases: Iterable[C], arguments: argparse.Namespace) -> list[C]:
+    """Return the cases that `--case` names, by default all."""
+    return [case for case in cases if not arguments.case or any(part in case.name for part in arguments.case)]
+
+
+def print_errors(results: Iterable[Result]) -> None:
+    """Print a line for each run in which a request failed."""
+    for result in results:
+        if result.errors:
+            print(f"{result.case}, {result.system}: {result.errors}")
 
 
 def percentile(values: Sequence[float], share: float) -> float:

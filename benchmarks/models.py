@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx2
 
-from benchmarks.deployment import bus, process
+from benchmarks.deployment import START_TIMEOUT_S, bus, logs_on_timeout, process
 from benchmarks.measuring import cpu_s, rss_mib
 from dynamo.common.discovery import Instance, encode_registration
 from dynamo.common.etcd import connect_etcd
@@ -32,7 +32,6 @@ from dynamo.local.servers import free_ports
 from dynamo.worker.tokenizers.gguf import GgufModel
 
 _TEXT = "The sea is a vast, mysterious, and awe-inspiring body of water. " * 4
-_START_TIMEOUT_S = 120
 
 
 def tokenizer_files(paths: Sequence[Path], count: int) -> list[bytes]:
@@ -83,7 +82,7 @@ async def measure(models: int, files: Sequence[bytes]) -> None:
             def show(phase: str) -> None:
                 print(f"{phase:40s} {rss_mib(frontend.pid):6.0f} MiB  {cpu_s(frontend.pid):6.2f} CPU-s", flush=True)
 
-            async with asyncio.timeout(_START_TIMEOUT_S):
+            with logs_on_timeout(folder):
                 await all_ready(client, models)
             show(f"{models} models on {len(files)} tokenizers, ready")
             begun = time.perf_counter()
@@ -97,15 +96,16 @@ async def measure(models: int, files: Sequence[bytes]) -> None:
 
 
 async def all_ready(client: httpx2.AsyncClient, count: int) -> None:
-    """Return when all models are there and ready."""
-    while True:
-        try:
-            models = (await client.get("/v1/models")).json().get("data", [])
-        except (httpx2.HTTPError, ValueError):
-            models = []
-        if len(models) == count and all(model["ready"] for model in models):
-            return
-        await asyncio.sleep(0.2)
+    """Return when all models are listed as ready. Raises TimeoutError."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            try:
+                models = (await client.get("/v1/models")).json().get("data", [])
+            except (httpx2.HTTPError, ValueError):
+                models = []
+            if len(models) == count and all(model["ready"] for model in models):
+                return
+            await asyncio.sleep(0.2)
 
 
 def main() -> None:

@@ -89,12 +89,14 @@ class Door:
         _check(response.status_code == 200 and response.text.rstrip().endswith("[DONE]"), f"status {response.status_code}")
 
     async def wrong_requests(self) -> None:
-        response = await self._http.post("/v2/models/nobody/infer", content=bytes(MIB))
+        response = await self._http.post("/v2/models/absent/infer", content=bytes(MIB))
         _check(response.status_code in (400, 404), f"status {response.status_code}")
         try:
             await self._infer(bytes(64), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             _check(error.code() is grpc.StatusCode.INVALID_ARGUMENT, f"status {error.code()}")
+        else:
+            raise RuntimeError("a request without a model got a response")
 
     async def gauges(self) -> dict[str, float]:
         """Return open streams, free credit and lent shared memory of the frontend."""
@@ -108,7 +110,7 @@ def _check(condition: bool, received: str) -> None:
 
 
 class Soak:
-    """One run over a deployment that is up."""
+    """One run against a running deployment."""
 
     def __init__(self, system: System, doors: Sequence[Door], options: argparse.Namespace) -> None:
         self._doors = doors
@@ -204,12 +206,11 @@ class Soak:
 
 async def soak(options: argparse.Namespace) -> int:
     """Return the number of requests that failed."""
-    models = ("echo", "echo:llm")
     async with AsyncExitStack() as stack:
         deployment = ours(
             grpc_server=SERVERS[0],
             more_frontends=SERVERS[1:],
-            models=models,
+            models=("echo", "echo:llm"),
             wait_for=("echo", "echo-llm"),
             worker_flags=options.worker_flag,
         )

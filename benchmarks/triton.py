@@ -21,9 +21,9 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.deployment import System, ours, process, ready
+from benchmarks.deployment import System, logs_on_timeout, ours, process, ready
 from benchmarks.kserve import ECHO_MODEL, Case, run
-from benchmarks.measuring import Result, children, median, percentile, table
+from benchmarks.measuring import Result, add_round_flags, children, chosen_cases, median, percentile, print_errors, table
 from dynamo.local.servers import free_ports
 
 REPOSITORY = Path(__file__).parent / "repository"
@@ -76,14 +76,10 @@ async def triton(environment: Path, packages: Path) -> AsyncIterator[System]:
             "LD_LIBRARY_PATH": str(packages / "nvidia_pytriton.libs"),
             "PYTHONPATH": str(packages),
         }
-        log = Path(folder) / "triton.log"
-        async with process(command, env, log) as child:
-            try:
+        async with process(command, env, Path(folder) / "triton.log") as child:
+            with logs_on_timeout(Path(folder)):
                 for model in ("echo", "classifier"):
                     await ready(grpc, model)
-            except TimeoutError:
-                print(log.read_text()[-2000:], file=sys.stderr)
-                raise
             yield System(TRITON, grpc, http, {"server": child.pid, **_models(child.pid)})
 
 
@@ -132,7 +128,7 @@ def _cpu_ms(runs: Sequence[Result], process: str) -> str:
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    cases = [case for case in CASES if not arguments.case or any(part in case.name for part in arguments.case)]
+    cases = chosen_cases(CASES, arguments)
     results: list[Result] = []
     async with AsyncExitStack() as stack:
         systems = [await stack.enter_async_context(triton(arguments.triton, arguments.packages))]
@@ -143,9 +139,7 @@ async def main(arguments: argparse.Namespace) -> None:
                 results += [await run(case, system, "", arguments.seconds) for system in able]
             print(f"round {number + 1} of {arguments.rounds} done", file=sys.stderr)
     print(report(results, cases))
-    for result in results:
-        if result.errors:
-            print(f"{result.case}, {result.system}: {result.errors}")
+    print_errors(results)
 
 
 if __name__ == "__main__":
@@ -153,9 +147,7 @@ if __name__ == "__main__":
         prog="python -m benchmarks.triton", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--triton", metavar="PATH", type=Path, required=True, help="virtual environment with nvidia-pytriton")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="per case, system and round")
-    parser.add_argument("--case", action="append", help="only cases whose name contains this")
+    add_round_flags(parser, rounds=5)
     parsed = parser.parse_args()
     parsed.triton = parsed.triton.absolute()
     parsed.packages = next(parsed.triton.glob("lib/python3*/site-packages/pytriton"), parsed.triton).parent
