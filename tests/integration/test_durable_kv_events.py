@@ -10,8 +10,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from nats.js.api import ObjectInfo
+from nats.js.object_store import ObjectStore
 
 from dynamo.common.kv.events import read_message
+from dynamo.common.messaging import kv_stream
 from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.kv_stream import STREAM, KvStream
 from dynamo.common.names import Endpoint, InstanceId, instance_of
@@ -88,6 +91,24 @@ async def test_snapshots_keep_the_record_short_and_frontends_exact(
         f.refuse_recovery()
         async with f.frontend(snapshot_threshold=1000) as late:
             await until(lambda: f.is_exact(late))
+
+
+async def test_a_snapshot_that_is_replaced_while_it_is_read_is_read_again(
+    nats_server: NatsServer, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_stream, "LOAD_S", 0.5)
+    get_info = ObjectStore.get_info
+    async with record_of(nats_server) as record:
+        await record.save(namespace, b"old")
+
+        async def get_info_too_early(self: ObjectStore, name: str, show_deleted: bool | None = False) -> ObjectInfo:
+            info = await get_info(self, name, show_deleted)
+            monkeypatch.setattr(ObjectStore, "get_info", get_info)
+            await record.save(namespace, b"new")
+            return info
+
+        monkeypatch.setattr(ObjectStore, "get_info", get_info_too_early)
+        assert await record.load(namespace) == b"new"
 
 
 async def test_a_higher_snapshot_threshold_leaves_the_record_longer(

@@ -9,6 +9,7 @@ recorded. It is bounded; past its bound the oldest go, and readers query the ins
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -44,6 +45,8 @@ SNAPSHOTS = "dynamo-kv-snapshots"
 LOCKS = "dynamo-kv-locks"
 LOCK_S = 60.0
 """A lock whose holder died is free again after so long."""
+LOAD_S = 5.0
+"""Time limit for one attempt to read a snapshot."""
 _SUBJECTS = "dynamo.*.*.kv.*"
 _MAX_BYTES = 256 << 20
 _KEPT_S = 86_400
@@ -166,13 +169,15 @@ class KvStream:
 
     async def load(self, name: str) -> bytes | None:
         """The snapshot of this name, if there is one."""
-        data = io.BytesIO()
         with _plain_errors("read"):
             try:
-                await (await self._context().object_store(SNAPSHOTS)).get(name, writeinto=data)
+                store = await self._context().object_store(SNAPSHOTS)
+                try:
+                    return await _get(store, name)
+                except TimeoutError:  # nats-py waits without end for the parts of an object that was replaced meanwhile
+                    return await _get(store, name)
             except (BucketNotFoundError, ObjectNotFoundError):
                 return None
-        return data.getvalue()
 
     async def save(self, name: str, snapshot: bytes) -> None:
         """Replaces the snapshot of this name."""
@@ -218,6 +223,13 @@ class KvStream:
             return await context.key_value(LOCKS)
         except BucketNotFoundError:
             return await create_replicated(lambda replicas: context.create_key_value(bucket=LOCKS, ttl=LOCK_S, replicas=replicas))
+
+
+async def _get(store: ObjectStore, name: str) -> bytes:
+    data = io.BytesIO()
+    async with asyncio.timeout(LOAD_S):
+        await store.get(name, writeinto=data)
+    return data.getvalue()
 
 
 @contextmanager
