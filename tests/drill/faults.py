@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 from tests.drill import clients, engines
@@ -15,7 +14,7 @@ from tests.drill.fleet import DrilledFleet
 from tests.support.proxy import Proxy
 from tests.support.servers import EtcdServer, NatsServer
 
-Act = Callable[[DrilledFleet], Awaitable[None]]
+Act = Callable[[DrilledFleet], Coroutine[None, None, None]]
 Server = EtcdServer | NatsServer
 
 
@@ -74,13 +73,9 @@ def at_once(*acts: Act) -> Act:
     async def act(fleet: DrilledFleet) -> None:
         async with asyncio.TaskGroup() as tasks:
             for each in acts:
-                tasks.create_task(_run(each, fleet))
+                tasks.create_task(each(fleet))
 
     return act
-
-
-async def _run(act: Act, fleet: DrilledFleet) -> None:
-    await act(fleet)
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------
@@ -199,16 +194,10 @@ def narrow(which: Which, bytes_per_s: float, seconds: float) -> Act:
 
 
 async def _changed(proxies: Sequence[Proxy], change: Callable[[Proxy], None], seconds: float) -> None:
-    with _healed(proxies):
+    try:
         for proxy in proxies:
             change(proxy)
         await asyncio.sleep(seconds)
-
-
-@contextmanager
-def _healed(proxies: Sequence[Proxy]) -> Iterator[None]:
-    try:
-        yield
     finally:
         for proxy in proxies:
             proxy.heal()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,14 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     pair.worker.close()
 
 
+@asynccontextmanager
+async def served(folder: Path, pair: Pair, execute: str, config: str = X_TO_Y) -> AsyncIterator[RepositoryModels]:
+    """Serve `model`, whose method `execute` is given, with the worker's shared memory; the body may take 30 seconds."""
+    python_model(folder, "model", HEAD + execute, config)
+    async with opened(folder, "model", memory=pair.worker) as models, asyncio.timeout(30):
+        yield models
+
+
 def values(seed: int = 1) -> Array:
     return np.random.default_rng(seed).random(SIZE, np.float32)
 
@@ -91,17 +100,13 @@ def is_shared(output: Array) -> bool:
 
 @pytest.mark.parametrize("offset", [0, 64, 1, 4096 + 3])
 async def test_tensors_stay_in_shared_memory_on_both_ways(tmp_path: Path, pair: Pair, offset: int) -> None:
-    code = (
-        HEAD
-        + """
+    execute = """
     def execute(self, requests):
         arrays = [r.inputs()[0].as_numpy() for r in requests]
         assert all(a.flags.aligned and a.flags.writeable for a in arrays)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", a + 1)]) for a in arrays]
 """
-    )
-    python_model(tmp_path, "model", code)
-    async with opened(tmp_path, "model", memory=pair.worker) as models, asyncio.timeout(30):
+    async with served(tmp_path, pair, execute) as models:
         await warm(models, pair)
         for seed in range(5):
             expected = values(seed) + 1
@@ -111,10 +116,8 @@ async def test_tensors_stay_in_shared_memory_on_both_ways(tmp_path: Path, pair: 
         await pair.until_lent(0)
 
 
-async def test_what_a_model_writes_to_its_inputs_is_seen_by_nobody_else(tmp_path: Path, pair: Pair) -> None:
-    code = (
-        HEAD
-        + """
+async def test_what_a_model_writes_to_its_inputs_is_seen_by_no_other_request(tmp_path: Path, pair: Pair) -> None:
+    execute = """
     def execute(self, requests):
         x, z = (pb_utils.get_input_tensor_by_name(requests[0], name).as_numpy() for name in "xz")
         before = x + z
@@ -122,10 +125,8 @@ async def test_what_a_model_writes_to_its_inputs_is_seen_by_nobody_else(tmp_path
         z[:] = -2
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", before)])]
 """
-    )
     config = X_TO_Y + 'input [ { name: "z" data_type: TYPE_FP32 dims: [ -1 ] } ]'
-    python_model(tmp_path, "model", code, config)
-    async with opened(tmp_path, "model", memory=pair.worker) as models, asyncio.timeout(30):
+    async with served(tmp_path, pair, execute, config) as models:
         await respond(models, dict(zip("xz", pair.body(values(1), values(2)), strict=True)))
         for _ in range(3):
             x, z = pair.body(values(1), values(2), offset=4)
@@ -140,9 +141,7 @@ async def test_what_a_model_writes_to_its_inputs_is_seen_by_nobody_else(tmp_path
 
 
 async def test_an_array_that_a_model_keeps_never_changes_and_its_memory_comes_back_after_it(tmp_path: Path, pair: Pair) -> None:
-    code = (
-        HEAD
-        + """
+    execute = """
     def execute(self, requests):
         x = requests[0].inputs()[0].as_numpy()
         if x[0] == -1:
@@ -152,9 +151,7 @@ async def test_an_array_that_a_model_keeps_never_changes_and_its_memory_comes_ba
             x, self.kept = self.kept.copy(), None
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)])]
 """
-    )
-    python_model(tmp_path, "model", code)
-    async with opened(tmp_path, "model", memory=pair.worker) as models, asyncio.timeout(30):
+    async with served(tmp_path, pair, execute) as models:
         await warm(models, pair)
         first = values()
         first[0] = -1
@@ -171,20 +168,16 @@ async def test_an_array_that_a_model_keeps_never_changes_and_its_memory_comes_ba
 
 
 async def test_nothing_stays_lent_after_the_death_of_a_process_and_its_file_is_removed(tmp_path: Path, pair: Pair) -> None:
-    code = (
-        HEAD
-        + """
+    execute = """
     def execute(self, requests):
         x = requests[0].inputs()[0].as_numpy()
         if x[0] == -1:
             os._exit(3)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)])]
 """
-    )
-    python_model(tmp_path, "model", code)
     poison = values()
     poison[0] = -1
-    async with opened(tmp_path, "model", memory=pair.worker) as models, asyncio.timeout(30):
+    async with served(tmp_path, pair, execute) as models:
         await warm(models, pair)
         body = pair.body(poison)
         with pytest.raises(Exception, match="ended with status 3"):
@@ -195,15 +188,11 @@ async def test_nothing_stays_lent_after_the_death_of_a_process_and_its_file_is_r
 
 
 async def test_outputs_that_find_no_room_go_through_the_socket(tmp_path: Path, pair: Pair) -> None:
-    code = (
-        HEAD
-        + """
+    execute = """
     def execute(self, requests):
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
 """
-    )
-    python_model(tmp_path, "model", code)
-    async with opened(tmp_path, "model", memory=pair.worker) as models, asyncio.timeout(30):
+    async with served(tmp_path, pair, execute) as models:
         await warm(models, pair)
         kept = [await respond(models, {"x": values(seed)}) for seed in range(60)]
         for seed, output in enumerate(kept):
