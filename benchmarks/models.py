@@ -68,7 +68,7 @@ async def measure(models: int, files: Sequence[bytes]) -> None:
             for number, name in enumerate(names):
                 llm = LlmInfo(context_length=4096, tokenizer=keys[number % len(keys)])
                 card = ModelCard(name=name, kind=ModelKind.LLM, llm=llm)
-                instance = Instance(id=new_instance_id(), endpoint=Endpoint(), subject="dynamo.nobody", card=card, started_at=0.0)
+                instance = Instance(id=new_instance_id(), endpoint=Endpoint(), subject="dynamo.absent", card=card, started_at=0.0)
                 await etcd.put(instance.key, encode_registration(instance))
         [port] = free_ports(1)
         command = [sys.executable, "-m", "dynamo.frontend", "--no-grpc", "--http-port", str(port)]

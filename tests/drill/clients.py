@@ -37,7 +37,7 @@ async def _read_some(client: Client, number: int) -> None:
 
 
 async def stall(fleet: DrilledFleet) -> None:
-    """Streams of large responses that nobody reads for a while, and then not to the end."""
+    """Streams of large responses whose callers read nothing for a while, and leave before the end."""
     request = echo_request(bytes(256 * 1024), model="stream")
     async with AsyncExitStack() as stack:
         for number in range(_STALLING):

@@ -28,7 +28,7 @@ from tests.support.servers import start_nats
 
 CARD = ModelCard(name="m", kind=ModelKind.LLM, llm=LlmInfo(context_length=4096, tokenizer="t", block_size=16))
 CONFIG = "max_pending: 2MB\n"
-"""Less than the flood, so that whoever does not read is cut off."""
+"""Less than the flood, so that nats-server closes a connection that is not read."""
 SMALL, STREAMED = 64, 20
 
 
@@ -42,7 +42,7 @@ class SlowRouter(KvRouter):
 
 
 class Fleet:
-    """A worker that publishes as much as it is told, and a frontend's connections and router."""
+    """A worker that publishes as much as a test decides, and a frontend's connections and router."""
 
     def __init__(self, stack: AsyncExitStack, url: str, endpoint: Endpoint) -> None:
         self.engine = CachingEngine(Random(1), log_bytes=1 << 20)
@@ -77,7 +77,7 @@ class Fleet:
         assert await self.query(self.instance, "echo", bytes(SMALL), self.client.loop.time() + 30) == bytes(SMALL)
 
     async def read_stream(self) -> None:
-        """Read a stream that takes as long as its worker is told. Raises as it fails."""
+        """Read a stream to its end. Raises as it fails."""
         opened = self.client.open(self.instance.id, self.instance.subject, "stream", b"")
         received = 0
         while responses := await opened.read():

@@ -346,7 +346,7 @@ async def test_asking_after_a_silent_request_harms_no_younger_one(nats_server: N
 
         await p.workers_connection.subscribe(f"{p.client.prefix}.>", on_message)
         async with asyncio.timeout(10):
-            while len(questions) < 3:  # at each question some are old enough to be asked after, and some are not
+            while len(questions) < 3:  # each question names the streams that are old enough, and not the newer ones
                 streams.append(p.open("held"))
                 await asyncio.sleep(QUICK.probe_after_s / 10)
         assert any(len(frame.streams) < len(streams) - 1 for frame in questions)

@@ -87,11 +87,11 @@ class Door:
 
     @asynccontextmanager
     async def holding(self, instance: str) -> AsyncIterator[None]:
-        """A long answer is on its way from an instance while the body runs."""
+        """A long response is on its way from an instance while the body runs."""
         body = {"model": "sim", "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
         async with self.http.stream("POST", "/v1/completions", json=body, headers={"x-dynamo-instance": instance}) as response:
             assert response.status_code == 200
-            async with aclosing(response.aiter_lines()) as lines:  # its end would be that of the answer
+            async with aclosing(response.aiter_lines()) as lines:  # not read to the end, where the response ends
                 await anext(lines)
                 yield
 

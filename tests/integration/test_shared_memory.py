@@ -102,6 +102,6 @@ async def test_processes_that_are_killed_fail_no_request_and_leave_no_file(
         await holds(folder, 2)
         await alive[0].killed()
         await alive[1].killed()
-        assert len(list(folder.iterdir())) == 2, "nobody was left to remove them"
+        assert len(list(folder.iterdir())) == 2, "no process is left to remove them"
         await (await fleet.add_worker(*place)).serving()
         assert len(list(folder.iterdir())) == 1

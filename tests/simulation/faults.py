@@ -136,9 +136,9 @@ async def messages_lost(h: History) -> None:
 
 
 async def events_flooded(h: History) -> None:
-    """More events than a connection holds are published. Whoever follows them may be cut off; no request may notice."""
-    endpoint, nobody = Endpoint(namespace=NAMESPACE), InstanceId(0xF100D)
-    subject = h.rng.choice([endpoint.kv_subject(nobody), endpoint.load_subject(nobody), endpoint.bookings_subject()])
+    """More events than a connection holds are published. nats-server may close those of subscribers; no request may notice."""
+    endpoint, absent = Endpoint(namespace=NAMESPACE), InstanceId(0xF100D)
+    subject = h.rng.choice([endpoint.kv_subject(absent), endpoint.load_subject(absent), endpoint.bookings_subject()])
     count = h.rng.choice([50, 800])
     h.event(f"{subject} is flooded by {count} KiB at a time")
     for _ in range(h.rng.randint(1, 5)):
@@ -149,11 +149,11 @@ async def events_flooded(h: History) -> None:
 
 async def events_too_many(h: History) -> None:
     """More events come than a frontend has time for. It may do without them for a while; no request may notice."""
-    frontend, nobody = h.pick_frontend(), InstanceId(0xF100D)
+    frontend, absent = h.pick_frontend(), InstanceId(0xF100D)
     reader = None if frontend is None else h.nats.client_named(f"{frontend.process.name} events")
     if reader is None:
         return
-    subject = Endpoint(namespace=NAMESPACE).load_subject(nobody)
+    subject = Endpoint(namespace=NAMESPACE).load_subject(absent)
     h.event(f"{reader.name}: more come than can be read")
     reader.throttle(_EVENTS_READ_PER_S)
     for _ in range(h.rng.choice([5, 15, 40])):
@@ -185,7 +185,7 @@ async def etcd_cut_off(h: History) -> None:
 
 
 async def arena_cleaned_up(h: History) -> None:
-    """Somebody removes the file of a live process's arena: who has it open goes on, all others use messages."""
+    """The file of a live process's arena is removed: processes that have it open go on, all others use messages."""
     member = h.rng.choice(h.members)
     if member.memory is not None and h.hosts.remove_name(member.memory.token):
         h.event(f"{member.process.name}: the file of its arena is removed")

@@ -4,10 +4,10 @@ Invariants:
 
 1. A request ends exactly once, and not long after its deadline.
 2. No response is wrong, short or doubled.
-3. A request does not fail if its frontend and some instance were well long enough inside its deadline to answer it.
+3. A request does not fail if its frontend and some instance were well long enough inside its deadline to serve it.
 4. When all is quiet, nothing is left: no open stream, no credit lent, no region lent or read, no arena of a dead process, no
    booking, no load, no bytes of a request, no task that was not there at the start; and nothing of a process that ended in order.
-5. When all is quiet, requests are answered, and routers know exactly what instances have cached, which is
+5. When all is quiet, requests are served, and routers know exactly what instances have cached, which is
    nothing for those that are gone.
 """
 

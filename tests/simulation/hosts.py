@@ -41,7 +41,7 @@ class Hosts:
         return {path.name for folder in self._folders for path in folder.iterdir()}
 
     def remove_name(self, token: str) -> bool:
-        """Remove the file of a live arena, as somebody does who cleans up. Return whether there was one."""
+        """Remove the file of a live arena, as a clean-up of the folder does. Return whether there was one."""
         paths = [folder / token.partition(":")[0] for folder in self._folders]
         there = [path for path in paths if path.exists()]
         for path in there:

@@ -84,7 +84,7 @@ async def fails(call: Awaitable[Any], status: str, *words: str) -> None:
         for word in words:
             assert word in (error.details() or ""), error.details()
     else:
-        raise AssertionError(f"it was answered: {response}")
+        raise AssertionError(f"the request was served: {response}")
 
 
 def raw_request(model: str, *inputs: tuple[str, str, Sequence[int], bytes], **fields: Any) -> pb.ModelInferRequest:

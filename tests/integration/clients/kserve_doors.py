@@ -508,7 +508,7 @@ def same_refusal(doors: Doors, call: Callable[[Any], Any]) -> None:
             code = STATUSES[status.removeprefix("StatusCode.")] if client is doors.grpc else int(status)
             words.append((code, error.message()))
         else:
-            raise AssertionError(f"it was answered: {response}")
+            raise AssertionError(f"the request was served: {response}")
     assert words[0] == words[1]
 
 

@@ -192,7 +192,7 @@ async def test_a_ping_ends_when_all_that_came_before_is_handled_or_the_connectio
         assert await asyncio.wait_for(connection.ping(), 5)
 
 
-async def test_a_ping_that_nobody_waits_for_any_more_does_no_harm() -> None:
+async def test_a_cancelled_ping_does_not_disturb_the_next_one() -> None:
     async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
         connection.ping().cancel()
         assert await asyncio.wait_for(connection.ping(), 5)

@@ -240,7 +240,7 @@ class Plane(RuleBasedStateMachine):
         assert 0 <= self.client.credits.lent_bytes <= LIMITS.budget_bytes
 
     def teardown(self) -> None:
-        """Nobody waits for ever, and all credit comes back."""
+        """Every request ends, and all credit comes back."""
 
         async def finish() -> None:
             self.losses = 0

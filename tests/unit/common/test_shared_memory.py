@@ -210,7 +210,7 @@ def test_a_late_reference_to_a_region_that_is_used_again_is_refused(arena: Arena
     assert bytes(neighbour.take(present)) == b"y" * UNIT_BYTES
 
 
-# Regions that nobody took
+# Regions that are not taken
 
 
 def test_what_was_not_taken_is_revoked_and_free_once_the_reader_has_moved_on(arena: Arena, neighbour: Neighbour) -> None:
@@ -418,7 +418,7 @@ def test_a_symbolic_link_is_not_followed(folder: Path, arena: Arena) -> None:
         Neighbour(folder, arena.token, READER_TAG)
 
 
-def test_a_pipe_in_place_of_an_arena_blocks_nobody(folder: Path, arena: Arena) -> None:
+def test_a_pipe_in_place_of_an_arena_is_refused_without_blocking(folder: Path, arena: Arena) -> None:
     path = folder / arena.token.partition(":")[0]
     path.unlink()
     os.mkfifo(path, 0o600)

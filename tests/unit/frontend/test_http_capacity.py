@@ -156,7 +156,7 @@ async def test_large_bodies_have_threads_of_their_own() -> None:
             assert response.status_code == 200, response.text
 
 
-def answer_with(size: int) -> Callable[[FakeStream], None]:
+def respond_with(size: int) -> Callable[[FakeStream], None]:
     def respond(stream: FakeStream) -> None:
         response = pb.ModelInferResponse(model_name="adder", model_version="1")
         response.outputs.add(name="y", datatype="INT32", shape=[size // 4])
@@ -169,7 +169,7 @@ def answer_with(size: int) -> Callable[[FakeStream], None]:
 @pytest.mark.parametrize("reads", [True, False])
 async def test_a_long_response_counts_until_its_client_has_read_it_or_is_gone(reads: bool) -> None:
     async with open_http_edge(tensor_card(), capacity=CapacityOptions(max_buffered_bytes=32 * MIB)) as edge:
-        edge.client.respond = answer_with(20 * MIB)
+        edge.client.respond = respond_with(20 * MIB)
         body = json.dumps(
             {"inputs": [{"name": "x", "datatype": "INT32", "shape": [0], "data": []}], "parameters": {"binary_data_output": True}}
         ).encode()

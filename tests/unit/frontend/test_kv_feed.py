@@ -498,7 +498,7 @@ async def test_a_damaged_event_counts_as_lost(caplog: pytest.LogCaptureFixture) 
 
 
 @in_virtual_time
-async def test_while_events_are_dropped_caches_are_unknown_and_nobody_is_queried_and_later_all_are() -> None:
+async def test_while_events_are_dropped_caches_are_unknown_and_instances_are_queried_only_afterwards() -> None:
     async with world(workers=3) as w:
         await w.start_frontend()
         await asyncio.sleep(1.0)
@@ -524,7 +524,7 @@ async def test_while_events_are_dropped_caches_are_unknown_and_nobody_is_queried
 
 
 @in_virtual_time
-async def test_an_instance_that_does_not_respond_keeps_nobody_from_using_the_caches_again() -> None:
+async def test_the_caches_are_used_again_though_an_instance_does_not_respond() -> None:
     async with world(workers=2) as w:
         await w.start_frontend()
         await asyncio.sleep(1.0)

@@ -38,7 +38,7 @@ def instance(model: str) -> Instance:
 class Registrations(RuleBasedStateMachine):
     registration: Registration
     is_tampered = False
-    """Somebody else changed keys, which the worker sees when it looks at them the next time."""
+    """Keys were changed from outside, which the worker sees when it reads them the next time."""
 
     @initialize(models=OFFERS)
     def start(self, models: set[str]) -> None:
@@ -107,7 +107,7 @@ class Registrations(RuleBasedStateMachine):
     def the_keys_are_overwritten(self) -> None:
         self.is_tampered = True
         for key in list(self.etcd.keys):
-            self.etcd.respond(pb.PutRequest(key=key, value=b"somebody else's"))
+            self.etcd.respond(pb.PutRequest(key=key, value=b"foreign"))
 
     @rule(models=OFFERS)
     def the_offer_changes(self, models: set[str]) -> None:
