@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import secrets
 from collections.abc import Generator, Iterator
 
@@ -30,6 +31,17 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 def namespace() -> str:
     """A namespace that no other test uses, so that tests can share the servers."""
     return f"test-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Reference counts alone free what the test drops."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

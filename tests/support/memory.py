@@ -1,12 +1,19 @@
-"""How much an object keeps in memory, as a number of objects: to show that something is bounded, or that nothing is left."""
+"""How much this process and an object in it keep in memory: to show that something is bounded, or that nothing is left."""
 
 from __future__ import annotations
 
 import gc
+import os
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType)
 """Not kept by one object alone."""
+
+
+def resident_bytes() -> int:
+    """Return the physical memory that this process occupies."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def kept_objects(root: object) -> int:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import platform
-from pathlib import Path
 
 import pytest
 
 from dynamo.common.memory import Trimmer, give_back, keep_freed_memory
+from tests.support.memory import resident_bytes
 
 MIB = 2**20
 IS_GLIBC = platform.libc_ver()[0] == "glibc"
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_freed_memory_is_kept_on_glibc() -> None:

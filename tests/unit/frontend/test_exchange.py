@@ -1,20 +1,11 @@
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 async def never() -> dict[str, Any]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from dynamo.frontend.security.keys import entry_for, make_key, read_keys
 from dynamo.protos import inference_pb2 as pb
 from tests.support.edge import SERVERS, open_edge
 from tests.support.fakes import tensor_card
+from tests.support.memory import resident_bytes
 
 METHOD = f"/{SERVICE}/RepositoryModelLoad"
 
@@ -53,17 +52,6 @@ class Handler:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
 
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Reference counts alone must free what a call held."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 @asynccontextmanager
 async def served(handlers: Handlers, server: GrpcServerChoice, *, guarded: bool = False) -> AsyncIterator[grpc.aio.Channel]:
     options = GrpcOptions(port=0, server=server)
@@ -80,10 +68,6 @@ async def status(channel: grpc.aio.Channel, data: bytes, method: str = METHOD) -
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
-
-
-def rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -107,10 +91,10 @@ async def test_memory_stays_over_a_thousand_refused_requests(server: GrpcServerC
         method = f"/{SERVICE}/ModelInfer"
         for _ in range(50):
             assert await status(edge.channel, data, method) is grpc.StatusCode.INVALID_ARGUMENT
-        before = rss_bytes()
+        before = resident_bytes()
         for _ in range(1000):
             assert await status(edge.channel, data, method) is grpc.StatusCode.INVALID_ARGUMENT
-        assert rss_bytes() - before < 64 * 2**20  # the messages have 250 MiB
+        assert resident_bytes() - before < 64 * 2**20  # the messages have 250 MiB
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -119,11 +103,11 @@ async def test_memory_stays_over_refused_requests_of_a_stream(server: GrpcServer
     request.raw_input_contents.append(bytes(256 * 1024))
     async with open_edge(tensor_card(), server=server) as edge:
         stream = edge.stream()
-        before = rss_bytes()
+        before = resident_bytes()
         for _ in range(400):
             await stream.send(request)
             assert "not found" in (await stream.read()).error_message
-        assert rss_bytes() - before < 48 * 2**20  # the messages have 100 MiB
+        assert resident_bytes() - before < 48 * 2**20  # the messages have 100 MiB
         await stream.rest()
 
 

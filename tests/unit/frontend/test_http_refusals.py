@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
-import os
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -25,6 +22,7 @@ from dynamo.frontend.config import HttpOptions
 from dynamo.frontend.security.surfaces import Surface
 from tests.support.fakes import FakeStream, tensor_card
 from tests.support.http_edge import chat_card, open_http_edge
+from tests.support.memory import resident_bytes
 
 KIB = 1024
 
@@ -67,15 +65,13 @@ class Handler:
 
 
 @pytest.fixture(autouse=True)
-def only_reference_counts() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    logging.disable()  # pytest keeps what is logged, tracebacks included
+def no_logs(no_collector: None) -> Iterator[None]:
+    """Nothing is logged: pytest keeps log records, tracebacks included."""
+    logging.disable()
     try:
         yield
     finally:
         logging.disable(logging.NOTSET)
-        gc.enable()
 
 
 @asynccontextmanager
@@ -99,7 +95,6 @@ async def test_a_failed_request_keeps_nothing_alive(way: str) -> None:
 
 
 async def test_a_request_whose_client_leaves_keeps_nothing_alive() -> None:
-    handler = Handler()
     entered = asyncio.Event()
 
     class Waiting(Handler):
@@ -122,10 +117,6 @@ async def test_a_request_whose_client_leaves_keeps_nothing_alive() -> None:
         async with asyncio.timeout(5):
             while any(ref() is not None for ref in handler.watched):
                 await asyncio.sleep(0.005)
-
-
-def rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def refuse(stream: FakeStream) -> None:
@@ -156,8 +147,8 @@ async def test_memory_stays_over_a_thousand_refused_requests(name: str) -> None:
 
         await send(50)
         edge.client.streams.clear()
-        before = rss_bytes()
+        before = resident_bytes()
         for _ in range(10):
             await send(100)
             edge.client.streams.clear()  # the fake keeps what it was sent
-        assert rss_bytes() - before < 32 * KIB * KIB  # the bodies have 63 MiB, and what is made of them more
+        assert resident_bytes() - before < 32 * KIB * KIB  # the bodies have 63 MiB, and what is made of them more

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import Iterator
 
 import pytest
 
 from dynamo.common.errors import Unavailable
 from dynamo.frontend.preprocess.shared import Shared
+
+pytestmark = pytest.mark.usefixtures("no_collector")
+"""What is evicted must go by its reference count."""
 
 
 class Value:
@@ -35,14 +36,6 @@ class Maker:
 
 def shared(maker: Maker, max_bytes: int = 25) -> Shared[str, Value]:
     return Shared(maker, lambda value: 10, max_bytes)
-
-
-@pytest.fixture(autouse=True)
-def without_garbage_collection() -> Iterator[None]:
-    """What is evicted must go by its reference count."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 async def test_callers_that_want_the_same_value_wait_for_one_making() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +13,9 @@ from dynamo.frontend.config import TextOptions
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.preprocess.text_files import LOADED_EARLY, TextFiles, open_text_files
 from dynamo.worker.engine.echo import byte_tokenizer
+
+pytestmark = pytest.mark.usefixtures("no_collector")
+"""What is evicted must go by its reference count."""
 
 
 class Files:
@@ -45,14 +46,6 @@ def tokenizer_file(name: str) -> bytes:
 
 def card(name: str, tokenizer: str, template: str = "") -> ModelCard:
     return ModelCard(name=name, kind=ModelKind.LLM, llm=LlmInfo(context_length=64, tokenizer=tokenizer, chat_template=template))
-
-
-@pytest.fixture(autouse=True)
-def without_garbage_collection() -> Iterator[None]:
-    """What is evicted must go by its reference count."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 async def test_models_share_the_tokenizer_and_the_template_of_their_files() -> None:
