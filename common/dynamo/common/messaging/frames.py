@@ -94,7 +94,7 @@ class End(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
 
 
 LOST = "lost"
-"""Code of an ERROR: a part of the request did not arrive. Nothing of it has run, and the instance is healthy."""
+"""Code of an ERROR: a part of the request did not arrive. It is no failure of the instance."""
 
 
 class Error(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
