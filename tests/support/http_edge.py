@@ -29,6 +29,7 @@ from dynamo.frontend.api.http.exchange import HttpSettings
 from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.http.server_operations import model_operations
+from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import CapacityOptions, HttpOptions, OverloadStatus, ServingOptions, TextOptions
 from dynamo.frontend.metrics import FrontendMetrics
@@ -196,7 +197,8 @@ async def open_http_edge(
         ]
         operations += openapi_operations(operations)
         counted = Capacity(capacity)
-        http_settings = HttpSettings(options=options, overload=overload, capacity=counted)
+        unknown_fields = UnknownFields(refuse=options.strict_fields, count=metrics.unknown_field)
+        http_settings = HttpSettings(options=options, overload=overload, capacity=counted, unknown_fields=unknown_fields)
         app = HttpApp(operations, http_settings, refused=metrics.refused)
         async with (
             serve_http(options, app) as server,

@@ -247,6 +247,9 @@ class HttpOptions:
         maximum=2**31 - 1,
         help="Values in a JSON body without tensors; each object, array and key counts as 8. Counted before anything is decoded.",
     )
+    strict_fields: bool = option(
+        False, help="Refuse requests of OpenAI's and Anthropic's APIs with fields that this server does not have."
+    )
     keepalive_s: float = option(
         15.0, minimum=0.1, help="A comment is sent on a stream that is silent for so long, so that proxies do not cut it."
     )

@@ -88,6 +88,9 @@ class FrontendMetrics:
         self.rejected = self._counter(
             "model_rejection", "Requests refused, before or instead of an attempt.", ("model", "reason")
         )
+        self.unknown_fields = self._counter(
+            "unknown_fields", "Fields of requests that this server does not have, which were ignored.", ("endpoint", "field")
+        )
         self.disconnected_clients = self._gauge("disconnected_clients", "Clients that left before the response was complete.", ())
         self.decisions = self._counter("router_decisions", "Instances chosen, by what decided.", ("model", "reason"))
         self.decision_time = self._histogram("router_decision_seconds", "To choose an instance.", by_model, SHORT_SECONDS)
@@ -151,6 +154,10 @@ class FrontendMetrics:
     def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
         """Count a request that failed at its protocol's edge, before `ModelMetrics.start`."""
         self.for_unknown_model().add_outcome(endpoint, request_type, code_of(error))
+
+    def unknown_field(self, endpoint: str, field: str) -> None:
+        """Count a field of a request that was ignored. The caller bounds the number of names."""
+        self.unknown_fields.labels(endpoint, field).inc()
 
     def _counter(self, name: str, help: str, labels: Sequence[str]) -> Counter:
         return Counter(f"dynamo_frontend_{name}", help, labels, registry=self._registry)

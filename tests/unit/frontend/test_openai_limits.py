@@ -69,12 +69,6 @@ def test_every_field_of_openai_is_declared(ours: type[msgspec.Struct], theirs: t
 @pytest.mark.parametrize(
     ("wrong", "param", "message"),
     [
-        ({"foo": 1}, "foo", "unknown field 'foo'"),
-        (
-            {"messages": [{"role": "user", "content": "Hi", "foo": 1}]},
-            "messages[0].foo",
-            "unknown field 'messages[0].foo'",
-        ),
         ({"messages": []}, "messages", "'messages' must have a length of at least 1"),
         ({"messages": [{"role": "king", "content": "Hi"}]}, "messages[0].role", "'messages[0].role' must not be 'king'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "a message of role 'user' needs 'content'"),
@@ -105,9 +99,7 @@ def test_every_field_of_openai_is_declared(ours: type[msgspec.Struct], theirs: t
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "'guided_regex' and 'guided_choice' cannot be combined"),
         ({"guided_json": "{"}, "guided_json", None),
         ({"response_format": {"type": "json_schema"}}, "response_format", None),
-        ({"nvext": {"foo": 1}}, "nvext.foo", "unknown field 'nvext.foo'"),
         ({"nvext": {"annotations": ["worker_id"]}}, "nvext.annotations", "'nvext.annotations' needs 'stream'"),
-        ({"model": ""}, "model", "the field 'model' is missing"),
     ],
 )
 async def test_invalid_fields_are_named(wrong: dict[str, Any], param: str, message: str | None) -> None:

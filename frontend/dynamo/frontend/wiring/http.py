@@ -20,6 +20,7 @@ from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.http.routing_operations import RoutingControl, routing_operations
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.http.server_operations import health_operations, metrics_operations, model_operations
+from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.router.select import effective_mode
@@ -41,7 +42,10 @@ async def open_http(
     share_port: bool,
 ) -> AsyncIterator[HttpServer]:
     """Serve HTTP until the context is left. Raises ConfigError for a port, certificate or template that cannot be used."""
-    settings = HttpSettings(options=config.http, overload=config.overload_status, capacity=capacity)
+    unknown_fields = UnknownFields(refuse=config.http.strict_fields, count=metrics.frontend.unknown_field)
+    settings = HttpSettings(
+        options=config.http, overload=config.overload_status, capacity=capacity, unknown_fields=unknown_fields
+    )
     operations = [
         *health_operations(readiness, links),
         *metrics_operations(metrics.scrape),

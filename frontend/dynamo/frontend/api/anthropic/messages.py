@@ -13,9 +13,10 @@ from dynamo.common.generation import FinishReason, Summary
 from dynamo.frontend.api.anthropic.requests import CountRequest, MessagesRequest, PreparedMessages, conversation, to_text
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange
-from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.statuses import public_message
+from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.api.text.rules import llm_of, new_tool_call_id, parse_delta
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
@@ -97,14 +98,15 @@ class CountTokens:
 
     def __init__(self, edge: MessagesEdge) -> None:
         self._edge = edge
-        self._decoder = msgspec.json.Decoder(CountRequest)
+        self._reader = RequestReader(CountRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
-        request = await read_json(exchange, self._decoder)
+        request = await self._reader.read(exchange)
         with exchange.account.occupy():
-            llm = llm_of(self._edge.plane.card(exchange.account, request.model))
-            text = await self._edge.plane.text_model(exchange.account, request.model)
+            model = name_or_only_model(self._edge.plane, exchange.account, request.model)
+            llm = llm_of(self._edge.plane.card(exchange.account, model))
+            text = await self._edge.plane.text_model(exchange.account, model)
             is_large = exchange.has_large_body
             prompt = await text.render(await self._edge.offload.run_if(is_large, conversation, request, llm, self._edge.limits))
             tokens = await text.tokenizer.encode(prompt, special_tokens=False)
@@ -116,13 +118,15 @@ class Messages:
 
     def __init__(self, edge: MessagesEdge) -> None:
         self._edge = edge
-        self._decoder = msgspec.json.Decoder(MessagesRequest)
+        self._reader = RequestReader(MessagesRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
         edge = self._edge
         caller = exchange.caller()
-        request = await read_json(exchange, self._decoder)
-        card = edge.plane.card(exchange.account, request.model)
+        request = await self._reader.read(exchange)
+        model = name_or_only_model(edge.plane, exchange.account, request.model)
+        request = msgspec.structs.replace(request, model=model)
+        card = edge.plane.card(exchange.account, model)
         prepared = await edge.offload.run_if(exchange.has_large_body, to_text, request, card, edge.parsers, edge.limits)
         kind = RequestType.STREAM if request.stream else RequestType.UNARY
         generation = edge.plane.generate(prepared.text, caller.call(endpoint=exchange.endpoint, request_type=kind))

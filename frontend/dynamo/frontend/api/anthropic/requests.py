@@ -21,7 +21,7 @@ from dynamo.frontend.preprocess.text import TextRequest
 Json: TypeAlias = dict[str, Any]
 
 
-class ContentSource(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ContentSource(Struct, kw_only=True, frozen=True):
     type: Literal["base64", "url", "text", "file"]
     media_type: str | None = None
     data: str | None = None
@@ -29,7 +29,7 @@ class ContentSource(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     file_id: str | None = None
 
 
-class ToolResultPart(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ToolResultPart(Struct, kw_only=True, frozen=True):
     """A part of a tool result."""
 
     type: Literal["text", "image"]
@@ -38,7 +38,7 @@ class ToolResultPart(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     cache_control: Json | None = None
 
 
-class ContentBlock(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ContentBlock(Struct, kw_only=True, frozen=True):
     type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
     source: ContentSource | None = None
@@ -56,19 +56,19 @@ class ContentBlock(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     cache_control: Annotated[Json, Meta(description="Accepted; prefixes are cached anyway.")] | None = None
 
 
-class InputMessage(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class InputMessage(Struct, kw_only=True, frozen=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
 
-class SystemBlock(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class SystemBlock(Struct, kw_only=True, frozen=True):
     type: Literal["text"]
     text: str
     cache_control: Json | None = None
     citations: list[Any] | None = None
 
 
-class MessagesTool(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class MessagesTool(Struct, kw_only=True, frozen=True):
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
     input_schema: Json | None = None
     description: str | None = None
@@ -81,32 +81,32 @@ class MessagesTool(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     allowed_callers: list[str] | None = None
 
 
-class MessagesToolChoice(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class MessagesToolChoice(Struct, kw_only=True, frozen=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class Thinking(Struct, kw_only=True, frozen=True):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
     display: str | None = None
 
 
-class OutputFormat(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class OutputFormat(Struct, kw_only=True, frozen=True):
     type: Literal["json_schema"]
     schema: Json
 
 
-class OutputConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class OutputConfig(Struct, kw_only=True, frozen=True):
     format: OutputFormat | None = None
     effort: Annotated[str, Meta(max_length=32)] | None = None
 
 
-class CountRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class CountRequest(Struct, kw_only=True, frozen=True):
     """POST /v1/messages/count_tokens"""
 
-    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    model: Annotated[str, Meta(max_length=256)] | None = None
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
     system: str | list[SystemBlock] | None = None
     tools: Annotated[list[MessagesTool], Meta(max_length=1024)] | None = None
@@ -114,10 +114,16 @@ class CountRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Json | None = None
+    context_management: Annotated[Json, Meta(description="Accepted; conversations are sent whole.")] | None = None
     speed: str | None = None
 
+    @property
+    def model_name(self) -> str:
+        """The model; empty if the request names none."""
+        return self.model or ""
 
-class MessagesRequest(CountRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+
+class MessagesRequest(CountRequest, kw_only=True, frozen=True):
     """POST /v1/messages"""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -202,7 +208,7 @@ def conversation(request: CountRequest, llm: LlmInfo, limits: TextLimits) -> Tex
     last = messages[-1] if messages else {}
     beginning = last.get("content") if last.get("role") == "assistant" and "tool_calls" not in last else None
     return TextRequest(
-        model=request.model,
+        model=request.model_name,
         messages=messages,
         media=tuple(media),
         tools=tools,

@@ -28,6 +28,7 @@ from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.capacity import Capacity, Occupancy
+from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.preprocess.offload import Offload
@@ -78,6 +79,7 @@ class HttpSettings:
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE
     capacity: Capacity = field(default_factory=Capacity)
     """Shared with all other requests of the process."""
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     offload: Offload = field(default_factory=lambda: Offload(threads=2))
     """For large bodies with tensors, whose (de)compression leaves the interpreter to the other thread."""
 

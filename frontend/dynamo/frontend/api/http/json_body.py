@@ -41,10 +41,15 @@ async def read_json(exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
 
     Raises InvalidRequest, with the field as `param`, and what `Exchange.body` raises.
     """
+    return decode(decoder, await scanned_body(exchange), exchange.settings.options.max_json_depth)
+
+
+async def scanned_body(exchange: Exchange) -> bytes:
+    """Return the JSON body of `exchange`, within the bounds on depth and values. Raises as `Exchange.body` does."""
     body = await exchange.body()
     options = exchange.settings.options
     await scan_json(body, max_depth=options.max_json_depth, max_values=options.max_json_values)
-    return decode(decoder, body, options.max_json_depth)
+    return body
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes, max_depth: int) -> T:

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_body import read_json
+from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import ChatChunks, Head, encode, finish_reason
 from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_usage, write_stream
 from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, chat_logprobs, prompt_logprobs
@@ -41,14 +41,14 @@ class ChatCompletions:
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
-        self._decoder = msgspec.json.Decoder(ChatRequest)
+        self._reader = RequestReader(ChatRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
         edge = self._edge
         started = edge.clock()
         caller = exchange.caller()
-        request = edge.completed(await read_json(exchange, self._decoder))
-        card = edge.plane.card(exchange.account, request.model)
+        request = edge.completed(await self._reader.read(exchange), exchange.account)
+        card = edge.plane.card(exchange.account, request.model_name)
         prepared = await edge.offload.run_if(exchange.has_large_body, chat_to_text, request, card, edge.parsers, edge.limits)
         call = call_of(request, caller, exchange.endpoint)
         extras = Extras(request, started, edge.clock)
@@ -59,7 +59,7 @@ class ChatCompletions:
                 id=f"chatcmpl-{secrets.token_hex(12)}",
                 kind="chat.completion.chunk",
                 created=int(started),
-                model=request.model,
+                model=request.model_name,
                 usage=wants_usage(request),
             )
             if request.stream:
@@ -123,7 +123,7 @@ class ChatCompletions:
     async def _token_texts(self, account: Account, request: ChatRequest) -> TokenTexts | None:
         if not request.logprobs and request.prompt_logprobs is None:
             return None
-        return TokenTexts((await self._edge.plane.text_model(account, request.model)).tokenizer)
+        return TokenTexts((await self._edge.plane.text_model(account, request.model_name)).tokenizer)
 
 
 def _parsers(prepared: PreparedRequest, generation: Generation) -> list[OutputParser]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-import msgspec
 from msgspec import UNSET
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_body import read_json
+from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import CompletionChunks, Head, encode
 from dynamo.frontend.api.openai.edge import Edge, Extras, formatted_prompt, last_chunk, wants_usage, write_stream
 from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, CompletionLogprobWriter, join_logprobs, prompt_logprobs
@@ -30,14 +29,14 @@ class Completions:
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
-        self._decoder = msgspec.json.Decoder(CompletionRequest)
+        self._reader = RequestReader(CompletionRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
         edge = self._edge
         started = edge.clock()
         caller = exchange.caller()
-        request = edge.completed(await read_json(exchange, self._decoder))
-        prepared = completion_to_text(request, edge.plane.card(exchange.account, request.model), edge.limits)
+        request = edge.completed(await self._reader.read(exchange), exchange.account)
+        prepared = completion_to_text(request, edge.plane.card(exchange.account, request.model_name), edge.limits)
         call = call_of(request, caller, exchange.endpoint)
         extras = Extras(request, started, edge.clock)
         if len(prepared.texts) > 1 and extras:
@@ -48,7 +47,7 @@ class Completions:
                 id=f"cmpl-{secrets.token_hex(12)}",
                 kind="text_completion",
                 created=int(started),
-                model=request.model,
+                model=request.model_name,
                 usage=wants_usage(request),
             )
             if request.stream:
@@ -120,7 +119,7 @@ class Completions:
     async def _token_texts(self, account: Account, request: CompletionRequest) -> TokenTexts | None:
         if request.logprobs is None and request.prompt_logprobs is None:
             return None
-        return TokenTexts((await self._edge.plane.text_model(account, request.model)).tokenizer)
+        return TokenTexts((await self._edge.plane.text_model(account, request.model_name)).tokenizer)
 
     async def _echo(self, account: Account, prepared: PreparedRequest) -> list[str]:
         """Return the prompt of each choice as text."""

@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Summary
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import EventStream
@@ -18,10 +17,12 @@ from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, 
 from dynamo.frontend.api.openai.response_objects import Usage
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.text.generations import TextSource
+from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane, Generation
 from dynamo.frontend.serving.text_models import TextModel
 
@@ -46,14 +47,12 @@ class Edge:
         """Raises Unavailable while the process starts."""
         return self.readiness.plane
 
-    def completed(self, request: R) -> R:
-        """Return `request` with defaults of the request template. Raises InvalidRequest if neither names a model."""
+    def completed(self, request: R, account: Account) -> R:
+        """Return `request` with its model named and with defaults of the request template. Raises InvalidRequest."""
         template = self.template
         changes: dict[str, Any] = {}
         if not request.model:
-            if not template.model:
-                raise InvalidRequest("the field 'model' is missing", param="model")
-            changes["model"] = template.model
+            changes["model"] = name_or_only_model(self.plane, account, template.model)
         if request.temperature is None and template.temperature is not None:
             changes["temperature"] = template.temperature
         has_max_tokens = request.max_tokens is not None or (

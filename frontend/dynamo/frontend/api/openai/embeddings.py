@@ -23,11 +23,12 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import bf16_to_float32, element_count, encode_bytes, to_numpy, typed_to_raw
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_body import read_json
+from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import EmbeddingRequest
 from dynamo.frontend.api.openai.response_objects import Embedding, Embeddings, EmbeddingUsage
 from dynamo.frontend.api.openai.to_text import prompts_of
+from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.api.text.rules import check_chars
 from dynamo.frontend.metrics import RequestType
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
@@ -43,17 +44,18 @@ class EmbeddingsEndpoint:
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
-        self._decoder = msgspec.json.Decoder(EmbeddingRequest)
+        self._reader = RequestReader(EmbeddingRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
         caller = exchange.caller()
-        request = await read_json(exchange, self._decoder)
+        request = await self._reader.read(exchange)
         plane, limits = self._edge.plane, self._edge.limits
-        card = plane.card(exchange.account, request.model)
+        model = name_or_only_model(plane, exchange.account, request.model, embeds_texts)
+        card = plane.card(exchange.account, model)
         texts = _texts(request, limits.max_embedding_inputs)
         chars = sum(map(len, texts))
         check_chars(chars, limits, "input")
-        tensors = to_tensors(texts, request.model, card)
+        tensors = to_tensors(texts, model, card)
         call = caller.call(endpoint=exchange.endpoint, request_type=RequestType.UNARY)
         call = msgspec.structs.replace(call, expected_tokens=chars // _CHARS_PER_TOKEN + len(texts))
         async with exchange.attended():
@@ -66,9 +68,7 @@ class EmbeddingsEndpoint:
             Embedding(index=index, embedding=_base64(row) if request.encoding_format == "base64" else row.tolist())
             for index, row in enumerate(vectors)
         ]
-        await exchange.respond(
-            msgspec.json.encode(Embeddings(data=data, model=request.model, usage=EmbeddingUsage(tokens, tokens)))
-        )
+        await exchange.respond(msgspec.json.encode(Embeddings(data=data, model=model, usage=EmbeddingUsage(tokens, tokens))))
 
 
 def _texts(request: EmbeddingRequest, most: int) -> list[str]:
@@ -85,14 +85,23 @@ def _texts(request: EmbeddingRequest, most: int) -> list[str]:
 
 def to_tensors(texts: Sequence[str], model: str, card: ModelCard) -> TensorRequest:
     """Return the inference request for an embedding model. Raises InvalidRequest if `card` is not one."""
-    inputs = [spec for spec in card.inputs if not spec.optional]
-    is_embedding = card.kind is ModelKind.EMBEDDING or (card.kind is ModelKind.TENSOR and _output(card) is not None)
-    if not is_embedding or len(inputs) != 1 or inputs[0].datatype != "BYTES":
+    if not embeds_texts(card):
         raise InvalidRequest(f"model '{card.name}' does not embed texts", param="model")
+    [text] = _required(card)
     head = ModelInferRequest(model_name=model)
-    rank = len(inputs[0].shape)
-    head.inputs.add(name=inputs[0].name, datatype="BYTES", shape=[len(texts), *[1] * (rank - 1)])
+    rank = len(text.shape)
+    head.inputs.add(name=text.name, datatype="BYTES", shape=[len(texts), *[1] * (rank - 1)])
     return TensorRequest.build(head, [encode_bytes(texts)])
+
+
+def embeds_texts(card: ModelCard) -> bool:
+    """Whether the model maps a tensor of texts to vectors, as far as its declaration says."""
+    is_embedding = card.kind is ModelKind.EMBEDDING or (card.kind is ModelKind.TENSOR and _output(card) is not None)
+    return is_embedding and [spec.datatype for spec in _required(card)] == ["BYTES"]
+
+
+def _required(card: ModelCard) -> list[TensorSpec]:
+    return [spec for spec in card.inputs if not spec.optional]
 
 
 def _output(card: ModelCard) -> TensorSpec | None:

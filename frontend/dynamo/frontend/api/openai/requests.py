@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API. Unknown fields are rejected; `null` means the same as leaving a field out.
+"""Request bodies of the OpenAI API. `null` means the same as leaving a field out; for unknown fields see `RequestReader`.
 
 Fields without a meaning here are accepted if ignoring them does not change the response (`user`, `store`), and rejected
 otherwise (`audio`): see `unsupported_fields`. Fields "beyond OpenAI" are extensions of other servers for open models.
@@ -26,28 +26,28 @@ Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 Json: TypeAlias = dict[str, Any]
 
 
-class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class StreamOptions(Struct, kw_only=True, frozen=True):
     include_usage: Annotated[bool, Meta(description="End the stream with a chunk that has `usage`.")] | None = None
     include_obfuscation: Annotated[bool, Meta(description="Accepted; chunks are never padded.")] | None = None
 
 
-class JsonSchemaFormat(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class JsonSchemaFormat(Struct, kw_only=True, frozen=True):
     name: Name
     schema: Json | None = None
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ResponseFormat(Struct, kw_only=True, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-class AgentHints(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class AgentHints(Struct, kw_only=True, frozen=True):
     priority: Annotated[int, Meta(ge=-INT32, le=INT32)] | None = None
 
 
-class RouterOverrides(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class RouterOverrides(Struct, kw_only=True, frozen=True):
     """Settings of the router mode `kv` for this request alone; other modes validate and ignore them."""
 
     overlap_score_weight: (
@@ -66,7 +66,7 @@ Annotation: TypeAlias = Literal["formatted_prompt", "token_ids", "worker_id", "r
 ExtraField: TypeAlias = Literal["worker_id", "timing", "completion_token_ids"]
 
 
-class NvExt(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class NvExt(Struct, kw_only=True, frozen=True):
     """NVIDIA's extension `nvext`."""
 
     greed_sampling: Annotated[bool, Meta(description="Always the likeliest token.")] | None = None
@@ -83,10 +83,29 @@ class NvExt(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     router: RouterOverrides | None = None
 
 
-class TextGenerationRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ModelRequest(Struct, kw_only=True, frozen=True):
+    """A request to one model."""
+
+    model: (
+        Annotated[
+            str,
+            Meta(
+                max_length=256,
+                description="A served model, an alias, or a LoRA adapter of one. May be left out where only one model suits.",
+            ),
+        ]
+        | None
+    ) = None
+
+    @property
+    def model_name(self) -> str:
+        """The model; empty if the request names none."""
+        return self.model or ""
+
+
+class TextGenerationRequest(ModelRequest, kw_only=True, frozen=True):
     """The fields that chat and plain completions share."""
 
-    model: Annotated[str, Meta(max_length=256, description="A served model, an alias, or a LoRA adapter of one.")] = ""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Positive | None = None
@@ -126,17 +145,17 @@ class TextGenerationRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fi
 # Chat
 
 
-class ImageUrl(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ImageUrl(Struct, kw_only=True, frozen=True, omit_defaults=True):
     url: Text
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class InputAudio(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class InputAudio(Struct, kw_only=True, frozen=True, omit_defaults=True):
     data: Text
     format: Name
 
 
-class ContentPart(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ContentPart(Struct, kw_only=True, frozen=True, omit_defaults=True):
     type: Literal["text", "refusal", "image_url", "input_audio"]
     text: str | None = None
     refusal: str | None = None
@@ -145,19 +164,19 @@ class ContentPart(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True,
     prompt_cache_breakpoint: Annotated[Json, Meta(description="Accepted; prompts are cached by themselves.")] | None = None
 
 
-class CalledFunction(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class CalledFunction(Struct, kw_only=True, frozen=True):
     name: Name
     arguments: Annotated[str, Meta(description="JSON.")]
 
 
-class PastToolCall(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class PastToolCall(Struct, kw_only=True, frozen=True, omit_defaults=True):
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
     index: int | None = None
 
 
-class ChatMessage(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ChatMessage(Struct, kw_only=True, frozen=True, omit_defaults=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -171,28 +190,28 @@ class ChatMessage(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True,
     function_call: Json | None = None
 
 
-class FunctionDefinition(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class FunctionDefinition(Struct, kw_only=True, frozen=True, omit_defaults=True):
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,96}$")]
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None
 
 
-class Tool(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class Tool(Struct, kw_only=True, frozen=True):
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class ChosenFunction(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ChosenFunction(Struct, kw_only=True, frozen=True):
     name: Name
 
 
-class NamedToolChoice(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class NamedToolChoice(Struct, kw_only=True, frozen=True):
     type: Literal["function"]
     function: ChosenFunction
 
 
-class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
@@ -236,7 +255,7 @@ class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True, forbid_unkno
         return {name: message for name, message in messages.items() if message}
 
 
-class CompletionRequest(TextGenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class CompletionRequest(TextGenerationRequest, kw_only=True, frozen=True):
     """POST /v1/completions"""
 
     max_tokens: Annotated[int, Meta(ge=0, le=INT32, description="0 only with `echo`.")] | None = None
@@ -253,10 +272,9 @@ class CompletionRequest(TextGenerationRequest, kw_only=True, frozen=True, forbid
 # Embeddings
 
 
-class EmbeddingRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class EmbeddingRequest(ModelRequest, kw_only=True, frozen=True):
     """POST /v1/embeddings"""
 
-    model: Annotated[str, Meta(max_length=256)]
     input: Annotated[str | list[str | TokenId | list[TokenId]], Meta(description="A text, or an array of texts.")]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: (
@@ -271,10 +289,9 @@ class EmbeddingRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 # Tokens
 
 
-class TokenizeRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class TokenizeRequest(ModelRequest, kw_only=True, frozen=True):
     """POST /tokenize: either `prompt` or `messages`."""
 
-    model: Annotated[str, Meta(max_length=256)]
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
@@ -284,9 +301,8 @@ class TokenizeRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class DetokenizeRequest(ModelRequest, kw_only=True, frozen=True):
     """POST /detokenize"""
 
-    model: Annotated[str, Meta(max_length=256)]
     tokens: list[TokenId]
     skip_special_tokens: bool | None = None

@@ -20,6 +20,7 @@ from dynamo.frontend.api.openai.requests import (
     InputAudio,
     Json,
     JsonSchemaFormat,
+    ModelRequest,
     NamedToolChoice,
     PastToolCall,
     Positive,
@@ -29,7 +30,7 @@ from dynamo.frontend.api.openai.requests import (
 )
 
 
-class InputPart(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class InputPart(Struct, kw_only=True, frozen=True):
     type: Literal["input_text", "output_text", "text", "refusal", "input_image", "input_audio", "reasoning_text", "summary_text"]
     text: str | None = None
     refusal: str | None = None
@@ -42,7 +43,7 @@ class InputPart(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     logprobs: list[Any] | None = None
 
 
-class InputItem(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class InputItem(Struct, kw_only=True, frozen=True):
     type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     id: str | None = None
     status: str | None = None
@@ -60,7 +61,7 @@ class InputItem(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     is_async: bool | None = field(name="async", default=None)
 
 
-class ResponseTool(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ResponseTool(Struct, kw_only=True, frozen=True):
     type: str
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,96}$")] | None = None
     description: str | None = None
@@ -68,12 +69,12 @@ class ResponseTool(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     strict: bool | None = None
 
 
-class ResponseToolChoice(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ResponseToolChoice(Struct, kw_only=True, frozen=True):
     type: Literal["function"]
     name: str
 
 
-class TextFormat(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class TextFormat(Struct, kw_only=True, frozen=True):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema: Json | None = None
@@ -81,21 +82,20 @@ class TextFormat(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class TextConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class TextConfig(Struct, kw_only=True, frozen=True):
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
-class ReasoningConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ReasoningConfig(Struct, kw_only=True, frozen=True):
     effort: Annotated[str, Meta(max_length=32)] | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
 
-class ResponsesRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     """POST /v1/responses"""
 
-    model: Annotated[str, Meta(max_length=256)] = ""
     input: Annotated[str | list[InputItem], Meta(description="A text, or the items of a conversation.")]
     instructions: str | None = None
     max_output_tokens: Positive | None = None

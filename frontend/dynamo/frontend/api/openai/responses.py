@@ -10,7 +10,7 @@ import msgspec
 from dynamo.common.errors import Code, DynamoError, EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_body import read_json
+from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.response_events import ResponseObject, ResponseWriter
@@ -30,18 +30,18 @@ class Responses:
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
-        self._decoder = msgspec.json.Decoder(ResponsesRequest)
+        self._reader = RequestReader(ResponsesRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
         edge = self._edge
         started = edge.clock()
         caller = exchange.caller()
-        request = await read_json(exchange, self._decoder)
-        chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, request.to_chat))
-        card = edge.plane.card(exchange.account, chat.model)
+        request = await self._reader.read(exchange)
+        chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, request.to_chat), exchange.account)
+        card = edge.plane.card(exchange.account, chat.model_name)
         prepared = await edge.offload.run_if(exchange.has_large_body, chat_to_text, chat, card, edge.parsers, edge.limits)
         generation = edge.plane.generate(prepared.texts[0], call_of(chat, caller, exchange.endpoint))
-        response = _response(request, chat.model, int(started))
+        response = _response(request, chat.model_name, int(started))
         async with exchange.attended(), generation:
             if request.stream:
                 await self._stream(exchange, generation, prepared, response)

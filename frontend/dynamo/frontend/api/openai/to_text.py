@@ -243,7 +243,7 @@ def _common(request: TextGenerationRequest, limits: TextLimits) -> TextRequest:
     if n > 1 and request.temperature == 0:
         raise InvalidRequest("'n' above 1 needs a temperature above 0: at 0 all choices are the same", param="n")
     return TextRequest(
-        model=request.model,
+        model=request.model_name,
         sampling=_sampling(request),
         stop=Stop(
             max_tokens=request.max_tokens,

@@ -6,11 +6,12 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_body import read_json
+from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import DetokenizeRequest, TokenizeRequest
 from dynamo.frontend.api.openai.response_objects import Detokenized, Tokenized
 from dynamo.frontend.api.openai.to_text import messages_to_text, tools_to_text
+from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.api.text.rules import check_chars, llm_of
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextRequest
@@ -25,11 +26,11 @@ class Tokenize:
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
-        self._decoder = msgspec.json.Decoder(TokenizeRequest)
+        self._reader = RequestReader(TokenizeRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
-        request = await read_json(exchange, self._decoder)
+        request = await self._reader.read(exchange)
         with exchange.account.occupy():
             response = await self._tokenized(exchange, request)
         await exchange.respond(msgspec.json.encode(response))
@@ -37,14 +38,15 @@ class Tokenize:
     async def _tokenized(self, exchange: Exchange, request: TokenizeRequest) -> Tokenized:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
-        llm = llm_of(self._edge.plane.card(exchange.account, request.model))
-        text = await self._edge.plane.text_model(exchange.account, request.model)
+        model = name_or_only_model(self._edge.plane, exchange.account, request.model)
+        llm = llm_of(self._edge.plane.card(exchange.account, model))
+        text = await self._edge.plane.text_model(exchange.account, model)
         if request.messages is not None:
             offload, is_large = self._edge.offload, exchange.has_large_body
             messages, media = await offload.run_if(is_large, messages_to_text, request.messages, llm, self._edge.limits)
             rendered = await text.render(
                 TextRequest(
-                    model=request.model,
+                    model=model,
                     messages=messages,
                     media=media,
                     tools=tools_to_text(request.tools),
@@ -70,14 +72,15 @@ class Detokenize:
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
-        self._decoder = msgspec.json.Decoder(DetokenizeRequest)
+        self._reader = RequestReader(DetokenizeRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
-        request = await read_json(exchange, self._decoder)
+        request = await self._reader.read(exchange)
         tokens = request.tokens
         with exchange.account.occupy():
-            vocabulary = (await self._edge.plane.text_model(exchange.account, request.model)).tokenizer
+            model = name_or_only_model(self._edge.plane, exchange.account, request.model)
+            vocabulary = (await self._edge.plane.text_model(exchange.account, model)).tokenizer
             if tokens:
                 vocabulary.check_ids(tokens)
             decoded = await vocabulary.decode_prompt(tokens, skip_special_tokens=request.skip_special_tokens is True)

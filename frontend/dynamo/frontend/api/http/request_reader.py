@@ -1,0 +1,63 @@
+"""Read requests of protocols that others define and extend: OpenAI's and Anthropic's.
+
+A field that this server does not have is ignored, counted and, the first time, logged; or refused, where the operator says so.
+That holds for the request itself and for the objects that are its settings (`stream_options`, `nvext.router`). Unknown fields of
+objects in arrays, such as messages and tools, are always ignored: clients send back what other servers added to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Generic, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.json_body import decode, scanned_body
+
+T = TypeVar("T")
+
+_MOST_FIELDS = 32
+"""Of one request, that are looked at."""
+
+KnownFields: TypeAlias = "Mapping[str, KnownFields | None]"
+"""The fields of an object: for those that are objects themselves, their own fields."""
+
+
+class RequestReader(Generic[T]):
+    """Reads the bodies of one operation."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._decoder = msgspec.json.Decoder(kind)
+        self._known = _known(inspect.type_info(kind)) or {}
+
+    async def read(self, exchange: Exchange) -> T:
+        """Return the request. Raises InvalidRequest, with the field as `param`, and what `Exchange.body` raises."""
+        body = await scanned_body(exchange)
+        request = decode(self._decoder, body, exchange.settings.options.max_json_depth)
+        for field in islice(_unknown(body, self._known, ""), _MOST_FIELDS):
+            exchange.settings.unknown_fields.ignore(exchange.endpoint or exchange.path, field)
+        return request
+
+
+_objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _known(info: inspect.Type) -> KnownFields | None:
+    if isinstance(info, inspect.Metadata):
+        return _known(info.type)
+    if isinstance(info, inspect.UnionType):
+        return next((known for known in map(_known, info.types) if known is not None), None)
+    if not isinstance(info, inspect.StructType):
+        return None
+    return {field.encode_name: _known(field.type) for field in info.fields}
+
+
+def _unknown(body: bytes | msgspec.Raw, known: KnownFields, prefix: str) -> Iterator[str]:
+    for name, value in _objects.decode(body).items():
+        if name not in known:
+            yield prefix + name
+        elif (fields := known[name]) is not None and bytes(memoryview(value)[:1]) == b"{":
+            yield from _unknown(value, fields, f"{prefix}{name}.")
