@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from dynamo.common.options import SharedMemoryOptions
-from dynamo.common.shared_memory.arena import IDLE_SWEEPS, UNTAKEN_BEATS, Arena
+from dynamo.common.shared_memory.arena import IDLE_SWEEPS, UNTAKEN_BEATS, Arena, Region
 from dynamo.common.shared_memory.files import ArenaRefused, remove_stale_files
 from dynamo.common.shared_memory.layout import UNIT_BYTES, Reference
 from dynamo.common.shared_memory.neighbour import BadReference, Neighbour
@@ -254,10 +254,76 @@ def test_a_dead_reader_holds_nothing(arena: Arena, neighbour: Neighbour) -> None
     assert len(arena) == 0 and len(views) == 3
 
 
+# Regions that are reserved
+
+
+def test_a_reserved_region_is_read_from_where_it_was_published(arena: Arena, neighbour: Neighbour) -> None:
+    region = arena.reserve(5 * UNIT_BYTES)
+    assert region is not None and region.size == 5 * UNIT_BYTES
+    arena.data(region)[4000:4010] = b"0123456789"
+    reference = arena.publish(region, 4000, 10, FakeReader())
+    assert arena.used_bytes == UNIT_BYTES, "what was not published is free"
+    assert bytes(neighbour.take(reference)) == b"0123456789"
+
+
+def test_a_reserved_region_is_free_when_neither_its_owner_nor_its_reader_uses_it(arena: Arena, neighbour: Neighbour) -> None:
+    for first in ("owner", "reader"):
+        region = arena.reserve(UNIT_BYTES)
+        assert region is not None
+        view = neighbour.take(arena.publish(region, 0, 7, FakeReader()))
+        if first == "owner":
+            arena.let_go(region)
+            assert len(arena) == 1
+            del view
+            arena.sweep()
+        else:
+            del view
+            arena.sweep()
+            assert len(arena) == 1
+            arena.let_go(region)
+        assert (len(arena), arena.used_bytes) == (0, 0)
+
+
+def test_a_reserved_region_whose_reader_died_is_free_when_its_owner_lets_go(arena: Arena) -> None:
+    region, reader = arena.reserve(UNIT_BYTES), FakeReader()
+    assert region is not None
+    arena.publish(region, 0, 7, reader)
+    reader.is_alive = False
+    arena.sweep()
+    assert arena.used_bytes == UNIT_BYTES
+    arena.let_go(region)
+    arena.sweep()
+    assert (len(arena), arena.used_bytes) == (0, 0)
+
+
+def test_a_region_that_was_never_published_is_free_at_once(arena: Arena) -> None:
+    region = arena.reserve(10)
+    assert region is not None and arena.used_bytes == UNIT_BYTES and not len(arena)
+    arena.let_go(region)
+    assert arena.used_bytes == 0
+
+
+@pytest.mark.parametrize(("begin", "size"), [(0, UNIT_BYTES + 1), (UNIT_BYTES, 1), (-1, 1), (1, UNIT_BYTES)])
+def test_only_bytes_of_the_region_can_be_published(arena: Arena, begin: int, size: int) -> None:
+    region = arena.reserve(UNIT_BYTES)
+    assert region is not None
+    with pytest.raises(ValueError, match="cannot be lent"):
+        arena.publish(region, begin, size, FakeReader())
+
+
+def test_a_region_is_published_once(arena: Arena) -> None:
+    region = arena.reserve(UNIT_BYTES)
+    assert region is not None
+    arena.publish(region, 0, 1, FakeReader())
+    with pytest.raises(ValueError, match="cannot be lent"):
+        arena.publish(region, 0, 1, FakeReader())
+
+
 class LendingMachine(RuleBasedStateMachine):
     """Whatever happens in whatever order: views never change, and everything comes back."""
 
     lent = Bundle("lent")
+    reserved = Bundle("reserved")
     views = Bundle("views")
 
     def __init__(self) -> None:
@@ -272,6 +338,8 @@ class LendingMachine(RuleBasedStateMachine):
         self.random = random.Random(1)
         self.content: dict[int, bytes] = {}
         self.held: dict[int, memoryview] = {}
+        self.held_by_owner: dict[int, Region] = {}
+        self.unpublished: list[Region] = []
 
     @rule(target=lent, size=st.integers(1, 12 * UNIT_BYTES))
     def lend(self, size: int) -> object:
@@ -281,6 +349,35 @@ class LendingMachine(RuleBasedStateMachine):
             return multiple()
         self.content[reference.generation] = body
         return reference
+
+    @rule(target=reserved, size=st.integers(1, 12 * UNIT_BYTES))
+    def reserve(self, size: int) -> object:
+        region = self.arena.reserve(size)
+        if region is None:
+            return multiple()
+        self.arena.data(region)[:] = self.random.randbytes(region.size)
+        self.unpublished.append(region)
+        return region
+
+    @rule(target=lent, region=consumes(reserved), begin=st.integers(0, UNIT_BYTES - 1), less=st.integers(0, 3 * UNIT_BYTES))
+    def publish(self, region: Region, begin: int, less: int) -> object:
+        size = max(1, region.size - begin - less)
+        self.unpublished.remove(region)
+        body = bytes(self.arena.data(region)[begin : begin + size])
+        reference = self.arena.publish(region, begin, size, self.reader)
+        self.content[reference.generation] = body
+        self.held_by_owner[reference.generation] = region
+        return reference
+
+    @rule(region=consumes(reserved))
+    def let_go_unpublished(self, region: Region) -> None:
+        self.unpublished.remove(region)
+        self.arena.let_go(region)
+
+    @precondition(lambda self: self.held_by_owner)
+    @rule()
+    def let_go_of_the_oldest(self) -> None:
+        self.arena.let_go(self.held_by_owner.pop(next(iter(self.held_by_owner))))
 
     @rule(target=views, reference=consumes(lent))
     def take(self, reference: Reference) -> object:
@@ -312,8 +409,15 @@ class LendingMachine(RuleBasedStateMachine):
         for generation, view in self.held.items():
             assert view == self.content[generation]
 
+    @invariant()
+    def what_the_owner_holds_does_not_change(self) -> None:
+        for generation, region in self.held_by_owner.items():
+            assert self.content[generation] in bytes(self.arena.data(region))
+
     def teardown(self) -> None:
         self.held.clear()
+        for region in (*self.held_by_owner.values(), *self.unpublished):
+            self.arena.let_go(region)
         for _ in range(3):
             self.reader.beat += UNTAKEN_BEATS
             self.arena.sweep()

@@ -38,6 +38,12 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.units.release(start)
         del self.used[start]
 
+    @rule(start=runs, chance=st.floats(0, 1))
+    def shorten(self, start: int, chance: float) -> None:
+        count = 1 + int(chance * (self.used[start] - 1))
+        self.units.shorten(start, count)
+        self.used[start] = count
+
     @precondition(lambda self: not self.used)
     @rule()
     def take_the_longest_block(self) -> None:

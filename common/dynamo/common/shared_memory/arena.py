@@ -5,6 +5,9 @@ released, or when the reader is dead. Nothing else ends a loan: not the end of t
 never learned of a region cannot release it, however, so a region that nobody has taken can be *revoked*: the owner clears its
 generation, after which no reader can take it, waits until the reader's own counter shows that it cannot be in the middle of
 taking it, and looks once more whether it was taken.
+
+What is written before its reader is known, or by another process, goes into a region that is *reserved*: its owner *holds* it,
+publishes it to one reader at most, and lets go of it. Held regions are not free, whatever the reader does.
 """
 
 from __future__ import annotations
@@ -22,7 +25,17 @@ from pathlib import Path
 from typing import Protocol
 
 from dynamo.common.shared_memory.files import create_file, name_of, remove_file, tag_of
-from dynamo.common.shared_memory.layout import BEAT_OFFSET, UNIT_BYTES, Layout, Reference, released, table, taken, units_for
+from dynamo.common.shared_memory.layout import (
+    BEAT_OFFSET,
+    UNIT_BYTES,
+    Layout,
+    Reference,
+    extent,
+    released,
+    table,
+    taken,
+    units_for,
+)
 from dynamo.common.shared_memory.units import Units
 
 UNTAKEN_BEATS = 30
@@ -59,16 +72,36 @@ class Reader(Protocol):
         ...
 
 
+class _Nobody:
+    """In place of the reader of a region that was not lent."""
+
+    tag = 0
+    is_alive = True
+    beat = 0
+
+
+_NOBODY = _Nobody()
+
+
 @dataclass(slots=True, eq=False)
-class _Region:
+class Region:
+    """Units of an arena that are in use."""
+
     unit: int
     units: int
-    generation: int
-    reader: Reader
-    since: int
+    generation: int = 0
+    """0: it was not lent."""
+    reader: Reader = _NOBODY
+    since: int = 0
     """The reader's beat when the region was lent or, if it is revoked, at that moment."""
+    is_held: bool = False
+    """Its owner still uses it."""
     is_revoked: bool = False
     is_free: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.units * UNIT_BYTES
 
 
 class Arena:
@@ -88,16 +121,16 @@ class Arena:
             raise
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
         self._generations = table(self._map, self.layout.generations_offset, self.layout.units)
-        self._sizes = table(self._map, self.layout.sizes_offset, self.layout.units)
+        self._extents = table(self._map, self.layout.extents_offset, self.layout.units)
         self._tags = table(self._map, self.layout.tags_offset, self.layout.units)
         self._marks = table(self._map, self.layout.marks_offset, self.layout.units)
         self._beat = table(self._map, BEAT_OFFSET, 1)
         self._data = memoryview(self._map)[self.layout.data_offset :]
         self._units = Units(self.layout.units)
         self._states = bytearray(self.layout.units)
-        self._regions: dict[int, _Region] = {}
-        """By generation."""
-        self._queue: deque[_Region] = deque()
+        self._regions: dict[int, Region] = {}
+        """Those that are lent, by generation."""
+        self._queue: deque[Region] = deque()
         """Those of them, and some that are free by now, in the order in which they are looked at."""
         self._last_generation = 0
         self._sweeps = 0
@@ -130,6 +163,51 @@ class Arena:
 
     def lend(self, pieces: Sequence[bytes | bytearray | memoryview], size: int, reader: Reader) -> Reference | None:
         """Copy `pieces`, `size` bytes together and not empty, into a region for `reader`. None if there is no room."""
+        region = self._allocate(size)
+        if region is None:
+            return None
+        position = region.unit * UNIT_BYTES
+        for piece in pieces:
+            octets = piece.cast("B") if isinstance(piece, memoryview) else piece
+            end = position + len(octets)
+            self._data[position:end] = octets
+            position = end
+        return self._lend(region, 0, size, reader)
+
+    def reserve(self, size: int) -> Region | None:
+        """Return a region of at least `size` bytes, at least one, that the caller holds. None if there is no room."""
+        region = self._allocate(size)
+        if region is not None:
+            region.is_held = True
+        return region
+
+    def data(self, region: Region) -> memoryview:
+        """Return the memory of a region that is held."""
+        begin = region.unit * UNIT_BYTES
+        return self._data[begin : begin + region.size]
+
+    def publish(self, region: Region, begin: int, size: int, reader: Reader) -> Reference:
+        """Lend `size` bytes, at least one, of a region that is held, from `begin` on, which lies in its first unit.
+
+        Units after them become free. Nobody may write to these bytes any more. Raises ValueError if the region was lent before.
+        """
+        if region.generation or not region.is_held or not 0 <= begin < UNIT_BYTES or begin + size > region.size:
+            raise ValueError(f"{size} bytes at {begin} of {region} cannot be lent")
+        if (needed := units_for(begin + size)) < region.units:
+            self._units.shorten(region.unit, needed)
+            self._states[region.unit + needed : region.unit + region.units] = bytes((_RECENT,)) * (region.units - needed)
+            region.units = needed
+        return self._lend(region, begin, size, reader)
+
+    def let_go(self, region: Region) -> None:
+        """The caller of `reserve` uses the region no more: it is free now or, if it was lent, as soon as its reader lets go."""
+        region.is_held = False
+        if not region.generation:
+            self._free(region)
+        else:
+            self._free_if_released(region)
+
+    def _allocate(self, size: int) -> Region | None:
         self._look_at_oldest()
         count = units_for(size)
         unit = self._units.allocate(count)
@@ -138,15 +216,13 @@ class Arena:
         if not self._populate(unit, count):
             self._units.release(unit)
             return None
-        position = unit * UNIT_BYTES
-        for piece in pieces:
-            octets = piece.cast("B") if isinstance(piece, memoryview) else piece
-            end = position + len(octets)
-            self._data[position:end] = octets
-            position = end
+        return Region(unit, count)
+
+    def _lend(self, region: Region, begin: int, size: int, reader: Reader) -> Reference:
+        unit = region.unit
         self._last_generation += 1
-        region = _Region(unit, count, self._last_generation, reader, reader.beat)
-        self._sizes[unit] = size
+        region.generation, region.reader, region.since = self._last_generation, reader, reader.beat
+        self._extents[unit] = extent(begin, size)
         self._tags[unit] = reader.tag
         self._generations[unit] = region.generation
         self._regions[region.generation] = region
@@ -184,21 +260,21 @@ class Arena:
             if not region.is_free and not self._free_if_released(region):
                 queue.append(region)
 
-    def _free_if_released(self, region: _Region) -> bool:
-        if self._marks[region.unit] != released(region.generation):
+    def _free_if_released(self, region: Region) -> bool:
+        if region.is_held or self._marks[region.unit] != released(region.generation):
             return False
         self._free(region)
         return True
 
-    def _revoke(self, region: _Region) -> None:
+    def _revoke(self, region: Region) -> None:
         if not region.is_revoked:
             region.is_revoked = True
             region.since = region.reader.beat
             self._generations[region.unit] = 0
 
-    def _free(self, region: _Region) -> None:
+    def _free(self, region: Region) -> None:
         region.is_free = True
-        del self._regions[region.generation]
+        self._regions.pop(region.generation, None)
         self._generations[region.unit] = 0
         self._states[region.unit : region.unit + region.units] = bytes((_RECENT,)) * region.units
         self._units.release(region.unit)
@@ -213,8 +289,8 @@ class Arena:
         if self._sweeps % IDLE_SWEEPS == 0:
             self._return_idle_memory()
 
-    def _check(self, region: _Region) -> None:
-        if self._free_if_released(region):
+    def _check(self, region: Region) -> None:
+        if region.is_held or self._free_if_released(region):
             return
         if not region.reader.is_alive:
             return self._free(region)
@@ -246,7 +322,7 @@ class Arena:
         if self._lock == _CLOSED:
             return  # or it belongs to the process that forked this one
         remove_file(self._directory, self.token)
-        for view in (self._data, self._beat, self._marks, self._tags, self._sizes, self._generations):
+        for view in (self._data, self._beat, self._marks, self._tags, self._extents, self._generations):
             view.release()
         self.abandon()
 

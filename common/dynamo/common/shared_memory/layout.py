@@ -5,7 +5,7 @@
 | 0 | its owner, once | the header: format, boot id of the kernel, nonce, number of units |
 | `BEAT_OFFSET` | its owner | a counter that grows with each turn of its sweep |
 | page 1 | its owner | per unit: the generation of the region that begins there, 0 if none may be taken |
-| next page | its owner | per unit: the bytes of that region |
+| next page | its owner | per unit: where in that region the body begins, and its bytes, see `extent` |
 | next page | its owner | per unit: the tag of the process that it is lent to, see `files.tag_of` |
 | next page | readers | per unit: the generation that was taken or released last (`taken`, `released`) |
 | next unit | its owner | the units |
@@ -21,9 +21,10 @@ from typing import NamedTuple
 UNIT_BYTES = 32 * 1024
 PAGE_BYTES = 4096
 BEAT_OFFSET = 128
-_FORMAT = b"dynamo-arena-2"
+_FORMAT = b"dynamo-arena-3"
 _HEADER = struct.Struct("<16s36s16sQ")
 _WORD_BYTES = 8
+_SIZE_BITS = 48
 MAX_UNITS = 2**26
 """2 TiB: a bound on what a header may claim."""
 
@@ -55,12 +56,12 @@ class Layout:
         return _up(self.units * _WORD_BYTES, PAGE_BYTES)
 
     @property
-    def sizes_offset(self) -> int:
+    def extents_offset(self) -> int:
         return self.generations_offset + self.table_bytes
 
     @property
     def tags_offset(self) -> int:
-        return self.sizes_offset + self.table_bytes
+        return self.extents_offset + self.table_bytes
 
     @property
     def marks_offset(self) -> int:
@@ -79,6 +80,19 @@ def table(mapped: mmap.mmap, offset: int, words: int) -> memoryview:
     """Return `words` numbers of 8 bytes each at `offset` of a mapped file."""
     start = offset // _WORD_BYTES
     return memoryview(mapped).cast("Q")[start : start + words]
+
+
+def extent(begin: int, size: int) -> int:
+    """The extent of a body of `size` bytes that begins at an offset in the first unit of its region."""
+    return begin << _SIZE_BITS | size
+
+
+def begin_of(extent: int) -> int:
+    return extent >> _SIZE_BITS
+
+
+def size_of(extent: int) -> int:
+    return extent & (1 << _SIZE_BITS) - 1
 
 
 def taken(generation: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamo.common.shared_memory.files import ArenaRefused, is_owned, name_of, open_file, remove_file, tag_of
-from dynamo.common.shared_memory.layout import BEAT_OFFSET, UNIT_BYTES, Reference, released, table, taken, units_for
+from dynamo.common.shared_memory.layout import BEAT_OFFSET, UNIT_BYTES, Reference, begin_of, released, size_of, table, taken
 
 
 class BadReference(Exception):
@@ -36,9 +36,10 @@ class Neighbour:
         except (OSError, ValueError) as error:  # ValueError: it has become shorter
             os.close(self._descriptor)
             raise ArenaRefused(f"{name_of(token)} cannot be mapped: {error}") from None
+        self._data_offset, self._file_bytes = layout.data_offset, layout.file_bytes
         self._address = np.frombuffer(self._map, np.uint8).ctypes.data
         self._generations = table(self._map, layout.generations_offset, layout.units)
-        self._sizes = table(self._map, layout.sizes_offset, layout.units)
+        self._extents = table(self._map, layout.extents_offset, layout.units)
         self._tags = table(self._map, layout.tags_offset, layout.units)
         self._beat = table(self._map, BEAT_OFFSET, 1)
         self._marks = table(marks, 0, layout.units)
@@ -70,7 +71,7 @@ class Neighbour:
     def locate(self, address: int, size: int) -> int | None:
         """Return where in the file `size` bytes at `address` lie. None if they are not of this arena."""
         offset = address - self._address
-        return offset if offset >= 0 and offset + size <= self._layout.file_bytes else None
+        return offset if offset >= 0 and offset + size <= self._file_bytes else None
 
     def take(self, reference: Reference) -> memoryview:
         """Return a read-only view of a region. It goes back to its owner when the last view of it, or of a part, is gone.
@@ -80,18 +81,21 @@ class Neighbour:
         if not self.is_open:
             raise BadReference(f"{name_of(self.token)} is closed")
         unit, size, generation = reference
-        end = unit + units_for(size)
-        if not (0 < generation < 2**62 and size > 0 and 0 <= unit < end <= self._layout.units):
+        if not (0 < generation < 2**62 and size > 0 and 0 <= unit < self._layout.units):
             raise BadReference(f"{reference} is outside of {name_of(self.token)}")
-        if (self._generations[unit], self._sizes[unit], self._tags[unit]) != (generation, size, self._reader_tag):
+        extent = self._extents[unit]
+        if (self._generations[unit], size_of(extent), self._tags[unit]) != (generation, size, self._reader_tag):
             raise BadReference(f"{reference} is not lent to this process by {name_of(self.token)}")
+        position = self._data_offset + unit * UNIT_BYTES + begin_of(extent)
+        if position + size > self._file_bytes:
+            raise BadReference(f"{reference} is outside of {name_of(self.token)}")
         if self._marks[unit] >> 1 == generation:
             raise BadReference(f"{reference} was taken from {name_of(self.token)} before")
         self._marks[unit] = taken(generation)
         if self._generations[unit] != generation:  # it was revoked before the mark could be seen
             self._marks[unit] = released(generation)
             raise BadReference(f"{reference} is not lent by {name_of(self.token)} any more")
-        region = np.frombuffer(self._map, np.uint8, size, self._layout.data_offset + unit * UNIT_BYTES)
+        region = np.frombuffer(self._map, np.uint8, size, position)
         self._held[generation] = weakref.ref(region, partial(self._release, unit, generation))
         return region.data
 
@@ -111,7 +115,7 @@ class Neighbour:
     def _unmap_if_unread(self) -> None:
         if self.is_open or self._held:
             return
-        for view in (self._generations, self._sizes, self._tags, self._beat, self._marks):
+        for view in (self._generations, self._extents, self._tags, self._beat, self._marks):
             view.release()
         del self._map
 

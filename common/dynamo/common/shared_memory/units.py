@@ -46,6 +46,11 @@ class Units:
         """Return the run that begins at `start`. Raises KeyError if there is none."""
         self._put(start, self._runs.pop(start))
 
+    def shorten(self, start: int, count: int) -> None:
+        """Keep the first `count` units, at least one, of the run that begins at `start`, and return the others."""
+        self._put(start + count, self._runs[start] - count)
+        self._runs[start] = count
+
     def _put(self, start: int, count: int) -> None:
         """Make a run free, as the fewest aligned blocks."""
         self.free += count
