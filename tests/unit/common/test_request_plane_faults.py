@@ -340,7 +340,27 @@ async def test_a_worker_that_died_fails_its_streams_within_seconds() -> None:
         died_at = now()
         with pytest.raises(InstanceGone, match="is gone"):
             await stream.result()
-        assert now() - died_at < 4.5
+        assert now() - died_at < 2.5
+
+
+@in_virtual_time
+async def test_a_worker_that_does_not_come_back_after_a_restart_of_the_server_fails_its_streams_a_second_later() -> None:
+    async with plane({"held": Held()}, workers=2) as p:
+        lost, kept = p.open("held", worker=0), p.open("held", worker=1)
+        await asyncio.sleep(0.1)
+        for connection in (*p.workers, p.frontend):
+            connection.is_up = False
+        await asyncio.sleep(3)
+        p.frontend.reconnect()
+        back_at = now()
+        await asyncio.sleep(0.9)
+        p.workers[1].reconnect()
+        with pytest.raises(InstanceGone, match="is gone"):
+            await lost.result()
+        assert now() - back_at < 1.1
+        await asyncio.sleep(5)
+        assert p.servers[1].open_requests == 1
+        kept.cancel()
 
 
 @in_virtual_time

@@ -411,6 +411,16 @@ async def test_after_a_reconnect_an_instance_that_is_still_away_is_waited_for() 
 
 
 @in_virtual_time
+async def test_after_a_reconnect_an_instance_that_is_still_away_is_not_waited_for_if_another_is_back() -> None:
+    b = bench(failing_on({1: gone(1), 2: gone(2)}))
+    b.link.cut()
+    b.link.restore()
+    assert [await b.call() for _ in range(3)] == [b"response"] * 3
+    assert b.client.sent_to == [1, 2, 3] * 3
+    assert b.directory.down == []
+
+
+@in_virtual_time
 async def test_after_a_reconnect_a_fleet_that_was_emptied_is_waited_for() -> None:
     b = bench(failing_on({}))
     b.directory.remove(1, 2, 3)

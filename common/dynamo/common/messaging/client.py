@@ -428,7 +428,7 @@ class RequestStream:
     def on_reconnect(self) -> None:
         """The connection was lost and is back: the last frames, in either direction, may be lost."""
         if self.batch >= 0:
-            self.last_frame_at = float("-inf")  # probed at the next check
+            self.last_frame_at = float("-inf")  # so that it is probed
 
     def expire(self) -> None:
         """The deadline has passed."""
@@ -459,7 +459,7 @@ class _InstancePeer:
 
     __slots__ = (
         "absent_batch",
-        "absent_since",
+        "absent_until",
         "instance",
         "is_far",
         "is_suspect",
@@ -499,8 +499,8 @@ class _InstancePeer:
         """When the first probe was sent since its last frame."""
         self.overdue_s = 0.0
         """How long a response has been overdue, while this process was able to receive it."""
-        self.absent_since: float | None = None
-        """When nats-server first reported that it has no subscription; None after its next frame."""
+        self.absent_until: float | None = None
+        """Until when it may subscribe again, after nats-server reported it without subscription; None after its next frame."""
         self.absent_batch = 0
         """The batch for which nats-server reported it."""
         self.is_suspect = False
@@ -523,7 +523,7 @@ class _InstancePeer:
 
     def record_frame(self, now: float) -> None:
         self.last_frame_at = now
-        self.probed_at = self.absent_since = None
+        self.probed_at = self.absent_until = None
         self.overdue_s = 0.0
 
 
@@ -709,15 +709,17 @@ class RequestClient:
         for stream in unsent:
             stream.fail(InstanceGone(peer.instance, "is gone", was_held=False))
         peer.is_suspect = peer.is_suspect or bool(unsent)
-        if self._in_grace():
-            return
-        if peer.absent_since is None:
-            peer.absent_since, peer.absent_batch = now, batch
-        elif now - peer.absent_since >= self.limits.absent_grace_s:
+        if peer.absent_until is None:
+            peer.absent_until, peer.absent_batch = now + self.limits.absent_grace_s, batch
+            self.loop.call_at(peer.absent_until, self._probe_absent, peer)
+        elif now >= peer.absent_until:
             self._fail_streams(peer, "is gone", unsent_since=peer.absent_batch)
 
-    def _in_grace(self) -> bool:
-        return self.loop.time() - self._connection.reconnected_at < self.limits.reconnect_grace_s
+    @staticmethod
+    def _probe_absent(peer: _InstancePeer) -> None:
+        """The time is over that an instance without subscription has to come back."""
+        if peer.absent_until is not None and peer.streams:
+            peer.outbox.add(frames.encode(frames.Probe([])))
 
     def _fail_streams(self, peer: _InstancePeer, why: str, unsent_since: int | None = None) -> None:
         """Fail all streams of an instance. `unsent_since`: the first batch that certainly did not reach it.
@@ -750,7 +752,7 @@ class RequestClient:
             return self._forget_peer(peer)
         silent_before = self.now - self.limits.probe_after_s
         silent = [id_ for id_, stream in peer.streams.items() if stream.batch >= 0 and stream.last_frame_at < silent_before]
-        if silent or peer.is_suspect or peer.absent_since is not None or peer.probed_at is not None:
+        if silent or peer.is_suspect or peer.absent_until is not None or peer.probed_at is not None:
             self._probe(peer, silent, interval_s)
         elif peer.streams and self.now - peer.outbox.flushed_at > self.limits.keepalive_s:
             peer.outbox.add(frames.encode(frames.Probe([])))
@@ -760,7 +762,7 @@ class RequestClient:
             peer.probed_at = self.now
         elif not self._connection.is_silent:  # else the fault may lie with this process's own connection
             peer.overdue_s += interval_s
-            if peer.streams and peer.overdue_s > self.limits.gone_after_s and not self._in_grace() and self._is_alone(peer):
+            if peer.streams and peer.overdue_s > self.limits.gone_after_s and self._is_alone(peer):
                 return self._fail_streams(peer, "does not respond any more")
         for id_ in silent:
             peer.streams[id_].send_credit()  # the instance may be waiting for one that was lost
@@ -771,7 +773,7 @@ class RequestClient:
         """Return whether an instance that does not respond counts as gone: others respond, or none did for a long time."""
         assert peer.probed_at is not None
         others = [
-            other for other in self._peers.values() if other is not peer and not other.is_suspect and other.absent_since is None
+            other for other in self._peers.values() if other is not peer and not other.is_suspect and other.absent_until is None
         ]
         if not others or peer.overdue_s > _WITHOUT_WITNESSES * self.limits.gone_after_s:
             return True
@@ -793,12 +795,14 @@ class RequestClient:
     def on_reconnect(self) -> None:
         """Send what waited for the connection, and probe everything that was under way when it was lost."""
         self._fit_chunks()
+        self.now = self.loop.time()
         for peer in list(self._peers.values()):
-            peer.probed_at = peer.absent_since = None
+            peer.probed_at = peer.absent_until = None
             peer.overdue_s = 0.0
             for stream in list(peer.streams.values()):
                 stream.on_reconnect()
             peer.outbox.flush()
+            self._check(peer, 0.0)
 
 
 @asynccontextmanager

@@ -40,16 +40,16 @@ class PlaneLimits:
     """Request bodies held by one instance; more is refused as overload."""
     max_open_requests: int = 4096
     """Requests open at one instance; more is refused as overload."""
-    beat_s: float = 1.0
+    beat_s: float = 0.5
     """Interval in which a worker lists the silent requests that it still works on."""
-    probe_after_s: float = 2.0
-    """A stream that was silent this long is probed."""
+    probe_after_s: float = 1.25
+    """A stream that was silent this long is probed: longer than two beats, since a request that has just sent skips one."""
     gone_after_s: float = 5.0
     """An instance that did not respond to probes for this long is taken as gone."""
     reconnect_grace_s: float = 5.0
-    """After an own reconnect, a peer without subscription may still be reconnecting."""
+    """After an own reconnect, a caller without subscription may still be reconnecting, and keeps its requests."""
     absent_grace_s: float = 1.0
-    """A peer whose subscription is missing gets this long to come back, as after a short reconnect of its own."""
+    """A peer whose subscription is missing gets this long to come back, as after a reconnect of its own."""
     keepalive_s: float = 5.0
     """A caller with open requests says that it is there at least this often."""
     caller_gone_after_s: float = 30.0

@@ -296,6 +296,8 @@ class DispatchedStream:
             gives_up_at=attempts.gives_up_at,
         )
         if await self._wait_or_raise(error, attempt, now):
+            # It may be back by then, but another one may be sooner, and this one may be dead.
+            attempts.failed = failed if attempt.has_alternative else []
             work.metrics.recovered(LINK_REASON)
             return
         if not shared.budget.take(now):
@@ -337,7 +339,6 @@ class DispatchedStream:
         shared, attempts = self._shared, self._attempts
         if attempts.gives_up_at is None:
             attempts.gives_up_at = now + shared.policy.longest_wait_s
-        attempts.failed.clear()  # what failed before may be back, too
         until = attempts.gives_up_at if self._deadline is None else min(attempts.gives_up_at, self._deadline)
         if not shared.link.is_connected:
             with contextlib.suppress(TimeoutError):  # the next decision says which bound was reached
@@ -411,6 +412,7 @@ class DispatchedStream:
                 gives_up_at=self._attempts.gives_up_at,
             )
             await self._wait_or_raise(error, attempt, now)
+            self._attempts.failed.clear()  # what failed before may be back, too
 
     async def _booked_in_turn(self, queue: AdmissionQueue) -> Booking | None:
         """Book when some instance may take more and it is this request's turn. None: there is no candidate or no link any more.

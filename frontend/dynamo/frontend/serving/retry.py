@@ -9,8 +9,8 @@ A failed attempt is repeated
 4. only once after an instance died while it held the request, which may be what killed it, also if a response had begun.
 
 While our own NATS connection is silent, and for `reconnect_grace_s` after it was away, this is different: what seems to be an
-instance's failure is probably ours, or the instances have lost their connections too and come back. Then requests wait, and may
-be sent to the same instance again.
+instance's failure is probably ours, or the instances have lost their connections too and come back. Then requests wait a moment,
+and are sent to the same instance again when all others have failed them, too.
 """
 
 from __future__ import annotations
