@@ -20,9 +20,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -74,7 +73,9 @@ class Stub:
         self._messages = wire.MessageReader()
         self._memory: StubMemory | None = None
         self._released: deque[int] = deque()
-        """Executions whose inputs in shared memory are not read any more."""
+        """Executions whose inputs in shared memory are not read any more, and of which the worker was not notified."""
+        self._is_released_beside = False
+        """Another thread than the main thread has added to them."""
         self._main = threading.get_ident()
         self._orders: deque[tuple[wire.Message, list[memoryview]]] = deque()
         """Messages for the main thread."""
@@ -115,6 +116,11 @@ class Stub:
 
     def _send_held(self) -> None:
         pieces, self._held = self._held, []
+        if self._released:
+            executions = []
+            while self._released:
+                executions.append(self._released.popleft())
+            pieces += wire.encode(wire.Released(tuple(executions)))
         self._send_all(pieces)
 
     def _send_all(self, pieces: list[wire.Buffer]) -> None:
@@ -161,17 +167,11 @@ class Stub:
         return requests
 
     def released(self, execution: int) -> None:
-        """Have the main thread, before it waits, or the reader thread notify the worker."""
+        """Have the main thread, with what it sends next and before it waits, or the reader thread notify the worker."""
         self._released.append(execution)
         if threading.get_ident() != self._main:
+            self._is_released_beside = True
             self._wakes.put(False)
-
-    def _send_released(self) -> None:
-        executions = []
-        while self._released:
-            executions.append(self._released.popleft())
-        if executions:
-            self.send(wire.Released(tuple(executions)))
 
     def wait_for_credit(self, number: int) -> None:
         """Return when the caller of a request has room for a response, or has left. Does not block an event loop."""
@@ -218,10 +218,11 @@ class Stub:
 
     def next_order(self) -> tuple[wire.Message, list[memoryview]]:
         """Return the next message for the main thread, which reads the socket itself unless the reader thread does."""
-        if self._held and (not self._orders or time.perf_counter_ns() - self._held_since_ns > _HOLD_NS):
+        if self._orders:
+            if self._held and time.perf_counter_ns() - self._held_since_ns > _HOLD_NS:
+                self.flush()
+        elif self._held or self._released:
             self.flush()
-        if self._released and not self._orders:
-            self._send_released()
         while not self._orders:
             if self._reading.acquire(blocking=False):
                 try:
@@ -235,18 +236,16 @@ class Stub:
                 self._main_waits = False
         return self._orders.popleft()
 
-    @contextmanager
-    def executing(self) -> Iterator[None]:
-        """The main thread does not read during the body; the reader thread does if that takes long."""
+    def begin_execution(self) -> None:
+        """The main thread does not read until `end_execution`; the reader thread does if that takes long."""
         self._begun += 1
         self._is_executing = True
         if self._reader_sleeps:
             self._reader_sleeps = False
             self._wakes.put(False)
-        try:
-            yield
-        finally:
-            self._is_executing = False
+
+    def end_execution(self) -> None:
+        self._is_executing = False
 
     def read_beside(self) -> None:
         """Have the reader thread read while the main thread executes, because a thread of the model waits for a message."""
@@ -261,8 +260,9 @@ class Stub:
                 is_urgent = self._wakes.get(timeout=self._pause_s())
             except Empty:
                 is_urgent = False
-            if self._released and not self._is_executing:
-                self._send_released()
+            if self._is_released_beside:
+                self._is_released_beside = False
+                self.flush()
             if self._memory is not None and time.monotonic() >= sweep_at:
                 self._memory.sweep()
                 sweep_at = time.monotonic() + _SWEEP_S
@@ -435,8 +435,11 @@ class ModelProcess:
         if order.is_retry:
             self._stub.flush()
         self._begun[0] = order.number
-        with self._stub.executing():
+        self._stub.begin_execution()
+        try:
             self._call_model(order, raws)
+        finally:
+            self._stub.end_execution()
 
     def _call_model(self, order: wire.Execute, raws: Sequence[memoryview]) -> None:
         senders = [InferenceResponseSender(head.number, self._stub) for head in order.requests]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -23,12 +24,11 @@ from dynamo.worker.repository import wire
 from dynamo.worker.repository.wire import Array
 
 _PAGE = mmap.PAGESIZE
+_HIGHEST = 7 if sys.byteorder == "little" else 0
 # An entry of /proc/self/pagemap, per page: Documentation/admin-guide/mm/pagemap.rst of Linux.
 _ENTRY_BYTES = 8
-_IN_USE = np.uint64(0b11 << 62)
-"""The page is present, or swapped out."""
-_OF_FILE = np.uint64(1 << 61)
-"""It is one of the file, rather than a private copy."""
+_UNCHANGED = bytes(top for top in range(256) if not top & 0b1100_0000 or top & 0b0010_0000)
+"""Highest bytes of entries of pages that are neither present nor swapped out, or that are those of the file."""
 
 
 class _Inputs:
@@ -49,9 +49,8 @@ class _Inputs:
         if self._pagemap is None:
             return True
         first, count = (self._address + begin) // _PAGE, (end - begin) // _PAGE
-        entries = np.frombuffer(os.pread(self._pagemap, count * _ENTRY_BYTES, first * _ENTRY_BYTES), np.uint64)
-        in_use = entries & _IN_USE != 0
-        return bool(np.any(in_use & (entries & _OF_FILE == 0)))
+        entries = os.pread(self._pagemap, count * _ENTRY_BYTES, first * _ENTRY_BYTES)
+        return bool(entries[_HIGHEST::_ENTRY_BYTES].translate(None, _UNCHANGED))
 
     def close(self) -> None:
         """Close the file. Arrays stay valid."""
