@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from dynamo.common.errors import EngineError, Unavailable
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.models import RepositoryModels
+from dynamo.worker.repository.python_backend import PythonModel
+from dynamo.worker.repository.stub_process import StubProcess
 from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
 
 RECORDS = """
@@ -156,6 +158,82 @@ async def test_a_slow_execution_holds_up_no_request_that_another_process_can_tak
             assert await infer(models, "fast", x(value)) == {"y": [2.0 * value]}
         (folder / "go").touch()
         await blocking
+
+
+def processes(models: RepositoryModels, model: str) -> Sequence[StubProcess]:
+    executable = models.find(model)._versions["1"]
+    assert isinstance(executable, PythonModel)
+    return executable._pipeline.processes
+
+
+async def blocked(models: RepositoryModels, folder: Path) -> asyncio.Task[dict[str, object]]:
+    """Have one process run a request until the file `go` is there."""
+    blocking = asyncio.create_task(infer(models, "fast", x(-2)))
+    while not begun(folder)[-2]:
+        await asyncio.sleep(0.001)
+    return blocking
+
+
+async def test_requests_behind_one_that_takes_long_are_withdrawn_and_served_by_another_process(tmp_path: Path) -> None:
+    folder = python_model(tmp_path, "fast", RECORDS, TWO)
+    async with opened(tmp_path, "fast") as models, asyncio.timeout(30):
+        await warm(models, "fast")
+        blocking = asyncio.create_task(infer(models, "fast", x(-2)))
+        values = range(1, 60)
+        assert await outcomes(models, "fast", values) == [{"y": [2.0 * value]} for value in values]
+        assert not blocking.done()
+        (folder / "go").touch()
+        assert await blocking == {"y": [-4.0]}
+        assert await outcomes(models, "fast", values) == [{"y": [2.0 * value]} for value in values]
+    assert all(begun(folder)[value] == 2 for value in values)
+
+
+async def test_a_process_that_stands_still_holds_up_no_request_that_it_has_not_begun(tmp_path: Path) -> None:
+    folder = python_model(tmp_path, "fast", RECORDS, TWO)
+    async with opened(tmp_path, "fast") as models, asyncio.timeout(30):
+        await warm(models, "fast")
+        os.kill(pids(folder)[0], signal.SIGSTOP)
+        values = range(1, 60)
+        assert await outcomes(models, "fast", values) == [{"y": [2.0 * value]} for value in values]
+        os.kill(pids(folder)[0], signal.SIGCONT)
+        assert await outcomes(models, "fast", values) == [{"y": [2.0 * value]} for value in values]
+    assert all(begun(folder)[value] == 2 for value in values)
+
+
+async def test_what_was_withdrawn_from_the_only_process_waits_for_it_in_order(tmp_path: Path) -> None:
+    folder = python_model(tmp_path, "fast", RECORDS)
+    async with opened(tmp_path, "fast") as models, asyncio.timeout(30):
+        await warm(models, "fast")
+        blocking = await blocked(models, folder)
+        queued = [asyncio.create_task(infer(models, "fast", x(value))) for value in range(5, 25)]
+        [process] = processes(models, "fast")
+        while process.load > 1:
+            await asyncio.sleep(0.001)
+        queued[3].cancel()
+        (folder / "go").touch()
+        await blocking
+        results = await asyncio.gather(*queued, return_exceptions=True)
+        assert isinstance(results.pop(3), asyncio.CancelledError)
+        values = [value for value in range(5, 25) if value != 8]
+        assert results == [{"y": [2.0 * value]} for value in values]
+    notes = [line.split()[1] for line in (folder / "notes").read_text().splitlines() if line.startswith("begun")]
+    assert notes[-len(values) :] == [str(value) for value in values]
+
+
+async def test_a_process_that_dies_after_a_withdrawal_fails_only_what_it_had_begun(tmp_path: Path) -> None:
+    folder = python_model(tmp_path, "fast", RECORDS, TWO)
+    async with opened(tmp_path, "fast") as models, asyncio.timeout(30):
+        await warm(models, "fast")
+        blocking = await blocked(models, folder)
+        values = range(1, 60)
+        assert await outcomes(models, "fast", values) == [{"y": [2.0 * value]} for value in values]
+        [late] = [process for process in processes(models, "fast") if process.load]
+        os.kill(late._process.pid, signal.SIGKILL)
+        while begun(folder)[-2] < 2:
+            await asyncio.sleep(0.001)
+        (folder / "go").touch()
+        assert await blocking == {"y": [-4.0]}, "it is retried once"
+    assert all(begun(folder)[value] == 1 for value in values)
 
 
 MESSAGES = st.lists(

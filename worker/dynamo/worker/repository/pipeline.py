@@ -1,8 +1,9 @@
 """The requests of one model on their way through its processes.
 
 A process gets its next executions before it is idle, as many as it needs to stay busy for about two milliseconds. Requests of a
-model that takes longer wait here for the first process that is idle. A process that dies fails only the executions that have
-begun; the others go to another process.
+model that takes longer wait here for the first process that is idle. When one execution takes much longer than usual, those
+behind it are withdrawn and wait here again. A process that dies fails only the executions that have begun; the others go to
+another process.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Pipeline:
         if process.is_alive:
             self._processes.append(process)
             self._has_process.set()
-            process.serve(self._give, self._remove)
+            process.serve(self._give, self._take_back, self._remove)
             self._give()
 
     def submit(self, execution: Execution) -> None:
@@ -113,25 +114,29 @@ class Pipeline:
 
     def _give(self) -> None:
         while self._waiting:
-            process = min(self._processes, key=_load)
-            if not process.has_room:
+            process = min((process for process in self._processes if process.has_room), key=_load, default=None)
+            if process is None:
                 return
             execution, _ = self._waiting.popitem(last=False)
             execution.process = process
             execution.sent_ns = perf_counter_ns()
             process.execute(execution)
 
-    def _remove(self, process: StubProcess, unbegun: Sequence[Execution]) -> None:
-        self._processes.remove(process)
+    def _take_back(self, unbegun: Sequence[Execution]) -> None:
+        """Give executions that a process has not begun to another one, before those that wait."""
         for execution in reversed(unbegun):
             execution.process = None
             self._waiting[execution] = None
             self._waiting.move_to_end(execution, last=False)
         if self._processes:
             return self._give()
-        self._has_process.clear()
         while self._waiting:
             self._waiting.popitem()[0].fail(self._no_process())
+
+    def _remove(self, process: StubProcess) -> None:
+        self._processes.remove(process)
+        if not self._processes:
+            self._has_process.clear()
 
     def _no_process(self) -> NoProcess:
         return NoProcess(f"the processes of model '{self._model}' have died and are being started again")

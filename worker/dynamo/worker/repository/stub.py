@@ -1,4 +1,6 @@
-"""The process of one instance of a Python-backend model: `python -m dynamo.worker.repository.stub SOCKET BEGUN`, two descriptors.
+"""The process of one instance of a Python-backend model.
+
+`python -m dynamo.worker.repository.stub SOCKET PROGRESS`, two descriptors.
 
 The main thread calls the model and reads the socket in between, so that a request passes through one thread only. While an
 `execute` takes long, or waits for another model, the thread `reader` takes its place at the socket: cancellations, credit and
@@ -352,10 +354,10 @@ def _to_tensors(heads: Sequence[wire.TensorHead], raws: Sequence[memoryview]) ->
 class ModelProcess:
     """Carries out the worker's messages on the main thread."""
 
-    def __init__(self, stub: Stub, begun: memoryview) -> None:
-        """`begun`: memory from which the worker, if this process dies, reads the number of the last execution that has begun."""
+    def __init__(self, stub: Stub, progress: memoryview) -> None:
+        """`progress`: words that are shared with the worker, see `wire.BEGUN`."""
         self._stub = stub
-        self._begun = begun
+        self._progress = progress
         self._class: Any = None
         self._model: Any = None
         self._decoupled = False
@@ -425,21 +427,25 @@ class ModelProcess:
     # Requests
 
     def _execute(self, order: wire.Execute, raws: Sequence[memoryview]) -> None:
-        numbers = [head.number for head in order.requests]
-        if all(map(self._stub.is_cancelled, numbers)):
-            for number in numbers:
-                self._stub.over(number)
-            if wire.has_places(order):
-                self._stub.released(order.number)
-            return self._stub.send_soon(wire.Done(number=order.number))
+        if all(self._stub.is_cancelled(head.number) for head in order.requests):
+            return self._skip(order, wire.Done(number=order.number))
         if order.is_retry:
             self._stub.flush()
-        self._begun[0] = order.number
+        self._progress[wire.BEGUN] = order.number
+        if order.number <= self._progress[wire.WITHDRAWN]:
+            return self._skip(order, wire.Done(number=order.number, is_withdrawn=True))
         self._stub.begin_execution()
         try:
             self._call_model(order, raws)
         finally:
             self._stub.end_execution()
+
+    def _skip(self, order: wire.Execute, done: wire.Done) -> None:
+        for head in order.requests:
+            self._stub.over(head.number)
+        if wire.has_places(order):
+            self._stub.released(order.number)
+        self._stub.send_soon(done)
 
     def _call_model(self, order: wire.Execute, raws: Sequence[memoryview]) -> None:
         senders = [InferenceResponseSender(head.number, self._stub) for head in order.requests]
@@ -553,12 +559,12 @@ def _text(error: BaseException) -> str:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the worker, which lets requests finish
     stub = Stub(socket.socket(fileno=int(sys.argv[1])))
-    begun = memoryview(mmap.mmap(int(sys.argv[2]), mmap.PAGESIZE)).cast("Q")
+    progress = memoryview(mmap.mmap(int(sys.argv[2]), mmap.PAGESIZE)).cast("Q")
     pb_utils.attach(stub)
     for name in ("triton_python_backend_utils", "c_python_backend_utils"):
         sys.modules[name] = pb_utils
     threading.Thread(target=stub.read_for_main, name="reader", daemon=True).start()
-    ModelProcess(stub, begun).run()
+    ModelProcess(stub, progress).run()
 
 
 if __name__ == "__main__":

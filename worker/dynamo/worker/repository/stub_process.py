@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -43,6 +42,10 @@ _FINALIZE_S = 30.0
 _AHEAD_NS = 2_000_000
 """Executions are sent to a process before it is idle if those that it has take no longer than this together."""
 _MOST_AHEAD = 16
+_PATIENCE_S = 0.05
+"""What a process has not begun is withdrawn if no execution has returned for so long, or for up to twice as long."""
+_QUIET_S = 0.01
+"""After this time a process that has begun an execution has been seen to, or it has seen that the execution was withdrawn."""
 _MODULE = "dynamo.worker.repository.stub"
 
 _TO_CODE = {
@@ -119,14 +122,15 @@ class StubProcess:
         name: str,
         process: subprocess.Popen[bytes],
         connection: socket.socket,
-        begun: mmap.mmap,
+        progress: mmap.mmap,
         handlers: CallHandlers,
         memory: SharedMemory | None,
     ) -> None:
         self.closed = asyncio.Event()
         self._name = name
         self._process = process
-        self._begun = begun
+        self._progress = memoryview(progress).cast("Q")
+        """Words that are shared with the process, see `wire.BEGUN`."""
         self._handlers = handlers
         self._numbers = itertools.count(1)
         self._ready: asyncio.Future[wire.Ready] | None = None
@@ -136,8 +140,12 @@ class StubProcess:
         """Those that have not returned, in order."""
         self._usual_ns = 0
         """How long an execution takes, lately."""
+        self._is_late = False
+        """What it had not begun was withdrawn, and nothing has returned since."""
+        self._watch: asyncio.TimerHandle | None = None
         self._on_room: Callable[[], None] = _nothing
-        self._on_death: Callable[[StubProcess, Sequence[Execution]], None] | None = None
+        self._on_return: Callable[[Sequence[Execution]], None] = _drop
+        self._on_death: Callable[[StubProcess], None] = _drop
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._windows: dict[int, CallWindow] = {}
         """Of the calls that run, by their numbers."""
@@ -162,11 +170,16 @@ class StubProcess:
     def has_room(self) -> bool:
         """Whether another execution may be sent: the process is idle, or it will be very soon."""
         load = len(self._executions)
-        return not load or (load < _MOST_AHEAD and 0 < load * self._usual_ns <= _AHEAD_NS)
+        return not self._is_late and (not load or (load < _MOST_AHEAD and 0 < load * self._usual_ns <= _AHEAD_NS))
 
-    def serve(self, on_room: Callable[[], None], on_death: Callable[[StubProcess, Sequence[Execution]], None]) -> None:
-        """Have `on_room` called when an execution has returned, and `on_death` with those that have not begun."""
-        self._on_room, self._on_death = on_room, on_death
+    def serve(
+        self,
+        on_room: Callable[[], None],
+        on_return: Callable[[Sequence[Execution]], None],
+        on_death: Callable[[StubProcess], None],
+    ) -> None:
+        """Have `on_room` called when an execution has returned, `on_return` with those that come back unbegun, and `on_death`."""
+        self._on_room, self._on_return, self._on_death = on_room, on_return, on_death
 
     # Orders
 
@@ -229,6 +242,45 @@ class StubProcess:
         if self._memory is not None and wire.has_places(order):
             self._memory.keep(execution.number, [request.inputs for request in execution.requests])
         self.send(order, buffers)
+        if self._watch is None:
+            self._watch_oldest()
+
+    def _watch_oldest(self) -> None:
+        oldest = next(iter(self._executions))
+        self._watch = asyncio.get_running_loop().call_later(_PATIENCE_S, self._check_oldest, oldest)
+
+    def _check_oldest(self, oldest: int) -> None:
+        """Withdraw what has not begun if `oldest` has not returned since it was the oldest execution."""
+        self._watch = None
+        if not self.is_alive or not self._executions:
+            return
+        if oldest not in self._executions:
+            return self._watch_oldest()
+        self._is_late = True
+        newest = next(reversed(self._executions))
+        self._progress[wire.WITHDRAWN] = newest
+        asyncio.get_running_loop().call_later(_QUIET_S, self._take_back, newest)
+
+    def _take_back(self, newest: int) -> None:
+        """Return the executions up to `newest` that have not begun. They do not begin any more."""
+        if self.is_alive:
+            begun = self._progress[wire.BEGUN]
+            self._return_unbegun([execution for execution in self._executions.values() if begun < execution.number <= newest])
+
+    def _return_unbegun(self, unbegun: Sequence[Execution]) -> None:
+        for execution in unbegun:
+            del self._executions[execution.number]
+            if self._memory is not None:
+                self._memory.release([execution.number])
+        wanted = [execution for execution in unbegun if self._is_wanted(execution)]
+        for execution in unbegun:
+            for number in execution.numbers:
+                self._responses.pop(number, None)
+        self._on_return(wanted)
+
+    def _is_wanted(self, execution: Execution) -> bool:
+        """Return whether the caller of any request of it still waits for responses."""
+        return not self._responses.keys().isdisjoint(execution.numbers)
 
     def forget(self, execution: Execution) -> None:
         """Drop an execution. If requests of it have not ended, the model is notified of the cancellation."""
@@ -304,9 +356,14 @@ class StubProcess:
                 raise ValueError(f"unexpected message {type(message).__name__}")
 
     def _return(self, done: wire.Done, raws: Sequence[memoryview]) -> None:
-        execution = self._executions.pop(done.number, None)
+        self._is_late = False
+        execution = self._executions.get(done.number)
+        if execution is not None and done.is_withdrawn:
+            return self._return_unbegun([execution])
         if execution is not None:
+            del self._executions[done.number]
             execution.infer_ns = done.infer_ns
+        if done.infer_ns:
             self._usual_ns += (done.infer_ns - self._usual_ns) // (8 if self._usual_ns else 1)
         position = 0
         for response in done.responses:
@@ -346,7 +403,7 @@ class StubProcess:
         task.add_done_callback(lambda _: self._calls.pop(number, None))
 
     def _fail_all(self, why: str) -> None:
-        """The process has ended: give executions back that have not begun, and fail the other requests."""
+        """The process has ended: return executions that have not begun, and fail the other requests."""
         if self.closed.is_set():
             return
         self.closed.set()
@@ -362,15 +419,17 @@ class StubProcess:
             self._ready.set_result(wire.Ready(error=text))
         for task in self._calls.values():
             task.cancel()
-        if self._on_death is not None:
-            self._on_death(self, unbegun)
+        if self._watch is not None:
+            self._watch.cancel()
+        self._on_death(self)
+        self._on_return(unbegun)
 
     def _take_unbegun(self) -> list[Execution]:
         """Return the executions that have not begun, without the first if no other request can have ended the process."""
-        [newest] = struct.unpack_from("=Q", self._begun)
+        newest = self._progress[wire.BEGUN]
         unbegun = [execution for number, execution in self._executions.items() if number > newest]
         has_begun = len(unbegun) < len(self._executions)
-        unbegun = [execution for execution in unbegun if not self._responses.keys().isdisjoint(execution.numbers)]
+        unbegun = [execution for execution in unbegun if self._is_wanted(execution)]
         numbers = {number for execution in unbegun for number in execution.numbers}
         if not has_begun and numbers.issuperset(self._responses):
             for number in unbegun.pop(0).numbers if unbegun else ():
@@ -382,6 +441,10 @@ class StubProcess:
 
 def _nothing() -> None:
     """Stand in for `on_room` until `serve` sets it."""
+
+
+def _drop(_: object) -> None:
+    """Stand in for the others: the process has no executions then."""
 
 
 def _to_wire(
@@ -426,10 +489,10 @@ async def open_stub(name: str, handlers: CallHandlers, memory: SharedMemory | No
     Large tensors of frontends on this host, and large outputs, lie in `memory` if that is given.
     """
     ours, theirs = socket.socketpair()
-    shared = os.memfd_create("begun")
+    shared = os.memfd_create("progress")
     try:
         os.ftruncate(shared, mmap.PAGESIZE)
-        begun = mmap.mmap(shared, mmap.PAGESIZE)
+        progress = mmap.mmap(shared, mmap.PAGESIZE)
         passed = (theirs.fileno(), shared)
         # Not by asyncio, whose loop forks: the fork handlers of gRPC crash a process that has other threads. Popen does not.
         process = subprocess.Popen(  # noqa: ASYNC220, S603
@@ -444,4 +507,4 @@ async def open_stub(name: str, handlers: CallHandlers, memory: SharedMemory | No
     finally:
         theirs.close()
         os.close(shared)
-    return StubProcess(name, process, ours, begun, handlers, memory)
+    return StubProcess(name, process, ours, progress, handlers, memory)

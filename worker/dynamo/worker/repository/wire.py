@@ -22,6 +22,10 @@ Parameter: TypeAlias = bool | int | float | str
 MAX_HEAD_BYTES = 64 * 2**20
 MAX_PIECES = 512
 """Buffers in one system call; the limit of Linux is 1024."""
+BEGUN, WITHDRAWN = 0, 1
+"""Words of the memory that a worker and a process share: the number of the last execution that the process has begun, and of
+the last that it must not begin any more. The process writes the first and then reads the second, the worker does the reverse.
+"""
 RESPONSE_WINDOW = 256
 """Responses to one request, or to one call of a model, that may be sent before any has been read."""
 
@@ -188,12 +192,13 @@ class Response(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_default
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
-    """From the model: `execute` has returned these responses, or raised; or it was not called, as all requests were cancelled."""
+    """From the model: `execute` has returned these responses, or raised; or it was not called."""
 
     number: int
     responses: tuple[Response, ...] = ()
     infer_ns: int = 0
-    """How long `execute` ran."""
+    """How long `execute` ran; 0 if it was not called: all requests were cancelled, or the execution was withdrawn."""
+    is_withdrawn: bool = False
 
 
 class CallModel(msgspec.Struct, frozen=True, tag=True):
