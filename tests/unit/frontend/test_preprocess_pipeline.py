@@ -322,3 +322,44 @@ async def test_an_eos_token_that_the_request_names_is_reported() -> None:
     request = replace(text_request("a"), stop=Stop(token_ids=(EOS,)))
     end = text_model.detokenizer(request, await text_model.to_generate(request)).feed(Delta((), 0, FinishReason.STOP, None, EOS))
     assert end is not None and end.stop_reason == EOS
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}],
+}
+
+
+async def test_tools_calls_and_results_are_plain_messages_for_a_template_without_tools() -> None:
+    plain = await model(tool_parser="generic", context_length=10_000)
+    results = (
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "c2", "content": "dry"},
+    )
+    messages = ({"role": "system", "content": "Be brief."}, *HELLO, CALLED, *results)
+    prompt = await plain.render(TextRequest(model="talker", messages=messages, tools=(WEATHER,)))
+    system, tools, rest = prompt.partition('<tools>\n{"name": "weather", "parameters": {"type": "object"}}\n</tools>')
+    assert system.startswith("system: Be brief.\n")
+    assert tools
+    assert rest.endswith(
+        "user: hi\n"
+        'assistant: <tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>\n'
+        "user: <tool_response>\nsunny\n</tool_response>\n<tool_response>\ndry\n</tool_response>\n"
+        "assistant: "
+    )
+
+
+async def test_tools_are_described_in_a_system_message_of_their_own_if_there_is_none() -> None:
+    plain = await model(tool_parser="generic", context_length=10_000)
+    prompt = await plain.render(TextRequest(model="talker", messages=HELLO, tools=(WEATHER,)))
+    assert prompt.startswith("system: You can call")
+    assert await plain.render(TextRequest(model="talker", messages=HELLO)) == "user: hi\nassistant: "
+
+
+async def test_a_message_of_calls_alone_has_an_empty_text_for_templates() -> None:
+    template = b"{% for message in messages %}{{ 'To: ' + message.content }};{% endfor %}"
+    capable = await model(Files(template), tool_parser="hermes")
+    prompt = await capable.render(TextRequest(model="talker", messages=(*HELLO, CALLED, {"role": "assistant"})))
+    assert prompt == "To: hi;To: ;To: ;"

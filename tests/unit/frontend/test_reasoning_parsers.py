@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.common.model_card import LlmInfo
+from dynamo.common.parser_names import REASONING_PARSERS
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import OutputParser, Reasoning, make_parser
 from tests.support.cuts import ParsedPart, call, content, read, read_however_cut, reasoning
@@ -26,6 +27,29 @@ OUTPUTS: list[tuple[str, str, list[ParsedPart]]] = [
     ("qwen3", "Yes</think>no", [content("Yesno")]),
     ("qwen3", "<thi", [content("<thi")]),
     ("qwen3_thinking", "a</think>b", [reasoning("a"), content("b")]),
+    ("glm45", "\n<think>Short.</think>\nFine.", [reasoning("Short."), content("Fine.")]),
+    ("glm45", "<think></think>\nFine.", [content("Fine.")]),
+    (
+        "granite",
+        "Here is my thought process: Add them.\n\nHere is my response: Four.",
+        [reasoning("Add them."), content("Four.")],
+    ),
+    ("granite", "Here's my thought process:\nAdd.\nHere's my response:\nFour.", [reasoning("Add."), content("Four.")]),
+    ("granite", "Here is my answer", [content("Here is my answer")]),
+    ("granite", "Here is my th", [content("Here is my th")]),
+    ("kimi", "◁think▷Hm.◁/think▷Yes.", [reasoning("Hm."), content("Yes.")]),
+    ("kimi_k2", "<think>Hm.</think>Yes.", [reasoning("Hm."), content("Yes.")]),
+    (
+        "kimi_k2",
+        "<think>I look. <|tool_calls_section_begin|>x",
+        [reasoning("I look. "), content("<|tool_calls_section_begin|>x")],
+    ),
+    ("kimi_k2", "Yes <|tool_calls_section_begin|>x", [content("Yes <|tool_calls_section_begin|>x")]),
+    ("minimax_m2", "Hm.\n</think>\n\nYes.", [reasoning("Hm."), content("Yes.")]),
+    ("minimax_m2_append_think", "Hm.\n</think>\n\nYes.", [content("<think>Hm.\n</think>\n\nYes.")]),
+    ("mistral", "[THINK]Hm, [1] or [/2]?[/THINK]Yes.", [reasoning("Hm, [1] or [/2]?"), content("Yes.")]),
+    ("nemotron", "<think>\nHm.\n</think>\n\nYes.", [reasoning("Hm."), content("Yes.")]),
+    ("seed_oss", "<seed:think>Hm.</seed:think>Yes.", [reasoning("Hm."), content("Yes.")]),
     (
         "gpt_oss",
         "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>",
@@ -34,14 +58,37 @@ OUTPUTS: list[tuple[str, str, list[ParsedPart]]] = [
 ]
 
 
+TAGS = ["<think>", "</think>", "[THINK]", "◁/think▷", "Here is my thought process:", "Here is my response: "]
+PIECES = [*TAGS, "\n", "a", "<", "</thi", "é", " ", " " * 70]
+
+
 @pytest.mark.parametrize(("name", "text", "expected"), OUTPUTS)
 def test_reasoning_parses_the_same_wherever_it_is_cut(name: str, text: str, expected: list[ParsedPart]) -> None:
     assert read_however_cut(lambda: parser(name), text) == expected
 
 
-@pytest.mark.parametrize("name", PARSER_REGISTRY.reasoning)
+@pytest.mark.parametrize("name", sorted(REASONING_PARSERS))
 @given(
-    pieces=st.lists(st.sampled_from(["<think>", "</think>", "\n", "a", "<", "</thi", "é", " ", " " * 70]), max_size=12),
+    pieces=st.lists(
+        st.sampled_from(
+            [
+                "<think>",
+                "</think>",
+                "[THINK]",
+                "◁/think▷",
+                "Here is my thought process:",
+                "Here is my response: ",
+                "\n",
+                "a",
+                "<",
+                "</thi",
+                "é",
+                " ",
+                " " * 70,
+            ]
+        ),
+        max_size=12,
+    ),
     data=st.data(),
 )
 def test_random_cuts_change_nothing(name: str, pieces: list[str], data: st.DataObject) -> None:
@@ -60,6 +107,9 @@ def test_random_cuts_change_nothing(name: str, pieces: list[str], data: st.DataO
         ("deepseek_r1", "<｜Assistant｜>", "a</think>b", [reasoning("a"), content("b")]),
         ("qwen3_thinking", "<think>\n\n</think>\n\n", "b", [content("b")]),
         ("gpt_oss", "<think>", "b", [content("b")]),
+        ("minimax_m2", "]~b]ai\n<think>\n", "a</think>b", [reasoning("a"), content("b")]),
+        ("seed_oss", "<seed:think>", "a</seed:think>b", [reasoning("a"), content("b")]),
+        ("nemotron", "<SPECIAL_11>Assistant\n<think></think>", "b", [content("b")]),
     ],
 )
 def test_reasoning_continues_after_the_prompt(name: str, before: str, text: str, expected: list[ParsedPart]) -> None:
@@ -91,6 +141,19 @@ def test_reasoning_is_streamed() -> None:
             "qwen3_coder",
             "<think>\na <tool_call>\n</think>\n\nSee:\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
             [reasoning("a <tool_call>"), content("See:\n"), call("now", "{}")],
+        ),
+        (
+            "kimi_k2",
+            "kimi_k2",
+            "<think>Late?<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}"
+            "<|tool_call_end|><|tool_calls_section_end|>",
+            [reasoning("Late?"), call("now", "{}")],
+        ),
+        (
+            "glm45",
+            "glm45",
+            "\n<think>Late?</think>\n<tool_call>now\n</tool_call>",
+            [reasoning("Late?"), call("now", "{}")],
         ),
         (
             "gpt_oss",

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo.common.parser_names import REASONING_PARSER_ALIASES, REASONING_PARSERS, TOOL_PARSER_ALIASES, TOOL_PARSERS
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, ToolCall
 from dynamo.frontend.preprocess.tools.reader import MAX_HELD_CHARS
@@ -34,6 +35,7 @@ V31 = "<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>%s<｜tool▁call
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 XML = "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>"
 XML_CITY = "<parameter=city>\n%s\n</parameter>\n"
+D = "｜DSML｜"
 BOTH = [call("get_weather", PARIS), call("get_weather", TOKYO)]
 
 OUTPUTS: list[tuple[str, str, list[ParsedPart]]] = [
@@ -96,7 +98,7 @@ OUTPUTS: list[tuple[str, str, list[ParsedPart]]] = [
     ("mistral", f"[TOOL_CALLS]get_weather{PARIS}", BOTH[:1]),
     ("mistral", f'[TOOL_CALLS]{{"name": "get_weather", "arguments": {PARIS}}}', BOTH[:1]),
     ("mistral", "[TOOL_CALLS]what is this? [1]", [content("what is this? [1]")]),
-    ("mistral", "[TOOL_CALLS] [1, 2]", [content("[1, 2]")]),
+    ("mistral", "[TOOL_CALLS] [1, 2]", [content(" [1, 2]")]),
     ("mistral", "[TOOL_CALLS][TOOL_CALLS]now[ARGS]{}", [call("now", "{}")]),
     ("mistral", "see [1] and [TOOL", [content("see [1] and [TOOL")]),
     ("mistral", "[TOOL_CALLS]get_wea", [content("get_wea")]),
@@ -176,6 +178,142 @@ OUTPUTS: list[tuple[str, str, list[ParsedPart]]] = [
     ),
     ("deepseek_v3_1", BEGIN + '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a', [call("now", '{"a')]),
     ("deepseek_v3", BEGIN + "<｜tool▁call▁begin｜>function<｜tool▁sep｜>no", [content("no")]),
+    # deepseek_v32
+    (
+        "deepseek_v32",
+        f"I look it up.\n\n<{D}function_calls>\n"
+        f'<{D}invoke name="get_weather">\n<{D}parameter name="city" string="true">Paris</{D}parameter>\n'
+        f'<{D}parameter name="days" string="false">2</{D}parameter>\n</{D}invoke>\n'
+        f'<{D}invoke name="now">\n</{D}invoke>\n</{D}function_calls>',
+        [content("I look it up.\n\n"), call("get_weather", '{"city":"Paris","days":2}'), call("now", "{}")],
+    ),
+    (
+        "deepseek_v32",
+        f'<{D}invoke name="f"><{D}parameter name="a" string="false">{{"b": [1, null]}}</{D}parameter>'
+        f'<{D}parameter name="c" string="true">12</{D}parameter></{D}invoke>',
+        [call("f", '{"a":{"b": [1, null]},"c":"12"}')],
+    ),
+    # kimi_k2
+    (
+        "kimi_k2",
+        "One moment.<|tool_calls_section_begin|>"
+        f"<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{PARIS}<|tool_call_end|>"
+        f"<|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{TOKYO}<|tool_call_end|>"
+        "<|tool_calls_section_end|><|im_end|>",
+        [content("One moment."), *BOTH],
+    ),
+    (
+        "kimi_k2",
+        f"<|tool_call_begin|>get_weather<|tool_call_argument_begin|> {PARIS} <|tool_call_end|>",
+        [call("get_weather", PARIS + " ")],
+    ),
+    ("kimi_k2", "<|tool_call_begin|>functions.now:3<|tool_call_argument_begin|><|tool_call_end|>", [call("now", "{}")]),
+    ("kimi_k2", "<|tool_call_begin|>functions.now:3", [content("functions.now:3")]),
+    ("kimi_k2", '<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{"a": "b', [call("now", '{"a": "b')]),
+    # glm45
+    (
+        "glm45",
+        "\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        [call("get_weather", '{"city":"Paris","days":2}'), call("now", "{}")],
+    ),
+    (
+        "glm45",
+        "I send it.<tool_call>send<arg_key>text</arg_key><arg_value>a\n<b></arg_value><arg_key>to</arg_key>"
+        '<arg_value>["x"]</arg_value></tool_call><tool_call>now</tool_call>',
+        [content("I send it."), call("send", '{"text":"a\\n<b>","to":["x"]}'), call("now", "{}")],
+    ),
+    ("glm45", "<tool_call>\nnow\n</tool_call>", [call("now", "{}")]),
+    ("glm45", "<tool_call>oh no\n</tool_call>", [content("oh no")]),
+    ("glm45", '<tool_call>{"name": "now"}</tool_call>', [content('{"name": "now"}')]),
+    ("glm45", "<tool_call>no", [content("no")]),
+    ("glm45", "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>b</arg", [call("now", '{"a":"b</arg')]),
+    # minimax_m2
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="send">\n<parameter name="text">Hi</parameter>\n'
+        '<parameter name="to">["a", "b"]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        [call("send", '{"text":"Hi","to":["a", "b"]}'), call("now", "{}")],
+    ),
+    (
+        "minimax_m2",
+        "Well.\n<minimax:tool_call><invoke name='now'></invoke></minimax:tool_call>",
+        [content("Well.\n"), call("now", "{}")],
+    ),
+    ("minimax_m2", '<invoke name="send"><parameter name="text">\nH\n', [call("send", '{"text":"\\nH\\n')]),
+    # seed_oss
+    (
+        "seed_oss",
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>2</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        [call("get_weather", '{"city":"Paris","days":2}')],
+    ),
+    # granite
+    ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}]', BOTH[:1]),
+    (
+        "granite",
+        f'Let me look. <tool_call>[{{"name": "get_weather", "arguments": {PARIS}}}, '
+        f'{{"name": "get_weather", "arguments": {TOKYO}}}]</tool_call>',
+        [content("Let me look. "), *BOTH],
+    ),
+    ("granite", "<tool_call> []", []),
+    ("granite", "<tool_call>[ see", [content("[ see")]),
+    # phi4_mini_json
+    ("phi4_mini_json", f'functools[{{"name": "get_weather", "arguments": {PARIS}}}]', BOTH[:1]),
+    (
+        "phi4_mini_json",
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "now", "parameters": {{}}}}]<|/tool_call|>',
+        [BOTH[0], call("now", "{}")],
+    ),
+    ("phi4_mini_json", "functools[0] is no function", [content("functools[0] is no function")]),
+    (
+        "phi4_mini_json",
+        'functools[{"name": "unheard_of", "arguments": {}}]',
+        [content('functools[{"name": "unheard_of", "arguments": {}}]')],
+    ),
+    ("phi4_mini_json", "import functools", [content("import functools")]),
+    ("phi4_mini_json", "functools[", [content("functools[")]),
+    # jamba
+    (
+        "jamba",
+        f' <tool_calls>[\n    {{"name": "get_weather", "arguments": {PARIS}}},\n    {{"name": "now", "arguments": {{}}}}\n]'
+        "</tool_calls>",
+        [BOTH[0], call("now", "{}")],
+    ),
+    (
+        "jamba",
+        f'<tool_calls>\n{{"name": "get_weather", "arguments": {PARIS}}}\n{{"name": "now", "arguments": {{}}}}\n</tool_calls>',
+        [BOTH[0], call("now", "{}")],
+    ),
+    # nemotron
+    ("nemotron", f'<TOOLCALL>[{{"name": "get_weather", "arguments": {PARIS}}}]</TOOLCALL>\n', BOTH[:1]),
+    ("nemotron", f'<TOOLCALL>[{{"name": "get_weather", "arguments": {PARIS}}}, {{"na', [BOTH[0], content('{"na')]),
+    # longcat
+    ("longcat", f'<longcat_tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</longcat_tool_call>', BOTH[:1]),
+    # generic
+    ("generic", f'<tool_call>{{"name": "get_weather", "arguments": {PARIS}}}</tool_call>', BOTH[:1]),
+    (
+        "generic",
+        f'<tool_call>[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]</tool_call>',
+        [BOTH[0], call("now", "{}")],
+    ),
+    ("generic", f'I check.\n<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}', [content("I check.\n"), BOTH[0]]),
+    (
+        "generic",
+        f'{{"name": "get_weather", "arguments": {PARIS}}}\n{{"name": "now", "parameters": {{}}}}',
+        [BOTH[0], call("now", "{}")],
+    ),
+    ("generic", f' [{{"name": "get_weather", "arguments": {PARIS}}}] ', BOTH[:1]),
+    ("generic", f'Sure:\n```json\n{{"name": "get_weather", "arguments": {PARIS}}}\n```\n', [content("Sure:\n"), BOTH[0]]),
+    ("generic", '```json\n{"name": "Bob"}\n```', [content('```json\n{"name": "Bob"}\n```')]),
+    ("generic", '```json\n[{"name": "now"}]``', [call("now", "{}"), content("``")]),
+    ("generic", ' {"name": "Bob", "arguments": {}}', [content(' {"name": "Bob", "arguments": {}}')]),
+    ("generic", "[1] says so", [content("[1] says so")]),
+    ("generic", "[[now]]", [content("[[now]]")]),
+    ("generic", "{{now}}", [content("{{now}}")]),
+    ("generic", "Use ```json\n or <tool_call", [content("Use ```json\n or <tool_call")]),
+    ("generic", '<tool_call>{"name": "get_weather", "argum', [content('{"name": "get_weather", "argum')]),
+    ("generic", '<tool_call>{"name": "get_weather", "arguments": {"city', [call("get_weather", '{"city')]),
     # harmony
     ("harmony", "Hello", [content("Hello")]),
     (
@@ -205,12 +343,17 @@ def test_output_parses_the_same_wherever_it_is_cut(name: str, text: str, expecte
     assert read_however_cut(lambda: parser(name), text) == expected
 
 
+def test_every_name_that_a_worker_takes_has_a_parser() -> None:
+    assert PARSER_REGISTRY.tools.keys() == TOOL_PARSERS | TOOL_PARSER_ALIASES.keys()
+    assert PARSER_REGISTRY.reasoning.keys() == REASONING_PARSERS | REASONING_PARSER_ALIASES.keys()
+
+
 PIECES = st.sampled_from(
     sorted({piece for _, text, _ in OUTPUTS for piece in [text, text[: len(text) // 2], text[len(text) // 2 :]]})
 )
 
 
-@pytest.mark.parametrize("name", PARSER_REGISTRY.tools)
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
 @settings(max_examples=60)
 @given(data=st.data())
 def test_random_cuts_of_any_output_change_nothing(name: str, data: st.DataObject) -> None:
@@ -227,7 +370,7 @@ def test_random_cuts_of_any_output_change_nothing(name: str, data: st.DataObject
     assert read(parser(name), text) == whole_text
 
 
-@pytest.mark.parametrize("name", PARSER_REGISTRY.tools)
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
 @settings(max_examples=100)
 @given(text=st.text('abc d{}:",;()=.é🤔\n<>|', max_size=60).map(lambda text: "x" + text))
 def test_text_without_a_marker_is_content_as_it_is(name: str, text: str) -> None:
@@ -241,6 +384,12 @@ def test_text_without_a_marker_is_content_as_it_is(name: str, text: str) -> None
         ("llama3_json", '{"name": "now", "parameters": {"a": "b', " c"),
         ("mistral", '[TOOL_CALLS]now[ARGS]{"a": "b', " c"),
         ("qwen3_coder", "<function=now><parameter=a>b", " c"),
+        ("generic", '{"name": "now", "arguments": {"a": "b', " c"),
+        ("granite", '<tool_call>[{"name": "now", "arguments": {"a": "b', " c"),
+        ("kimi_k2", '<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{"a": "b', " c"),
+        ("glm45", "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>b", " c"),
+        ("minimax_m2", '<invoke name="now"><parameter name="a">b', " c"),
+        ("deepseek_v32", '<｜DSML｜invoke name="now"><｜DSML｜parameter name="a" string="true">b', " c"),
         ("deepseek_v3_1", '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": "b', " c"),
         ("harmony", '<|channel|>commentary to=functions.now<|message|>{"a": "b', " c"),
     ],
@@ -262,7 +411,11 @@ def test_text_that_cannot_be_a_marker_is_returned_at_once() -> None:
     [
         ("hermes", "<tool_call>", '{"x": "'),
         ("llama3_json", "", '{"x": "'),
-        ("mistral", "[TOOL_CALLS][", '{"x": "'),
+        ("mistral", "[TOOL_CALLS]", '[{"x": "'),
+        ("generic", "", '[{"x": "'),
+        ("kimi_k2", "<|tool_call_begin|>", "x"),
+        ("glm45", "<tool_call>", "x"),
+        ("minimax_m2", "<invoke name=", "x"),
         ("mistral", "[TOOL_CALLS]", "x"),
         ("pythonic", "", '[now(a="'),
         ("qwen3_coder", "<function=", "x"),

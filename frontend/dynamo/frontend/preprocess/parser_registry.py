@@ -2,42 +2,58 @@
 
 from __future__ import annotations
 
-from functools import partial
-
+from dynamo.common.parser_names import REASONING_PARSER_ALIASES, TOOL_PARSER_ALIASES
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
-from dynamo.frontend.preprocess.reasoning.think import think
+from dynamo.frontend.preprocess.reasoning.kinds import REASONING
 from dynamo.frontend.preprocess.tools.deepseek import DeepSeek
+from dynamo.frontend.preprocess.tools.deepseek_v32 import deepseek_v32
+from dynamo.frontend.preprocess.tools.generic import Generic
+from dynamo.frontend.preprocess.tools.glm import glm45
+from dynamo.frontend.preprocess.tools.granite import granite
 from dynamo.frontend.preprocess.tools.harmony import Harmony
-from dynamo.frontend.preprocess.tools.hermes import Hermes
+from dynamo.frontend.preprocess.tools.hermes import hermes
+from dynamo.frontend.preprocess.tools.jamba import jamba
+from dynamo.frontend.preprocess.tools.kimi import Kimi
 from dynamo.frontend.preprocess.tools.llama3_json import Llama3Json
+from dynamo.frontend.preprocess.tools.longcat import longcat
+from dynamo.frontend.preprocess.tools.minimax import minimax_m2
 from dynamo.frontend.preprocess.tools.mistral import Mistral
+from dynamo.frontend.preprocess.tools.nemotron import nemotron
+from dynamo.frontend.preprocess.tools.phi4 import phi4
 from dynamo.frontend.preprocess.tools.pythonic import Pythonic
-from dynamo.frontend.preprocess.tools.qwen3_coder import Qwen3Coder
+from dynamo.frontend.preprocess.tools.qwen3_coder import qwen3_coder
+from dynamo.frontend.preprocess.tools.seed_oss import seed_oss
 
-_HERMES = ParserKind(Hermes)
 _DEEPSEEK = ParserKind(DeepSeek, needs_special_tokens=True)
 _HARMONY = ParserKind(Harmony, needs_special_tokens=True)
-_QWEN3_CODER = ParserKind(Qwen3Coder)
-_ALWAYS_THINKS = ParserKind(partial(think, is_open=True), make_after_prompt=partial(think, is_open=True))
-_MAY_THINK = ParserKind(partial(think, is_open=False), make_after_prompt=partial(think, is_open=False))
+
+_TOOLS = {
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "deepseek_v32": ParserKind(deepseek_v32, needs_special_tokens=True),
+    "generic": ParserKind(Generic),
+    "glm45": ParserKind(glm45),
+    "granite": ParserKind(granite, needs_special_tokens=True),
+    "hermes": ParserKind(hermes),
+    "jamba": ParserKind(jamba),
+    "kimi_k2": ParserKind(Kimi, needs_special_tokens=True),
+    "llama3_json": ParserKind(Llama3Json),
+    "longcat": ParserKind(longcat),
+    "minimax_m2": ParserKind(minimax_m2, needs_special_tokens=True),
+    "mistral": ParserKind(Mistral, needs_special_tokens=True),
+    "nemotron": ParserKind(nemotron),
+    "openai": _HARMONY,
+    "phi4_mini_json": ParserKind(phi4, needs_special_tokens=True),
+    "pythonic": ParserKind(Pythonic),
+    "qwen3_coder": ParserKind(qwen3_coder),
+    "seed_oss": ParserKind(seed_oss, needs_special_tokens=True),
+}
+_REASONING = {**REASONING, "openai_gptoss": _HARMONY}
 
 PARSER_REGISTRY = OutputParsers(
-    tools={
-        "hermes": _HERMES,
-        "llama3_json": ParserKind(Llama3Json),
-        "mistral": ParserKind(Mistral, needs_special_tokens=True),
-        "pythonic": ParserKind(Pythonic),
-        "qwen3_coder": _QWEN3_CODER,
-        "qwen3_xml": _QWEN3_CODER,
-        "deepseek_v3": _DEEPSEEK,
-        "deepseek_v3_1": _DEEPSEEK,
-        "harmony": _HARMONY,
-        "gpt_oss": _HARMONY,
-    },
+    tools={**_TOOLS, **{alias: _TOOLS[name] for alias, name in TOOL_PARSER_ALIASES.items()}},
     reasoning={
-        "deepseek_r1": _ALWAYS_THINKS,
-        "qwen3": _MAY_THINK,
-        "qwen3_thinking": _ALWAYS_THINKS,
-        "gpt_oss": _HARMONY,
+        **_REASONING,
+        **{alias: _REASONING[name] for alias, name in REASONING_PARSER_ALIASES.items()},
     },
 )

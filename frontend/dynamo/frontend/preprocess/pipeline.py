@@ -20,6 +20,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import GenerateRequest, Stop, pack_tokens, unpack_tokens
 from dynamo.common.generation_rules import check_request
 from dynamo.common.model_card import ModelCard
+from dynamo.common.parser_names import GENERIC
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.detokenize import CONTEXT_TOKENS, Detokenizer
 from dynamo.frontend.preprocess.offload import Offload
@@ -27,6 +28,7 @@ from dynamo.frontend.preprocess.template import ChatTemplate
 from dynamo.frontend.preprocess.template_budget import OutOfTime
 from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
 from dynamo.frontend.preprocess.tokenizer import Tokenizer, TooManyTokens
+from dynamo.frontend.preprocess.tools.prompt import in_plain_messages
 
 MAX_PROMPT_LOGPROBS = 65_536
 """Of all tokens of a prompt and their alternatives; they come in one piece."""
@@ -133,9 +135,12 @@ class TextModel:
         shaped = [_message(message, self._info.modalities) for message in messages]
         if request.continues_last:
             shaped[-1] = _with_marker(shaped[-1])
+        tools = request.tools
+        if self._info.tool_parser == GENERIC:
+            shaped, tools = in_plain_messages(shaped, tools), ()
         text = self._template.render(
             shaped,
-            tools=request.tools,
+            tools=tools,
             add_generation_prompt=request.add_generation_prompt and not request.continues_last,
             variables=request.chat_template_kwargs,
             max_steps=max_steps,
@@ -240,6 +245,8 @@ def _message(message: Mapping[str, Any], modalities: Collection[str]) -> dict[st
                     _check_part(part.get("type") if isinstance(part, Mapping) else None, modalities)
         else:
             result["content"] = "\n".join(map(_text_part, content))
+    if content is None:  # a message of calls alone: templates add it to text
+        result["content"] = ""
     if isinstance(calls := result.get("tool_calls"), list | tuple):
         result["tool_calls"] = [_tool_call(call) for call in calls]
     return result

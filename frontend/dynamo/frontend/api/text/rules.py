@@ -33,7 +33,8 @@ def choose_parsers(
     llm = llm_of(card)
     if has_tools and not llm.tool_parser:
         raise InvalidRequest(
-            f"model '{card.name}' was registered without a tool parser: require a call with 'tool_choice', or leave out 'tools'",
+            f"model '{card.name}' has no tool parser: start its worker with --tool-call-parser, require a call with "
+            "'tool_choice', or leave out 'tools'",
             param="tools",
         )
     if guided:

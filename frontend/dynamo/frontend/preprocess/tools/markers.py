@@ -10,11 +10,11 @@ class Markers:
 
     def __init__(self, *markers: str) -> None:
         self._markers = sorted(markers, key=len, reverse=True)
-        self.pattern = "|".join(map(re.escape, self._markers))
+        self.pattern = "|".join(map(re.escape, self._markers)) or "(?!)"
         """A regular expression that matches any of them."""
         self._pattern = re.compile(self.pattern)
         self._beginnings = frozenset(marker[:length] for marker in markers for length in range(1, len(marker)))
-        self._longest = len(self._markers[0]) - 1
+        self._longest = max(map(len, markers), default=1) - 1
 
     def search(self, text: str) -> re.Match[str] | None:
         """Return the match of the first marker."""
