@@ -75,6 +75,7 @@ class Option:
     parse: Callable[[str], object] | None = None
     from_file: Callable[[object], object] | None = None
     repeatable: bool = False
+    several: bool = False
     separator: str = ","
     minimum: float | None = None
     maximum: float | None = None
@@ -100,6 +101,7 @@ def option(
     parse: Callable[[str], object] | None = None,
     from_file: Callable[[object], object] | None = None,
     repeatable: bool = False,
+    several: bool = False,
     separator: str = ",",
     minimum: float | None = None,
     maximum: float | None = None,
@@ -111,8 +113,9 @@ def option(
     `hidden_flags` work but are not shown. The first of `env` that is set and not empty counts. `parse` turns text into
     the value and raises ValueError with the end of a sentence ("is not a port"); `from_file` does so for YAML.
     `repeatable` fields are tuples: the flag may be given several times, and each text is split at `separator` (empty:
-    not split). `secret` values never come from the command line, where every user of the machine can read them: they
-    get a `…-file` flag and variable in addition to the variable itself.
+    not split); with `several`, more texts may follow the first as arguments of their own. `secret` values never come from the
+    command line, where every user of the machine can read them: they get a `…-file` flag and variable in addition to
+    the variable itself.
     """
     keys = (file_key,) if isinstance(file_key, str) else file_key
     described = Option(
@@ -125,6 +128,7 @@ def option(
         parse=parse,
         from_file=from_file,
         repeatable=repeatable,
+        several=several,
         separator=separator,
         minimum=minimum,
         maximum=maximum,
@@ -402,8 +406,11 @@ def _read_flags(settings: Sequence[_Setting], argv: Sequence[str], program: str,
     class Record(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
             flag = option_string or ""
-            text = str(values) if self.nargs is None else str(not flag.startswith("--no-")).lower()
-            given.setdefault(self.const, []).append((flag, text))
+            if self.nargs == 0:
+                texts = [str(not flag.startswith("--no-")).lower()]
+            else:
+                texts = values if isinstance(values, list) else [values]
+            given.setdefault(self.const, []).extend((flag, str(text)) for text in texts)
 
     parser = _Parser(program, description=description, formatter_class=_Help, allow_abbrev=False, add_help=False)
     general = parser.add_argument_group(_GENERAL)
@@ -432,6 +439,7 @@ def _add_flags(target: Any, setting: _Setting, record: type[argparse.Action]) ->
         shown, hidden = _with_negations(shown), _with_negations(hidden)
     else:
         common["metavar"] = "FILE" if described.secret else _metavar(setting)
+        common["nargs"] = "+" if described.several else None
     if shown:
         target.add_argument(*shown, help=_help(setting).replace("%", "%%"), **common)
     if hidden:

@@ -123,6 +123,20 @@ def test_models_are_given_one_by_one_and_may_hold_commas() -> None:
     assert (loaded.models, loaded.model_names) == (("echo:A=FP32[1],B=FP32[1]", "echo:llm"), ("a", "b"))
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--served-model-name", "a", "b", "c", "--threads", "1"),
+        ("--served-model-name", "a,b,c"),
+        ("--model-name=a", "--model-name=b", "--model-name=c"),
+    ],
+)
+def test_further_names_of_the_only_model_are_aliases(argv: tuple[str, ...]) -> None:
+    loaded = config("--model", "echo", *argv)
+    assert (loaded.names, loaded.aliases) == (("a",), ("b", "c"))
+    assert (config("--model", "echo").names, config("--model", "echo").aliases) == (("",), ())
+
+
 def test_the_endpoint_is_given_whole_or_in_parts() -> None:
     assert config().served_endpoint == Endpoint("dynamo", "backend", "generate")
     assert config("--endpoint", "dyn://n.c.e", "--component", "d").served_endpoint == Endpoint("n", "d", "e")
@@ -134,7 +148,10 @@ def test_the_endpoint_is_given_whole_or_in_parts() -> None:
     [
         ("--endpoint", "a.b"),
         ("--namespace", "a*b"),
-        ("--model", "echo", "--model-name", "a", "--model-name", "b"),
+        ("--model", "echo", "--model", "echo:llm", "--model-name", "a", "--model-name", "b", "--model-name", "c"),
+        ("--model", "echo", "--model-name", "a", "--model-name", "a"),
+        ("--tool-call-parser", "herms"),
+        ("--reasoning-parser", "hermes"),
         ("--engine", "magic"),
         ("--drain-timeout", "-1"),
     ],

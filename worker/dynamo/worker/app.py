@@ -44,6 +44,7 @@ from dynamo.common.scrape import Scraper
 from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
 from dynamo.common.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.tracing import Tracing, open_tracing
+from dynamo.worker.cards import CardFinisher
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, MayFail, TracksKv, UsesSharedMemory
 from dynamo.worker.engines import AnyEngine, make_engine, make_repository, split_repositories
@@ -104,8 +105,7 @@ async def run(config: WorkerConfig) -> None:
 
 
 def _make_engines(config: WorkerConfig) -> list[AnyEngine]:
-    names = config.model_names or ("",) * len(config.models)
-    models, folders = split_repositories(zip(config.models, names, strict=True), config.engine)
+    models, folders = split_repositories(zip(config.models, config.names, strict=True), config.engine)
     engines: list[AnyEngine] = [
         make_engine(
             model,
@@ -240,7 +240,7 @@ async def open_worker(
         for engine in _listed(engines):
             if memory is not None and isinstance(engine, UsesSharedMemory):
                 engine.use_shared_memory(memory)
-        models = await _start_engines(_listed(engines), config.close_timeout_s, stack)
+        models = await _start_engines(_listed(engines), config, stack)
         observers.status.show_models([model.card.name for model in models])
         nats, etcd = await _connect(config, identity, observers, stack)
         publishers = await _open_publishers(config, identity, models, nats, stack)
@@ -353,11 +353,12 @@ async def _open_observers(config: WorkerConfig, identity: Identity, stack: Async
     return Observers(status, port, metrics, runtime, tracing)
 
 
-async def _start_engines(engines: Sequence[AnyEngine], close_timeout_s: float, stack: AsyncExitStack) -> list[ServedModel]:
+async def _start_engines(engines: Sequence[AnyEngine], config: WorkerConfig, stack: AsyncExitStack) -> list[ServedModel]:
     """Start each engine and return its models. Raises InvalidRequest if two models have the same name."""
+    finisher = CardFinisher(config.text, config.aliases)  # reads files, before models are loaded
     models: list[ServedModel] = []
     for engine in engines:
-        models += await _start(engine, close_timeout_s, stack)
+        models += await _start(engine, config.close_timeout_s, finisher, stack)
     check_names(models)
     return models
 
@@ -415,14 +416,18 @@ async def _register(config: WorkerConfig, offer: Offer, observers: Observers, st
     observers.runtime.etcd_stale.set_function(lambda: not registration.registered.is_set())
 
 
-async def _start(engine: AnyEngine, close_timeout_s: float, stack: AsyncExitStack) -> list[ServedModel]:
+async def _start(engine: AnyEngine, close_timeout_s: float, finisher: CardFinisher, stack: AsyncExitStack) -> list[ServedModel]:
     begun = time.monotonic()
     started = await engine.start()
     stack.push_async_callback(_close, engine, close_timeout_s)
     cards = [started] if isinstance(started, ModelCard) else list(started)
+    files = engine.files() if isinstance(engine, HasFiles) else ()
+    models = []
     for card in cards:
         log.info("model %s is loaded after %.1f s", card.name, time.monotonic() - begun)
-    return [ServedModel.of(card.check(), engine) for card in cards]
+        finished = finisher.finish(card, files)
+        models.append(ServedModel.of(finished.card.check(), engine, finished.files))
+    return models
 
 
 async def _close(engine: AnyEngine, timeout_s: float) -> None:
@@ -443,7 +448,7 @@ async def _store_files(models: Sequence[ServedModel], nats: Connection) -> None:
     """Put tokenizers and templates into the object store, which frontends read. Waits while the store is not available."""
     store = FileStore(nats, Path())  # only reading needs its cache on disk
     for model in models:
-        for data in model.engine.files() if isinstance(model.engine, HasFiles) else ():
+        for data in model.files:
             pause_s = 0.5
             while True:
                 try:

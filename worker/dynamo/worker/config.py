@@ -12,6 +12,7 @@ from dynamo.common.messaging.limits import MIB, PlaneLimits
 from dynamo.common.model_card import Role
 from dynamo.common.names import Endpoint, parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions, TraceOptions
+from dynamo.common.parser_names import AUTO, parse_reasoning_parser, parse_tool_parser
 from dynamo.common.repository import ControlMode
 
 
@@ -136,6 +137,40 @@ class RepositoryOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How frontends write prompts for the language models of a worker, and read their output."""
+
+    tool_parser: str = option(
+        AUTO,
+        flags=("--tool-call-parser",),
+        hidden_flags=("--dyn-tool-call-parser",),
+        env=("DYN_TOOL_CALL_PARSER",),
+        parse=parse_tool_parser,
+        metavar="NAME",
+        help="Format in which the model writes tool calls, as vLLM names it: hermes, llama3_json, …; auto: by its chat template; "
+        "none: requests with tools are refused unless they require a call.",
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        hidden_flags=("--dyn-reasoning-parser",),
+        flags=("--reasoning-parser",),
+        env=("DYN_REASONING_PARSER",),
+        parse=parse_reasoning_parser,
+        metavar="NAME",
+        help="Format in which the model writes its reasoning: deepseek_r1, qwen3, …; auto: by its chat template; none: reasoning "
+        "is part of the content.",
+    )
+    chat_template: Path | None = option(
+        None,
+        flags=("--chat-template",),
+        hidden_flags=("--custom-jinja-template",),
+        env=("DYN_CHAT_TEMPLATE",),
+        metavar="FILE",
+        help="Jinja chat template, instead of the model's own.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """A worker: loads models and serves them to all frontends of its namespace."""
 
@@ -156,9 +191,11 @@ class WorkerConfig:
         env=("DYN_MODEL_NAME",),
         file_key="model_name",
         repeatable=True,
+        several=True,
         parse=parse_name,
         metavar="NAME",
-        help="Name under which a model is served, in the order of --model; default: its own.",
+        help="Name under which a model is served, in the order of --model; default: its own. With one --model, further names are "
+        "aliases of the first.",
     )
     engine: EngineKind | None = option(
         None, parse=EngineKind, help="Which engine runs the models; default: derived from --model."
@@ -231,6 +268,7 @@ class WorkerConfig:
         False,
         help="Record KV events in JetStream, so that frontends with the same option start without querying each worker.",
     )
+    text: TextOptions = group("Language models", prefix="text", default=TextOptions)
     repository: RepositoryOptions = group("Model repository", prefix="repository", default=RepositoryOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
     etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)
@@ -240,8 +278,20 @@ class WorkerConfig:
     trace: TraceOptions = group("Tracing", prefix="trace", default=TraceOptions)
 
     def __post_init__(self) -> None:
-        if self.model_names and len(self.model_names) != len(self.models):
+        if len(set(self.model_names)) != len(self.model_names):
+            raise ValueError("--model-name gives one name twice")
+        if self.model_names and len(self.models) != 1 and len(self.model_names) != len(self.models):
             raise ValueError(f"--model-name is given {len(self.model_names)} times for {len(self.models)} --model")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each of `models`; "": its own."""
+        return self.model_names[: len(self.models)] or ("",) * len(self.models)
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Other names of the only model."""
+        return self.model_names[1:] if len(self.models) == 1 else ()
 
     @property
     def served_endpoint(self) -> Endpoint:

@@ -73,10 +73,12 @@ class ServedModel:
     engine: Engine | TensorEngine
     statistics: Mapping[str, VersionStatistics]
     """By version."""
+    files: Sequence[bytes] = ()
+    """What the card names by digest, for the object store."""
 
     @classmethod
-    def of(cls, card: ModelCard, engine: Engine | TensorEngine) -> ServedModel:
-        return cls(card, engine, {version: VersionStatistics(card.name, version) for version in card.versions})
+    def of(cls, card: ModelCard, engine: Engine | TensorEngine, files: Sequence[bytes] = ()) -> ServedModel:
+        return cls(card, engine, {version: VersionStatistics(card.name, version) for version in card.versions}, files)
 
     def __repr__(self) -> str:
         return f"<ServedModel {self.card.name} of {self.engine!r}>"
@@ -98,8 +100,8 @@ class ServedModel:
 
 
 def check_names(models: Sequence[ServedModel]) -> None:
-    """Raises InvalidRequest if two models have the same name."""
-    names = [model.card.name for model in models]
+    """Raises InvalidRequest if a name stands for two models."""
+    names = [name for model in models for name in (model.card.name, *model.card.aliases)]
     for name in names:
         if names.count(name) > 1:
             raise InvalidRequest(f"two models of this worker are called '{name}'")
