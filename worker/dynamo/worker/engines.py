@@ -31,6 +31,7 @@ from dynamo.worker.engine.echo import CHAT_TEMPLATE, EchoTensors, EchoTokens, by
 from dynamo.worker.engine.python import PythonEngine
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.engine.sim.scheduler import SchedulerConfig
+from dynamo.worker.engine.sim.script import CALLS_TEMPLATE
 from dynamo.worker.engine.sim.timing import TimingModel
 from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.repository.layout import is_repository
@@ -45,6 +46,7 @@ SIM_SETTINGS = frozenset(
         "batched_tokens",
         "block_size",
         "blocks",
+        "calls",
         "ranks",
         "role",
         "seed",
@@ -163,6 +165,7 @@ def sim_config(
     | key | |
     |---|---|
     | `blocks`, `block_size` | KV blocks of one rank (16,384) and tokens in one (16) |
+    | `calls` | 1: calls tools, see `sim.script` |
     | `batched_tokens` | tokens computed in one step (8,192) |
     | `speedup` | divides the durations of the timing; 0: steps take no time |
     | `timing` | a CSV file of measured steps, see `sim.timing` |
@@ -182,6 +185,7 @@ def sim_config(
         speedup = float(values.get("speedup", "1")) if speedup_ratio is None else speedup_ratio
         timing = TimingModel.load(Path(values["timing"]), speedup) if "timing" in values else TimingModel(speedup=speedup)
         tokenizer = read_tokenizer(Path(values["tokenizer"])) if "tokenizer" in values else byte_tokenizer()
+        calls = bool(int(values.get("calls", "0")))
         scheduler = SchedulerConfig(
             block_size=int(values.get("block_size", "16")),
             total_blocks=int(values.get("blocks", "16384")),
@@ -200,7 +204,8 @@ def sim_config(
             seed=int(values.get("seed", "0")),
             steps_per_turn=int(values.get("steps_per_turn", "1")),
             tokenizer=tokenizer,
-            chat_template=CHAT_TEMPLATE.encode(),
+            chat_template=(CALLS_TEMPLATE if calls else CHAT_TEMPLATE).encode(),
+            calls=calls,
         )
     except (ValueError, OSError) as error:
         raise InvalidRequest(f"the simulated engine cannot be set up by {settings!r}: {error}") from error

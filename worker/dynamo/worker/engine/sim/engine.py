@@ -20,6 +20,7 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, StepResult
 from dynamo.worker.engine.sim.scheduler import Sequence as SimSequence
+from dynamo.worker.engine.sim.script import Script
 from dynamo.worker.engine.sim.tokens import START, advance
 
 _MAX_CHOICES = 128
@@ -44,6 +45,8 @@ class SimConfig:
     chat_template: bytes = b""
     eos_token: str = ""
     adapters: tuple[str, ...] = ()
+    calls: bool = False
+    """Respond to conversations by calls of their tools: see `Script`."""
 
     def __post_init__(self) -> None:
         if self.data_parallel_size < 1 or self.steps_per_turn < 1 or self.context_length < 2:
@@ -95,6 +98,7 @@ class SimEngine:
     def __init__(self, config: SimConfig) -> None:
         self.config = config
         self._ranks: list[_Rank] = []
+        self._script = Script(config.tokenizer)
         self._tasks: list[asyncio.Task[None]] = []
         self.kv = KvState()
         self._step_callbacks: list[Callable[[], None]] = []
@@ -123,6 +127,7 @@ class SimEngine:
                 max_batched_tokens=scheduler.max_batched_tokens,
                 data_parallel_size=config.data_parallel_size,
                 adapters=config.adapters,
+                tool_parser="hermes" if config.calls else "",
             ),
         ).check()
 
@@ -171,6 +176,7 @@ class SimEngine:
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
         self._check(request)
+        script = self._scripted(request)
         config = self.config.scheduler
         space = space_hash(request.adapter, request.cache_salt)
         hashes: list[int] = []
@@ -186,7 +192,7 @@ class SimEngine:
         try:
             loop = asyncio.get_running_loop()
             for index in range(request.n):
-                sequence = self._sequence(request, hashes, space, request.first_choice + index)
+                sequence = self._sequence(request, hashes, space, request.first_choice + index, script)
                 rank.scheduler.add(sequence, loop.time())
                 rank.streams[sequence] = (stream, index)
                 stream.choices.append(sequence)
@@ -226,6 +232,12 @@ class SimEngine:
         if rank is not None and not 0 <= rank < len(self._ranks):
             raise InvalidRequest(f"there is no data-parallel rank {rank}", param="data_parallel_rank")
 
+    def _scripted(self, request: GenerateRequest) -> tuple[int, ...]:
+        """Return the tokens to generate for a request; empty: they are invented. Raises InvalidRequest."""
+        if request.sampling.guided is not None:
+            return self._script.guided(request.sampling.guided)
+        return self._script.response(request.tokens) if self.config.calls else ()
+
     def _choose_rank(self, requested: int | None, hashes: Sequence[int]) -> _Rank:
         """Return the rank with the least work left for this prompt, including the queued requests."""
         if requested is not None:
@@ -240,7 +252,9 @@ class SimEngine:
 
         return min(self._ranks, key=work)
 
-    def _sequence(self, request: GenerateRequest, hashes: list[int], space: int | None, index: int) -> SimSequence:
+    def _sequence(
+        self, request: GenerateRequest, hashes: list[int], space: int | None, index: int, script: tuple[int, ...]
+    ) -> SimSequence:
         config = self.config
         room = config.context_length - request.prompt_tokens
         limit = min(config.default_max_tokens if request.stop.max_tokens is None else request.stop.max_tokens, room)
@@ -266,6 +280,7 @@ class SimEngine:
             ignore_eos=request.stop.ignore_eos,
             priority=request.priority,
             fetched=bool(transfer.get("do_remote_prefill")),
+            script=script,
         )
 
     def _summary(self, stream: _Stream, request: GenerateRequest) -> Summary:

@@ -73,6 +73,8 @@ class Sequence:
     """Higher is more important."""
     fetched: bool = False
     """The KV of the prompt comes from another instance."""
+    script: Items[int] = ()
+    """The tokens to generate; empty: they are invented."""
 
     # From here on, the scheduler's.
     prompt_tokens: int = 0
@@ -293,9 +295,12 @@ class Scheduler:
                 if len(pending) == block_size:
                     self._hash_pending(sequence)
                 emitted.append((sequence, token))
-                if sequence.generated < sequence.limit:
+                if sequence.generated == len(sequence.script):
+                    sequence.finish_reason = FinishReason.STOP
+                elif sequence.generated < sequence.limit:
                     continue
-                sequence.finish_reason = FinishReason.LENGTH
+                else:
+                    sequence.finish_reason = FinishReason.LENGTH
             sequence.done = True
             self._release(sequence)
             result.finished.append(sequence)
@@ -303,6 +308,8 @@ class Scheduler:
             self.running = [sequence for sequence in self.running if not sequence.done]
 
     def _next_token(self, sequence: Sequence) -> int:
+        if sequence.script:
+            return sequence.script[sequence.generated]
         config = self.config
         eos, mean = config.eos_token, config.mean_output_tokens
         may_end = mean and not sequence.ignore_eos and sequence.generated >= sequence.min_tokens
