@@ -427,6 +427,9 @@ class FakeVocabulary:
     async def decode_prompt(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(_words(tokens))
 
+    def token_bytes(self, token: int) -> bytes | None:
+        return None
+
     def check_ids(self, tokens: Sequence[int]) -> None:
         return
 

@@ -48,7 +48,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int | None = None
     logit_bias: dict[int, float] | None = None
     guided: dict[str, Any] | None = None
-    """Structured output: one of `json_schema`, `json_object`, `regex`, `choice`, `grammar`."""
+    """Structured output: one of `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag`."""
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] | None = None
 
@@ -73,6 +73,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     n: int = 1
     logprobs: int | None = None
     """How many alternatives to report per generated token; 0 reports the chosen token only."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Report these tokens, instead of the likeliest ones, beside each generated token. Needs `logprobs`, which is 0 then."""
     prompt_logprobs: int | None = None
     priority: int = 0
     """Higher is more important."""

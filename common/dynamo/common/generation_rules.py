@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from enum import StrEnum
 from math import isfinite
 
 from dynamo.common.errors import InvalidRequest
@@ -9,10 +11,46 @@ from dynamo.common.generation import GenerateRequest, Sampling, Stop
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKENS = 1024
 MAX_TOP_K = 1 << 20
-GUIDES = ("json_schema", "json_object", "regex", "choice", "grammar")
+GUIDES = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+class Feature(StrEnum):
+    """What a request may need of an engine besides tokens, by the name of the parameter."""
+
+    GUIDED = "structured output"
+    LOGIT_BIAS = "logit_bias"
+    ALLOWED_IDS = "allowed_token_ids"
+    BAD_WORDS = "bad_words"
+    LOGPROB_IDS = "logprob_token_ids"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    ADAPTER = "adapter"
+    CACHE_SALT = "cache_salt"
+    KV_TRANSFER = "kv_transfer"
+    MEDIA = "media"
+
+
+def check_features(request: GenerateRequest, engine: str, supported: Collection[Feature]) -> None:
+    """Raises InvalidRequest for the first feature that the request needs and that is not `supported`."""
+    sampling = request.sampling
+    needed = {
+        Feature.GUIDED: sampling.guided is not None,
+        Feature.LOGIT_BIAS: bool(sampling.logit_bias),
+        Feature.ALLOWED_IDS: sampling.allowed_token_ids is not None,
+        Feature.BAD_WORDS: bool(sampling.bad_words_token_ids),
+        Feature.LOGPROB_IDS: bool(request.logprob_token_ids),
+        Feature.PROMPT_LOGPROBS: request.prompt_logprobs is not None,
+        Feature.ADAPTER: bool(request.adapter),
+        Feature.CACHE_SALT: bool(request.cache_salt),
+        Feature.KV_TRANSFER: request.kv_transfer is not None,
+        Feature.MEDIA: bool(request.media),
+    }
+    for feature, is_needed in needed.items():
+        if is_needed and feature not in supported:
+            raise InvalidRequest(f"{feature} is not supported by the {engine} engine", param=feature)
 
 
 def check_request(request: GenerateRequest) -> None:
@@ -22,6 +60,8 @@ def check_request(request: GenerateRequest) -> None:
     _within("n", request.n, 1, MAX_CHOICES)
     _within("logprobs", request.logprobs, 0, MAX_LOGPROBS)
     _within("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+    count = len(request.logprob_token_ids)
+    _within("the number of logprob_token_ids", count, 0, MAX_LOGPROB_TOKEN_IDS, "logprob_token_ids")
 
 
 def check_sampling(sampling: Sampling) -> None:

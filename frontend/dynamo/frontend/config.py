@@ -345,6 +345,12 @@ class TextOptions:
         metavar="FILE",
         help="JSON with `model`, `temperature` and `max_completion_tokens` for requests that do not set them.",
     )
+    trust_request_chat_template: bool = option(
+        False,
+        flags=("--trust-request-chat-template",),
+        env=("DYN_TRUST_REQUEST_CHAT_TEMPLATE",),
+        help="Take the chat templates that requests bring. They run in a sandbox with a bounded number of steps.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

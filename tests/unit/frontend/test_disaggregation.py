@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import DynamoError, InstanceGone, Overloaded, Unavailable, Unsupported
+from dynamo.common.errors import DynamoError, InstanceGone, InvalidRequest, Overloaded, Unavailable
 from dynamo.common.generation import (
     Delta,
     FinishReason,
@@ -246,7 +246,7 @@ async def test_log_probabilities_of_the_prompt_need_one_instance_for_all(monkeyp
         await f.generate()
         assert f.engines.sent_to == [DECODE]
     async with front(*PAIR, enforce=True) as f:
-        with pytest.raises(Unsupported, match="log probabilities of the prompt"):
+        with pytest.raises(InvalidRequest, match="log probabilities of the prompt"):
             await f.generate()
 
 

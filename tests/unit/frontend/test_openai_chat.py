@@ -44,6 +44,8 @@ async def test_a_response_has_the_shape_that_openai_clients_read() -> None:
                 "message": {"role": "assistant", "content": "Hello you", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
+                "token_ids": None,
             }
         ],
         "usage": {
@@ -53,6 +55,8 @@ async def test_a_response_has_the_shape_that_openai_clients_read() -> None:
             "prompt_tokens_details": {"cached_tokens": 3},
         },
         "system_fingerprint": None,
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
     }
     assert speaker.prompt == "<user>Hi\n<assistant>"
 
@@ -263,7 +267,7 @@ async def test_log_probabilities_name_tokens_and_alternatives() -> None:
         streamed = await edge.post(CHAT, HELLO | {"logprobs": True, "top_logprobs": 1, "stream": True})
     content = response.json()["choices"][0]["logprobs"]["content"]
     assert len(content) == 3  # two tokens are half a character each
-    assert (content[0]["token"], content[0]["bytes"], content[0]["logprob"]) == ("�", None, -0.25)
+    assert (content[0]["token"], content[0]["bytes"], content[0]["logprob"]) == ("�", ["é".encode()[0]], -0.25)
     assert content[2] == {
         "token": "b",
         "logprob": -0.25,

@@ -262,7 +262,6 @@ async def test_the_openapi_document_covers_every_request_and_has_no_dangling_ref
         page = await edge.http.get("/docs")
     request = document["components"]["schemas"]["ChatRequest"]
     assert request["required"] == ["messages"]
-    assert request["additionalProperties"] is False
     assert request["properties"]["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
     text = msgspec.json.encode(document).decode()
     for reference in {part.split('"')[0] for part in text.split('"$ref":"#/components/schemas/')[1:]}:

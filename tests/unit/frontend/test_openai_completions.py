@@ -24,7 +24,18 @@ async def test_a_response_has_the_shape_that_openai_clients_read() -> None:
     assert body == {
         "object": "text_completion",
         "model": "talker",
-        "choices": [{"index": 0, "text": "Hello you", "logprobs": None, "finish_reason": "length"}],
+        "choices": [
+            {
+                "index": 0,
+                "text": "Hello you",
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+                "prompt_logprobs": None,
+                "prompt_token_ids": None,
+                "token_ids": None,
+            }
+        ],
         "usage": {
             "prompt_tokens": 4,
             "completion_tokens": 9,

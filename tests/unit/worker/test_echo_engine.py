@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Stop, Summary, pack_tokens
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferRequest
 from dynamo.worker.engine.base import Context, Engine, HasFiles, TensorEngine
@@ -28,6 +28,12 @@ def test_the_echo_engines_are_engines() -> None:
     assert isinstance(EchoTensors(), TensorEngine)
     assert isinstance(EchoTokens(), Engine)
     assert isinstance(EchoTokens(), HasFiles)
+
+
+async def test_tokens_that_are_only_repeated_obey_no_constraint() -> None:
+    request = GenerateRequest(model="echo-llm", prompt=pack_tokens([1, 2]), sampling=Sampling(guided={"regex": "a"}))
+    with pytest.raises(InvalidRequest, match="structured output is not supported by the echo engine"):
+        await anext(EchoTokens().generate(request, Context("r")))
 
 
 async def test_every_input_comes_back_under_its_own_name_without_being_copied() -> None:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from dynamo.common.errors import DynamoError, InvalidRequest, Unavailable, Unsupported
+from dynamo.common.errors import DynamoError, InvalidRequest, Unavailable
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.model_card import ModelCard
 from dynamo.worker.engine.base import Context, Engine, EngineLoad, HasFiles
@@ -365,7 +365,7 @@ async def test_an_invalid_parameter_is_refused_by_name(
     ],
 )
 async def test_parameters_that_llama_cpp_does_not_support_are_refused(engine: LlamaEngine, settings: dict[str, Any]) -> None:
-    with pytest.raises(Unsupported, match="not supported"):
+    with pytest.raises(InvalidRequest, match="not supported"):
         await generate(engine, make_request([5], **settings))
 
 

@@ -61,6 +61,28 @@ async def test_a_generation_is_deltas_and_a_summary() -> None:
         assert (await collect(engine, make_request()))[1].cached_tokens == 8
 
 
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"sampling": Sampling(logit_bias={1: 5.0})}, "logit_bias is not supported by the sim engine"),
+        ({"sampling": Sampling(allowed_token_ids=(1,))}, "allowed_token_ids is not supported by the sim engine"),
+        ({"sampling": Sampling(bad_words_token_ids=((1,),))}, "bad_words is not supported by the sim engine"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is not supported by the sim engine"),
+    ],
+)
+async def test_what_invented_tokens_cannot_obey_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    async with started() as engine:
+        with pytest.raises(InvalidRequest, match=sentence):
+            await collect(engine, make_request(**fields))
+
+
+async def test_the_tokens_that_a_request_lists_are_reported_beside_each_token() -> None:
+    async with started() as engine:
+        deltas, _ = await collect(engine, make_request(logprobs=0, logprob_token_ids=(5, 6)))
+    for delta in deltas:
+        assert [[token for token, _ in position] for position in delta.logprobs or ()] == [[delta.tokens[0], 5, 6]]
+
+
 async def test_the_card_holds_what_routers_need() -> None:
     engine = SimEngine(SimConfig(name="m", data_parallel_size=2, tokenizer=b"{}", chat_template=b"x", adapters=("lora",)))
     assert isinstance(engine, Engine)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
+from dynamo.common.errors import EngineError, InvalidRequest, Unavailable
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, pack_tokens
 from dynamo.worker.engine.vllm_request import OutputReader, check_request, sampling_settings, structured_settings
 
@@ -136,7 +136,7 @@ def test_structured_output_that_is_none_is_refused(guided: dict[str, Any]) -> No
 
 
 def test_media_are_refused() -> None:
-    with pytest.raises(Unsupported, match="media"):
+    with pytest.raises(InvalidRequest, match="media"):
         check_request(make_request(media=({"type": "image"},)), context_length=100, ranks=1)
 
 

@@ -20,7 +20,16 @@ def protocol_operations(readiness: Readiness, text: TextOptions, parsers: Output
     offload = Offload()
     template = read_request_template(text.request_template)
     return [
-        *openai_operations(Edge(readiness=readiness, limits=limits, template=template, parsers=parsers, offload=offload)),
+        *openai_operations(
+            Edge(
+                readiness=readiness,
+                limits=limits,
+                template=template,
+                parsers=parsers,
+                offload=offload,
+                trusts_templates=text.trust_request_chat_template,
+            )
+        ),
         *anthropic_operations(MessagesEdge(readiness=readiness, limits=limits, parsers=parsers, offload=offload)),
         *kserve_operations(readiness),
     ]

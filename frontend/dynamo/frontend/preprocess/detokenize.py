@@ -112,8 +112,9 @@ class Detokenizer:
 
     def _end(self, choice: _ChoiceState, delta: Delta, text: str) -> TextDelta:
         del self._running[delta.index]
-        stop_token = None if delta.stop_token in self._eos_token_ids else delta.stop_token
-        return choice.release(delta.index, text, delta.tokens, delta.logprobs, delta.finish_reason, stop_token)
+        token = delta.stop_token
+        reason = None if token in self._eos_token_ids else token
+        return choice.release(delta.index, text, delta.tokens, delta.logprobs, delta.finish_reason, reason, token)
 
 
 class _ChoiceState:
@@ -141,13 +142,14 @@ class _ChoiceState:
         logprobs: list[list[tuple[int, float]]] | None,
         reason: FinishReason | None = None,
         stop_reason: str | int | None = None,
+        stop_token: int | None = None,
     ) -> TextDelta:
         """Return a delta with `text` and all tokens: the ones held back, then `tokens`."""
         if self.tokens:
             self.hold(tokens, logprobs)
             tokens, logprobs = self.tokens, self._logprobs
             self.tokens, self._logprobs = (), None
-        return TextDelta(index, text, tokens, reason, logprobs, stop_reason)
+        return TextDelta(index, text, tokens, reason, logprobs, stop_reason, stop_token)
 
 
 # Tokens to whole characters

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import GenerateRequest, Stop, pack_tokens, unpack_tokens
 from dynamo.common.generation_rules import check_request
 from dynamo.common.model_card import ModelCard
@@ -38,6 +38,10 @@ _MAX_ARGUMENT_VALUES = 100_000
 _MANY_PARTS = 128
 """Conversations of more messages, content parts and tool calls are rendered in a thread, as are those that take more steps."""
 _FEW_STEPS = 8_192
+_MANY_WORDS = 16
+"""More bad words are tokenized in a thread."""
+_CONTEXTS_TO_CUT = 16
+"""How long a prompt that is to be truncated may be, in contexts of the model."""
 _CONTINUE = "[goes on here]"
 """Marks the end of the message that the response continues, while the template is rendered."""
 _MODALITIES = {
@@ -77,6 +81,13 @@ class TextModel:
         """
         self._check(request)
         tokens = await self._tokens(request)
+        sampling = request.sampling
+        self._check_ids("logit_bias", sampling.logit_bias or ())
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
+        self._check_ids("logprob_token_ids", request.logprob_token_ids)
+        if request.bad_words:
+            words = await self._offload.run_if(len(request.bad_words) > _MANY_WORDS, self._bad_words, request.bad_words)
+            sampling = msgspec.structs.replace(sampling, bad_words_token_ids=(*(sampling.bad_words_token_ids or ()), *words))
         entries = 0 if request.prompt_logprobs is None else len(tokens) * (1 + request.prompt_logprobs)
         if entries > MAX_PROMPT_LOGPROBS:
             raise InvalidRequest(
@@ -87,10 +98,11 @@ class TextModel:
         generate = GenerateRequest(
             model=request.model,
             prompt=pack_tokens(tokens),
-            sampling=request.sampling,
+            sampling=sampling,
             stop=self._stop(request.stop, len(tokens)),
             n=request.n,
             logprobs=request.logprobs,
+            logprob_token_ids=request.logprob_token_ids,
             prompt_logprobs=request.prompt_logprobs,
             cache_salt=request.cache_salt,
             media=request.media,
@@ -116,13 +128,14 @@ class TextModel:
 
         Raises InvalidRequest, and Overloaded if too many conversations are waiting for the thread.
         """
-        if _is_short(request.messages or ()):
+        if not request.chat_template and _is_short(request.messages or ()):
             with suppress(OutOfTime):
                 return self._render(request, max_steps=_FEW_STEPS)
         return await self._offload.run(self._render, request)
 
     def _render(self, request: TextRequest, max_steps: int | None = None) -> str:
-        if self._template is None:
+        template = self._template if not request.chat_template else self._own_template(request.chat_template)
+        if template is None:
             raise InvalidRequest(f"model '{self._name}' has no chat template; send a prompt", param="messages")
         messages = request.messages or ()
         if not messages:
@@ -138,7 +151,7 @@ class TextModel:
         tools = request.tools
         if self._info.tool_parser == GENERIC:
             shaped, tools = in_plain_messages(shaped, tools), ()
-        text = self._template.render(
+        text = template.render(
             shaped,
             tools=tools,
             add_generation_prompt=request.add_generation_prompt and not request.continues_last,
@@ -152,31 +165,73 @@ class TextModel:
             raise InvalidRequest(f"the chat template of model '{self._name}' cannot continue a message", param="messages")
         return text
 
+    def _own_template(self, source: str) -> ChatTemplate:
+        """Return the template that a request brings. Raises InvalidRequest."""
+        bos, eos, most = self._info.bos_token, self._info.eos_token, self._limits.max_prompt_chars
+        try:
+            return ChatTemplate(source, bos_token=bos, eos_token=eos, max_chars=most)
+        except EngineError as error:
+            raise InvalidRequest(str(error), param="chat_template") from error
+
     async def _tokens(self, request: TextRequest) -> Sequence[int]:
         prompt = request.prompt
+        cuts = request.truncate_prompt_tokens is not None
         if prompt is None:
             text = await self.render(request)
-            tokens: Sequence[int] = await self._encode(text, special_tokens=False)
+            tokens: Sequence[int] = await self._encode(text, special_tokens=bool(request.add_special_tokens), cuts=cuts)
         elif isinstance(prompt, str):
-            tokens = await self._encode(prompt, special_tokens=True)
+            tokens = await self._encode(prompt, special_tokens=request.add_special_tokens is not False, cuts=cuts)
         else:
             tokens = prompt
-            self._check_room(len(tokens))  # before each of them is checked
+            if not cuts:
+                self._check_room(len(tokens))  # before each of them is checked
             if tokens:
                 self.tokenizer.check_ids(tokens)
+        if request.truncate_prompt_tokens is not None:
+            tokens = self._truncated(tokens, request, request.truncate_prompt_tokens)
         if not tokens:
             raise InvalidRequest("the prompt is empty", param="prompt")
         return tokens
 
-    async def _encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        if len(text) > self._max_chars:
+    def _truncated(self, tokens: Sequence[int], request: TextRequest, count: int) -> Sequence[int]:
+        room = self._info.context_length - max(1, request.stop.max_tokens or 0)
+        if count > room:
+            raise InvalidRequest(
+                f"'truncate_prompt_tokens' is {count}; the model's context of {self._info.context_length} tokens has room for "
+                f"{max(0, room)} besides the response",
+                param="truncate_prompt_tokens",
+            )
+        kept = max(0, room) if count == -1 else count
+        return tokens[:kept] if request.truncates_end else tokens[max(0, len(tokens) - kept) :]
+
+    def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the tokens of each word at the beginning of a text and, where they differ, after a space."""
+        result: list[tuple[int, ...]] = []
+        for word in words:
+            first = tuple(self.tokenizer.encode_now(word.lstrip(), special_tokens=False))
+            after_space = tuple(self.tokenizer.encode_now(" " + word.lstrip(), special_tokens=False))
+            if first:
+                result.append(first)
+            if after_space[:1] != first[:1] and len(after_space) == len(first):
+                result.append(after_space)
+        return result
+
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        """Raises InvalidRequest for a token id that is not in the vocabulary."""
+        size = self.tokenizer.vocabulary_size
+        if ids and not 0 <= max(ids) < size:
+            raise InvalidRequest(f"'{name}' has the token id {max(ids)}; the model's token ids are 0 to {size - 1}", param=name)
+
+    async def _encode(self, text: str, *, special_tokens: bool, cuts: bool = False) -> list[int]:
+        if len(text) > (self._limits.max_prompt_chars if cuts else self._max_chars):
             raise ContextExceeded(
                 f"the prompt has {len(text)} characters, more than fit into the model's context of "
                 f"{self._info.context_length} tokens or the limit of {self._limits.max_prompt_chars} characters",
                 param="prompt",
             )
         try:
-            return await self.tokenizer.encode(text, special_tokens=special_tokens, max_tokens=self._info.context_length)
+            most = self._info.context_length * (_CONTEXTS_TO_CUT if cuts else 1)
+            return await self.tokenizer.encode(text, special_tokens=special_tokens, max_tokens=most)
         except TooManyTokens as error:
             raise self._no_room(error.count) from None
 

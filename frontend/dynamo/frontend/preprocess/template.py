@@ -404,12 +404,13 @@ class ChatTemplate:
     ) -> None:
         """Raises EngineError if `source` is not a valid template."""
         if len(source) > MAX_SOURCE_CHARS:
-            raise EngineError(f"the model's chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are allowed")
+            raise EngineError(f"the chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are allowed")
+        self.source = source
         self._environment = _Environment()
         try:
             self._template = self._environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise EngineError(f"the model's chat template cannot be read: {error}") from error
+            raise EngineError(f"the chat template cannot be read: {error}") from error
         # Jinja copies the globals for each rendering; from a dict that is ten times as fast as from its chain of mappings.
         self._template.globals = dict(self._template.globals)
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}

@@ -24,17 +24,28 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: Sequence[Mapping[str, Any]] | None = None
     """A conversation, rendered with the model's chat template."""
     tools: Sequence[Mapping[str, Any]] = ()
+    chat_template: str = ""
+    """Replaces the model's own."""
     chat_template_kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     add_generation_prompt: bool = True
     continues_last: bool = False
     """The response continues the last message, which is a text of the assistant."""
+    add_special_tokens: bool | None = None
+    """Whether to add the tokens that the tokenizer puts around a text, such as BOS. None: to a prompt, not to a conversation."""
+    truncate_prompt_tokens: int | None = None
+    """Keep so many tokens of the prompt; -1: as many as leave room for the response."""
+    truncates_end: bool = False
+    """Drop the end of a prompt that is too long, instead of its beginning."""
     sampling: Sampling = Sampling()
+    bad_words: tuple[str, ...] = ()
+    """Texts that must not be generated, besides the tokens in `sampling`."""
     stop: Stop = Stop()
     stop_strings: tuple[str, ...] = ()
     include_stop_string: bool = False
     skip_special_tokens: bool = True
     n: int = 1
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     cache_salt: str = ""
     media: tuple[dict[str, Any], ...] = ()
@@ -49,4 +60,6 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     logprobs: list[list[tuple[int, float]]] | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended the choice."""
+    """The stop string or stop token id that ended the choice; None for an end-of-sequence token of the model."""
+    stop_token: int | None = None
+    """The token that ended the choice, if one did; it is not part of `tokens`."""

@@ -136,6 +136,13 @@ class Tokenizer:
         texts: list[str] = self._tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
         return texts[0]
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of a token, which may be a part of a character; None if they depend on its neighbours."""
+        if self.pieces is None:
+            return None
+        piece = self.pieces[token]
+        return piece.encode() if isinstance(piece, str) else piece
+
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import EngineError, Overloaded, Unavailable, Unsupported
+from dynamo.common.errors import EngineError, InvalidRequest, Overloaded, Unavailable
 from dynamo.common.generation import GenerateRequest, Stop, Summary, request_encoder, summary_decoder
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
@@ -75,7 +75,7 @@ class Disaggregation:
     async def place(self, work: Work, prompt: GenerateRequest, call: Call) -> Placed:
         """Have `prompt` computed by a prefill instance, if it should be. `work` is to let one instance do both.
 
-        Raises DynamoError: why the prefill instance rejected the request, and Unavailable, Overloaded or Unsupported if one
+        Raises DynamoError: why the prefill instance rejected the request, and Unavailable, Overloaded or InvalidRequest if one
         instance would have to do both and may not.
         """
         decode = self._decode_instances(work, prompt, call)
@@ -101,7 +101,7 @@ class Disaggregation:
         return Placed(decoding, prefill)
 
     def _decode_instances(self, work: Work, prompt: GenerateRequest, call: Call) -> Sequence[Instance]:
-        """Return the instances that may go on with a computed prompt; none: one does both. Raises Unavailable, Unsupported."""
+        """Return the instances that may go on with a computed prompt; none: one does both. Raises Unavailable, InvalidRequest."""
         name = work.name or work.model
         prefill = self._dispatcher.candidates.able_to_serve(name, work.version, work.tokenizer, Role.PREFILL)
         decode: Sequence[Instance] = self._dispatcher.candidates.able_to_serve(name, work.version, work.tokenizer, Role.DECODE)
@@ -115,7 +115,9 @@ class Disaggregation:
             return ()
         if prompt.prompt_logprobs is not None:  # the decode instance, which responds, would not know them
             if enforce:
-                raise Unsupported("log probabilities of the prompt are not known where prompts are computed apart")
+                raise InvalidRequest(
+                    "log probabilities of the prompt are not known where prompts are computed apart", param="prompt_logprobs"
+                )
             return ()
         return decode
 

@@ -47,6 +47,10 @@ class Vocabulary(Protocol):
         """Return the text of any number of tokens."""
         ...
 
+    def token_bytes(self, token: int, /) -> bytes | None:
+        """Return the bytes of a token, which may be a part of a character; None if they depend on its neighbours."""
+        ...
+
     def check_ids(self, tokens: Sequence[int], /) -> None:
         """Raise InvalidRequest if one of `tokens`, which are not empty, is not in the vocabulary."""
         ...

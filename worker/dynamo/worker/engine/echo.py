@@ -13,6 +13,7 @@ from hashlib import sha256
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
+from dynamo.common.generation_rules import Feature, check_features
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
@@ -153,6 +154,7 @@ class EchoTokens:
         prompt = request.tokens
         if not prompt:
             raise InvalidRequest("the prompt has no tokens, so there is nothing to repeat")
+        check_features(request, "echo", (Feature.CACHE_SALT,))
         stops = frozenset(request.stop.token_ids)
         max_tokens = request.stop.max_tokens if request.stop.max_tokens is not None else len(prompt)
         output_tokens = 0

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from dynamo.common.errors import InvalidRequest, Unsupported
+from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import GenerateRequest, Sampling
+from dynamo.common.generation_rules import Feature, check_features
 
 MAX_LOGPROBS = 128
 MAX_CHOICES = 64
@@ -28,11 +29,14 @@ LONGEST_CHARACTER_TOKENS = 4
 SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
 """In the order in which most servers apply them; llama.cpp's own puts temperature last."""
 
+_SUPPORTED = frozenset({Feature.GUIDED, Feature.LOGIT_BIAS, Feature.BAD_WORDS})
+"""Not `cache_salt`: other requests would have to be kept away from the cached prompt."""
+
 Options = Mapping[str, object]
 
 
 def check_request(request: GenerateRequest, *, vocabulary_size: int, context_length: int) -> None:
-    """Raises InvalidRequest or Unsupported for a request that llama.cpp could not run, or would run wrongly without an error."""
+    """Raises InvalidRequest for a request that llama.cpp could not run, or would run wrongly without an error."""
     prompt = request.tokens
     if not prompt:
         raise InvalidRequest("the prompt has no tokens")
@@ -48,18 +52,11 @@ def check_request(request: GenerateRequest, *, vocabulary_size: int, context_len
     _between("min_tokens", request.stop.min_tokens, 0, context_length)
     _between("data_parallel_rank", request.data_parallel_rank, 0, 0)
     _check_sampling(request.sampling, vocabulary_size)
-    refused = {
-        "prompt_logprobs": request.prompt_logprobs is not None,
-        "adapter": bool(request.adapter),
-        "cache_salt": bool(request.cache_salt),  # it would have to keep other requests away from the cached prompt
-        "kv_transfer": request.kv_transfer is not None,
-        "media": bool(request.media),
-        "allowed_token_ids": request.sampling.allowed_token_ids is not None,
-        "min_tokens together with guided decoding": bool(request.stop.min_tokens and request.sampling.guided),
-    }
-    for what, is_requested in refused.items():
-        if is_requested:
-            raise Unsupported(f"{what} is not supported by the llama engine")
+    check_features(request, "llama", _SUPPORTED)
+    if request.stop.min_tokens and request.sampling.guided:
+        raise InvalidRequest(
+            "min_tokens together with structured output is not supported by the llama engine", param="min_tokens"
+        )
 
 
 def _check_sampling(sampling: Sampling, vocabulary_size: int) -> None:
@@ -80,7 +77,7 @@ def _check_sampling(sampling: Sampling, vocabulary_size: int) -> None:
         _between("logit_bias", bias, -100, 100)
     for word in words:
         if len(word) != 1:
-            raise Unsupported("bad words of more than one token are not supported by the llama engine")
+            raise InvalidRequest("bad words of more than one token are not supported by the llama engine", param="bad_words")
         _between("a token of bad_words", word[0], 0, vocabulary_size - 1)
 
 
@@ -94,7 +91,7 @@ def _between(name: str, value: float | None, least: float, most: float | None) -
 def sampling_options(request: GenerateRequest, index: int, *, context_length: int) -> dict[str, object]:
     """Return the sampling options of choice `index`. Unset ones are the model's, or llama.cpp's own.
 
-    May take a while: a grammar is compiled to check it. Raises InvalidRequest or Unsupported.
+    May take a while: a grammar is compiled to check it. Raises InvalidRequest.
     """
     sampling = request.sampling
     named = {
@@ -197,7 +194,7 @@ def _from_gbnf(grammar: str, kind: str) -> str:
     try:
         from llguidance.gbnf_to_lark import gbnf_to_lark
     except ModuleNotFoundError as error:
-        raise Unsupported(f"{kind} needs the package llguidance: install dynamo-serving[llama]") from error
+        raise InvalidRequest(f"{kind} needs the package llguidance: install dynamo-serving[llama]", param=kind) from error
     try:
         translated: str = gbnf_to_lark(grammar)
     except Exception as error:  # plain exceptions; RecursionError if it is nested too deeply
@@ -212,7 +209,7 @@ def _compiled(grammar: str, kind: str) -> str:
     try:
         from llguidance import LLMatcher
     except ModuleNotFoundError as error:
-        raise Unsupported(f"{kind} needs the package llguidance: install dynamo-serving[llama]") from error
+        raise InvalidRequest(f"{kind} needs the package llguidance: install dynamo-serving[llama]", param=kind) from error
     if problem := LLMatcher.validate_grammar(grammar):
         [first, *_] = problem.splitlines()
         raise InvalidRequest(f"{kind} cannot be used: {first[:500]}", param=kind)

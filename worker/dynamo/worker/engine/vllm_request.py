@@ -7,14 +7,24 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
+from dynamo.common.errors import EngineError, InvalidRequest, Unavailable
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
+from dynamo.common.generation_rules import Feature, check_features
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 128
 """Alternatives per token that a request may have. The engine must allow one more, for the chosen token."""
 
-_GUIDED = {"json_schema": "json", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_SUPPORTED = frozenset(Feature) - {Feature.MEDIA}
+
+_GUIDED = {
+    "json_schema": "json",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
 """Our names of structured output → vLLM's."""
 
 
@@ -51,7 +61,7 @@ class RequestOutput(Protocol):
 
 
 def check_request(request: GenerateRequest, *, context_length: int, ranks: int) -> None:
-    """Raises InvalidRequest or Unsupported for a request that vLLM would misunderstand or not bound."""
+    """Raises InvalidRequest for a request that vLLM would misunderstand or not bound."""
     tokens = request.prompt_tokens
     if not tokens:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
@@ -66,8 +76,7 @@ def check_request(request: GenerateRequest, *, context_length: int, ranks: int) 
     _between("max_tokens", request.stop.max_tokens, 0, None)
     _between("min_tokens", request.stop.min_tokens, 0, context_length)
     _between("data_parallel_rank", request.data_parallel_rank, 0, ranks - 1)
-    if request.media:
-        raise Unsupported("media are not supported by the vllm engine")
+    check_features(request, "vllm", _SUPPORTED)
 
 
 def _between(name: str, value: int | None, least: int, most: int | None) -> None:
@@ -97,7 +106,8 @@ def sampling_settings(request: GenerateRequest, defaults: Mapping[str, Any]) -> 
         "allowed_token_ids": None if sampling.allowed_token_ids is None else [*sampling.allowed_token_ids],
         # vLLM's public field takes words, and would have its tokenizer find their tokens.
         "_bad_words_token_ids": _lists(sampling.bad_words_token_ids),
-        "logprobs": None if request.logprobs is None else _with_chosen(request.logprobs),
+        "logprobs": None if request.logprobs is None or request.logprob_token_ids else _with_chosen(request.logprobs),
+        "logprob_token_ids": [*request.logprob_token_ids] or None,
         "prompt_logprobs": None if request.prompt_logprobs is None else _with_chosen(request.prompt_logprobs),
         "stop_token_ids": [*stop.token_ids] or None,
         "max_tokens": max_tokens,
@@ -128,12 +138,14 @@ def structured_settings(guided: Mapping[str, Any]) -> dict[str, Any]:
     """Return the field of vLLM's StructuredOutputsParams for `Sampling.guided`. Raises InvalidRequest."""
     chosen = [(kind, value) for kind, value in guided.items() if value not in (None, False)]
     if len(chosen) != 1:
-        raise InvalidRequest("guided decoding takes exactly one of json_schema, json_object, regex, choice and grammar")
+        raise InvalidRequest(
+            "guided decoding takes exactly one of json_schema, json_object, regex, choice, grammar and structural_tag"
+        )
     [(kind, value)] = chosen
     match kind, value:
         case "json_schema", str():
             return {"json": _parsed(value)}
-        case ("json_object", True) | ("json_schema", dict()) | ("regex" | "grammar", str()):
+        case ("json_object", True) | ("json_schema", dict()) | ("regex" | "grammar" | "structural_tag", str()):
             return {_GUIDED[kind]: value}
         case "choice", [_, *_] if all(isinstance(choice, str) and choice for choice in value):
             return {"choice": [*value]}
@@ -190,6 +202,7 @@ class OutputReader:
         tokens = [*choice.token_ids]
         logprobs = None
         if (alternatives := self._request.logprobs) is not None and choice.logprobs is not None:
+            alternatives = len(self._request.logprob_token_ids) or alternatives
             logprobs = [_step(step, alternatives) for step in choice.logprobs]
         reason, stop_token = _reason(choice.finish_reason), None
         if reason is FinishReason.STOP and tokens and tokens[-1] in self._stops:

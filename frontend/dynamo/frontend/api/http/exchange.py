@@ -170,6 +170,14 @@ class Exchange:
         self.explanation = caller.explanation
         return msgspec.structs.replace(caller, request_id=self.request_id)
 
+    def identified(self, caller: Caller, request_id: str | None) -> Caller:
+        """Return `caller` with the id in the request's body, if its headers have none; the response repeats it."""
+        if not request_id or usable_id(self.headers.get("x-request-id", "")) or not usable_id(request_id):
+            return caller
+        self.request_id = request_id
+        logged_id.set(request_id)
+        return msgspec.structs.replace(caller, request_id=request_id)
+
     @property
     def has_large_body(self) -> bool:
         """Whether the body is so long that code which walks through its contents should leave the event loop."""

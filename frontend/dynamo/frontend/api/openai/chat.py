@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 
-import msgspec
 from msgspec import UNSET
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
-from dynamo.frontend.api.openai.chunks import ChatChunks, Head, encode, finish_reason
-from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_usage, write_stream
+from dynamo.frontend.api.openai.chunks import ChatChunks, Details, Head, encode, finish_reason, token_ids
+from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_running_usage, wants_usage, write_stream
 from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, chat_logprobs, prompt_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_objects import (
@@ -26,7 +24,7 @@ from dynamo.frontend.api.openai.response_objects import (
     TokenLogprob,
     Usage,
 )
-from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text
+from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text, last_words
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
 from dynamo.frontend.api.text.rules import new_tool_call_id, parse_delta
 from dynamo.frontend.api.text.token_texts import TokenTexts
@@ -48,24 +46,25 @@ class ChatCompletions:
         started = edge.clock()
         caller = exchange.caller()
         request = edge.completed(await self._reader.read(exchange), exchange.account)
+        edge.check_template(request.chat_template)
         card = edge.plane.card(exchange.account, request.model_name)
         prepared = await edge.offload.run_if(exchange.has_large_body, chat_to_text, request, card, edge.parsers, edge.limits)
-        call = call_of(request, caller, exchange.endpoint)
+        call = call_of(request, exchange.identified(caller, request.request_id), exchange.endpoint)
         extras = Extras(request, started, edge.clock)
         generation = edge.plane.generate(prepared.texts[0], call)
         async with exchange.attended(), generation:
-            texts = await self._token_texts(exchange.account, request)
+            details = await self._details(exchange.account, request, prepared, generation)
             head = Head(
-                id=f"chatcmpl-{secrets.token_hex(12)}",
+                id=f"chatcmpl-{exchange.request_id}",
                 kind="chat.completion.chunk",
                 created=int(started),
                 model=request.model_name,
                 usage=wants_usage(request),
             )
             if request.stream:
-                await self._stream(exchange, generation, head, prepared, texts, extras)
+                await self._stream(exchange, generation, head, prepared, details, extras)
             else:
-                await self._respond(exchange, generation, head, prepared, texts, extras)
+                await self._respond(exchange, generation, head, prepared, details, extras)
 
     async def _stream(
         self,
@@ -73,11 +72,11 @@ class ChatCompletions:
         generation: Generation,
         head: Head,
         prepared: PreparedRequest,
-        texts: TokenTexts | None,
+        details: Details,
         extras: Extras,
     ) -> None:
         text = prepared.texts[0]
-        chunks = ChatChunks(head, prepared.n, _parsers(prepared, generation), texts, text.logprobs or 0)
+        chunks = ChatChunks(head, prepared.n, _parsers(prepared, generation), details)
         async with exchange.events() as stream:
             if extras.annotations:
                 model = await self._edge.plane.text_model(exchange.account, text.model)
@@ -93,21 +92,22 @@ class ChatCompletions:
         generation: Generation,
         head: Head,
         prepared: PreparedRequest,
-        texts: TokenTexts | None,
+        details: Details,
         extras: Extras,
     ) -> None:
         parsers: Sequence[OutputParser | None] = _parsers(prepared, generation) or [None] * prepared.n
-        builders = [ChatChoiceBuilder(parser, texts, prepared.texts[0].logprobs or 0) for parser in parsers]
+        builders = [ChatChoiceBuilder(parser, details) for parser in parsers]
         while deltas := await generation.read():
             for delta in deltas:
                 builders[delta.index].add(delta)
                 if extras.tokens is not None:
                     extras.tokens += delta.tokens
         choices = [builder.choice(index) for index, builder in enumerate(builders)]
-        if prepared.texts[0].prompt_logprobs is not None and texts is not None:
+        of_prompt = None
+        if prepared.texts[0].prompt_logprobs is not None and details.texts is not None:
             positions = generation.summary.prompt_logprobs or []
-            shown = await self._edge.offload.run_if(len(positions) > MANY_POSITIONS, prompt_logprobs, positions, texts)
-            choices = [msgspec.structs.replace(choice, prompt_logprobs=shown) for choice in choices]
+            is_long = len(positions) > MANY_POSITIONS
+            of_prompt = await self._edge.offload.run_if(is_long, prompt_logprobs, positions, details.texts)
         completion = ChatCompletion(
             id=head.id,
             created=head.created,
@@ -116,14 +116,27 @@ class ChatCompletions:
             usage=Usage.of(
                 generation.summary, sum(builder.reasoning.count for builder in builders) if parsers[0] is not None else None
             ),
+            prompt_logprobs=of_prompt,
+            prompt_token_ids=None if details.prompt_ids is None else [*details.prompt_ids[0]],
             nvext=extras.fields(generation) or UNSET,
         )
         await exchange.respond(encode(completion))
 
-    async def _token_texts(self, account: Account, request: ChatRequest) -> TokenTexts | None:
-        if not request.logprobs and request.prompt_logprobs is None:
-            return None
-        return TokenTexts((await self._edge.plane.text_model(account, request.model_name)).tokenizer)
+    async def _details(
+        self, account: Account, request: ChatRequest, prepared: PreparedRequest, generation: Generation
+    ) -> Details:
+        texts = None
+        if request.logprobs or request.prompt_logprobs is not None:
+            vocabulary = (await self._edge.plane.text_model(account, request.model_name)).tokenizer
+            texts = TokenTexts(vocabulary, as_ids=bool(request.return_tokens_as_token_ids))
+        return Details(
+            texts=texts,
+            alternatives=prepared.alternatives,
+            prompt_ids=[generation.prompt_ids] if request.return_token_ids else None,
+            running_usage=[generation.prompt_tokens] if wants_running_usage(request) else None,
+            reasoning=request.include_reasoning is not False,
+            echo=[echo] if request.echo and (echo := last_words(request)) else (),
+        )
 
 
 def _parsers(prepared: PreparedRequest, generation: Generation) -> list[OutputParser]:
@@ -137,36 +150,42 @@ def _parsers(prepared: PreparedRequest, generation: Generation) -> list[OutputPa
 class ChatChoiceBuilder:
     """Builds one choice of a whole response from its deltas."""
 
-    def __init__(self, parser: OutputParser | None, texts: TokenTexts | None, top: int) -> None:
+    def __init__(self, parser: OutputParser | None, details: Details) -> None:
         self._parser = parser
-        self._texts = texts
-        self._top = top
-        self._content: list[str] = []
+        self._details = details
+        self._content: list[str] = [*details.echo]
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []
         self.reasoning = ReasoningTokenCounter()
         self._logprobs: list[TokenLogprob] | None = None
+        self._ids: list[int] | None = None if details.prompt_ids is None else []
         self._reason: FinishReason | None = None
+        self._stop_reason: str | int | None = None
 
     def add(self, delta: TextDelta) -> None:
+        if self._ids is not None:
+            self._ids += token_ids(delta)
         if self._parser is None:
             self._content.append(delta.text)
         else:
             parts = parse_delta(self._parser, delta)
             self.reasoning.add(parts, len(delta.tokens))
             self._take(parts)
-        if self._texts is not None and delta.logprobs is not None:
+        details = self._details
+        if details.texts is not None and delta.logprobs is not None:
             if self._logprobs is None:
                 self._logprobs = []
-            self._logprobs += chat_logprobs(delta.logprobs, self._texts, self._top)
-        self._reason = delta.finish_reason or self._reason
+            self._logprobs += chat_logprobs(delta.logprobs, details.texts, details.alternatives)
+        if delta.finish_reason is not None:
+            self._reason, self._stop_reason = delta.finish_reason, delta.stop_reason
 
     def _take(self, parts: Sequence[Part]) -> None:
         for part in parts:
             if isinstance(part, Content):
                 self._content.append(part.text)
             elif isinstance(part, Reasoning):
-                self._reasoning.append(part.text)
+                if self._details.reasoning:
+                    self._reasoning.append(part.text)
             else:
                 self._call(part)
 
@@ -191,4 +210,6 @@ class ChatChoiceBuilder:
             message=message,
             logprobs=None if self._logprobs is None else ChatLogprobs(self._logprobs),
             finish_reason=finish_reason(self._reason, called=bool(calls)),
+            stop_reason=self._stop_reason,
+            token_ids=self._ids,
         )

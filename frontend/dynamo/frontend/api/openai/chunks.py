@@ -63,28 +63,65 @@ class Head:
         return self.start + b'[],"usage":' + encode(usage) + extra + _END + DONE
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
+    """What the chunks of a stream have besides text."""
+
+    texts: TokenTexts | None = None
+    """For log probabilities; None: there are none."""
+    alternatives: int = 0
+    """How many tokens are listed beside each."""
+    prompt_ids: Sequence[Sequence[int]] | None = None
+    """The tokens of each prompt. None: chunks have no token ids."""
+    running_usage: Sequence[int] | None = None
+    """The number of tokens of each prompt. None: only the last chunk has usage."""
+    reasoning: bool = True
+    echo: Sequence[str] = ()
+    """Text in front of each choice."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.texts is None and self.prompt_ids is None and self.running_usage is None
+
+
+NO_DETAILS = Details()
+
+
+class _ChunkEnds:
+    """Writes chunks after their choices: with the usage so far, if it is requested."""
+
+    def __init__(self, head: Head, choices: int, prompt_tokens: Sequence[int] | None) -> None:
+        self._end = head.end
+        self._prompt_tokens = prompt_tokens
+        self._per_prompt = choices // len(prompt_tokens) if prompt_tokens else 1
+        self._output_tokens = [0] * choices
+
+    def after(self, delta: TextDelta) -> bytes:
+        """Count the tokens of `delta`, and return the end of its chunks."""
+        if self._prompt_tokens is None:
+            return self._end
+        self._output_tokens[delta.index] += len(delta.tokens)
+        prompt, output = self._prompt_tokens[delta.index // self._per_prompt], self._output_tokens[delta.index]
+        usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        return b',"usage":' + encode(usage) + _END
+
+
 class ChatChunks:
     """Turns deltas of a chat completion into events."""
 
-    def __init__(
-        self,
-        head: Head,
-        choices: int,
-        parsers: Sequence[OutputParser] = (),
-        logprobs: TokenTexts | None = None,
-        top_logprobs: int = 0,
-    ) -> None:
-        self._end = head.end
+    def __init__(self, head: Head, choices: int, parsers: Sequence[OutputParser] = (), details: Details = NO_DETAILS) -> None:
+        self._ends = _ChunkEnds(head, choices, details.running_usage)
         self._delta = [head.start + b'[{"index":%d,"delta":' % index for index in range(choices)]
         self._content = [delta + b'{"content":' for delta in self._delta]
         self._content_end = b'},"logprobs":null,"finish_reason":null}]' + head.end
         self._unstarted = set(range(choices))
         self._parsers = parsers
-        self._texts = logprobs
-        self._top = top_logprobs
+        self._details = details
+        self._prompt_ids = None if details.prompt_ids is None else details.prompt_ids[0]
+        """For the first chunk."""
         self._called: set[int] = set()
         self._reasoning = [ReasoningTokenCounter() for _ in parsers]
-        self._is_plain = not parsers and logprobs is None
+        self._is_plain = not parsers and details.is_plain
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -93,33 +130,53 @@ class ChatChunks:
 
     def add(self, delta: TextDelta, events: list[bytes]) -> None:
         index = delta.index
+        end = self._ends.after(delta)
         if index in self._unstarted:
             self._unstarted.discard(index)
-            events.append(
-                self._delta[index] + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' + self._end
-            )
+            self._begin(index, end, events)
         if not self._is_plain:
-            self._add_parsed(delta, events)
+            self._add_parsed(delta, end, events)
         elif delta.text:
             events += (self._content[index], encode(delta.text), self._content_end)
         if delta.finish_reason is not None:
             reason = finish_reason(delta.finish_reason, called=index in self._called)
-            events.append(self._delta[index] + b'{},"logprobs":null,"finish_reason":"' + reason.encode() + b'"}]' + self._end)
+            ids = b"" if self._details.prompt_ids is None or delta.stop_token is None else b',"token_ids":[%d]' % delta.stop_token
+            events.append(
+                self._delta[index] + b'{},"logprobs":null,"finish_reason":"' + reason.encode() + b'"' + stop_reason(delta) + ids
+            )
+            events.append(b"}]" + end)
 
-    def _add_parsed(self, delta: TextDelta, events: list[bytes]) -> None:
-        index = delta.index
-        parts = parse_delta(self._parsers[index], delta) if self._parsers else [Content(delta.text)] if delta.text else []
+    def _begin(self, index: int, end: bytes, events: list[bytes]) -> None:
+        rest = b',"logprobs":null,"finish_reason":null}]'
+        prompt = b""
+        if self._prompt_ids is not None:
+            prompt = b',"prompt_token_ids":' + encode(list(self._prompt_ids))
+            self._prompt_ids = None
+        events.append(self._delta[index] + b'{"role":"assistant","content":""}' + rest + prompt + end)
+        if self._details.echo:
+            events.append(self._content[index] + encode(self._details.echo[0]) + b"}" + rest + end)
+
+    def _add_parsed(self, delta: TextDelta, end: bytes, events: list[bytes]) -> None:
+        index, details = delta.index, self._details
+        parts: Sequence[Part] = [Content(delta.text)] if delta.text else []
+        if self._parsers:
+            parts = parse_delta(self._parsers[index], delta)
         if self._reasoning:
             self._reasoning[index].add(parts, len(delta.tokens))
-        logprobs = b"null"
-        if self._texts is not None and delta.logprobs:
-            logprobs = b'{"content":' + encode(chat_logprobs(delta.logprobs, self._texts, self._top)) + b',"refusal":null}'
-        if not parts and logprobs != b"null":
+        if not details.reasoning:
+            parts = [part for part in parts if not isinstance(part, Reasoning)]
+        logprobs, ids = b"null", b""
+        if details.texts is not None and delta.logprobs:
+            shown = chat_logprobs(delta.logprobs, details.texts, details.alternatives)
+            logprobs = b'{"content":' + encode(shown) + b',"refusal":null}'
+        if details.prompt_ids is not None and delta.tokens:
+            ids = b',"token_ids":' + encode(delta.tokens)
+        if not parts and (ids or logprobs != b"null"):
             parts = [Content("")]
         for part in parts:
             body = self._part(index, part)
-            events.append(self._delta[index] + body + b',"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end)
-            logprobs = b"null"
+            events.append(self._delta[index] + body + b',"logprobs":' + logprobs + b',"finish_reason":null' + ids + b"}]" + end)
+            logprobs, ids = b"null", b""
 
     def _part(self, index: int, part: Part) -> bytes:
         if isinstance(part, Content):
@@ -128,6 +185,15 @@ class ChatChunks:
             return b'{"reasoning_content":' + encode(part.text) + b"}"
         self._called.add(index)
         return encode({"tool_calls": [tool_call_piece(part)]})
+
+
+def stop_reason(delta: TextDelta) -> bytes:
+    return b"" if delta.stop_reason is None else b',"stop_reason":' + encode(delta.stop_reason)
+
+
+def token_ids(delta: TextDelta) -> list[int]:
+    """Return the tokens of a delta, with the one that ended its choice."""
+    return [*delta.tokens] if delta.stop_token is None else [*delta.tokens, delta.stop_token]
 
 
 def tool_call_piece(part: ToolCall) -> dict[str, Any]:
@@ -148,32 +214,46 @@ def finish_reason(reason: FinishReason, *, called: bool) -> str:
 class CompletionChunks:
     """Turns deltas of a plain completion into events."""
 
-    def __init__(
-        self, head: Head, choices: int, logprobs: TokenTexts | None = None, top_logprobs: int = 0, echo: Sequence[str] = ()
-    ) -> None:
-        """`echo` is the text in front of each choice: its prompt."""
+    def __init__(self, head: Head, choices: int, details: Details = NO_DETAILS) -> None:
         self._text = [head.start + b'[{"index":%d,"text":' % index for index in range(choices)]
-        self._end = head.end
+        self._ends = _ChunkEnds(head, choices, details.running_usage)
         self._text_end = b',"logprobs":null,"finish_reason":null}]' + head.end
-        self._writers = [] if logprobs is None else [CompletionLogprobWriter(logprobs, top_logprobs) for _ in range(choices)]
-        self._echo = dict(enumerate(echo))
+        texts, alternatives = details.texts, details.alternatives
+        self._writers = [] if texts is None else [CompletionLogprobWriter(texts, alternatives) for _ in range(choices)]
+        self._echo = dict(enumerate(details.echo))
+        self._prompt_ids: dict[int, Sequence[int]] = {}
+        """For the first chunk of each choice."""
+        if details.prompt_ids is not None:
+            per_prompt = choices // len(details.prompt_ids)
+            self._prompt_ids = {index: details.prompt_ids[index // per_prompt] for index in range(choices)}
+        self._has_ids = details.prompt_ids is not None
+        self._is_plain = details.is_plain
 
     def add(self, delta: TextDelta, events: list[bytes]) -> None:
         index = delta.index
+        end = self._ends.after(delta)
         if self._echo and (prompt := self._echo.pop(index, None)) is not None:
-            events += (self._text[index], encode(prompt), self._text_end)
-        if delta.finish_reason is None and not self._writers:
+            events += (self._text[index], encode(prompt), b',"logprobs":null,"finish_reason":null')
+            events += (self._ids(index, []), b"}]", end)
+        if delta.finish_reason is None and self._is_plain:
             events += (self._text[index], encode(delta.text), self._text_end)
             return
-        logprobs = encode(self._writers[index].add(delta.logprobs)) if self._writers and delta.logprobs else b"null"
-        reason = encode(delta.finish_reason)
         events += (
             self._text[index],
             encode(delta.text),
             b',"logprobs":',
-            logprobs,
+            encode(self._writers[index].add(delta.logprobs or [])) if self._writers else b"null",
             b',"finish_reason":',
-            reason,
+            encode(delta.finish_reason),
+            stop_reason(delta),
+            self._ids(index, token_ids(delta)),
             b"}]",
-            self._end,
+            end,
         )
+
+    def _ids(self, index: int, tokens: Sequence[int]) -> bytes:
+        if not self._has_ids:
+            return b""
+        prompt = self._prompt_ids.pop(index, None)
+        first = b"" if prompt is None else b',"prompt_token_ids":' + encode(list(prompt))
+        return first + b',"token_ids":' + encode(tokens)

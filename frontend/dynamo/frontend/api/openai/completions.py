@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 
 from msgspec import UNSET
@@ -11,8 +10,16 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
-from dynamo.frontend.api.openai.chunks import CompletionChunks, Head, encode
-from dynamo.frontend.api.openai.edge import Edge, Extras, formatted_prompt, last_chunk, wants_usage, write_stream
+from dynamo.frontend.api.openai.chunks import CompletionChunks, Details, Head, encode, token_ids
+from dynamo.frontend.api.openai.edge import (
+    Edge,
+    Extras,
+    formatted_prompt,
+    last_chunk,
+    wants_running_usage,
+    wants_usage,
+    write_stream,
+)
 from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, CompletionLogprobWriter, join_logprobs, prompt_logprobs
 from dynamo.frontend.api.openai.requests import CompletionRequest
 from dynamo.frontend.api.openai.response_objects import Completion, CompletionChoice, CompletionLogprobs, Usage
@@ -37,14 +44,14 @@ class Completions:
         caller = exchange.caller()
         request = edge.completed(await self._reader.read(exchange), exchange.account)
         prepared = completion_to_text(request, edge.plane.card(exchange.account, request.model_name), edge.limits)
-        call = call_of(request, caller, exchange.endpoint)
+        call = call_of(request, exchange.identified(caller, request.request_id), exchange.endpoint)
         extras = Extras(request, started, edge.clock)
         if len(prepared.texts) > 1 and extras:
             raise InvalidRequest("'nvext.annotations' and 'nvext.extra_fields' need a request with one prompt", param="nvext")
         generations = [edge.plane.generate(text, call) for text in prepared.texts]
         async with exchange.attended(), text_source(generations, prepared.n) as source:
             head = Head(
-                id=f"cmpl-{secrets.token_hex(12)}",
+                id=f"cmpl-{exchange.request_id}",
                 kind="text_completion",
                 created=int(started),
                 model=request.model_name,
@@ -68,8 +75,14 @@ class Completions:
         text = prepared.texts[0]
         choices = len(prepared.texts) * prepared.n
         texts = await self._token_texts(exchange.account, request)
-        echo = await self._echo(exchange.account, prepared) if request.echo else ()
-        chunks = CompletionChunks(head, choices, texts, text.logprobs or 0, echo)
+        details = Details(
+            texts=texts if request.logprobs is not None else None,
+            alternatives=prepared.alternatives,
+            prompt_ids=[generation.prompt_ids for generation in generations] if request.return_token_ids else None,
+            running_usage=[generation.prompt_tokens for generation in generations] if wants_running_usage(request) else None,
+            echo=await self._echo(exchange.account, prepared) if request.echo else (),
+        )
+        chunks = CompletionChunks(head, choices, details)
         async with exchange.events() as stream:
             if extras.annotations:
                 model = await self._edge.plane.text_model(exchange.account, text.model)
@@ -88,7 +101,7 @@ class Completions:
         prepared: PreparedRequest,
         extras: Extras,
     ) -> None:
-        builders = [CompletionChoiceBuilder() for _ in range(len(prepared.texts) * prepared.n)]
+        builders = [CompletionChoiceBuilder(prepared.alternatives) for _ in range(len(prepared.texts) * prepared.n)]
         while deltas := await source.read():
             for delta in deltas:
                 builders[delta.index].add(delta)
@@ -119,7 +132,8 @@ class Completions:
     async def _token_texts(self, account: Account, request: CompletionRequest) -> TokenTexts | None:
         if request.logprobs is None and request.prompt_logprobs is None:
             return None
-        return TokenTexts((await self._edge.plane.text_model(account, request.model_name)).tokenizer)
+        vocabulary = (await self._edge.plane.text_model(account, request.model_name)).tokenizer
+        return TokenTexts(vocabulary, as_ids=bool(request.return_tokens_as_token_ids))
 
     async def _echo(self, account: Account, prepared: PreparedRequest) -> list[str]:
         """Return the prompt of each choice as text."""
@@ -130,18 +144,23 @@ class Completions:
 class CompletionChoiceBuilder:
     """Builds one choice of a whole response from its deltas."""
 
-    def __init__(self) -> None:
+    def __init__(self, alternatives: int) -> None:
+        self._alternatives = alternatives
         self._texts: list[str] = []
+        self._ids: list[int] = []
         self._positions: list[list[tuple[int, float]]] | None = None
         self._reason: FinishReason | None = None
+        self._stop_reason: str | int | None = None
 
     def add(self, delta: TextDelta) -> None:
         self._texts.append(delta.text)
+        self._ids += token_ids(delta)
         if delta.logprobs is not None:
             if self._positions is None:
                 self._positions = []
             self._positions += delta.logprobs
-        self._reason = delta.finish_reason or self._reason
+        if delta.finish_reason is not None:
+            self._reason, self._stop_reason = delta.finish_reason, delta.stop_reason
 
     @property
     def positions(self) -> int:
@@ -164,20 +183,23 @@ class CompletionChoiceBuilder:
         of_prompt = generation.summary.prompt_logprobs
         logprobs: CompletionLogprobs | None = None
         if request.logprobs is not None and texts is not None:
-            writer = CompletionLogprobWriter(texts, request.logprobs)
+            writer = CompletionLogprobWriter(texts, self._alternatives)
             parts = []
             if request.echo:
                 if of_prompt is None:
                     raise EngineError("the engine reports no log probabilities of the prompt, which 'echo' with 'logprobs' needs")
                 parts.append(writer.add(of_prompt, generation.prompt_ids))
             parts.append(writer.add(self._positions or []))
-            logprobs = join_logprobs(parts, request.logprobs)
+            logprobs = join_logprobs(parts)
         return CompletionChoice(
             index=index,
             text=echo + "".join(self._texts),
             logprobs=logprobs,
             finish_reason=self._reason.value,
-            prompt_logprobs=prompt_logprobs(of_prompt or [], texts) if request.prompt_logprobs is not None and texts else UNSET,
+            stop_reason=self._stop_reason,
+            prompt_logprobs=prompt_logprobs(of_prompt or [], texts) if request.prompt_logprobs is not None and texts else None,
+            prompt_token_ids=[*generation.prompt_ids] if request.return_token_ids else None,
+            token_ids=self._ids if request.return_token_ids else None,
         )
 
 

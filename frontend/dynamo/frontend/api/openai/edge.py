@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Summary
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import EventStream
@@ -39,6 +40,8 @@ class Edge:
     parsers: OutputParsers = field(default_factory=lambda: OutputParsers({}, {}))
     offload: Offload = field(default_factory=Offload)
     """For large requests."""
+    trusts_templates: bool = False
+    """Whether requests may bring a chat template."""
     clock: Callable[[], float] = time.time
     """Unix time, seconds."""
 
@@ -62,6 +65,14 @@ class Edge:
             changes["max_tokens"] = template.max_completion_tokens
         return msgspec.structs.replace(request, **changes) if changes else request
 
+    def check_template(self, template: str | None) -> None:
+        """Raises InvalidRequest for a request with a chat template if the operator does not allow it."""
+        if template is not None and not self.trusts_templates:
+            raise InvalidRequest(
+                "requests may not bring a chat template: the server runs without --trust-request-chat-template",
+                param="chat_template",
+            )
+
 
 class Chunks(Protocol):
     """Turns deltas into server-sent events."""
@@ -82,6 +93,10 @@ async def write_stream(stream: EventStream, source: TextSource, chunks: Chunks) 
 
 def wants_usage(request: TextGenerationRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
+
+
+def wants_running_usage(request: TextGenerationRequest) -> bool:
+    return wants_usage(request) and request.stream_options is not None and bool(request.stream_options.continuous_usage_stats)
 
 
 def last_chunk(head: Head, summary: Summary, nvext: dict[str, Any] | None, reasoning_tokens: int | None = None) -> bytes:

@@ -11,7 +11,7 @@ from dynamo.frontend.api.openai.response_objects import (
     TokenLogprob,
     TopLogprob,
 )
-from dynamo.frontend.api.text.token_texts import TokenTexts, best_first, text_bytes
+from dynamo.frontend.api.text.token_texts import TokenTexts, best_first
 
 Positions = Sequence[Sequence[tuple[int, float]]]
 """For each token: itself and its alternatives, with their log probabilities."""
@@ -25,9 +25,8 @@ def chat_logprobs(positions: Positions, texts: TokenTexts, top: int) -> list[Tok
     tokens = []
     for position in positions:
         token, logprob = position[0]
-        best = [(texts[other], value) for other, value in best_first(position, top)]
-        tops = [TopLogprob(text, value, text_bytes(text)) for text, value in best]
-        tokens.append(TokenLogprob(texts[token], logprob, text_bytes(texts[token]), tops))
+        tops = [TopLogprob(texts[other], value, texts.bytes_of(other)) for other, value in best_first(position, top)]
+        tokens.append(TokenLogprob(texts[token], logprob, texts.bytes_of(token), tops))
     return tokens
 
 
@@ -51,17 +50,21 @@ class CompletionLogprobWriter:
             token = position[0][0] if position else tokens[index] if tokens is not None else 0
             names.append(self._texts[token])
             values.append(position[0][1] if position else None)
-            tops.append({self._texts[other]: value for other, value in best_first(position, self._top)} if position else None)
+            tops.append(self._alternatives(position) if position else None)
             offsets.append(self._offset)
             self._offset += len(names[-1])
-        return CompletionLogprobs(names, values, tops if self._top else None, offsets)
+        return CompletionLogprobs(names, values, tops, offsets)
+
+    def _alternatives(self, position: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return the token itself and the likeliest ones, as OpenAI does, so that there may be one more than requested."""
+        return {self._texts[token]: value for token, value in (position[0], *best_first(position, self._top))}
 
 
-def join_logprobs(parts: Sequence[CompletionLogprobs], top: int) -> CompletionLogprobs:
+def join_logprobs(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
     return CompletionLogprobs(
         [token for part in parts for token in part.tokens],
         [value for part in parts for value in part.token_logprobs],
-        [tops for part in parts for tops in part.top_logprobs or ()] if top else None,
+        [tops for part in parts for tops in part.top_logprobs],
         [offset for part in parts for offset in part.text_offset],
     )
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from dynamo.common.generation_rules import MAX_LOGPROB_TOKEN_IDS
 from dynamo.frontend.api.calls import MAX_ID_CHARS
 from dynamo.frontend.router.overrides import MAX_TEMPERATURE, MAX_WEIGHT
 
@@ -28,6 +29,7 @@ Json: TypeAlias = dict[str, Any]
 
 class StreamOptions(Struct, kw_only=True, frozen=True):
     include_usage: Annotated[bool, Meta(description="End the stream with a chunk that has `usage`.")] | None = None
+    continuous_usage_stats: Annotated[bool, Meta(description="Put the usage so far into every chunk.")] | None = None
     include_obfuscation: Annotated[bool, Meta(description="Accepted; chunks are never padded.")] | None = None
 
 
@@ -39,8 +41,22 @@ class JsonSchemaFormat(Struct, kw_only=True, frozen=True):
 
 
 class ResponseFormat(Struct, kw_only=True, frozen=True):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    format: Annotated[Json, Meta(description="Of a `structural_tag`.")] | None = None
+    structures: Annotated[list[Json], Meta(description="Of a `structural_tag` in its older form.")] | None = None
+    triggers: list[Text] | None = None
+
+
+class StructuredOutputs(Struct, kw_only=True, frozen=True):
+    """One constraint on the output, in the form of vLLM's API."""
+
+    json: str | Json | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Meta(min_length=1, max_length=1024)] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: Text | None = None
 
 
 class AgentHints(Struct, kw_only=True, frozen=True):
@@ -131,7 +147,40 @@ class TextGenerationRequest(ModelRequest, kw_only=True, frozen=True):
     bad_words_token_ids: (
         Annotated[list[Annotated[list[TokenId], Meta(min_length=1, max_length=256)]], Meta(max_length=1024)] | None
     ) = None
+    bad_words: (
+        Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=256, description="Texts to avoid.")]
+        | None
+    ) = None
     prompt_logprobs: Count | None = None
+    logprob_token_ids: (
+        Annotated[
+            list[TokenId],
+            Meta(max_length=MAX_LOGPROB_TOKEN_IDS, description="Tokens to report with each token, in place of the likeliest."),
+        ]
+        | None
+    ) = None
+    return_token_ids: Annotated[bool, Meta(description="Return the ids of the prompt and of the response.")] | None = None
+    return_tokens_as_token_ids: Annotated[bool, Meta(description="Show tokens as `token_id:17` in log probabilities.")] | None = (
+        None
+    )
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, le=INT32, description="Keep so many tokens of the prompt; -1: as many as fit.")] | None
+    ) = None
+    truncation_side: Annotated[Literal["left", "right"], Meta(description="Where tokens are dropped.")] | None = None
+    add_special_tokens: (
+        Annotated[bool, Meta(description="Add BOS and the like. Default: to a prompt, not to a conversation.")] | None
+    ) = None
+    structured_outputs: StructuredOutputs | None = None
+    use_beam_search: bool | None = None
+    prompt_embeds: Any = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Json | None = None
+    kv_transfer_params: Json | None = None
+    vllm_xargs: Json | None = None
+    request_id: Annotated[str, Meta(max_length=MAX_ID_CHARS, description="Without the header `x-request-id`.")] | None = None
+    session_id: (
+        Annotated[str, Meta(max_length=MAX_ID_CHARS, description="Requests of one session go to one instance.")] | None
+    ) = None
     response_format: ResponseFormat | None = None
     guided_json: str | Json | None = None
     guided_regex: Text | None = None
@@ -140,6 +189,18 @@ class TextGenerationRequest(ModelRequest, kw_only=True, frozen=True):
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-INT32, le=INT32, description="Higher is more important.")] | None = None
     nvext: NvExt | None = None
+
+    def unsupported_fields(self) -> dict[str, str]:
+        """Return the fields that are set although they are not supported, each with an error message."""
+        messages = {
+            "use_beam_search": "beam search is not supported" if self.use_beam_search else "",
+            "prompt_embeds": "prompts are texts or token ids; embeddings are not supported" if self.prompt_embeds else "",
+            "thinking_token_budget": "a budget for reasoning is not supported" if self.thinking_token_budget is not None else "",
+            "repetition_detection": "detection of repetitions is not supported" if self.repetition_detection else "",
+            "kv_transfer_params": "transfers of KV caches are arranged by the server" if self.kv_transfer_params else "",
+            "vllm_xargs": "arguments for extensions of an engine are not passed on" if self.vllm_xargs else "",
+        }
+        return {name: message for name, message in messages.items() if message}
 
 
 # Chat
@@ -238,12 +299,18 @@ class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True):
     functions: list[Any] | None = None
     function_call: str | Json | None = None
     # Beyond OpenAI
+    chat_template: (
+        Annotated[str, Meta(min_length=1, max_length=65536, description="If the operator allows it, replaces the model's own.")]
+        | None
+    ) = None
     chat_template_kwargs: Json | None = None
+    documents: Annotated[list[Json], Meta(max_length=1024, description="For templates that know documents.")] | None = None
+    echo: Annotated[bool, Meta(description="Begin the response with the last message, if it is the assistant's.")] | None = None
+    include_reasoning: Annotated[bool, Meta(description="False: leave reasoning out of the response.")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[bool, Meta(description="Continue the last message.")] | None = None
 
     def unsupported_fields(self) -> dict[str, str]:
-        """Return the fields that are set although they are not supported, each with an error message."""
         messages = {
             "functions": "'functions' is deprecated; use 'tools'" if self.functions is not None else "",
             "function_call": "'function_call' is deprecated; use 'tool_choice'" if self.function_call is not None else "",
@@ -252,7 +319,7 @@ class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True):
             "web_search_options": "web search is not supported" if self.web_search_options is not None else "",
             "moderation": "moderation is not supported" if self.moderation is not None else "",
         }
-        return {name: message for name, message in messages.items() if message}
+        return super().unsupported_fields() | {name: message for name, message in messages.items() if message}
 
 
 class CompletionRequest(TextGenerationRequest, kw_only=True, frozen=True):

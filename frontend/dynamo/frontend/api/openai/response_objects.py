@@ -87,7 +87,8 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
     message: ResponseMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
@@ -98,13 +99,15 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
     nvext: dict[str, Any] | UnsetType = UNSET
 
 
 class CompletionLogprobs(Struct, frozen=True):
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -113,7 +116,10 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(Struct, frozen=True, kw_only=True):

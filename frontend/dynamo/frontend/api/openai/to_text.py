@@ -21,6 +21,7 @@ from dynamo.frontend.api.openai.requests import (
     NamedToolChoice,
     NvExt,
     ResponseFormat,
+    StructuredOutputs,
     TextGenerationRequest,
     Tool,
 )
@@ -55,6 +56,12 @@ class PreparedRequest:
     tools: Sequence[Mapping[str, Any]] = field(default=())
     n: int = 1
 
+    @property
+    def alternatives(self) -> int:
+        """How many tokens are listed beside each token with log probabilities."""
+        text = self.texts[0]
+        return len(text.logprob_token_ids) + 1 if text.logprob_token_ids else text.logprobs or 0
+
 
 def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, limits: TextLimits) -> PreparedRequest:
     """Prepare a chat completion. Raises InvalidRequest, Unsupported."""
@@ -69,7 +76,7 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
         )
     _check_maximum("top_logprobs", request.top_logprobs, limits.max_logprobs)
     text = _common(request, limits)
-    text = msgspec.structs.replace(text, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+    text = _with_logprobs(text, (request.top_logprobs or 0) if request.logprobs else None)
     max_tokens = request.max_completion_tokens or request.max_tokens
     if request.max_tokens is not None and request.max_tokens != max_tokens:
         raise InvalidRequest("'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
@@ -104,11 +111,14 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
         variables = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.documents is not None:
+            variables.setdefault("documents", request.documents)
         text = msgspec.structs.replace(
             text,
             messages=messages,
             media=media,
             tools=tools,
+            chat_template=request.chat_template or "",
             chat_template_kwargs=variables,
             add_generation_prompt=request.add_generation_prompt is not False,
             continues_last=bool(request.continue_final_message),
@@ -118,6 +128,8 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
 
 def completion_to_text(request: CompletionRequest, card: ModelCard, limits: TextLimits) -> PreparedRequest:
     """Prepare a plain completion. Raises InvalidRequest."""
+    for name, message in request.unsupported_fields().items():
+        raise InvalidRequest(message, param=name)
     llm_of(card)
     if request.suffix:
         raise InvalidRequest("'suffix' is not supported", param="suffix")
@@ -144,10 +156,10 @@ def completion_to_text(request: CompletionRequest, card: ModelCard, limits: Text
     text = msgspec.structs.replace(
         text,
         n=request.best_of if ranked and request.best_of else text.n,
-        logprobs=request.logprobs if request.logprobs is not None else 0 if ranked else None,
         prompt_logprobs=max(request.logprobs or 0, text.prompt_logprobs or 0) if wants_prompt else text.prompt_logprobs,
         stop=msgspec.structs.replace(text.stop, max_tokens=16 if request.max_tokens is None else request.max_tokens),
     )
+    text = _with_logprobs(text, request.logprobs if request.logprobs is not None else 0 if ranked else None)
     prompts = _prompts(request)
     choices = len(prompts) * text.n
     if choices > limits.max_choices:
@@ -202,6 +214,16 @@ def messages_to_text(
     return conversation, tuple(media)
 
 
+def last_words(request: ChatRequest) -> str:
+    """Return the text of the last message if it is the assistant's."""
+    message = request.messages[-1]
+    if message.role != "assistant" or message.content is None:
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    return "\n".join(part.text or part.refusal or "" for part in message.content)
+
+
 def tools_to_text(tools: Sequence[Tool] | None) -> Sequence[Mapping[str, Any]]:
     """Return tools as chat templates expect them. Raises InvalidRequest if two have the same name."""
     names = [tool.function.name for tool in tools or ()]
@@ -216,7 +238,8 @@ def call_of(request: TextGenerationRequest, caller: Caller, endpoint: str) -> Ca
     nvext = request.nvext
     priority = call.priority or request.priority or 0
     if nvext is None:
-        return msgspec.structs.replace(call, priority=priority) if priority != call.priority else call
+        session = call.session or request.session_id or ""
+        return msgspec.structs.replace(call, priority=priority, session=session)
     hinted = nvext.agent_hints.priority if nvext.agent_hints is not None else None
     overrides = call.overrides
     if nvext.router is not None:
@@ -226,7 +249,7 @@ def call_of(request: TextGenerationRequest, caller: Caller, endpoint: str) -> Ca
     if instance is None and nvext.backend_instance_id is not None:
         instance = parse_instance(nvext.backend_instance_id)
     priority = priority or nvext.priority or hinted or 0
-    session = call.session or nvext.session_id or ""
+    session = call.session or nvext.session_id or request.session_id or ""
     return msgspec.structs.replace(call, priority=priority, overrides=overrides, instance=instance, session=session)
 
 
@@ -255,9 +278,25 @@ def _common(request: TextGenerationRequest, limits: TextLimits) -> TextRequest:
         include_stop_string=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         n=n,
+        logprob_token_ids=tuple(request.logprob_token_ids or ()),
+        add_special_tokens=request.add_special_tokens,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        truncates_end=request.truncation_side == "right",
+        bad_words=tuple(request.bad_words or ()),
         prompt_logprobs=request.prompt_logprobs,
         cache_salt=request.cache_salt or "",
     )
+
+
+def _with_logprobs(text: TextRequest, alternatives: int | None) -> TextRequest:
+    """Raises InvalidRequest if tokens are chosen for log probabilities that are not requested."""
+    if not text.logprob_token_ids:
+        return msgspec.structs.replace(text, logprobs=alternatives)
+    if alternatives is None:
+        raise InvalidRequest("'logprob_token_ids' needs 'logprobs'", param="logprob_token_ids")
+    if text.stop.max_tokens == 0:
+        raise InvalidRequest("'logprob_token_ids' needs a response, but 'max_tokens' is 0", param="logprob_token_ids")
+    return msgspec.structs.replace(text, logprobs=0)
 
 
 def _sampling(request: TextGenerationRequest) -> Sampling:
@@ -283,16 +322,38 @@ def _guided(request: TextGenerationRequest) -> dict[str, Any] | None:
     if request.response_format is not None and (structure := to_guided(request.response_format)) is not None:
         constraints["response_format"] = structure
     if request.guided_json is not None:
-        constraints["guided_json"] = {"json_schema": _schema(request.guided_json)}
+        constraints["guided_json"] = {"json_schema": _schema(request.guided_json, "guided_json")}
     if request.guided_regex is not None:
         constraints["guided_regex"] = {"regex": request.guided_regex}
     if request.guided_choice is not None:
         constraints["guided_choice"] = {"choice": request.guided_choice}
     if request.guided_grammar is not None:
         constraints["guided_grammar"] = {"grammar": request.guided_grammar}
+    if request.structured_outputs is not None:
+        constraints["structured_outputs"] = _structured(request.structured_outputs)
     if len(constraints) > 1:
         raise InvalidRequest(f"{' and '.join(map(repr, constraints))} cannot be combined", param=list(constraints)[-1])
     return next(iter(constraints.values()), None)
+
+
+def _structured(wanted: StructuredOutputs) -> dict[str, Any]:
+    constraints: dict[str, Any] = {
+        "regex": wanted.regex,
+        "choice": wanted.choice,
+        "grammar": wanted.grammar,
+        "json_object": wanted.json_object or None,
+        "structural_tag": wanted.structural_tag,
+    }
+    if wanted.json is not None:
+        constraints["json_schema"] = _schema(wanted.json, "structured_outputs.json")
+    chosen = {name: value for name, value in constraints.items() if value is not None}
+    if len(chosen) != 1:
+        raise InvalidRequest(
+            f"'structured_outputs' needs exactly one of json, json_object, regex, choice, grammar and structural_tag, "
+            f"got {len(chosen)}",
+            param="structured_outputs",
+        )
+    return chosen
 
 
 def to_guided(wanted: ResponseFormat) -> dict[str, Any] | None:
@@ -301,19 +362,31 @@ def to_guided(wanted: ResponseFormat) -> dict[str, Any] | None:
         return None
     if wanted.type == "json_object":
         return {"json_object": True}
+    if wanted.type == "structural_tag":
+        return {"structural_tag": _structural_tag(wanted)}
     if wanted.json_schema is None or wanted.json_schema.schema is None:
         raise InvalidRequest("'response_format' of type 'json_schema' needs 'json_schema' with 'schema'", param="response_format")
     return {"json_schema": wanted.json_schema.schema}
 
 
-def _schema(text: str | dict[str, Any]) -> dict[str, Any]:
+def _structural_tag(wanted: ResponseFormat) -> str:
+    tag = {"format": wanted.format, "structures": wanted.structures, "triggers": wanted.triggers}
+    given = {name: value for name, value in tag.items() if value is not None}
+    if given.keys() not in ({"format"}, {"structures", "triggers"}):
+        raise InvalidRequest(
+            "'response_format' of type 'structural_tag' needs 'format', or 'structures' and 'triggers'", param="response_format"
+        )
+    return msgspec.json.encode({"type": "structural_tag", **given}).decode()
+
+
+def _schema(text: str | dict[str, Any], param: str) -> dict[str, Any]:
     if not isinstance(text, str):
         return text
     check_json(text.encode(), max_depth=_MAX_SCHEMA_DEPTH, max_values=_MAX_SCHEMA_VALUES)  # the body's scan saw a string
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequest(f"'guided_json' is not a JSON schema: {error}", param="guided_json") from None
+        raise InvalidRequest(f"'{param}' is not a JSON schema: {error}", param=param) from None
 
 
 def _check_maximum(name: str, value: int | None, most: int) -> None:

@@ -1,4 +1,4 @@
-"""Single tokens as text, for responses with log probabilities."""
+"""Single tokens as text and as bytes, for responses with log probabilities."""
 
 from __future__ import annotations
 
@@ -10,11 +10,28 @@ from dynamo.frontend.serving.text_models import Vocabulary
 class TokenTexts:
     """Maps token ids to their text; caches the tokens of one request."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, as_ids: bool = False) -> None:
+        """`as_ids`: show tokens as `token_id:17`, which tells tokens apart that have no text of their own."""
         self._vocabulary = vocabulary
+        self._as_ids = as_ids
         self._cached: dict[int, str] = {}
 
     def __getitem__(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids else self._text(token)
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """Return the bytes of a token, which may be a part of a character; None if they are not known."""
+        text = self._text(token)
+        if "\ufffd" not in text:
+            return list(text.encode())
+        data = self._vocabulary.token_bytes(token)
+        return None if data is None else list(data)
+
+    def is_special(self, token: int) -> bool:
+        """Whether the token is a control token, such as end of sequence, that has no text in a response."""
+        return bool(self._text(token)) and not self._vocabulary.decode([token], skip_special_tokens=True)
+
+    def _text(self, token: int) -> str:
         text = self._cached.get(token)
         if text is None:
             # Some decoders drop the space before the first word of a text; the second of two equal tokens keeps it.
@@ -23,15 +40,6 @@ class TokenTexts:
             text = twice[len(once) :] if twice.startswith(once) else once
             self._cached[token] = text
         return text
-
-    def is_special(self, token: int) -> bool:
-        """Whether the token is a control token, such as end of sequence, that has no text in a response."""
-        return bool(self[token]) and not self._vocabulary.decode([token], skip_special_tokens=True)
-
-
-def text_bytes(text: str) -> list[int] | None:
-    """Return the UTF-8 bytes of a token's text; None if the token holds only part of a character."""
-    return None if "\ufffd" in text else list(text.encode())
 
 
 def best_first(position: Sequence[tuple[int, float]], count: int) -> list[tuple[int, float]]:

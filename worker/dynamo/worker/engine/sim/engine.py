@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from dynamo.common.background import start
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, GenerateRequest, Summary
+from dynamo.common.generation_rules import Feature, check_features
 from dynamo.common.kv.events import KvState
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
@@ -25,6 +26,7 @@ from dynamo.worker.engine.sim.tokens import START, advance
 
 _MAX_CHOICES = 128
 _MAX_LOGPROBS = 20
+_SUPPORTED = frozenset({Feature.GUIDED, Feature.ADAPTER, Feature.CACHE_SALT, Feature.KV_TRANSFER, Feature.LOGPROB_IDS})
 _HASH_IN_THREAD_BYTES = 256 * 1024
 """Prompts from this size on are hashed outside of the event loop."""
 
@@ -206,7 +208,7 @@ class SimEngine:
                     await stream.waiter
                     stream.waiter = None
                     continue
-                for delta in _take(stream, request.logprobs):
+                for delta in _take(stream, request.logprobs, request.logprob_token_ids):
                     if delta.finish_reason is not None:
                         unfinished -= 1
                     yield delta
@@ -219,6 +221,7 @@ class SimEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest for a request that this engine cannot run."""
+        check_features(request, "sim", _SUPPORTED)
         tokens, limit = request.prompt_tokens, self.config.context_length
         if tokens >= limit:
             raise InvalidRequest(f"the prompt of {tokens} tokens leaves no room in the context of {limit}", param="prompt")
@@ -380,7 +383,7 @@ class SimEngine:
             stream.wake()
 
 
-def _take(stream: _Stream, alternatives: int | None) -> list[Delta]:
+def _take(stream: _Stream, alternatives: int | None, reported: Sequence[int]) -> list[Delta]:
     """Return one delta per step since the last call. A list, since a generator costs more per token than the rest of this."""
     new, stream.new = stream.new, {}
     finished, stream.finished = stream.finished, []
@@ -389,7 +392,7 @@ def _take(stream: _Stream, alternatives: int | None) -> list[Delta]:
         if alternatives is None:
             deltas += [Delta((token,), index) for token in tokens]
         else:
-            deltas += [Delta((token,), index, None, [_logprobs(token, alternatives)]) for token in tokens]
+            deltas += [Delta((token,), index, None, [_logprobs(token, alternatives, reported)]) for token in tokens]
         if index in finished:
             finished.remove(index)
             choice = stream.choices[index]
@@ -400,6 +403,7 @@ def _take(stream: _Stream, alternatives: int | None) -> list[Delta]:
     return deltas
 
 
-def _logprobs(token: int, alternatives: int) -> list[tuple[int, float]]:
-    """Return invented probabilities: half for the token, halving with each neighbour."""
-    return [(token ^ rank, -0.6931471805599453 * (rank + 1)) for rank in range(alternatives + 1)]
+def _logprobs(token: int, alternatives: int, reported: Sequence[int]) -> list[tuple[int, float]]:
+    """Return invented probabilities: half for the token, halving with each neighbour or, if there are any, reported token."""
+    tokens = [token, *reported] if reported else [token ^ rank for rank in range(alternatives + 1)]
+    return [(other, -0.6931471805599453 * (rank + 1)) for rank, other in enumerate(tokens)]
