@@ -304,14 +304,16 @@ async def test_a_mark_ends_by_itself_by_mark_up_and_by_registering_again(
     one = instance(namespace, number=1)
     async with open_directory(etcd, namespace) as directory, registered(etcd, [one]):
         await until(directory, lambda: ids(directory) == [1])
-        directory.mark_down(one.id, 0.05)
-        assert ids(directory) == []
+        directory.mark_down(one.id, 0.5)
+        await until(directory, lambda: ids(directory) == [])
         assert list(directory.registered()) == [one]
         await until(directory, lambda: ids(directory) == [1])
         directory.mark_down(one.id, 60)
+        await until(directory, lambda: ids(directory) == [])
         directory.mark_up(one.id)
-        assert ids(directory) == [1]
+        await until(directory, lambda: ids(directory) == [1])
         directory.mark_down(one.id, 60)
+        await until(directory, lambda: ids(directory) == [])
         (kv,) = (await etcd.range(one.key)).kvs
         await etcd.put(one.key, kv.value, lease=kv.lease)
         await until(directory, lambda: ids(directory) == [1])

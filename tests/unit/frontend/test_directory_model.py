@@ -18,8 +18,8 @@ from dynamo.common.etcd.errors import EtcdUnavailable
 from dynamo.common.etcd.kv import Listing
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.fleet.directory import DOWN_S, RETURN_S, Directory, open_directory
-from tests.support.virtual_time import VirtualTimeLoop
+from dynamo.frontend.fleet.directory import COALESCE_S, DOWN_S, RETURN_S, Directory, open_directory
+from tests.support.virtual_time import VirtualTimeLoop, in_virtual_time
 
 T = TypeVar("T")
 ENDPOINT = Endpoint()
@@ -238,6 +238,7 @@ class DirectoryAndStore(RuleBasedStateMachine):
     @rule(number=st.integers(1, 6), is_down=st.booleans())
     def mark(self, number: int, is_down: bool) -> None:
         async def mark() -> None:
+            await asyncio.sleep(2 * COALESCE_S)  # so that nothing else waits to be applied
             mark_one = self.directory.mark_down if is_down else self.directory.mark_up
             mark_one(InstanceId(number))
 
@@ -319,6 +320,27 @@ def expected_view(store: Store) -> dict[str, list[Instance]]:
     oldest = min(with_alias, key=lambda instance: (*_age(instance), instance.card.name), default=None)
     result["shared"] = [] if oldest is None else [each for each in with_alias if each.card.name == oldest.card.name]
     return result
+
+
+@in_virtual_time
+async def test_marks_of_many_instances_are_applied_together() -> None:
+    store, made = Store(), [variant(number, "a", "1", 4, "") for number in range(500)]
+    for instance in made:
+        store.put(instance.key, encode_registration(instance))
+    async with open_directory(cast(Etcd, store), None) as directory:
+        await directory.ready.wait()
+        changes: list[int] = []
+        directory.on_change(lambda: changes.append(len(directory.instances("a"))))
+        await asyncio.sleep(2 * COALESCE_S)
+        for instance in made[:400]:
+            directory.mark_down(instance.id)
+        directory.mark_up(made[399].id)
+        await asyncio.sleep(2 * COALESCE_S)
+        assert changes == [499, 101]
+        for instance in made:
+            directory.mark_up(instance.id)
+        await asyncio.sleep(2 * COALESCE_S)
+        assert changes == [499, 101, 102, 500]
 
 
 TestDirectoryAndStore = DirectoryAndStore.TestCase

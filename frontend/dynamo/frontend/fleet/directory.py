@@ -20,7 +20,7 @@ from dynamo.common.names import InstanceId, namespace_prefix
 log = logging.getLogger(__name__)
 
 COALESCE_S = 0.05
-"""Changes in etcd are applied at most this often, since each subscriber does some work each time."""
+"""Changes in etcd and marks are applied at most this often, since each subscriber and the next lookup do some work each time."""
 RECONCILE_S = 30.0
 RETURN_S = 10.0
 """The TTL of a lease: within it, a live worker has noticed that its lease is gone and has registered again."""
@@ -48,6 +48,8 @@ class Directory:
         """The revision of the store up to which the view is complete."""
         self._waiting: dict[str, bytes | None] = {}
         """Changes that have not been applied yet."""
+        self._waiting_marks: dict[InstanceId, float | None] = {}
+        """The same for marks: for how many seconds an instance is marked down; None: not any more."""
         self._applied_at = -math.inf
         self._apply_timer: asyncio.TimerHandle | None = None
         self._put_at: dict[str, int] = {}
@@ -113,21 +115,18 @@ class Directory:
     # Marks
 
     def mark_down(self, instance: InstanceId, for_s: float = DOWN_S) -> None:
-        """Leave out an unhealthy instance until it registers again, `mark_up`, or `for_s` seconds have passed."""
-        changed = self._view.mark_down(instance)
-        if self._view.is_down(instance):
-            self._stop_timer(instance)
-            timer = asyncio.get_running_loop().call_later(for_s, self.mark_up, instance)
-            self._down_timers[instance] = timer
-        if changed:
-            log.info("instance %x is marked down for %g s", instance, for_s)
-            self._notify()
+        """Leave out an unhealthy instance until it registers again, `mark_up`, or `for_s` seconds have passed.
+
+        Takes effect at once, or within `COALESCE_S` if other changes were applied just now. The same holds for `mark_up`.
+        """
+        self._waiting_marks[instance] = for_s
+        self._apply_soon()
 
     def mark_up(self, instance: InstanceId) -> None:
         """End `mark_down`: the instance responded."""
-        self._stop_timer(instance)
-        if self._view.mark_up(instance):
-            self._notify()
+        if instance in self._waiting_marks or self._view.is_down(instance):
+            self._waiting_marks[instance] = None
+            self._apply_soon()
 
     # Following etcd
 
@@ -194,7 +193,11 @@ class Directory:
                 self._waiting[event.key] = None
                 self._put_at.pop(event.key, None)
         self._revision = max(self._revision, events.revision)
-        if self._waiting and self._apply_timer is None:
+        if self._waiting:
+            self._apply_soon()
+
+    def _apply_soon(self) -> None:
+        if self._apply_timer is None:
             loop = asyncio.get_running_loop()
             due_at = self._applied_at + COALESCE_S
             if due_at <= loop.time():
@@ -203,14 +206,29 @@ class Directory:
                 self._apply_timer = loop.call_at(due_at, self._apply_waiting)
 
     def _apply_waiting(self) -> None:
-        """Apply the changes that the watch has delivered since the last time."""
+        """Apply the marks, and the changes that the watch has delivered, since the last time."""
         if self._apply_timer is not None:
             self._apply_timer.cancel()
             self._apply_timer = None
-        if self._waiting:
+        if self._waiting or self._waiting_marks:
             changes, self._waiting = self._waiting, {}
+            marks, self._waiting_marks = self._waiting_marks, {}
             self._applied_at = asyncio.get_running_loop().time()
-            self._apply(changes)
+            have_marks_changed = sum([self._apply_mark(instance, for_s) for instance, for_s in marks.items()])
+            if not self._apply(changes) and have_marks_changed:
+                self._notify()
+
+    def _apply_mark(self, instance: InstanceId, for_s: float | None) -> bool:
+        """Return whether that changes which instances serve."""
+        self._stop_timer(instance)
+        if for_s is None:
+            return self._view.mark_up(instance)
+        changed = self._view.mark_down(instance)
+        if self._view.is_down(instance):
+            self._down_timers[instance] = asyncio.get_running_loop().call_later(for_s, self.mark_up, instance)
+        if changed:
+            log.info("instance %x is marked down for %g s", instance, for_s)
+        return changed
 
     def _apply_listing(self, kvs: Sequence[KeyValue], revision: int) -> Change:
         """Apply what a listing shows to have changed. Registrations that it shows unchanged cost a comparison."""

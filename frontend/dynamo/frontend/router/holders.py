@@ -11,8 +11,6 @@ Equal sets are equal integers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 _BITS = 12
 _FIELD = (1 << _BITS) - 1
 _MAX_SMALL = 5
@@ -38,11 +36,6 @@ def mask(holders: int) -> int:
         result |= 1 << (holders & _FIELD) - 1
         holders >>= _BITS
     return result
-
-
-def union(slots: Iterable[int]) -> int:
-    """The bit mask of some slots."""
-    return sum(1 << slot for slot in slots)
 
 
 def contains(holders: int, slot: int) -> bool:

@@ -6,17 +6,17 @@ keep it cheap at tens of millions of entries:
 - it is split into shards by hash, so that no single dictionary ever grows for long while a request waits;
 - a set of instances is one small integer (`holders.py`);
 - removing an instance, or replacing what it holds by a snapshot, only retires its *slot*: matches ignore retired slots, and
-  `sweep` takes them out of the map a few shards at a time. A slot is used again when every shard has been swept.
+  `sweep`, which goes round the shards a few at a time, takes them out of the map. A slot is used again after one round.
 
 Memory per (block, instance) entry: 81 to 107 bytes where every block is held by one instance only, less where they share.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from heapq import heapify, heappop
-from itertools import islice
+from heapq import heappop, heappush
 
 import msgspec
 
@@ -68,15 +68,15 @@ class PrefixIndex:
         """Instance of each slot; None: retired, or free."""
         self._free: list[int] = []
         """A heap: the lowest is used first, so that small sets stay small integers and masks short."""
-        self._retired: list[int] = []
-        """Slots retired since the running sweep began; they wait for the next one."""
         self._live = 0
         """Bit mask of the slots in use."""
-        self._sweeping: list[int] = []
-        self._sweeping_bits = 0
-        self._sweeping_singles: frozenset[int] = frozenset()
-        """The slots of `_sweeping` as a bit mask, and the sets of exactly one of them."""
-        self._swept_shards = 0
+        self._retired: deque[tuple[int, int]] = deque()
+        """Retired slots, and for each the value of `_swept` at which every shard has been swept since."""
+        self._retired_bits = 0
+        self._retired_singles: set[int] = set()
+        """The retired slots as a bit mask, and the sets of exactly one of them."""
+        self._swept = 0
+        """How many shards have been swept, ever."""
         self.epoch = 0
         """Changes whenever an instance gets another slot."""
 
@@ -85,8 +85,7 @@ class PrefixIndex:
         return sum(map(len, self._shards))
 
     def __repr__(self) -> str:
-        retired = len(self._retired) + len(self._sweeping)
-        return f"<PrefixIndex blocks={len(self)} instances={len(self._slots)} retired_slots={retired}>"
+        return f"<PrefixIndex blocks={len(self)} instances={len(self._slots)} retired_slots={len(self._retired)}>"
 
     def slot(self, instance: InstanceId) -> int | None:
         return self._slots.get(instance)
@@ -109,7 +108,7 @@ class PrefixIndex:
             self.remove(instance, update.removed_hashes)
         if update.stored:
             self.store(instance, update.stored_hashes)
-        if self._sweeping or self._retired:
+        if self._retired:
             self.sweep(_SHARDS_SWEPT_PER_UPDATE)
 
     def replace(self, instance: InstanceId, snapshot: KvSnapshot) -> None:
@@ -156,22 +155,13 @@ class PrefixIndex:
 
         A shard of 2,500 blocks (10 million in all) takes about 0.2 ms.
         """
-        if not self._sweeping:
-            if not self._retired:
-                return False
-            self._sweeping, self._retired = self._retired, []
-            self._sweeping_bits = holders.union(self._sweeping)
-            self._sweeping_singles = frozenset(map(holders.single, self._sweeping))
-            self._swept_shards = 0
-        stop = min(self._swept_shards + shards, _SHARDS)
-        for shard in islice(self._shards, self._swept_shards, stop):
-            _sweep_shard(shard, self._sweeping_bits, self._sweeping_singles)
-        self._swept_shards = stop
-        if stop == _SHARDS:
-            self._free += self._sweeping
-            heapify(self._free)
-            self._sweeping = []
-        return bool(self._sweeping or self._retired)
+        stop = self._swept + shards
+        while self._retired and self._swept < stop:
+            _sweep_shard(self._shards[self._swept % _SHARDS], self._retired_bits, self._retired_singles)
+            self._swept += 1
+            while self._retired and self._retired[0][1] == self._swept:
+                self._free_slot(self._retired.popleft()[0])
+        return bool(self._retired)
 
     def _new_slot(self, instance: InstanceId) -> int:
         if self._free:
@@ -191,8 +181,15 @@ class PrefixIndex:
             return
         self._owners[slot] = None
         self._live &= ~(1 << slot)
-        self._retired.append(slot)
+        self._retired.append((slot, self._swept + _SHARDS))
+        self._retired_bits |= 1 << slot
+        self._retired_singles.add(holders.single(slot))
         self.epoch += 1
+
+    def _free_slot(self, slot: int) -> None:
+        self._retired_bits &= ~(1 << slot)
+        self._retired_singles.remove(holders.single(slot))
+        heappush(self._free, slot)
 
     # Matching
 
@@ -265,10 +262,11 @@ def _sweep_shard(shard: dict[int, int], bits: int, singles: AbstractSet[int]) ->
     """Remove the slots of `bits` from a shard; `singles` are the sets of exactly one of these slots."""
     # One pass over the entries, most of which have one live holder.
     last_single = holders.LAST_SINGLE
-    affected = [(block, held) for block, held in shard.items() if not 0 < held <= last_single or held in singles]
+    affected = [(block, held) for block, held in shard.items() if (held in singles if 0 < held <= last_single else True)]
     for block, held in affected:
-        present = holders.mask(held)
-        if present & bits:
+        if 0 < held <= last_single:
+            del shard[block]
+        elif (present := holders.mask(held)) & bits:
             left = holders.from_mask(present & ~bits)
             if left:
                 shard[block] = left

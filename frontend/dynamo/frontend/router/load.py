@@ -407,10 +407,10 @@ class LoadTable:
 
     def rows(self, instances: Sequence[Instance]) -> list[InstanceLoad]:
         """Return the rows of instances for `read`. They are valid until `epoch` changes."""
-        rows: list[InstanceLoad] = []
-        for instance in instances:
-            rows.append(self._load(instance.id))
-            if instance.card.llm is not None:
+        loads = self._loads
+        rows = [loads.get(instance.id) or self._load(instance.id) for instance in instances]
+        for row, instance in zip(rows, instances, strict=True):
+            if not row.total_blocks and instance.card.llm is not None:
                 self.set_total_blocks(instance.id, instance.card.llm.total_blocks)
         return rows
 
