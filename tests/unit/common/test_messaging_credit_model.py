@@ -47,7 +47,16 @@ class Stream:
     def grant(self, size: int) -> None:
         assert size > 0
         self.credit.borrowed += size
-        self.granted += size
+        self.note_credit()
+
+    def use(self, size: int) -> None:
+        self.read += size
+        self.credit.use(size)
+        self.note_credit()
+
+    def note_credit(self) -> None:
+        assert self.credit.allowed >= self.granted, "what was granted is not taken back"
+        self.granted = self.credit.allowed
 
     @property
     def may_send(self) -> int:
@@ -68,7 +77,7 @@ class Credits(RuleBasedStateMachine):
     @rule(expected=SIZES)
     def open(self, expected: int) -> None:
         stream = Stream(StreamCredit(self.credits, expected))
-        stream.granted = stream.credit.bytes
+        stream.note_credit()
         self.streams.append(stream)
 
     @precondition(lambda self: self.streams)
@@ -84,10 +93,7 @@ class Credits(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99), share=st.floats(0, 1))
     def read(self, number: int, share: float) -> None:
         stream = self.pick(number)
-        size = round((stream.sent - stream.read) * share)
-        stream.read += size
-        more = stream.credit.use(size)
-        stream.granted += more
+        stream.use(round((stream.sent - stream.read) * share))
 
     @precondition(lambda self: self.streams)
     @rule(number=st.integers(0, 99))
@@ -103,6 +109,8 @@ class Credits(RuleBasedStateMachine):
         assert self.credits.window_bytes >= 0
         assert self.credits.on_demand.lent_bytes == sum(stream.credit.borrowed for stream in self.streams)
         for stream in self.streams:
+            assert stream.granted == stream.credit.allowed
+            assert stream.credit.used == stream.read
             assert stream.credit.bytes == stream.granted - stream.read >= stream.may_send >= 0
 
     def teardown(self) -> None:
@@ -110,9 +118,7 @@ class Credits(RuleBasedStateMachine):
         for _ in range(1000):
             for stream in self.streams:
                 stream.sent = min(stream.granted, max(stream.needed, stream.sent))
-                size, stream.read = stream.sent - stream.read, stream.sent
-                more = stream.credit.use(size)
-                stream.granted += more
+                stream.use(stream.sent - stream.read)
         assert all(stream.granted >= stream.needed for stream in self.streams)
         for stream in self.streams:
             stream.credit.close(stream)

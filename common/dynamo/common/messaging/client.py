@@ -64,7 +64,6 @@ class RequestStream:
     """
 
     __slots__ = (
-        "_allowed",
         "_allowed_upload",
         "_body",
         "_client",
@@ -130,9 +129,8 @@ class RequestStream:
         self._total = size_of(body)
         self._credit: StreamCredit | None = None
         """None before it is sent."""
-        self._allowed = 0
-        """How much the instance may have sent in total, and `_granted`: how much of it OPEN and CREDIT have granted."""
         self._granted = 0
+        """How much of what the credit allows OPEN and CREDIT have granted."""
         self._needed = 0
         """The total of credit with which everything that waits at the instance can be sent."""
         self._is_short = False
@@ -212,7 +210,7 @@ class RequestStream:
         left_ms = -1 if self.deadline is None else max(0, int((self.deadline - client.now) * 1000))
         total, body = self._total, self._body
         self._credit = StreamCredit(client.credits, self._peer.response_bytes.get(self._verb, 0))
-        self._granted = self._allowed = self._credit.bytes
+        self._granted = self._credit.allowed
         if (lent := self._lend()) is not None:
             return self._checked(frames.encode(self._opening(left_ms, total, lent)), 0)
         flight = min(total, limits.first_flight_bytes, max(0, self._peer.max_unacknowledged - self._peer.unacknowledged))
@@ -379,9 +377,8 @@ class RequestStream:
         """Let the instance send more in place of `size` bytes, as far as the budget goes, in few frames rather than many."""
         credit = self._credit
         assert credit is not None
-        more = credit.use(size)  # may end in `grant`
-        self._allowed += more
-        owed = self._allowed - self._granted
+        credit.use(size)
+        owed = credit.allowed - self._granted
         if owed and (owed * 2 >= credit.bytes or (self._needed > self._granted and credit.bytes < _SMALL_CREDIT_BYTES)):
             self.send_credit()
 
@@ -392,7 +389,7 @@ class RequestStream:
         if needed > self._needed:
             self._needed, self._is_short = needed, True
             self._consumed(0)
-        elif granted < self._allowed:
+        elif self._credit is not None and granted < self._credit.allowed:
             self.send_credit()
         self._request_credit()
 
@@ -401,7 +398,7 @@ class RequestStream:
         credit = self._credit
         if not self._is_short or self._responses or credit is None:
             return
-        size, kept = self._needed - self._allowed, self._client.limits.kept_credit_bytes
+        size, kept = self._needed - credit.allowed, self._client.limits.kept_credit_bytes
         if credit.borrowed >= kept >= size:
             self._is_short = size > 0  # it gets that back as it is read; if others need it, the next reading borrows
             return
@@ -417,13 +414,13 @@ class RequestStream:
         assert self._credit is not None
         self._credit.borrowed += size
         self._useful_credit = max(self._useful_credit, self._credit.borrowed)
-        self._allowed += size
         self.send_credit()
 
     def send_credit(self) -> None:
         """Tells the instance how much it may have sent by now."""
-        self._granted = self._allowed
-        self._send(frames.encode(frames.Credit(self.id, self._allowed)))
+        assert self._credit is not None
+        self._granted = self._credit.allowed
+        self._send(frames.encode(frames.Credit(self.id, self._granted)))
 
     def on_reconnect(self) -> None:
         """The connection was lost and is back: the last frames, in either direction, may be lost."""

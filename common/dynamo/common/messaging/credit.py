@@ -135,7 +135,7 @@ class ResponseCredits:
 class StreamCredit:
     """What one stream may still send, and what of its response is not read yet."""
 
-    __slots__ = ("_credits", "borrowed", "window")
+    __slots__ = ("_credits", "borrowed", "used", "window")
 
     def __init__(self, credits_: ResponseCredits, expected_bytes: int) -> None:
         """Begin with credit for a response of `expected_bytes` if there is plenty."""
@@ -145,20 +145,31 @@ class StreamCredit:
         credits_.reserve(self.window)
         self.borrowed = 0
         """Bytes on demand."""
+        self.used = 0
+        """Bytes that have been read."""
         if expected_bytes > self.window:
             self.borrowed = credits_.on_demand.take_spare(min(expected_bytes, credits_.max_kept_bytes))
 
     def __repr__(self) -> str:
-        return f"<StreamCredit window={self.window}, borrowed={self.borrowed}>"
+        return f"<StreamCredit used={self.used}, window={self.window}, borrowed={self.borrowed}>"
 
     @property
     def bytes(self) -> int:
         """What it holds of the budget."""
         return max(0, self.window) + self.borrowed
 
-    def use(self, size: int) -> int:
-        """Note that `size` bytes have been read. Return how many the stream may send in their place."""
+    @property
+    def allowed(self) -> int:
+        """How many bytes the stream may have sent in total."""
+        return self.used + self.window + self.borrowed
+
+    def use(self, size: int) -> None:
+        """Note that `size` bytes have been read, and let the stream send others in their place as far as the budget goes.
+
+        What this gives back may be granted to any stream that waits for it, also to this one.
+        """
         credits_ = self._credits
+        self.used += size
         repaid = min(size, self.borrowed)
         kept = 0
         if repaid:
@@ -173,7 +184,6 @@ class StreamCredit:
         self.window += added
         if repaid > kept:
             credits_.on_demand.release(repaid - kept)
-        return kept + added
 
     def close(self, borrower: Borrower) -> None:
         """Give everything back."""
