@@ -369,6 +369,7 @@ class FakeText:
     def __init__(self, default_max_tokens: int = 16) -> None:
         self._default_max_tokens = default_max_tokens
         self.tokenizer = FakeVocabulary()
+        self.template_source = ""
 
     async def render(self, request: TextRequest) -> str:
         raise NotImplementedError("it has no chat template")

@@ -28,7 +28,7 @@ from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.exchange import HttpSettings
 from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.server import serve_http
-from dynamo.frontend.api.http.server_operations import model_operations
+from dynamo.frontend.api.http.server_operations import LinkState, health_operations, model_operations, process_operations
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import CapacityOptions, HttpOptions, OverloadStatus, ServingOptions, TextOptions
@@ -139,6 +139,12 @@ def end(stream: FakeStream, output_tokens: int = 0) -> None:
     stream.end(summary_encoder.encode(Summary(prompt_tokens=request.prompt_tokens, output_tokens=output_tokens)))
 
 
+class _Links:
+    nats = LinkState.CONNECTED
+    etcd = LinkState.CONNECTED
+    follows_events = True
+
+
 @dataclass(frozen=True, slots=True)
 class HttpEdge:
     plane: DataPlane
@@ -192,6 +198,8 @@ async def open_http_edge(
         readiness.attach(plane)
         own = OutputParsers({}, {}) if parsers is None else parsers
         operations = [
+            *health_operations(readiness, _Links()),
+            *process_operations(),
             *model_operations(readiness, 1.0),
             *protocol_operations(readiness, text or TextOptions(), own),
         ]

@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from dynamo.common.config import project_version
 from dynamo.common.generation import (
     Delta,
     FinishReason,
@@ -21,7 +22,7 @@ from dynamo.common.generation import (
 from dynamo.frontend.config import TextOptions
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from tests.support.fakes import FakeStream
-from tests.support.http_edge import Speaker, chat_card, events_of, open_http_edge, text_of, tokens_of
+from tests.support.http_edge import TEMPLATE, Speaker, chat_card, events_of, open_http_edge, text_of, tokens_of
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -281,3 +282,99 @@ async def test_special_tokens_are_added_to_a_prompt_and_not_to_a_conversation_un
             body = HELLO if path == CHAT else PROMPT
             await edge.post(path, body if add is None else body | {"add_special_tokens": add})
         assert (speaker.last.tokens[:1].tolist() == list(bos)) == has_bos
+
+
+# The Responses API
+
+
+RESPONSES = "/v1/responses"
+INPUT: dict[str, Any] = {"model": "talker", "input": "Hi"}
+
+
+async def test_sampling_fields_of_the_responses_api_reach_the_engine() -> None:
+    settings = {
+        "top_k": 7,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "seed": 3,
+        "logit_bias": {"5": 1},
+        "ignore_eos": True,
+        "structured_outputs": {"regex": "a"},
+        "cache_salt": "pepper",
+        "priority": 4,
+        "context_management": [{"type": "compaction"}],
+    }
+    request = await sent(RESPONSES, INPUT | settings)
+    sampling = request.sampling
+    assert (sampling.top_k, sampling.frequency_penalty, sampling.presence_penalty) == (7, 0.5, -0.5)
+    assert (sampling.repetition_penalty, sampling.seed, sampling.logit_bias) == (1.5, 3, {5: 1})
+    assert (sampling.guided, request.stop.ignore_eos) == ({"regex": "a"}, True)
+    assert (request.cache_salt, request.priority) == ("pepper", 4)
+
+
+async def test_variables_of_the_template_come_with_the_responses_api_too() -> None:
+    template = "{{ messages[0].content }} {{ mood }}"
+    async with open_http_edge(respond=(speaker := Speaker()), text=TextOptions(trust_request_chat_template=True)) as edge:
+        assert (await edge.post(RESPONSES, INPUT | {"chat_template_kwargs": {"mood": "glad"}})).status_code == 200
+        tokens = await edge.post(
+            "/tokenize", HELLO | {"chat_template": template, "chat_template_kwargs": {"mood": "glad"}, "return_token_strs": True}
+        )
+    assert speaker.requests
+    assert "".join(tokens.json()["token_strs"]) == "Hi glad"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_responses_api_has_log_probabilities_on_request(stream: bool) -> None:
+    settings = {"include": ["message.output_text.logprobs"], "top_logprobs": 1, "stream": stream}
+    async with open_http_edge(respond=Speaker(("A", "b"), logprobs=lambda index: -0.5)) as edge:
+        response = await edge.post(RESPONSES, INPUT | settings)
+        without = await edge.post(RESPONSES, INPUT | {"top_logprobs": 1})
+    events = [json.loads(data) for _, data in events_of(response.text)]
+    [message] = (events[-1]["response"] if stream else response.json())["output"]
+    logprobs = message["content"][0]["logprobs"]
+    assert [(token["token"], token["logprob"], len(token["top_logprobs"])) for token in logprobs] == [
+        ("A", -0.5, 1),
+        ("b", -0.5, 1),
+    ]
+    if stream:
+        deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+        assert [token for one in deltas for token in one] == logprobs
+    assert without.json()["output"][0]["content"][0]["logprobs"] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_responses_api_leaves_reasoning_out_on_request(stream: bool) -> None:
+    speaker = Speaker(("<think>", "why", "</think>", "so"))
+    async with open_http_edge(chat_card(reasoning_parser="qwen3"), respond=speaker, parsers=PARSER_REGISTRY) as edge:
+        response = await edge.post(RESPONSES, INPUT | {"include_reasoning": False, "stream": stream})
+    assert "why" not in response.text
+    assert "so" in response.text
+
+
+# Other endpoints
+
+
+async def test_version_load_and_ping_have_the_form_of_vllm() -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        version = await edge.http.get("/version")
+        load = await edge.http.get("/load")
+        ping = [await edge.http.request(method, "/ping") for method in ("GET", "POST")]
+    assert version.json() == {"version": project_version()}
+    assert load.json() == {"server_load": 0}
+    assert [(response.status_code, response.content) for response in ping] == [(200, b""), (200, b"")]
+
+
+async def test_the_tokenizer_is_described() -> None:
+    async with open_http_edge(chat_card("one", eos_token="!"), chat_card("two"), respond=Speaker()) as edge:
+        described = await edge.http.get("/tokenizer_info", params={"model": "one"})
+        unnamed = await edge.http.get("/tokenizer_info")
+    assert described.json() == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 4096,
+        "add_bos_token": False,
+        "bos_token": None,
+        "eos_token": "!",
+        "chat_template": TEMPLATE,
+    }
+    assert unnamed.status_code == 400

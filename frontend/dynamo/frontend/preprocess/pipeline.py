@@ -74,6 +74,11 @@ class TextModel:
     def __repr__(self) -> str:
         return f"TextModel({self._name!r}, context_length={self._info.context_length})"
 
+    @property
+    def template_source(self) -> str:
+        """The chat template as it was read; empty if the model has none."""
+        return "" if self._template is None else self._template.source
+
     async def to_generate(self, request: TextRequest) -> GenerateRequest:
         """Return `request` with its prompt in tokens, its `max_tokens` filled in and the EOS tokens added.
 

@@ -62,6 +62,11 @@ class TextModel(Protocol):
     @property
     def tokenizer(self) -> Vocabulary: ...
 
+    @property
+    def template_source(self) -> str:
+        """The chat template as it was read; empty if the model has none."""
+        ...
+
     async def render(self, request: TextRequest) -> str:
         """Return the conversation of `request` as the text that the model gets. Raises InvalidRequest."""
         ...

@@ -19,7 +19,7 @@ from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.http.routing_operations import RoutingControl, routing_operations
 from dynamo.frontend.api.http.server import serve_http
-from dynamo.frontend.api.http.server_operations import health_operations, metrics_operations, model_operations
+from dynamo.frontend.api.http.server_operations import health_operations, metrics_operations, model_operations, process_operations
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import FrontendConfig
@@ -48,6 +48,7 @@ async def open_http(
     )
     operations = [
         *health_operations(readiness, links),
+        *process_operations(),
         *metrics_operations(metrics.scrape),
         *model_operations(readiness, time.time()),
         *protocol_operations(readiness, config.text),

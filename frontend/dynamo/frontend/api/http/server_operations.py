@@ -9,6 +9,7 @@ from typing import Protocol
 
 import orjson
 
+from dynamo.common.config import project_version
 from dynamo.common.discovery import Instance, other_names
 from dynamo.common.model_card import ModelCard
 from dynamo.frontend.api.health import Readiness, State
@@ -72,7 +73,14 @@ def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
             body["detail"] = ". ".join(details)
         await _respond(exchange, body, 200 if state is State.READY else 503)
 
+    async def ping(exchange: Exchange) -> None:
+        await exchange.respond(b"", 200 if readiness.is_ready() else 503, ())
+
     return [
+        *(
+            Operation(method=method, path="/ping", surface=Surface.HEALTH, errors=OPENAI_ERRORS, handle=ping)
+            for method in ("GET", "POST")
+        ),
         _page("/live", Surface.HEALTH, live, "Whether this process runs"),
         _page("/health", Surface.HEALTH, health, "Whether this server can serve; `?instances=true` lists the instances"),
     ]
@@ -93,6 +101,21 @@ def _listing(instances: Collection[Instance]) -> dict[str, object]:
             for instance in sorted(instances, key=lambda instance: instance.id)
         ],
     }
+
+
+def process_operations() -> list[Operation]:
+    """`/version` and `/load`, in the form of `vllm serve`."""
+
+    async def version(exchange: Exchange) -> None:
+        await _respond(exchange, {"version": project_version()})
+
+    async def load(exchange: Exchange) -> None:
+        await _respond(exchange, {"server_load": exchange.settings.capacity.requests - 1})  # without this one
+
+    return [
+        _page("/version", Surface.METADATA, version, "The version of this server"),
+        _page("/load", Surface.METADATA, load, "The number of requests in this process"),
+    ]
 
 
 def metrics_operations(scrape: Scrape) -> list[Operation]:

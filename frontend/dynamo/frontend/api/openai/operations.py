@@ -28,11 +28,12 @@ from dynamo.frontend.api.openai.response_objects import (
     Detokenized,
     Embeddings,
     Tokenized,
+    TokenizerDescription,
 )
 from dynamo.frontend.api.openai.response_requests import ResponsesRequest
 from dynamo.frontend.api.openai.responses import Responses
 from dynamo.frontend.api.openai.to_text import RequestTemplate
-from dynamo.frontend.api.openai.tokens import Detokenize, Tokenize
+from dynamo.frontend.api.openai.tokens import Detokenize, Tokenize, TokenizerInfo
 from dynamo.frontend.security.surfaces import Surface
 
 
@@ -79,6 +80,13 @@ def openai_operations(edge: Edge) -> list[Operation]:
         ),
         tokens(path="/tokenize", handle=tokenize, summary="Text to tokens", request=TokenizeRequest, response=Tokenized),
         tokens(path="/v1/tokenize", handle=tokenize),
+        tokens(
+            method="GET",
+            path="/tokenizer_info",
+            handle=TokenizerInfo(edge),
+            summary="A model's tokenizer, with its chat template",
+            response=TokenizerDescription,
+        ),
         tokens(path="/detokenize", handle=detokenize, summary="Tokens to text", request=DetokenizeRequest, response=Detokenized),
         tokens(path="/v1/detokenize", handle=detokenize),
     ]

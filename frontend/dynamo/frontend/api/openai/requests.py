@@ -364,6 +364,8 @@ class TokenizeRequest(ModelRequest, kw_only=True, frozen=True):
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Annotated[str, Meta(min_length=1, max_length=65536)] | None = None
     chat_template_kwargs: Json | None = None
     return_token_strs: bool | None = None
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.common.generation import FinishReason, Summary
+from dynamo.frontend.api.openai.response_objects import TokenLogprob
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
 from dynamo.frontend.api.text.rules import new_tool_call_id
 from dynamo.frontend.preprocess.parsers import Content, Part, Reasoning, ToolCall
@@ -73,6 +74,8 @@ class ResponseWriter:
         self._item: dict[str, Any] | None = None
         """The item that is open."""
         self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        """Of the open message."""
         self._delta = b""
         """The beginning of a delta event, up to its text."""
         self._call = -1
@@ -84,7 +87,8 @@ class ResponseWriter:
         events, self._events = b"".join(self._events), []
         return events
 
-    def add(self, part: Part) -> None:
+    def add(self, part: Part, logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Write a part; `logprobs` are those of the tokens in a part of the message."""
         if isinstance(part, ToolCall):
             if part.index != self._call:
                 self._call = part.index
@@ -97,8 +101,10 @@ class ResponseWriter:
             piece = part.text
         if piece:
             self._pieces.append(piece)
+            self._logprobs += logprobs
             if self._stream:
-                self._events.append(self._delta + encode(piece) + b',"sequence_number":%d}\n\n' % self._sequence)
+                shown = b',"logprobs":' + encode(logprobs) if isinstance(part, Content) else b""
+                self._events.append(self._delta + encode(piece) + shown + b',"sequence_number":%d}\n\n' % self._sequence)
                 self._sequence += 1
 
     def finish(self, reason: FinishReason, summary: Summary, now: float) -> ResponseObject:
@@ -138,7 +144,7 @@ class ResponseWriter:
             item_id=item["id"],
             output_index=len(self._output),
             content_index=0,
-            part=_part(kind, ""),
+            part=_part(kind, "", ()),
         )
 
     def _open_call(self, name: str) -> None:
@@ -156,10 +162,9 @@ class ResponseWriter:
     def _begin(self, item: dict[str, Any], delta: str, **place: int) -> None:
         self._item = item
         self._pieces = []
+        self._logprobs = []
         self._emit("response.output_item.added", output_index=len(self._output), item=item)
         fields = {"type": delta, "item_id": item["id"], "output_index": len(self._output), **place}
-        if item["type"] == "message":
-            fields["logprobs"] = []
         self._delta = b"event: " + delta.encode() + b"\ndata: " + encode(fields)[:-1] + b',"delta":'
 
     def _close(self, status: str) -> None:
@@ -173,9 +178,9 @@ class ResponseWriter:
             self._emit("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
             done["arguments"] = text
         else:
-            part = _part(item["type"], text)
+            part = _part(item["type"], text, self._logprobs)
             if item["type"] == "message":
-                self._emit("response.output_text.done", **place, content_index=0, text=text, logprobs=[])
+                self._emit("response.output_text.done", **place, content_index=0, text=text, logprobs=self._logprobs)
             else:
                 self._emit("response.reasoning_text.done", **place, content_index=0, text=text)
             self._emit("response.content_part.done", **place, content_index=0, part=part)
@@ -192,9 +197,9 @@ class ResponseWriter:
         self._sequence += 1
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     if kind == "message":
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
     return {"type": "reasoning_text", "text": text}
 
 

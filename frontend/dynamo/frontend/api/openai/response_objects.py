@@ -158,5 +158,17 @@ class Tokenized(Struct, frozen=True, kw_only=True):
     token_strs: list[str] | None = None
 
 
+class TokenizerDescription(Struct, frozen=True, kw_only=True):
+    """The keys of `tokenizer_config.json` that are known of every model."""
+
+    tokenizer_class: Literal["PreTrainedTokenizerFast"] = "PreTrainedTokenizerFast"
+    """What transformers calls a tokenizer that is one `tokenizer.json`."""
+    model_max_length: int
+    add_bos_token: bool
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+
+
 class Detokenized(Struct, frozen=True):
     prompt: str

@@ -8,7 +8,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.api.calls import MAX_ID_CHARS
 from dynamo.frontend.api.openai.requests import (
+    INT32,
+    INT64,
+    Bias,
     CalledFunction,
     ChatMessage,
     ChatRequest,
@@ -23,11 +27,19 @@ from dynamo.frontend.api.openai.requests import (
     ModelRequest,
     NamedToolChoice,
     PastToolCall,
+    Penalty,
     Positive,
     ResponseFormat,
     StreamOptions,
+    StructuredOutputs,
+    Text,
+    TokenId,
     Tool,
 )
+
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
+"""Clients that store nothing send the second one; there is no such content."""
 
 
 class InputPart(Struct, kw_only=True, frozen=True):
@@ -124,10 +136,34 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     background: bool | None = None
     prompt: Json | None = None
     max_tool_calls: int | None = None
-    context_management: list[Json] | None = None
+    context_management: Annotated[list[Json], Meta(description="Accepted; conversations are sent whole.")] | None = None
     moderation: Json | None = None
     access_programs: list[Any] | None = None
     image: Json | None = None
+    # Beyond OpenAI
+    top_k: Annotated[int, Meta(ge=-1, le=INT32, description="-1 and 0: all tokens.")] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    seed: Annotated[int, Meta(ge=-INT64 - 1, le=INT64)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
+    stop: str | list[Text] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    include_reasoning: Annotated[bool, Meta(description="False: leave reasoning out of the response.")] | None = None
+    chat_template_kwargs: Json | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-INT32, le=INT32, description="Higher is more important.")] | None = None
+    request_id: Annotated[str, Meta(max_length=MAX_ID_CHARS, description="Without the header `x-request-id`.")] | None = None
+    session_id: (
+        Annotated[str, Meta(max_length=MAX_ID_CHARS, description="Requests of one session go to one instance.")] | None
+    ) = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ())
 
     def check(self) -> None:
         """Raises InvalidRequest for fields that are not supported."""
@@ -140,18 +176,16 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
             "background": (self.background, "responses are not stored, so they cannot be created in the background"),
             "prompt": (self.prompt, "prompts are not stored; send 'instructions' and 'input'"),
             "max_tool_calls": (self.max_tool_calls, "tools are called by the client, which can count the calls"),
-            "context_management": (self.context_management, "conversations are not truncated"),
             "moderation": (self.moderation, "moderation is not supported"),
             "access_programs": (self.access_programs, "there are no access programs"),
             "image": (self.image, "images are not generated"),
-            "top_logprobs": (self.top_logprobs, "log probabilities are available from /v1/chat/completions"),
             "truncation": (self.truncation == "auto", "conversations are not truncated"),
         }
         for name, (value, message) in unsupported.items():
             if value:
                 raise InvalidRequest(f"'{name}' is not supported: {message}", param=name)
         for wanted in self.include or ():
-            if wanted != "reasoning.encrypted_content":  # sent by clients that store nothing; there is no such content
+            if wanted not in _INCLUDED:
                 raise InvalidRequest(f"'include' of {wanted[:80]!r} is not supported", param="include")
 
     def to_chat(self) -> ChatRequest:
@@ -170,6 +204,23 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
             response_format=None if format is None else _format(format),
+            logprobs=self.wants_logprobs,
+            top_logprobs=self.top_logprobs if self.wants_logprobs else None,
+            top_k=self.top_k,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+            logit_bias=self.logit_bias,
+            stop=self.stop,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            chat_template_kwargs=self.chat_template_kwargs,
+            structured_outputs=self.structured_outputs,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            session_id=self.session_id,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,12 +14,15 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
+from dynamo.frontend.api.openai.logprobs import chat_logprobs
 from dynamo.frontend.api.openai.response_events import ResponseObject, ResponseWriter
+from dynamo.frontend.api.openai.response_objects import TokenLogprob
 from dynamo.frontend.api.openai.response_requests import ResponsesRequest
-from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text
+from dynamo.frontend.api.openai.to_text import call_of, chat_to_text
 from dynamo.frontend.api.statuses import log_failure, public_message
 from dynamo.frontend.api.text.rules import parse_delta
-from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, make_parser
+from dynamo.frontend.api.text.token_texts import TokenTexts
+from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.serving.data_plane import Generation
 
@@ -40,34 +44,34 @@ class Responses:
         chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, request.to_chat), exchange.account)
         card = edge.plane.card(exchange.account, chat.model_name)
         prepared = await edge.offload.run_if(exchange.has_large_body, chat_to_text, chat, card, edge.parsers, edge.limits)
+        caller = exchange.identified(caller, request.request_id)
         generation = edge.plane.generate(prepared.texts[0], call_of(chat, caller, exchange.endpoint))
         response = _response(request, chat.model_name, int(started))
         async with exchange.attended(), generation:
+            texts = None
+            if request.wants_logprobs:
+                texts = TokenTexts((await edge.plane.text_model(exchange.account, chat.model_name)).tokenizer)
+            parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
+            feeder = _Feeder(response, request, parser, texts)
             if request.stream:
-                await self._stream(exchange, generation, prepared, response)
+                await self._stream(exchange, generation, feeder)
             else:
-                await self._respond(exchange, generation, prepared, response)
+                await self._respond(exchange, generation, feeder)
 
-    async def _respond(
-        self, exchange: Exchange, generation: Generation, prepared: PreparedRequest, response: ResponseObject
-    ) -> None:
-        writer = ResponseWriter(response, stream=False)
-        parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
+    async def _respond(self, exchange: Exchange, generation: Generation, feeder: _Feeder) -> None:
+        writer = feeder.writer
         reason = None
         while deltas := await generation.read():
-            reason = _add(deltas, writer, parser) or reason
+            reason = feeder.add(deltas) or reason
         await exchange.respond(encode(writer.finish(_finished(reason), generation.summary, self._edge.clock())))
 
-    async def _stream(
-        self, exchange: Exchange, generation: Generation, prepared: PreparedRequest, response: ResponseObject
-    ) -> None:
-        writer = ResponseWriter(response, stream=True)
-        parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
+    async def _stream(self, exchange: Exchange, generation: Generation, feeder: _Feeder) -> None:
+        writer = feeder.writer
         reason = None
         async with exchange.events() as stream:
             try:
                 while deltas := await generation.read():
-                    reason = _add(deltas, writer, parser) or reason
+                    reason = feeder.add(deltas) or reason
                     await stream.write(writer.take())
                 writer.finish(_finished(reason), generation.summary, self._edge.clock())
             except Exception as error:
@@ -79,15 +83,37 @@ class Responses:
             await stream.end(writer.take())
 
 
-def _add(deltas: list[TextDelta], writer: ResponseWriter, parser: OutputParser | None) -> FinishReason | None:
-    reason = None
-    for delta in deltas:
-        parts: list[Part] = parse_delta(parser, delta) if parser is not None else [Content(delta.text)] if delta.text else []
-        writer.reasoning.add(parts, len(delta.tokens))
-        for part in parts:
-            writer.add(part)
-        reason = delta.finish_reason or reason
-    return reason
+class _Feeder:
+    """Parses deltas and hands their parts to a writer."""
+
+    def __init__(
+        self, response: ResponseObject, request: ResponsesRequest, parser: OutputParser | None, texts: TokenTexts | None
+    ) -> None:
+        """`texts` is for log probabilities; None: there are none."""
+        self.writer = ResponseWriter(response, stream=bool(request.stream))
+        self._parser = parser
+        self._texts = texts
+        self._alternatives = request.top_logprobs or 0
+        self._shows_reasoning = request.include_reasoning is not False
+        self._logprobs: list[TokenLogprob] = []
+        """Of tokens whose text the parser holds back."""
+
+    def add(self, deltas: list[TextDelta]) -> FinishReason | None:
+        """Return the reason if the deltas end the response."""
+        reason = None
+        for delta in deltas:
+            parts: Sequence[Part] = [Content(delta.text)] if delta.text else []
+            if self._parser is not None:
+                parts = parse_delta(self._parser, delta)
+            self.writer.reasoning.add(parts, len(delta.tokens))
+            if self._texts is not None and delta.logprobs:
+                self._logprobs += chat_logprobs(delta.logprobs, self._texts, self._alternatives)
+            for part in parts:
+                if self._shows_reasoning or not isinstance(part, Reasoning):
+                    self.writer.add(part, self._logprobs if isinstance(part, Content) else ())
+                self._logprobs = []
+            reason = delta.finish_reason or reason
+        return reason
 
 
 def _finished(reason: FinishReason | None) -> FinishReason:
@@ -112,6 +138,7 @@ def _response(request: ResponsesRequest, model: str, created: int) -> ResponseOb
         text={"format": format},
         tool_choice=request.tool_choice or "auto",
         tools=[{"parameters": None, "strict": None, **_set_fields(tool)} for tool in request.tools or ()],
+        top_logprobs=request.top_logprobs or 0,
         top_p=request.top_p,
         user=request.user,
         metadata=request.metadata or {},

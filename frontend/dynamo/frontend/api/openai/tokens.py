@@ -9,7 +9,7 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import DetokenizeRequest, TokenizeRequest
-from dynamo.frontend.api.openai.response_objects import Detokenized, Tokenized
+from dynamo.frontend.api.openai.response_objects import Detokenized, Tokenized, TokenizerDescription
 from dynamo.frontend.api.openai.to_text import messages_to_text, tools_to_text
 from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.api.text.rules import check_chars, llm_of
@@ -38,6 +38,7 @@ class Tokenize:
     async def _tokenized(self, exchange: Exchange, request: TokenizeRequest) -> Tokenized:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
+        self._edge.check_template(request.chat_template)
         model = name_or_only_model(self._edge.plane, exchange.account, request.model)
         llm = llm_of(self._edge.plane.card(exchange.account, model))
         text = await self._edge.plane.text_model(exchange.account, model)
@@ -51,6 +52,8 @@ class Tokenize:
                     media=media,
                     tools=tools_to_text(request.tools),
                     add_generation_prompt=request.add_generation_prompt is not False,
+                    continues_last=bool(request.continue_final_message),
+                    chat_template=request.chat_template or "",
                     chat_template_kwargs=request.chat_template_kwargs or {},
                 )
             )
@@ -65,6 +68,26 @@ class Tokenize:
             texts = TokenTexts(text.tokenizer)
             strings = await self._edge.offload.run_if(len(tokens) > _LONG_TOKENS, list, map(texts.__getitem__, tokens))
         return Tokenized(count=len(tokens), max_model_len=llm.context_length, tokens=tokens, token_strs=strings)
+
+
+class TokenizerInfo:
+    """The endpoint that describes a model's tokenizer; `?model=` names the model if several are served."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    async def __call__(self, exchange: Exchange) -> None:
+        model = name_or_only_model(self._edge.plane, exchange.account, exchange.query.get("model"))
+        llm = llm_of(self._edge.plane.card(exchange.account, model))
+        text = await self._edge.plane.text_model(exchange.account, model)
+        described = TokenizerDescription(
+            model_max_length=llm.context_length,
+            add_bos_token=llm.add_bos,
+            bos_token=llm.bos_token or None,
+            eos_token=llm.eos_token or None,
+            chat_template=text.template_source or None,
+        )
+        await exchange.respond(msgspec.json.encode(described))
 
 
 class Detokenize:
