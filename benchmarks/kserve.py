@@ -167,7 +167,7 @@ def report(results: Sequence[Result], systems: Sequence[str], cases: Sequence[Ca
 
 async def main(arguments: argparse.Namespace) -> None:
     cases = chosen_cases(CASES, arguments)
-    servers = arguments.grpc_server or ["native", "grpcio"]
+    servers = arguments.grpc_server or ["http2", "grpcio"]
     results: list[Result] = []
     names: list[str] = []
     async with AsyncExitStack() as stack:
@@ -205,5 +205,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter that has NVIDIA Dynamo installed")
     add_round_flags(parser, rounds=3)
-    parser.add_argument("--grpc-server", action="append", choices=["native", "grpcio"])
+    parser.add_argument("--grpc-server", action="append", choices=["http2", "grpcio"])
     uvloop.run(main(parser.parse_args()))

@@ -32,7 +32,7 @@ from benchmarks.measuring import median, rss_mib
 from dynamo.protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse
 
 MIB = 2**20
-SERVERS = ("grpcio", "native")
+SERVERS = ("grpcio", "http2")
 _BURST_EVERY_S = 10.0
 _TIMEOUT_S = 120
 _TOKENS = 32

@@ -86,8 +86,8 @@ async def triton(environment: Path, packages: Path) -> AsyncIterator[System]:
 @asynccontextmanager
 async def our_systems() -> AsyncIterator[list[System]]:
     async with (
-        ours(grpc_server="native", models=[ECHO_MODEL], name=ECHO) as echo,
-        ours(grpc_server="native", models=[str(REPOSITORY)], wait_for=("echo", "classifier"), name=PYTHON) as python,
+        ours(grpc_server="http2", models=[ECHO_MODEL], name=ECHO) as echo,
+        ours(grpc_server="http2", models=[str(REPOSITORY)], wait_for=("echo", "classifier"), name=PYTHON) as python,
     ):
         for system in (echo, python):
             system.pids["server"] = worker = system.pids.pop("worker")

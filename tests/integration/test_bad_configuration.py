@@ -273,12 +273,7 @@ def test_files_of_the_frontend_that_cannot_be_used_end_its_start(tmp_path: Path,
         ): f"the key in {other.key} does not belong to the certificate in {pair.cert}",
         ("--client-ca-file", str(ca)): "--client-ca-file needs --cert-file and --key-file",
         (*own, "--client-ca-file", str(pair.key)): f"the client CA file {pair.key} holds no certificate in PEM form",
-        (
-            *own,
-            "--grpc",
-            "--grpc-server",
-            "native",
-        ): "--grpc-server native cannot be used: TLS is configured, which only grpcio supports",
+        ("--grpc-server", "native"): "--grpc-server: 'native' is not one of auto, http2, grpcio",
         ("--use-tls",): "--use-tls needs --cert-file and --key-file",
         ("--api-keys-file", "none.yaml"): "the key file none.yaml cannot be read: No such file or directory",
         (

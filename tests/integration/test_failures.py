@@ -109,7 +109,7 @@ async def test_a_worker_that_leaves_under_load_hands_over_everything(
         await fleet.frontends[0].sees(staying)
 
 
-@pytest.mark.parametrize("server", ["grpcio", "native"])
+@pytest.mark.parametrize("server", ["grpcio", "http2"])
 async def test_a_frontend_that_leaves_under_load_finishes_what_it_has_and_takes_nothing_new(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: str
 ) -> None:

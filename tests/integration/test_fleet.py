@@ -95,7 +95,7 @@ def serving_children(pid: int) -> list[int]:
     return [child for child in pids if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-@pytest.mark.parametrize("server", ["grpcio", "native"])
+@pytest.mark.parametrize("server", ["grpcio", "http2"])
 async def test_large_tensors_pass_a_bus_with_default_limits(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: str
 ) -> None:
@@ -113,7 +113,7 @@ async def test_large_tensors_pass_a_bus_with_default_limits(
 ODD = ["", "a" * 10_000, "naïve-模型", "a.b/c", ">", "*", "a b", "dynamo.backend.*", "../../etc", "\x00", "%2E"]
 
 
-@pytest.mark.parametrize("server", ["grpcio", "native"])
+@pytest.mark.parametrize("server", ["grpcio", "http2"])
 async def test_odd_names_ids_and_metadata_get_an_answer_or_a_clear_error(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: str
 ) -> None:

@@ -152,7 +152,7 @@ class Target:
         assert time.monotonic() - begun < SERVED_WITHIN_S
 
 
-@pytest.fixture(scope="module", params=["grpcio", "native"])
+@pytest.fixture(scope="module", params=["grpcio", "http2"])
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.integration.clients.edge_server", request.param],
@@ -477,14 +477,6 @@ def pour(client: Client, headers: bytes, body: Iterator[bytes], most_bytes: int)
     return sent
 
 
-@pytest.fixture
-def bounds_messages(request: pytest.FixtureRequest, target: Target) -> None:
-    """pygrpc-native 0.5.0 compares a message with the limit when it has it all, unpacked: see `needs_grpcio`."""
-    if "native" in request.node.name:
-        request.node.add_marker(pytest.mark.xfail(strict=True, reason="messages are not bounded while they arrive"))
-
-
-@pytest.mark.usefixtures("bounds_messages")
 def test_a_message_above_the_limit_is_cut_off_while_it_arrives(target: Target) -> None:
     def chunks() -> Iterator[bytes]:
         yield message(b"", length=256 * MIB) + bytes(15_000)
@@ -500,7 +492,6 @@ def test_a_message_above_the_limit_is_cut_off_while_it_arrives(target: Target) -
     assert grown < 64 * MIB
 
 
-@pytest.mark.usefixtures("bounds_messages")
 def test_a_gzip_bomb_does_not_unpack(target: Target) -> None:
     bomb = message(gzip.compress(bytes(512 * MIB), 6), flag=1)
     headers = block(*fields(SERVICE + "ModelInfer", ("grpc-encoding", "gzip")))

@@ -43,7 +43,7 @@ async def run_client(module: str, *arguments: str, timeout_s: float = 150.0) -> 
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("server", ["grpcio", "native"])
+@pytest.mark.parametrize("server", ["grpcio", "http2"])
 async def test_tritons_client_finds_everything_as_it_expects(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: str
 ) -> None:

@@ -28,7 +28,7 @@ from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer, free_ports
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
-SERVERS = ["grpcio", "native"]
+SERVERS = ["grpcio", "http2"]
 
 
 def request(**parameters: int) -> bytes:

@@ -64,7 +64,7 @@ def infer(port: int, method: str, body: bytes) -> str:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("server", ["grpcio", "native"])
+@pytest.mark.parametrize("server", ["grpcio", "http2"])
 async def test_no_tensor_request_holds_the_event_loop(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: str
 ) -> None:

@@ -14,7 +14,7 @@ HELD = {"delay_ms": 60_000, "timeout": 200_000}
 """The model answers after a minute, the caller waits for a fifth of a second."""
 
 
-@pytest.mark.parametrize("server", [GrpcServerChoice.GRPCIO, GrpcServerChoice.NATIVE])
+@pytest.mark.parametrize("server", [GrpcServerChoice.GRPCIO, GrpcServerChoice.HTTP2])
 async def test_an_answer_that_would_be_late_is_refused_at_both_doors_and_given_up_by_the_worker(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: GrpcServerChoice
 ) -> None:

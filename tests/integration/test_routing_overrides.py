@@ -249,7 +249,7 @@ async def test_settings_out_of_range_are_refused_in_every_mode_and_protocol(
         assert "'overlap_score_weight' is -0.5" in (refused.value.details() or "")
 
 
-@pytest.mark.parametrize("server", [GrpcServerChoice.GRPCIO, GrpcServerChoice.NATIVE])
+@pytest.mark.parametrize("server", [GrpcServerChoice.GRPCIO, GrpcServerChoice.HTTP2])
 async def test_explanations_are_returned_on_request_by_every_protocol(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: GrpcServerChoice
 ) -> None:

@@ -18,7 +18,7 @@ from dynamo.protos import inference_pb2 as pb
 from tests.support.doors import TENSOR, Doors, KeyFile, infer_request, open_doors, text_request
 from tests.support.servers import EtcdServer, NatsServer
 
-SERVERS = pytest.mark.parametrize("server", [GrpcServerChoice.GRPCIO, GrpcServerChoice.NATIVE])
+SERVERS = pytest.mark.parametrize("server", [GrpcServerChoice.GRPCIO, GrpcServerChoice.HTTP2])
 HTTP_REQUESTS = {
     "/v1/chat/completions": {"model": "echo-llm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "/v1/completions": {"model": "echo-llm", "prompt": "hi", "max_tokens": 4},

@@ -28,7 +28,7 @@ from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, FakeTexts, instance
 
-SERVERS = (GrpcServerChoice.GRPCIO, GrpcServerChoice.NATIVE)
+SERVERS = (GrpcServerChoice.GRPCIO, GrpcServerChoice.HTTP2)
 
 
 @dataclass(frozen=True, slots=True)

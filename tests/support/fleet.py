@@ -202,7 +202,7 @@ async def connect(*targets: str) -> AsyncIterator[Client]:
     if len(targets) > 1:
         target = "ipv4:" + ",".join(targets)
         options.append(("grpc.lb_policy_name", "round_robin"))
-        options.append(("grpc.default_authority", "localhost"))  # else it is the list, which the native server refuses
+        options.append(("grpc.default_authority", "localhost"))  # else it is the list
     async with grpc.aio.insecure_channel(target, options=options) as channel:
         yield Client(channel)
 

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _CHECK_S = 1.0
 _BACKLOG = 2048
 _HANDSHAKE_S = 10.0
-_OTHER_FILES = 256
+OTHER_FILES = 256
 """File descriptors that are left for everything but HTTP connections."""
 
 
@@ -43,7 +43,7 @@ class HttpServer:
         self._loop = asyncio.get_running_loop()
         self._connections: set[HttpConnection] = set()
         self._refused: set[HttpConnection] = set()
-        self._max_connections = min(limits.max_connections, max(16, _open_files() - _OTHER_FILES))
+        self._max_connections = min(limits.max_connections, max(16, raise_open_files() - OTHER_FILES))
         self._requests = Tasks()
         self._listener: asyncio.Server | None = None
         self._quiet = asyncio.Event()
@@ -119,7 +119,7 @@ class HttpServer:
             self._connections.add(connection)
             self._empty.clear()
             return True
-        if len(self._refused) < _OTHER_FILES // 2:
+        if len(self._refused) < OTHER_FILES // 2:
             self._refused.add(connection)
         else:
             connection.abort()
@@ -140,7 +140,7 @@ class HttpServer:
             self._quiet.set()
 
 
-def _open_files() -> int:
+def raise_open_files() -> int:
     """Raise the limit of open files as far as the system permits, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or soft < hard:

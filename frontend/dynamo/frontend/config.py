@@ -24,13 +24,15 @@ from dynamo.frontend.security.surfaces import Restriction, Surface, parse_restri
 MIB = 2**20
 GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
 """Before the names of headers that restrict gRPC calls, as Triton has it."""
+DEFAULT_WINDOW_BYTES = 2**16 - 1
+"""The least window of a connection, which HTTP/2 defines."""
 MAX_WINDOW_BYTES = 2**31 - 1
 DEFAULT_GRPC_PORT = 8001
 
 
 class GrpcServerChoice(StrEnum):
     AUTO = "auto"
-    NATIVE = "native"
+    HTTP2 = "http2"
     GRPCIO = "grpcio"
 
 
@@ -376,16 +378,14 @@ class GrpcOptions:
     )
     server: GrpcServerChoice = option(
         GrpcServerChoice.AUTO,
-        help="Which server runs: auto takes the native one (extra `fast`) if it is installed, has all the options, the host"
-        " is this machine's alone, and no keys are required; else grpcio, since native does not bound what clients send.",
+        help="Which server runs: http2 is this project's, on the event loop; grpcio is gRPC's own. auto takes http2.",
     )
     workers: int = option(
         1,
         env=("DYN_GRPC_WORKERS", "DYNAMO_GRPC_WORKERS"),
         minimum=1,
         maximum=256,
-        help="Threads that do HTTP/2 work in the native server, where one keeps up with what a Python process can serve;"
-        " grpcio chooses for itself.",
+        help="Accepted for the command lines of Dynamo, without effect: more processor cores are used by --processes.",
     )
     max_message_bytes: int = option(
         64 * MIB,
@@ -406,30 +406,33 @@ class GrpcOptions:
     max_stream_requests: int = option(
         256, minimum=1, maximum=65536, help="Requests worked on at once within one ModelStreamInfer call."
     )
+    max_connections: int = option(
+        8192, minimum=1, help="Connections at once; further ones are closed. The system's limit of open files counts as well."
+    )
     initial_connection_window_size: int | None = option(
         None,
         parse=parse_bytes,
-        minimum=1,
+        minimum=DEFAULT_WINDOW_BYTES,
         maximum=MAX_WINDOW_BYTES,
-        help="HTTP/2 window of a connection, in bytes; taken by grpcio only. It has one setting for this and that of a call:"
-        " the larger of the two counts.",
+        help="HTTP/2 window of a connection, in bytes, 16 MiB if this is not given. grpcio has one setting for this and that of a"
+        " call: the larger of the two counts.",
     )
     initial_stream_window_size: int | None = option(
         None,
         parse=parse_bytes,
         minimum=1,
         maximum=MAX_WINDOW_BYTES,
-        help="HTTP/2 window of a call, in bytes; taken by grpcio only. It has one setting for this and that of a connection:"
-        " the larger of the two counts.",
+        help="HTTP/2 window of a call, in bytes, 4 MiB if this is not given, and 64 KiB at most before a caller has shown its"
+        " credentials, where they are required. It grows for a larger message.",
     )
     keepalive_s: float = option(60.0, minimum=1, help="A silent connection is pinged after this many seconds.")
     keepalive_timeout_s: float = option(20.0, minimum=1, help="An unanswered ping closes the connection.")
     client_ping_interval_s: float = option(
-        5.0, minimum=0, help="Clients that ping more often than this are disconnected; enforced by grpcio only."
+        5.0, minimum=0, help="Clients that ping more often than this while no response is sent are disconnected."
     )
     compression: GrpcCompression = option(
         GrpcCompression.NONE,
-        help="Compression of responses to clients that accept it, by grpcio only; compressed requests are always accepted.",
+        help="Compression of responses to clients that accept it; compressed requests are always accepted.",
     )
     max_connection_age_s: float | None = option(
         None, minimum=1, help="Connections older than this are closed gracefully, so that load can be spread again."

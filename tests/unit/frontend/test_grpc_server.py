@@ -17,17 +17,11 @@ import trustme
 from benchmarks.grpc_client import connect, message, request_headers
 from dynamo.common.config import ConfigError
 from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
-from dynamo.frontend.api.rpc.server import channel_arguments, choose_server, serve_grpc
+from dynamo.frontend.api.rpc.server import channel_arguments, serve_grpc
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice
 
-AUTO, NATIVE, GRPCIO = GrpcServerChoice.AUTO, GrpcServerChoice.NATIVE, GrpcServerChoice.GRPCIO
-NEEDS_GRPCIO = [
-    GrpcOptions(tls_cert_file="c", tls_key_file="k"),
-    GrpcOptions(compression=GrpcCompression.GZIP),
-    GrpcOptions(max_connection_age_s=60),
-    GrpcOptions(initial_connection_window_size=2**20),
-    GrpcOptions(initial_stream_window_size=2**20),
-]
+AUTO, HTTP2, GRPCIO = GrpcServerChoice.AUTO, GrpcServerChoice.HTTP2, GrpcServerChoice.GRPCIO
+BOTH = pytest.mark.parametrize("kind", [HTTP2, GRPCIO])
 
 
 async def echo(request: bytes | PendingMessage, context: object) -> bytes:
@@ -37,7 +31,7 @@ async def echo(request: bytes | PendingMessage, context: object) -> bytes:
 SERVICES = {"test.Echo": {"Say": grpc.unary_unary_rpc_method_handler(echo)}}
 
 
-@pytest.mark.parametrize("server", [NATIVE, GRPCIO])
+@pytest.mark.parametrize("server", [HTTP2, GRPCIO])
 async def test_a_server_that_waits_for_calls_keeps_no_message_of_the_last_ones(server: GrpcServerChoice) -> None:
     messages: list[object] = []
 
@@ -54,44 +48,6 @@ async def test_a_server_that_waits_for_calls_keeps_no_message_of_the_last_ones(s
                 await asyncio.sleep(0.01)
 
 
-def test_auto_takes_the_native_server_where_it_can() -> None:
-    assert choose_server(GrpcOptions(), native_installed=True).server is NATIVE
-    assert choose_server(GrpcOptions(host="::1"), native_installed=True).server is NATIVE
-
-
-def test_auto_takes_grpcio_without_the_package_and_where_strangers_can_connect() -> None:
-    assert choose_server(GrpcOptions(), native_installed=False).server is GRPCIO
-    choice = choose_server(GrpcOptions(host="0.0.0.0"), native_installed=True)
-    assert choice.server is GRPCIO
-    assert "does not bound" in choice.why
-    assert choose_server(GrpcOptions(host="0.0.0.0", server=NATIVE), native_installed=True).server is NATIVE
-
-
-def test_auto_takes_grpcio_where_callers_must_show_credentials() -> None:
-    choice = choose_server(GrpcOptions(), native_installed=True, guarded=True)
-    assert choice.server is GRPCIO
-    assert "before these are checked" in choice.why
-    assert choose_server(GrpcOptions(server=NATIVE), native_installed=True, guarded=True).server is NATIVE
-
-
-async def test_native_that_is_configured_where_callers_must_show_credentials_warns(caplog: pytest.LogCaptureFixture) -> None:
-    async with serve_grpc(GrpcOptions(port=0, server=NATIVE), SERVICES, guarded=True):
-        [record] = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "before their credentials are checked" in record.message
-
-
-@pytest.mark.parametrize("options", NEEDS_GRPCIO)
-def test_what_only_grpcio_does_makes_auto_take_it_and_native_refuse(options: GrpcOptions) -> None:
-    assert choose_server(options, native_installed=True).server is GRPCIO
-    with pytest.raises(ConfigError, match="which only grpcio supports"):
-        choose_server(replace(options, server=NATIVE), native_installed=True)
-
-
-def test_native_without_its_package_says_what_to_install() -> None:
-    with pytest.raises(ConfigError, match="pygrpc-native"):
-        choose_server(GrpcOptions(server=NATIVE), native_installed=False)
-
-
 def test_settings_reach_the_server_in_its_own_words() -> None:
     options = GrpcOptions(max_message_bytes=5000, max_concurrent_streams=7, keepalive_s=2.5, initial_stream_window_size=2**20)
     arguments = dict(channel_arguments(options, share_port=True))
@@ -102,26 +58,28 @@ def test_settings_reach_the_server_in_its_own_words() -> None:
     assert arguments["grpc.so_reuseport"] == 1
 
 
-@pytest.mark.parametrize("kind", [NATIVE, GRPCIO])
-async def test_the_choice_of_the_server_is_logged_once(kind: GrpcServerChoice, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("kind", "name"), [(AUTO, "http2"), (HTTP2, "http2"), (GRPCIO, "grpcio")])
+async def test_the_choice_of_the_server_is_logged_once(
+    kind: GrpcServerChoice, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     async with serve_grpc(GrpcOptions(port=0, server=kind), SERVICES) as server:
         assert server.port > 0
     (line,) = [record.getMessage() for record in caplog.records if "gRPC on" in record.getMessage()]
-    assert f"by the {kind} server (it is configured)" in line
+    assert f"by the {name} server" in line
 
 
-@pytest.mark.parametrize("kind", [NATIVE, GRPCIO])
+@BOTH
 async def test_a_port_that_is_taken_is_a_configuration_error(kind: GrpcServerChoice) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match="cannot be opened"):
+        with pytest.raises(ConfigError, match=r"cannot be opened|cannot listen on"):
             async with serve_grpc(GrpcOptions(port=taken.getsockname()[1], server=kind), SERVICES):
                 pass
 
 
-@pytest.mark.parametrize("kind", [NATIVE, GRPCIO])
+@BOTH
 async def test_two_servers_share_a_port_if_configured(kind: GrpcServerChoice) -> None:
     options = GrpcOptions(port=0, server=kind)
     async with (
@@ -131,8 +89,9 @@ async def test_two_servers_share_a_port_if_configured(kind: GrpcServerChoice) ->
         assert second.port == first.port
 
 
+@BOTH
 @pytest.mark.parametrize("mutual", [False, True])
-async def test_tls_accepts_clients_with_the_right_certificates(tmp_path: Path, mutual: bool) -> None:
+async def test_tls_accepts_clients_with_the_right_certificates(tmp_path: Path, mutual: bool, kind: GrpcServerChoice) -> None:
     ca = trustme.CA()
     server, client = ca.issue_cert("localhost"), ca.issue_cert("client")
     cert, key, roots = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
@@ -140,7 +99,7 @@ async def test_tls_accepts_clients_with_the_right_certificates(tmp_path: Path, m
     server.private_key_pem.write_to_path(str(key))
     ca.cert_pem.write_to_path(str(roots))
     options = GrpcOptions(
-        port=0, tls_cert_file=str(cert), tls_key_file=str(key), tls_client_ca_file=str(roots) if mutual else None
+        port=0, server=kind, tls_cert_file=str(cert), tls_key_file=str(key), tls_client_ca_file=str(roots) if mutual else None
     )
     with_key = grpc.ssl_channel_credentials(
         ca.cert_pem.bytes(), client.private_key_pem.bytes(), client.cert_chain_pems[0].bytes()
@@ -161,14 +120,15 @@ async def test_tls_accepts_clients_with_the_right_certificates(tmp_path: Path, m
             assert await say(without_key) == b"hello"
 
 
-async def test_a_certificate_that_is_missing_is_a_configuration_error(tmp_path: Path) -> None:
-    options = GrpcOptions(port=0, tls_cert_file=str(tmp_path / "no"), tls_key_file=str(tmp_path / "no"))
+@BOTH
+async def test_a_certificate_that_is_missing_is_a_configuration_error(tmp_path: Path, kind: GrpcServerChoice) -> None:
+    options = GrpcOptions(port=0, server=kind, tls_cert_file=str(tmp_path / "no"), tls_key_file=str(tmp_path / "no"))
     with pytest.raises(ConfigError):
         async with serve_grpc(options, SERVICES):
             pass
 
 
-@pytest.mark.parametrize("kind", [NATIVE, GRPCIO])
+@BOTH
 async def test_calls_to_methods_that_do_not_exist_are_unimplemented(kind: GrpcServerChoice) -> None:
     async with (
         serve_grpc(GrpcOptions(port=0, server=kind), SERVICES) as server,
@@ -229,38 +189,46 @@ async def raw_answer(options: GrpcOptions, payload: bytes, accepted: str) -> tup
     return reply.body[0], bytes(reply.body[5:])
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("compression", "wbits"), [(GrpcCompression.GZIP, 31), (GrpcCompression.DEFLATE, 15)], ids=["gzip", "deflate"]
 )
-async def test_a_response_is_compressed_for_a_client_that_accepts_it(compression: GrpcCompression, wbits: int) -> None:
+async def test_a_response_is_compressed_for_a_client_that_accepts_it(
+    compression: GrpcCompression, wbits: int, kind: GrpcServerChoice
+) -> None:
     payload = b"the same again, " * 4096
-    options = GrpcOptions(port=0, server=GRPCIO, compression=compression)
+    options = GrpcOptions(port=0, server=kind, compression=compression)
     flag, body = await raw_answer(options, payload, "identity,deflate,gzip")
     assert flag == 1
     assert len(body) < len(payload) / 50
     assert zlib.decompress(body, wbits) == payload  # 31: gzip's header is demanded, 15: zlib's
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("compression", "accepted"),
     [(GrpcCompression.GZIP, ""), (GrpcCompression.GZIP, "identity"), (GrpcCompression.NONE, "identity,deflate,gzip")],
 )
-async def test_a_response_is_not_compressed_unless_both_sides_want_it(compression: GrpcCompression, accepted: str) -> None:
+async def test_a_response_is_not_compressed_unless_both_sides_want_it(
+    compression: GrpcCompression, accepted: str, kind: GrpcServerChoice
+) -> None:
     payload = b"the same again, " * 4096
-    assert await raw_answer(GrpcOptions(port=0, server=GRPCIO, compression=compression), payload, accepted) == (0, payload)
+    assert await raw_answer(GrpcOptions(port=0, server=kind, compression=compression), payload, accepted) == (0, payload)
 
 
-async def test_a_client_that_takes_only_the_other_kind_gets_that() -> None:
+@BOTH
+async def test_a_client_that_takes_only_the_other_kind_gets_that(kind: GrpcServerChoice) -> None:
     payload = b"the same again, " * 4096
     for compression, accepted, wbits in ((GrpcCompression.GZIP, "deflate", 15), (GrpcCompression.DEFLATE, "gzip", 31)):
-        flag, body = await raw_answer(GrpcOptions(port=0, server=GRPCIO, compression=compression), payload, accepted)
+        flag, body = await raw_answer(GrpcOptions(port=0, server=kind, compression=compression), payload, accepted)
         assert (flag, zlib.decompress(body, wbits)) == (1, payload)
 
 
-async def test_a_compressed_response_is_decompressed_by_grpcs_own_client() -> None:
+@BOTH
+async def test_a_compressed_response_is_decompressed_by_grpcs_own_client(kind: GrpcServerChoice) -> None:
     payload = b"the same again, " * 4096
     async with (
-        serve_grpc(GrpcOptions(port=0, server=GRPCIO, compression=GrpcCompression.GZIP), SERVICES) as server,
+        serve_grpc(GrpcOptions(port=0, server=kind, compression=GrpcCompression.GZIP), SERVICES) as server,
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
     ):
         assert await channel.unary_unary("/test.Echo/Say")(payload, timeout=10) == payload

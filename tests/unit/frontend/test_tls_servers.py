@@ -22,11 +22,11 @@ from dynamo.common.security.tls import TlsFiles, client_context, read_contents
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
-from dynamo.frontend.api.rpc.server import check_grpc, serve_grpc
+from dynamo.frontend.api.rpc.server import serve_grpc
 from dynamo.frontend.config import FrontendConfig, GrpcOptions, GrpcServerChoice, HttpOptions
 from tests.support.certificates import Pair, issue, write_ca
 
-PROTOCOLS = pytest.mark.parametrize("protocol", ["http", "grpc"])
+PROTOCOLS = pytest.mark.parametrize("protocol", ["http", "http2", "grpcio"])
 
 
 async def echo(request: bytes | PendingMessage, context: object) -> bytes:
@@ -81,7 +81,7 @@ async def serving(protocol: str, server: Pair, client_ca: Path | None = None) ->
             yield http.port
     else:
         services = {"test.Echo": {"Say": grpc.unary_unary_rpc_method_handler(echo)}}
-        async with serve_grpc(GrpcOptions(port=0, **files), services) as running:
+        async with serve_grpc(GrpcOptions(port=0, server=GrpcServerChoice(protocol), **files), services) as running:
             yield running.port
 
 
@@ -226,20 +226,12 @@ async def test_files_that_cannot_be_used_stop_the_start_with_a_sentence(
     spoil(authority)
     cert, key, ca = authority.server.cert, authority.server.key, authority.ca_file
     expected = sentence.format(cert=cert, key=key, ca=ca)
-    for protocol in ("http", "grpc"):
+    for protocol in ("http", "http2", "grpcio"):
         with pytest.raises(ConfigError) as error:
             async with serving(protocol, authority.server, ca):
                 raise AssertionError("it serves")
         assert str(error.value).startswith(expected)
         assert "\n" not in str(error.value)
-
-
-def test_the_native_server_refuses_tls_and_auto_takes_the_other() -> None:
-    tls = {"tls_cert_file": "c", "tls_key_file": "k"}
-    with pytest.raises(ConfigError, match="--grpc-server native cannot be used: TLS is configured, which only grpcio supports"):
-        check_grpc(GrpcOptions(port=0, server=GrpcServerChoice.NATIVE, **tls))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="the certificate file c cannot be read"):
-        check_grpc(GrpcOptions(port=0, **tls))  # type: ignore[arg-type]
 
 
 def configured(*argv: str, **environ: str) -> FrontendConfig:

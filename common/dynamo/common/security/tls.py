@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,14 @@ def read_contents(files: TlsFiles) -> TlsContents:
     )
 
 
-def read_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return the context of a server from the current files. Raises ConfigError with a sentence that names the wrong file."""
+def read_context(files: TlsFiles, protocols: Sequence[str] = ()) -> ssl.SSLContext:
+    """Return the context of a server from the current files, which offers `protocols` by ALPN.
+
+    Raises ConfigError with a sentence that names the wrong file.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if protocols:
+        context.set_alpn_protocols(protocols)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     load_pair(context, files.cert, files.key)
     if files.client_ca is not None:
@@ -92,10 +98,10 @@ class RenewedContext(ssl.SSLContext):
         return self.newest.current().wrap_bio(*args, **options)
 
 
-def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return a context for a server that outlives its certificate. Raises ConfigError."""
+def server_context(files: TlsFiles, protocols: Sequence[str] = ()) -> ssl.SSLContext:
+    """Return a context for a server that outlives its certificate, and offers `protocols` by ALPN. Raises ConfigError."""
     context = RenewedContext(ssl.PROTOCOL_TLS_SERVER)
-    context.newest = Watched(f"the certificate {files.cert}", files.paths, lambda: read_context(files))
+    context.newest = Watched(f"the certificate {files.cert}", files.paths, lambda: read_context(files, protocols))
     return context
 
 

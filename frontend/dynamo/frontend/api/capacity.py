@@ -35,6 +35,10 @@ class Capacity:
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S)
         self.buffered_bytes += size_bytes
 
+    def release(self, size_bytes: int) -> None:
+        """Count bytes that were held no longer."""
+        self.buffered_bytes -= size_bytes
+
 
 class Occupancy:
     """What one request occupies of a capacity."""
@@ -53,4 +57,4 @@ class Occupancy:
     def leave(self) -> None:
         """Count the request and its bytes no longer."""
         self._capacity.requests -= 1
-        self._capacity.buffered_bytes -= self.held_bytes
+        self._capacity.release(self.held_bytes)

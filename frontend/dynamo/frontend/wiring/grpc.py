@@ -44,7 +44,7 @@ async def open_grpc(
     services = grpc_services(config, plane, readiness, drain, account_source(guard), capacity)
     services = bounded(services, capacity, config.overload_status, refused)
     services = metered(guarded(services, guard, refused), metrics.grpc)
-    async with serve_grpc(config.grpc, services, share_port=share_port, guarded=guard.is_on) as server:
+    async with serve_grpc(config.grpc, services, share_port=share_port, guarded=guard.is_on, capacity=capacity) as server:
         yield server
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TypeVar
 
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge, Unsupported
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane
+
+B = TypeVar("B", bound=Buffer)
 
 TENSOR_ENDPOINT = "tensor"
 TEXT_ENDPOINT = "completions"
@@ -31,12 +35,11 @@ def call_for(request: TensorRequest, card: ModelCard, caller: Caller, request_ty
     )
 
 
-async def infer(plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call) -> bytes:
+async def infer(plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call) -> Buffer:
     """Return the response to a request for any kind of model, a serialized ModelInferResponse. Raises DynamoError."""
     match card.kind:
         case ModelKind.TENSOR:
-            response = await plane.infer(request, call)
-            return response if isinstance(response, bytes) else bytes(response)
+            return await plane.infer(request, call)
         case ModelKind.LLM:
             if wants_stream(request):
                 raise InvalidRequest("ModelInfer returns one response; omit 'streaming', or use ModelStreamInfer")
@@ -76,7 +79,7 @@ def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     return first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-def check_size(message: bytes, limit_bytes: int) -> bytes:
+def check_size(message: B, limit_bytes: int) -> B:
     """Return `message` if it is small enough to be sent. Raises PayloadTooLarge, where a gRPC server would break the call."""
     if len(message) > limit_bytes:
         raise PayloadTooLarge(f"the response has {len(message)} bytes; messages are limited to {limit_bytes}")

@@ -17,6 +17,7 @@ from dynamo.common.errors import ShuttingDown, Unsupported
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.message_limits import MessageScanner, parse_message
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.health import Readiness
@@ -24,7 +25,7 @@ from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, infer
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request, unload_request
 from dynamo.frontend.api.kserve.stream import KserveStream
-from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
+from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_buffer, read_message
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import grpc_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
@@ -99,15 +100,14 @@ class KserveService:
 
     # Inference
 
-    async def _model_infer(self, message: bytes | PendingMessage, context: Context) -> bytes:
+    async def _model_infer(self, message: Buffer | PendingMessage, context: Context) -> Buffer:
         request_id = ""
         explanation: Explanation | None = None
         progress = Progress()
         try:
             caller = _caller(self._account(), context, progress)
             request_id, explanation = caller.request_id, caller.explanation
-            data = message if isinstance(message, bytes) else await message.read()
-            request = TensorRequest.parse(data, self._scanner)
+            request = TensorRequest.parse(await read_buffer(message), self._scanner)
             card = self._plane.card(caller.account, request.head.model_name, request.head.model_version)
             call = call_for(request, card, caller, RequestType.UNARY)
             request_id = call.request_id

@@ -23,6 +23,7 @@ from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.protobuf_wire import tag, varint
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import ResponseForm
+from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of
@@ -112,7 +113,7 @@ class KserveStream:
                 self._room = asyncio.get_running_loop().create_future()
                 await self._room
 
-    def _start(self, tasks: asyncio.TaskGroup, data: bytes) -> None:
+    def _start(self, tasks: asyncio.TaskGroup, data: Buffer) -> None:
         request: TensorRequest | None = None
         card: ModelCard | None = None
         problem: DynamoError | None = None
@@ -187,13 +188,13 @@ class KserveStream:
             if after is not None:
                 await after
             for response in batch:
-                await self._write(_message(bytes(response), final=True))
+                await self._write(_message(response, final=True))
 
     async def _respond_decoupled(self, request: TensorRequest, card: ModelCard, call: Call) -> None:
         async with self._plane.infer_stream(request, call) as responses:
             while batch := await responses.read():
                 for response in batch:
-                    await self._write(_message(bytes(response), final=False))
+                    await self._write(_message(response, final=False))
         if request.wants_empty_final_response:
             final = b"".join(ResponseForm.of(request, card).encode_final())
             await self._write(_INFER_RESPONSE + varint(len(final)) + final)
@@ -242,7 +243,7 @@ class KserveStream:
                 raise _ClientGone from error
 
 
-def _message(response: bytes, *, final: bool) -> bytes:
+def _message(response: Buffer, *, final: bool) -> bytes:
     """Return a serialized ModelStreamInferResponse around a serialized ModelInferResponse."""
     mark = _FINAL[final]
     return b"".join((_INFER_RESPONSE, varint(len(response) + len(mark)), response, mark))

@@ -52,7 +52,7 @@ def _bounded(
         occupied: Occupancy | None = None
         try:
             occupied = capacity.enter()
-            if isinstance(request, bytes):
+            if isinstance(request, bytes | memoryview):
                 occupied.hold(len(request))
             elif isinstance(request, PendingMessage):
                 request.on_received = occupied.hold

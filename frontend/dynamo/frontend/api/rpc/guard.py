@@ -110,7 +110,7 @@ def _guarded(
         _account.set(account)
         if not is_action:
             return await inner(request, context)
-        assert isinstance(request, bytes | PendingMessage), "actions have unary requests"
+        assert isinstance(request, bytes | memoryview | PendingMessage), "actions have unary requests"
         message = await read_message(request)
         action = _action(name, message)
         if not request_id:  # the audit record and the response must have the same one

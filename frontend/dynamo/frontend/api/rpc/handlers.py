@@ -1,23 +1,25 @@
 """Handlers of calls: how they read their messages, and how they leave nothing of them in memory.
 
-1. grpcio receives the message of a unary call before it runs the handler. Where callers must show credentials, the handler reads
-   the message itself (`PendingMessage`), so that a call that is refused for its metadata costs neither the decompression nor the
-   memory of its message. That costs some CPU time in each call, so it is done only there.
+1. The servers receive the message of a unary call before they run the handler. Where callers must show credentials, the
+   handler reads the message itself (`PendingMessage`), so that a call that is refused for its metadata costs neither the
+   decompression nor the memory of its message. That costs some CPU time in each call, so it is done only there.
 2. grpcio's call keeps the AbortError that ended it, and the error's traceback keeps every local variable on its way, the message
    included. Call and error form a cycle that only the garbage collector finds, which runs rarely here. So errors lose their
    tracebacks where they leave the handlers.
+3. A large message is a `memoryview` on this project's server, and bytes otherwise.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 import grpc.aio
 
 from dynamo.common.errors import DynamoError, release
+from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.config import OverloadStatus
 
@@ -28,29 +30,42 @@ HandlerFunction: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 """A coroutine function of the request, or of the iterator of requests, and the context; the same for all kinds of calls."""
 
 
+class MessageSource(Protocol):
+    """The part of a context that a message is read with."""
+
+    def read(self) -> Awaitable[Any]: ...
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", /) -> NoReturn: ...
+
+
 class PendingMessage:
     """The message of a call with a unary request, not received yet."""
 
     __slots__ = ("_context", "on_received")
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: MessageSource) -> None:
         self._context = context
         self.on_received: Callable[[int], None] | None = None
         """Called with the size of the message; an error that it raises goes to the reader."""
 
-    async def read(self) -> bytes:
-        """Receive the message. Aborts the call if the client sent none."""
+    async def read(self) -> Buffer:
+        """Receive the message. Aborts the call if the client sent none. Raises DynamoError for one that is refused."""
         data: object = await self._context.read()
-        if not isinstance(data, bytes):
+        if not isinstance(data, bytes | memoryview):
             await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
         if self.on_received is not None:
             self.on_received(len(data))
         return data
 
 
-async def read_message(request: bytes | PendingMessage) -> bytes:
-    """Return the message of a unary request, of which the server may have the bytes already."""
-    return request if isinstance(request, bytes) else await request.read()
+async def read_buffer(request: Buffer | PendingMessage) -> Buffer:
+    """Return the message of a unary request, which the server may have already."""
+    return await request.read() if isinstance(request, PendingMessage) else request
+
+
+async def read_message(request: Buffer | PendingMessage) -> bytes:
+    """Return the message of a unary request as bytes, which copies a large one."""
+    return bytes(await read_buffer(request))
 
 
 async def refuse(
@@ -92,7 +107,8 @@ def _for_grpcio(handler: grpc.RpcMethodHandler[bytes, bytes], *, reads_late: boo
 
     async def handle(request: object, context: Context) -> Any:
         try:
-            return await inner(PendingMessage(context) if reads_message else request, context)
+            response = await inner(PendingMessage(context) if reads_message else request, context)
+            return bytes(response) if isinstance(response, memoryview) else response
         except BaseException as error:
             if isinstance(error, grpc.aio.AbortError):
                 release(error)

@@ -92,7 +92,7 @@ class ReflectionService:
     async def _info(self, unused: object, context: Context) -> None:
         try:
             while (data := await self._drain.read(context)) is not None:
-                request = parse_message(reflection_pb2.ServerReflectionRequest, data)
+                request = parse_message(reflection_pb2.ServerReflectionRequest, bytes(data))
                 for response in self._servicer.ServerReflectionInfo(iter((request,)), context):
                     await context.write(response.SerializeToString())
         except InvalidRequest as error:

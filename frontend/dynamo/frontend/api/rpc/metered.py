@@ -86,7 +86,7 @@ class _Counting:
 
     async def read(self) -> object:
         message = await self._read()
-        if isinstance(message, bytes):
+        if message is not grpc.aio.EOF:
             self._received.value += 1
         return message
 

@@ -1,21 +1,17 @@
 """A gRPC port, served by one of two exchangeable servers.
 
-*native* (pygrpc-native, the extra `fast`) does HTTP/2 in Rust outside the GIL and passes bidirectional calls to a grpcio server
-behind it; *grpcio* does everything itself and has TLS, compressed responses, connection ages and adjustable windows. Handlers
-are the same for both: coroutines from bytes to bytes.
-
-Native is several times faster but, as of 0.5.0, checks the size limit only when a whole message has been received and
-decompressed: any client that can connect can fill the memory, with gzip by few bytes. So `auto` uses it only if just this machine
-can connect and needs no credentials; `--grpc-server native` uses it anywhere, for networks where every client is trusted.
+*http2* is this project's own server on the event loop (`http2/`), which has all options. *grpcio* is gRPC's; it is kept as a
+reference. Handlers are the same for both: coroutines from bytes to bytes.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -23,9 +19,11 @@ import grpc.aio
 from dynamo.common.config import ConfigError
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.security.files import Watched
-from dynamo.common.security.tls import TlsContents, read_contents
+from dynamo.common.security.tls import TlsContents, read_contents, server_context
+from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.handlers import Handlers, for_grpcio
 from dynamo.frontend.api.rpc.hardening import make_grpcio_server
+from dynamo.frontend.api.rpc.http2.server import Http2Server
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice
 
 _COMPRESSION_LEVEL = {GrpcCompression.NONE: 0, GrpcCompression.GZIP: 1, GrpcCompression.DEFLATE: 3}
@@ -34,11 +32,8 @@ an algorithm instead would compress the responses to clients that cannot decompr
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ServerChoice:
-    server: GrpcServerChoice
-    """NATIVE or GRPCIO, never AUTO."""
-    why: str
+class _Stoppable(Protocol):
+    async def stop(self, grace: float | None, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,54 +41,15 @@ class GrpcServer:
     """A port that is being served."""
 
     port: int
-    choice: ServerChoice
-    _server: grpc.aio.Server
+    _server: _Stoppable
 
     async def stop(self, grace_s: float) -> None:
         """Stop accepting calls, let running ones finish for `grace_s` seconds, then cancel them. Idempotent."""
         await self._server.stop(grace_s)
 
 
-def needs_grpcio(options: GrpcOptions) -> str:
-    """Return the first option set that only grpcio supports, as a reason; empty if there is none."""
-    if options.tls_cert_file is not None:
-        return "TLS is configured"
-    if options.compression is not GrpcCompression.NONE:
-        return "compression of responses is configured"
-    if options.max_connection_age_s is not None:
-        return "a connection age is configured"
-    if options.initial_connection_window_size is not None or options.initial_stream_window_size is not None:
-        return "HTTP/2 windows are configured"
-    return ""
-
-
-def choose_server(options: GrpcOptions, native_installed: bool, *, guarded: bool = False) -> ServerChoice:
-    """Choose the server. Raises ConfigError if the native one is configured and cannot be used."""
-    obstacle = needs_grpcio(options)
-    if options.server is GrpcServerChoice.GRPCIO:
-        return ServerChoice(GrpcServerChoice.GRPCIO, "it is configured")
-    if options.server is GrpcServerChoice.NATIVE:
-        if not native_installed:
-            raise ConfigError("--grpc-server native needs the package pygrpc-native (extra `fast`)")
-        if obstacle:
-            raise ConfigError(f"--grpc-server native cannot be used: {obstacle}, which only grpcio supports")
-        return ServerChoice(GrpcServerChoice.NATIVE, "it is configured")
-    if obstacle:
-        return ServerChoice(GrpcServerChoice.GRPCIO, obstacle)
-    if not native_installed:
-        return ServerChoice(GrpcServerChoice.GRPCIO, "pygrpc-native (extra `fast`) is not installed")
-    if not options.is_local:
-        why = "other machines can connect, and native does not bound what they send; with trusted clients use native"
-        return ServerChoice(GrpcServerChoice.GRPCIO, why)
-    if guarded:
-        why = "callers must show credentials, and native receives whole messages before these are checked"
-        return ServerChoice(GrpcServerChoice.GRPCIO, why)
-    return ServerChoice(GrpcServerChoice.NATIVE, "it is installed, nothing needs grpcio, and only this machine can connect")
-
-
 def check_grpc(options: GrpcOptions, *, share_port: bool = False) -> None:
     """Raise ConfigError for options with which `serve_grpc` would fail, so that a process fails before it waits for others."""
-    choose_server(options, importlib.util.find_spec("pygrpc_native") is not None)
     if options.tls is not None:
         read_contents(options.tls)
     if not share_port:
@@ -101,7 +57,7 @@ def check_grpc(options: GrpcOptions, *, share_port: bool = False) -> None:
 
 
 def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[str, int]]:
-    """Return the options as gRPC core's channel arguments, which the native server takes as well."""
+    """Return the options as gRPC core's channel arguments."""
     arguments = [
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", options.max_message_bytes),
@@ -128,38 +84,50 @@ def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[s
 
 @asynccontextmanager
 async def serve_grpc(
-    options: GrpcOptions, services: Mapping[str, Handlers], *, share_port: bool = False, guarded: bool = False
+    options: GrpcOptions,
+    services: Mapping[str, Handlers],
+    *,
+    share_port: bool = False,
+    guarded: bool = False,
+    capacity: Capacity | None = None,
 ) -> AsyncIterator[GrpcServer]:
     """Serve `services` (full service name → handlers) until the context is left, which cancels running calls.
 
     `guarded`: callers must show credentials, so messages are read only after the handlers have
-    checked the metadata. Raises ConfigError if the port, the certificate or the chosen server cannot be used.
+    checked the metadata. Raises ConfigError if the port or the certificate cannot be used.
     """
-    choice = choose_server(options, importlib.util.find_spec("pygrpc_native") is not None, guarded=guarded)
-    if guarded and choice.server is GrpcServerChoice.NATIVE:
-        _log.warning("the native gRPC server receives and decompresses messages before their credentials are checked")
-    server = _make_server(options, choice.server, share_port)
+    if options.server is GrpcServerChoice.GRPCIO:
+        server = await _start_grpcio(options, services, share_port=share_port, guarded=guarded)
+    else:
+        server = await _start_http2(options, services, capacity or Capacity(), share_port=share_port, guarded=guarded)
+    name = GrpcServerChoice.HTTP2 if options.server is GrpcServerChoice.AUTO else options.server
+    secured = "TLS" if options.tls_cert_file is not None else "no TLS"
+    _log.info("gRPC on %s:%d by the %s server, %s", options.host, server.port, name, secured)
+    try:
+        yield server
+    finally:
+        await server.stop(0.0)
+
+
+async def _start_http2(
+    options: GrpcOptions, services: Mapping[str, Handlers], capacity: Capacity, *, share_port: bool, guarded: bool
+) -> GrpcServer:
+    context: ssl.SSLContext | None = None
+    if options.tls is not None:
+        context = server_context(options.tls, protocols=("h2",))
+    listener = open_listener(options.host, options.listen_port, flag="--grpc-port", reuse_port=share_port)
+    server = Http2Server(options, services, capacity, guarded=guarded)
+    await server.listen(listener, context)
+    return GrpcServer(server.port, server)
+
+
+async def _start_grpcio(options: GrpcOptions, services: Mapping[str, Handlers], *, share_port: bool, guarded: bool) -> GrpcServer:
+    server = make_grpcio_server(channel_arguments(options, share_port=share_port))
     for service, handlers in services.items():
-        ready = for_grpcio(handlers, reads_late=guarded) if choice.server is GrpcServerChoice.GRPCIO else handlers
-        server.add_registered_method_handlers(service, dict(ready))
+        server.add_registered_method_handlers(service, dict(for_grpcio(handlers, reads_late=guarded)))
     port = _bind(server, options)
     await server.start()
-    secured = "TLS" if options.tls_cert_file is not None else "no TLS"
-    _log.info("gRPC on %s:%d by the %s server (%s), %s", options.host, port, choice.server, choice.why, secured)
-    try:
-        yield GrpcServer(port, choice, server)
-    finally:
-        await server.stop(None)
-
-
-def _make_server(options: GrpcOptions, kind: GrpcServerChoice, share_port: bool) -> grpc.aio.Server:
-    arguments = channel_arguments(options, share_port=share_port)
-    if kind is GrpcServerChoice.GRPCIO:
-        return make_grpcio_server(arguments)
-    from dynamo.frontend.api.rpc.native import NativeServer  # needs the extra `fast`
-
-    server: grpc.aio.Server = NativeServer(options=arguments, io_threads=options.workers)
-    return server
+    return GrpcServer(port, server)
 
 
 def _bind(server: grpc.aio.Server, options: GrpcOptions) -> int:

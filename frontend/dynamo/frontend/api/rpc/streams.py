@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from dynamo.common.errors import ShuttingDown
+from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.rpc.handlers import Context
 
 
@@ -15,7 +16,7 @@ class StreamDrain:
         self._waits: set[asyncio.Timeout] = set()
         self._started = False
 
-    async def read(self, context: Context) -> bytes | None:
+    async def read(self, context: Context) -> Buffer | None:
         """Return the next message, None after the client's last one. Raises ShuttingDown once `start` was called."""
         if self._started:
             raise ShuttingDown()
@@ -30,7 +31,7 @@ class StreamDrain:
             raise
         finally:
             self._waits.discard(wait)
-        return data if isinstance(data, bytes) else None  # grpc.aio.EOF
+        return data if isinstance(data, bytes | memoryview) else None  # grpc.aio.EOF
 
     def start(self) -> None:
         self._started = True

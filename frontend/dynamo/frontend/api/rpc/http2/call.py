@@ -1,0 +1,496 @@
+"""One call: its messages, its handler's task, and the context that the handler gets.
+
+1. The handler of a unary call starts when its message is there, and takes it as an argument. Where callers must show credentials,
+   it starts with the headers and takes a `PendingMessage`: until it reads that, the client may send no more than HTTP/2's
+   smallest window, and nothing of it is examined.
+2. The size of a message is checked, and counted against the capacity, when its prefix has come. What is wrong with a message
+   (`_problem`) is raised where the handler reads it, so that refusals have one form and are counted.
+3. Messages that the handler has not read are counted against the capacity, and close the stream's window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Final, NoReturn, Protocol
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from dynamo.common.background import awaited
+from dynamo.common.errors import DynamoError, InvalidRequest, PayloadTooLarge, Unsupported, release
+from dynamo.common.tensors import Buffer
+from dynamo.frontend.api.capacity import Capacity
+from dynamo.frontend.api.rpc.handlers import HandlerFunction, PendingMessage
+from dynamo.frontend.api.rpc.http2.frames import DataSink
+from dynamo.frontend.api.rpc.http2.headers import ACCEPTED_ENCODINGS, CallHeaders, Metadata
+from dynamo.frontend.api.rpc.http2.messages import (
+    DEFLATE,
+    GZIP,
+    STEP_BYTES,
+    CorruptMessage,
+    MessageReader,
+    deflate_steps,
+    inflate_steps,
+)
+from dynamo.frontend.api.rpc.http2.sender import Outgoing, Sender
+from dynamo.frontend.api.rpc.http2.windows import ReceiveWindow
+from dynamo.frontend.api.statuses import grpc_status, public_message
+from dynamo.frontend.config import GrpcCompression, GrpcOptions
+
+_log = logging.getLogger(__name__)
+
+_UNCOUNTED_BYTES: Final = 1024
+"""Messages of unary calls up to this size, health checks among them, do not depend on the capacity."""
+_MESSAGE_BYTES: Final = 128
+"""What a message in the queue of a stream takes besides its content."""
+_GRACE_S: Final = 30.0
+_LEAST_BYTES_PER_S: Final = 1024
+"""A message has to arrive this fast after `_GRACE_S`."""
+
+
+class ClientGone(grpc.aio.BaseError):
+    """The client has cancelled the call, or its connection is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method that the server has."""
+
+    function: HandlerFunction
+    reads_stream: bool
+    writes_stream: bool
+    reads_late: bool
+    """The handler checks the caller before it reads the message of a unary call."""
+
+
+class CallHost(Protocol):
+    """The connection of a call."""
+
+    sender: Sender
+    options: GrpcOptions
+    capacity: Capacity
+    peer: str
+
+    @property
+    def stream_window_bytes(self) -> int: ...
+
+    def grant(self, stream: int, more: int) -> None:
+        """Let the client send more bytes of a stream."""
+        ...
+
+    def allocate(self, size: int) -> Buffer:
+        """Return memory for a message."""
+        ...
+
+    def call_started(self, call: Call) -> None: ...
+
+    def call_done(self, call: Call) -> None:
+        """The task of the call's handler has ended."""
+        ...
+
+
+class _EarlyBytes:
+    """A sink for what arrives before the handler has accepted the caller."""
+
+    __slots__ = ("kept", "target")
+
+    def __init__(self) -> None:
+        self.kept = bytearray()
+        self.target: MessageReader | None = None
+
+    def feed(self, data: memoryview) -> None:
+        if self.target is None:
+            self.kept += data
+        else:
+            self.target.feed(data)
+
+    def space(self) -> None:
+        return None
+
+    def filled(self, count: int) -> None:
+        raise AssertionError("it has no memory to be filled")
+
+
+class Call:
+    """One call. Handlers use it as a `grpc.aio.ServicerContext`, of which it has what they need."""
+
+    __slots__ = (
+        "__weakref__",
+        "_arrival",
+        "_begun_at",
+        "_code",
+        "_details",
+        "_held_bytes",
+        "_host",
+        "_method",
+        "_problem",
+        "_queue",
+        "_queued_bytes",
+        "_reader",
+        "_sink",
+        "_trailing",
+        "content_bytes",
+        "deadline",
+        "headers",
+        "is_cancelled",
+        "is_half_closed",
+        "out",
+        "stream",
+        "task",
+        "window",
+    )  # fmt: skip
+
+    def __init__(self, host: CallHost, stream: int, headers: CallHeaders, method: Method, out: Outgoing, window: int) -> None:
+        self.stream = stream
+        self.headers = headers
+        self.out = out
+        self.window = ReceiveWindow(window)
+        self.task: asyncio.Task[None] | None = None
+        """Of the handler, once it has started."""
+        self.deadline: float | None = None
+        """On the clock of `time.monotonic`, which is the event loop's as well."""
+        self.is_half_closed = False
+        """The client has sent all."""
+        self.is_cancelled = False
+        """Nobody waits for a response any more."""
+        self.content_bytes = 0
+        """Received in DATA frames."""
+        self._host = host
+        self._method = method
+        self._reader = MessageReader(self)
+        self._sink: DataSink = self._reader
+        self._queue: deque[tuple[Buffer, bool]] = deque()
+        """Messages to be read, and whether they are compressed."""
+        self._queued_bytes = 0
+        self._held_bytes = 0
+        """Of messages, counted against the capacity."""
+        self._begun_at = 0.0
+        """When the message began that is arriving."""
+        self._arrival: asyncio.Future[None] | None = None
+        self._problem: DynamoError | None = None
+        self._code: grpc.StatusCode | None = None
+        self._details = ""
+        self._trailing: Metadata = ()
+
+    def __repr__(self) -> str:
+        return f"<Call {self.headers.path!r} on stream {self.stream} of {self._host.peer}>"
+
+    @property
+    def is_over(self) -> bool:
+        return self.out.is_over
+
+    # Called by the connection
+
+    def open(self) -> None:
+        """Start the handler, if it does not wait for a message."""
+        method = self._method
+        if method.reads_late:
+            self._sink = _EarlyBytes()
+        if method.reads_stream:
+            self._start(None)
+        elif method.reads_late:
+            self._start(self._pending_message())
+
+    def data_begun(self, content: int, *, ends: bool) -> DataSink:
+        """Return where `content` bytes of data go."""
+        self.content_bytes += content
+        if not ends and self._is_accepted:
+            self._grant(content)
+        return self._sink
+
+    def half_close(self) -> None:
+        """The client has sent all."""
+        self.is_half_closed = True
+        if not self._is_accepted:
+            return  # `_accept` comes back here
+        if not self._reader.is_between_messages and self._problem is None:
+            self._reader.drop()
+            self._refuse(InvalidRequest("the call ended within a message"))
+        elif self.task is None:
+            self._refuse(InvalidRequest("the call has no message"))
+        self._wake()
+
+    def cancel(self) -> None:
+        """Nobody waits for the response: send nothing more, and end the handler."""
+        self.is_cancelled = True
+        self._host.sender.drop(self.out)
+        self._stop()
+
+    def end(self, status: grpc.StatusCode, text: str) -> None:
+        """Fail the call from outside of its handler, which is ended."""
+        if not self.out.is_over:
+            self._host.sender.fail(self.out, status.value[0], text, ())
+        self._stop()
+
+    def is_stuck(self, now: float) -> bool:
+        """Return whether a message arrives too slowly."""
+        missing = self._reader.missing
+        if not missing or not self._is_accepted:
+            return False
+        return self._reader.received < (now - self._begun_at - _GRACE_S) * _LEAST_BYTES_PER_S
+
+    def _stop(self) -> None:
+        self._reader.drop()
+        self._queue.clear()
+        self._release(self._held_bytes)
+        if self.task is None:
+            self._host.call_done(self)
+        else:
+            self.task.cancel()
+
+    # Called by the reader of messages
+
+    def admit_message(self, size: int) -> bool:
+        limit = self._host.options.max_message_bytes
+        if size > limit:
+            return self._refuse(PayloadTooLarge(f"the message has {size} bytes; messages are limited to {limit}"))
+        if self._method.reads_stream:
+            counted = size + _MESSAGE_BYTES
+        elif self._queue or (self.task is not None and not self._method.reads_late):
+            return self._refuse(InvalidRequest("the call has more than one message"))
+        else:
+            counted = size if size > _UNCOUNTED_BYTES else 0
+        try:
+            self._host.capacity.hold(counted)
+        except DynamoError as error:
+            return self._refuse(error)
+        self._held_bytes += counted
+        return True
+
+    def message_memory(self, size: int) -> Buffer:
+        self._begun_at = monotonic()
+        if more := self.window.grant(size):
+            self._host.grant(self.stream, more)
+        return self._host.allocate(size)
+
+    def message_received(self, message: Buffer, *, is_compressed: bool) -> None:
+        if self.task is None and not is_compressed:
+            return self._start(message)
+        self._queue.append((message, is_compressed))
+        self._queued_bytes += len(message) + _MESSAGE_BYTES
+        if self.task is None:
+            self._start(self._pending_message())
+        self._wake()
+
+    def refuse_flag(self, flag: int) -> None:
+        self._refuse(InvalidRequest(f"a message begins with the flag {flag}; it must be 0 or 1"))
+
+    def _refuse(self, problem: DynamoError) -> bool:
+        if self._problem is None:
+            self._problem = problem
+        if self.task is None:
+            self._start(self._pending_message())
+        self._wake()
+        return False
+
+    # The handler
+
+    def _pending_message(self) -> PendingMessage:
+        return PendingMessage(self)
+
+    def _start(self, request: Buffer | PendingMessage | None) -> None:
+        self.task = task = awaited(self._run(request))
+        self._host.call_started(self)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the call %r failed", self, exc_info=error)
+        self._reader.drop()
+        self._release(self._held_bytes)
+        self._host.call_done(self)
+
+    async def _run(self, request: Buffer | PendingMessage | None) -> None:
+        sender, method = self._host.sender, self._method
+        try:
+            if not method.reads_stream and not isinstance(request, PendingMessage):
+                self._release(self._held_bytes)  # from here on the handler counts the message
+            response = await method.function(request, self)  # type: ignore[arg-type]  # it has what handlers use
+            del request
+            if method.writes_stream:
+                sender.finish(self.out, 0, "", self._trailing)
+            else:
+                await self._respond(response)
+            await self._drained()
+        except grpc.aio.AbortError as error:
+            release(error)
+            self._fail(self._code or grpc.StatusCode.UNKNOWN, self._details, self._trailing)
+        except DynamoError as error:
+            release(error)
+            self._fail(grpc_status(error), public_message(error))
+        except ClientGone as error:
+            release(error)
+        except Exception:
+            if not self.is_cancelled:
+                _log.exception("the handler of %r failed", self)
+            self._fail(grpc.StatusCode.INTERNAL, "internal error")
+        except asyncio.CancelledError:
+            self._fail(grpc.StatusCode.CANCELLED, "the call was cancelled")
+            raise
+
+    def _fail(self, status: grpc.StatusCode, text: str, metadata: Metadata = ()) -> None:
+        if not self.out.is_over:
+            self._host.sender.fail(self.out, status.value[0], text, metadata)
+
+    async def _respond(self, response: Buffer) -> None:
+        encoding = self._response_encoding()
+        if encoding:
+            deflated = await self._deflate(response, encoding)
+            if len(deflated) < len(response):
+                return self._host.sender.respond(self.out, deflated, self._trailing, is_compressed=True)
+        self._host.sender.respond(self.out, response, self._trailing)
+
+    async def _drained(self) -> None:
+        """Return when all that was sent has left for the transport, or will not be sent."""
+        out = self.out
+        while out.pieces:
+            out.drained = asyncio.get_running_loop().create_future()
+            await out.drained
+
+    def _response_encoding(self) -> str:
+        """Return the configured encoding if the client accepts it, else the other one if it does, else none."""
+        configured = self._host.options.compression
+        if configured is GrpcCompression.NONE:
+            return ""
+        if not self.out.encoding:
+            preferred = (GZIP, DEFLATE) if configured is GrpcCompression.GZIP else (DEFLATE, GZIP)
+            self.out.encoding = next((encoding for encoding in preferred if encoding in self.headers.accepts), "")
+        return self.out.encoding
+
+    async def _deflate(self, message: Buffer, encoding: str) -> bytes:
+        pieces: list[bytes] = []
+        for piece in deflate_steps(message, encoding):
+            pieces.append(piece)
+            if len(message) > STEP_BYTES:
+                await asyncio.sleep(0)
+        return b"".join(pieces)
+
+    async def _inflate(self, message: Buffer) -> Buffer:
+        """Raises DynamoError."""
+        encoding, capacity = self.headers.encoding, self._host.capacity
+        if encoding == "identity":
+            raise InvalidRequest("a message is marked as compressed, but the call has no grpc-encoding")
+        if encoding not in (GZIP, DEFLATE):
+            raise Unsupported(f"grpc-encoding {encoding[:40]!r} is not supported; it must be one of {ACCEPTED_ENCODINGS}")
+        limit, size = self._host.options.max_message_bytes, 0
+        pieces: list[bytes] = []
+        try:
+            for piece in inflate_steps(message, encoding):
+                capacity.hold(len(piece))
+                size += len(piece)
+                pieces.append(piece)
+                if size > limit:
+                    raise PayloadTooLarge(f"the decompressed message has over {limit} bytes, which is the limit")
+                if size > STEP_BYTES:
+                    await asyncio.sleep(0)
+            return pieces[0] if len(pieces) == 1 else await _join(pieces, size)
+        except CorruptMessage as error:
+            raise InvalidRequest(f"a message cannot be decompressed: {error}") from None
+        finally:
+            capacity.release(size)
+
+    # Messages of the client
+
+    @property
+    def _is_accepted(self) -> bool:
+        return self._sink is self._reader
+
+    def _accept(self) -> None:
+        """Examine what has come, and let the client send more: the handler has accepted the caller."""
+        early = self._sink
+        if not isinstance(early, _EarlyBytes):
+            return
+        self._sink = early.target = self._reader
+        self._reader.feed(memoryview(early.kept))
+        early.kept = bytearray()
+        if self.is_half_closed:
+            self.half_close()
+        else:
+            self._grant(0)
+
+    def _grant(self, content: int) -> None:
+        """Let the client send as much as may be unread, or what is missing of a message after the next `content` bytes."""
+        wanted = max(self._host.stream_window_bytes - self._queued_bytes, self._reader.missing - content)
+        if not self.is_half_closed and (more := self.window.grant(wanted)):
+            self._host.grant(self.stream, more)
+
+    def _release(self, size: int) -> None:
+        self._host.capacity.release(size)
+        self._held_bytes -= size
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def read(self) -> Any:
+        """Return the next message, `grpc.aio.EOF` after the last. Raises DynamoError for a message that cannot be taken."""
+        self._accept()
+        while not self._queue:
+            if self._problem is not None:
+                problem, self._problem = self._problem, None
+                raise problem
+            if self.is_half_closed:
+                return grpc.aio.EOF
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        message, is_compressed = self._queue.popleft()
+        self._queued_bytes -= len(message) + _MESSAGE_BYTES
+        if self._method.reads_stream:
+            self._release(len(message) + _MESSAGE_BYTES)
+            self._grant(0)
+        else:
+            self._release(self._held_bytes)
+        return await self._inflate(message) if is_compressed else message
+
+    # The rest of the context
+
+    async def write(self, message: Buffer) -> None:
+        """Send a message of a stream, and return when the client's windows have taken it. Raises ClientGone."""
+        out = self.out
+        if out.is_over:
+            raise ClientGone("the client has left the call")
+        encoding = self._response_encoding()
+        deflated = await self._deflate(message, encoding) if encoding else message
+        is_compressed = len(deflated) < len(message)
+        self._host.sender.send(out, deflated if is_compressed else message, is_compressed=is_compressed)
+        await self._drained()
+
+    def invocation_metadata(self) -> Metadata:
+        return self.headers.metadata
+
+    def set_trailing_metadata(self, metadata: Metadata) -> None:
+        self._trailing = metadata
+
+    def time_remaining(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - monotonic())
+
+    def peer(self) -> str:
+        return self._host.peer
+
+    def code(self) -> grpc.StatusCode | None:
+        """Return the status that the call was aborted with."""
+        return self._code
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
+        """End the call with a status. Raises AbortError, which the handler lets through."""
+        self._code, self._details = code, details
+        self._trailing = tuple(trailing_metadata) or self._trailing
+        raise grpc.aio.AbortError(details)
+
+
+async def _join(pieces: list[bytes], size: int) -> Buffer:
+    """Join the pieces of a large message without holding the event loop; they are dropped on the way."""
+    joined = np.empty(size, np.uint8).data
+    position = 0
+    pieces.reverse()
+    while pieces:
+        piece = pieces.pop()
+        joined[position : position + len(piece)] = piece
+        position += len(piece)
+        await asyncio.sleep(0)
+    return joined

@@ -1,0 +1,602 @@
+"""One HTTP/2 connection of a gRPC client: the frames that it sends, and what they do to its calls.
+
+What a client may cost is bounded, with a key or without:
+
+| what | bound | past it |
+|---|---|---|
+| header blocks | `max_metadata_bytes`, encoded and decoded | GOAWAY |
+| calls at once, those that were reset and whose handlers still run included | `max_concurrent_streams` | RST_STREAM |
+| streams that were reset, by the client or for a fault of its | `_RESETS` at once, `_RESETS_PER_S` on average | GOAWAY |
+| SETTINGS | `_SETTINGS` at once, one a second on average | GOAWAY |
+| frames without content between two that have some | `_IDLE_FRAMES` a second | GOAWAY |
+| PINGs while nothing is sent | one in `client_ping_interval_s`, twice more often | GOAWAY |
+| acknowledgements that the client does not read | `_UNREAD_FRAMES` | the connection ends |
+| messages | `max_message_bytes` each, and the capacity together | the call fails |
+| a response that is not read | `_UNREAD_S` without progress | RST_STREAM, or the connection ends |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from time import monotonic
+from typing import Final, Protocol, cast
+
+import grpc
+import numpy as np
+
+from dynamo.common.tensors import Buffer
+from dynamo.frontend.api.capacity import Capacity
+from dynamo.frontend.api.rpc.http2 import frames
+from dynamo.frontend.api.rpc.http2.call import Call, Method
+from dynamo.frontend.api.rpc.http2.deadlines import Deadlines
+from dynamo.frontend.api.rpc.http2.frames import DISCARD, ConnectionFailure, DataSink, ErrorCode, FrameReader
+from dynamo.frontend.api.rpc.http2.headers import CallHeaders, HeaderDecoder, MalformedRequest, Refusal
+from dynamo.frontend.api.rpc.http2.sender import HIGH_WATER_BYTES, Outgoing, Sender
+from dynamo.frontend.api.rpc.http2.windows import Budget, ReceiveWindow, WindowOverflow
+from dynamo.frontend.config import GrpcOptions
+
+_log = logging.getLogger(__name__)
+
+CONNECTION_WINDOW_BYTES: Final = 16 * 2**20
+STREAM_WINDOW_BYTES: Final = 4 * 2**20
+"""Without these options. A message that is larger than its stream's window makes that grow when its size is known."""
+GUARDED_WINDOW_BYTES: Final = frames.DEFAULT_WINDOW_BYTES
+"""Of a stream before its caller is accepted, where callers must show credentials."""
+
+_RESETS: Final = 1000
+_RESETS_PER_S: Final = 100.0
+_SETTINGS: Final = 100
+_IDLE_FRAMES: Final = 10_000
+_UNREAD_FRAMES: Final = 1000
+_UNREAD_S: Final = 300.0
+_PING_STRIKES: Final = 2
+_GREETING_S: Final = 10.0
+_LINGER_S: Final = 5.0
+"""Time for a client to read the GOAWAY before its connection is cut."""
+_DRAIN_S: Final = 1.0
+"""Time for a client to acknowledge the first of two GOAWAYs."""
+_MAX_RESET_IDS: Final = 4096
+"""Streams that we have reset, of which frames may still be under way."""
+
+_KEEPALIVE: Final = b"dynamo-k"
+_DRAIN: Final = b"dynamo-d"
+_NOT_FOUND: Final = Refusal(grpc.StatusCode.UNIMPLEMENTED, "method not found")
+
+
+class Connections(Protocol):
+    """The server that a connection belongs to."""
+
+    options: GrpcOptions
+    capacity: Capacity
+    deadlines: Deadlines
+    read_memory: memoryview
+    """Shared by all connections, for what they receive."""
+    connection_window_bytes: int
+    stream_window_bytes: int
+
+    @property
+    def methods(self) -> Mapping[bytes, Method]: ...
+
+    def max_age_s(self) -> float:
+        """Return the age at which a new connection is drained; infinite without a limit."""
+        ...
+
+    def opened(self, connection: Connection) -> bool:
+        """Count a new connection; False if there are too many."""
+        ...
+
+    def closed(self, connection: Connection) -> None: ...
+
+    def call_started(self, call: Call) -> None: ...
+
+    def call_done(self, call: Call) -> None: ...
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One connection."""
+
+    sender: Sender
+
+    def __init__(self, server: Connections) -> None:
+        self.options = server.options
+        self.capacity = server.capacity
+        self.peer = "unknown"
+        self._server = server
+        self._transport: asyncio.Transport
+        self._reader = FrameReader(self, server.read_memory, max(frames.DEFAULT_FRAME_BYTES, self.options.max_metadata_bytes))
+        self._decoder = HeaderDecoder(self.options.max_metadata_bytes)
+        self._calls: dict[int, Call] = {}
+        """By stream. A call that was reset stays until its handler has ended."""
+        self._last_stream = 0
+        self._reset_ids: dict[int, None] = {}
+        """The last streams that we have reset, oldest first."""
+        self._window = ReceiveWindow(frames.DEFAULT_WINDOW_BYTES)
+        self._block: bytearray | None = None
+        """Of a header block that continues in the next frame; of `_block_stream`, which it ends if `_block_ends`."""
+        self._block_stream = 0
+        self._block_ends = False
+        self._has_settings = False
+        self._settings_acknowledged = False
+
+        self._resets = Budget(_RESETS, _RESETS_PER_S)
+        self._settings = Budget(_SETTINGS, 1.0)
+        self._idle_frames = 0
+        self._unread_frames = 0
+        """Control frames that were sent while the client did not read."""
+        self._ping_strikes = 0
+        self._pinged_at = 0.0
+        self._responses_at_ping = 0
+
+        self._opened_at = self._read_at = monotonic()
+        """`_read_at` is exact to the interval between two calls of `check`."""
+        self._now = self._opened_at
+        self._ends_at = self._opened_at + server.max_age_s()
+        self._keepalive_at: float | None = None
+        """When a PING was sent that was not acknowledged."""
+        self._paused_at: float | None = None
+        self._drains_at: float | None = None
+        """When the second GOAWAY is due, infinite once it was sent; None before the first."""
+        self._last_served = frames.MAX_STREAM_ID
+        """Streams after this one are not served."""
+        self._closing_at: float | None = None
+        """Nothing is read any more since then."""
+
+    def __repr__(self) -> str:
+        return f"<Connection of {self.peer}, {len(self._calls)} calls>"
+
+    @property
+    def stream_window_bytes(self) -> int:
+        return self._server.stream_window_bytes
+
+    # Called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
+        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        self.peer = _name_of(transport.get_extra_info("peername"))
+        self.sender = Sender(self._transport, self.capacity, monotonic, self._response_ended)
+        secured = transport.get_extra_info("ssl_object")
+        if not self._server.opened(self) or (secured is not None and secured.selected_alpn_protocol() != "h2"):
+            self._closing_at = self._now
+            self._transport.abort()
+            return
+        settings = {
+            frames.MAX_CONCURRENT_STREAMS: self.options.max_concurrent_streams,
+            frames.INITIAL_WINDOW_SIZE: self.stream_window_bytes,
+            frames.MAX_FRAME_SIZE: frames.MAX_FRAME_BYTES,
+            frames.MAX_HEADER_LIST_SIZE: self.options.max_metadata_bytes,
+        }
+        more = self._window.grant(self._server.connection_window_bytes)
+        self._transport.write(frames.encode_settings(settings) + (frames.encode_window_update(0, more) if more else b""))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closing_at = self._now
+        self._server.closed(self)
+        for call in list(self._calls.values()):
+            call.cancel()
+        self._calls = {call.stream: call for call in self._calls.values() if call.task is not None and not call.task.done()}
+
+    def get_buffer(self, hint: int) -> memoryview:
+        return self._reader.get_buffer()
+
+    def buffer_updated(self, count: int) -> None:
+        if self._closing_at is not None:
+            return
+        self._read_at = self._now
+        try:
+            self._reader.buffer_updated(count)
+        except ConnectionFailure as failure:
+            self._fail(failure.code, str(failure))
+
+    def pause_writing(self) -> None:
+        self.sender.is_paused = True
+        self._paused_at = monotonic()
+
+    def resume_writing(self) -> None:
+        self.sender.is_paused = False
+        self._paused_at = None
+        self._unread_frames = 0
+        self.sender.pump()
+
+    # Called by the server
+
+    def check(self, now: float) -> None:
+        """Apply the time limits. Called about once a second."""
+        self._now = now
+        self._idle_frames = 0
+        if self._closing_at is not None:
+            if now - self._closing_at > _LINGER_S:
+                self._transport.abort()
+            return
+        if not self._has_settings and now - self._opened_at > _GREETING_S:
+            return self._transport.abort()
+        if self._paused_at is not None and now - self._paused_at > _UNREAD_S:
+            _log.info("%r is closed: it has read nothing for %g s", self, _UNREAD_S)
+            return self._transport.abort()
+        try:
+            self._check_calls(now)
+        except ConnectionFailure as failure:
+            return self._fail(failure.code, str(failure))
+        self._check_life(now)
+        if self._drains_at is not None and now >= self._drains_at:
+            self._announce_last_stream()
+        elif now >= self._ends_at:
+            self.start_draining()
+
+    def _check_calls(self, now: float) -> None:
+        for call in list(self._calls.values()):
+            if call.out.is_waiting and now - call.out.moved_at > _UNREAD_S:
+                self._reset(call.stream, ErrorCode.CANCEL)
+            elif call.is_stuck(now):
+                call.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the message arrives too slowly")
+
+    def _check_life(self, now: float) -> None:
+        if self._keepalive_at is not None:
+            if now - self._keepalive_at > self.options.keepalive_timeout_s:
+                _log.info("%r is closed: a ping was not acknowledged within %g s", self, self.options.keepalive_timeout_s)
+                self._transport.abort()
+        elif self._has_settings and now - self._read_at >= self.options.keepalive_s:
+            self._keepalive_at = now
+            self.sender.control(frames.encode_frame(frames.PING, 0, 0, _KEEPALIVE))
+
+    def start_draining(self) -> None:
+        """Let the client go elsewhere with new calls; the connection ends with the last of those it has. Idempotent."""
+        self._ends_at = float("inf")
+        if self._drains_at is not None or self._closing_at is not None:
+            return
+        if not self._has_settings:
+            return self._close()
+        self._drains_at = monotonic() + _DRAIN_S
+        first = frames.encode_goaway(frames.MAX_STREAM_ID, ErrorCode.NO_ERROR)
+        self.sender.control(first + frames.encode_frame(frames.PING, 0, 0, _DRAIN))
+
+    def _announce_last_stream(self) -> None:
+        """Send the second GOAWAY: what the client has sent before it knew of the first has come."""
+        if self._drains_at == float("inf"):
+            return
+        self._drains_at = float("inf")
+        self._last_served = self._last_stream
+        self.sender.control(frames.encode_goaway(self._last_stream, ErrorCode.NO_ERROR))
+        self._close_if_drained()
+
+    def _close_if_drained(self) -> None:
+        if self._drains_at == float("inf") and not self._calls:
+            self._close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    # Frames
+
+    def preface_received(self) -> None:
+        pass
+
+    def frame_received(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if self._block is not None and (kind != frames.CONTINUATION or stream != self._block_stream):
+            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "a header block is not continued by the next frame")
+        if not self._has_settings and (kind != frames.SETTINGS or flags & frames.ACK):
+            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+        if kind == frames.HEADERS:
+            return self._headers_received(flags, stream, payload)
+        if kind == frames.CONTINUATION:
+            return self._continuation_received(flags, payload)
+        self.skipped()
+        match kind:
+            case frames.WINDOW_UPDATE:
+                self._window_update_received(stream, frames.decode_word(payload, "WINDOW_UPDATE") & frames.MAX_WINDOW_BYTES)
+            case frames.PING:
+                self._ping_received(flags, stream, payload)
+            case frames.SETTINGS:
+                self._settings_received(flags, stream, payload)
+            case frames.RST_STREAM:
+                self._reset_received(stream, frames.decode_word(payload, "RST_STREAM"))
+            case frames.GOAWAY:
+                self._goaway_received(stream, payload)
+            case frames.PRIORITY:
+                if not stream:
+                    raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "a PRIORITY frame is on stream 0")
+                frames.check_priority(stream, payload)
+            case _:
+                raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "clients do not send PUSH_PROMISE")
+
+    def skipped(self) -> None:
+        if self._block is not None:
+            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "a header block is not continued by the next frame")
+        self._idle_frames += 1
+        if self._idle_frames > _IDLE_FRAMES:
+            raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, f"over {_IDLE_FRAMES} frames without content in a second")
+
+    def data_begun(self, stream: int, size: int, content: int, *, ends: bool) -> DataSink:
+        if self._block is not None or not self._has_settings:
+            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "a DATA frame is not allowed here")
+        if not self._window.take(size):
+            raise ConnectionFailure(ErrorCode.FLOW_CONTROL_ERROR, "the client has sent more than the connection's window")
+        if more := self._window.grant(self._server.connection_window_bytes):
+            self.sender.control(frames.encode_window_update(0, more))
+        if content:
+            self._idle_frames = 0
+        elif not ends:
+            self.skipped()
+        call = self._calls.get(stream)
+        if call is None or call.is_half_closed or call.is_cancelled:
+            return self._stray_data(stream)
+        lenient = 0 if self._settings_acknowledged else frames.DEFAULT_WINDOW_BYTES
+        if not call.window.take(size) and call.window.left + lenient < 0:
+            self._reset(stream, ErrorCode.FLOW_CONTROL_ERROR)
+            return DISCARD
+        return call.data_begun(content, ends=ends)
+
+    def _stray_data(self, stream: int) -> DataSink:
+        """Return where the data of a stream go that expects none."""
+        if not stream or stream > self._last_stream:
+            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"a DATA frame is on stream {stream}, which is not open")
+        if stream not in self._reset_ids:
+            self._reset(stream, ErrorCode.STREAM_CLOSED)
+        return DISCARD
+
+    def data_ended(self, stream: int) -> None:
+        call = self._calls.get(stream)
+        if call is None or call.is_half_closed or call.is_cancelled:
+            return
+        if call.headers.content_length not in (None, call.content_bytes):
+            return self._reset(stream, ErrorCode.PROTOCOL_ERROR)
+        call.half_close()
+
+    def _headers_received(self, flags: int, stream: int, payload: bytes) -> None:
+        fragment = frames.strip_headers(stream, flags, payload)
+        if flags & frames.END_HEADERS:
+            return self._block_received(stream, fragment, ends=bool(flags & frames.END_STREAM))
+        self._block, self._block_stream = bytearray(fragment), stream
+        self._block_ends = bool(flags & frames.END_STREAM)
+
+    def _continuation_received(self, flags: int, payload: bytes) -> None:
+        block = self._block
+        if block is None:
+            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "a CONTINUATION frame continues nothing")
+        block += payload
+        if len(block) > self.options.max_metadata_bytes:
+            raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "a header block is too large")
+        if flags & frames.END_HEADERS:
+            self._block = None
+            self._block_received(self._block_stream, bytes(block), ends=self._block_ends)
+        elif not payload:
+            self._idle_frames += 100  # nobody has a reason to send an empty one
+            if self._idle_frames > _IDLE_FRAMES:
+                raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "there are many empty CONTINUATION frames")
+
+    def _block_received(self, stream: int, block: bytes, *, ends: bool) -> None:
+        if len(block) > self.options.max_metadata_bytes:
+            raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "a header block is too large")
+        if stream % 2 == 0:
+            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"a HEADERS frame is on stream {stream}")
+        if stream <= self._last_stream:
+            return self._trailers_received(stream, block, ends=ends)
+        self._last_stream = stream
+        try:
+            headers = self._decoder.decode(block)
+        except MalformedRequest as error:
+            _log.debug("%r sent a malformed request: %s", self, error)
+            return self._reset(stream, ErrorCode.PROTOCOL_ERROR)
+        if stream > self._last_served or len(self._calls) >= self.options.max_concurrent_streams:
+            return self._reset(stream, ErrorCode.REFUSED_STREAM)
+        if ends and headers.content_length:
+            return self._reset(stream, ErrorCode.PROTOCOL_ERROR)
+        method = self._server.methods.get(headers.path)
+        refusal = headers.refusal or (_NOT_FOUND if method is None else None)
+        out = Outgoing(stream, self.sender.initial_window)
+        if method is None or refusal is not None:
+            return self._refuse(out, refusal or _NOT_FOUND, ends=ends)
+        self._open(Call(self, stream, headers, method, out, self.stream_window_bytes), headers, ends=ends)
+
+    def _open(self, call: Call, headers: CallHeaders, *, ends: bool) -> None:
+        self._calls[call.stream] = call
+        if headers.timeout_s is not None:
+            call.deadline = monotonic() + headers.timeout_s
+            self._server.deadlines.add(call, call.deadline)
+        call.open()
+        if ends:
+            call.half_close()
+
+    def _refuse(self, out: Outgoing, refusal: Refusal, *, ends: bool) -> None:
+        self.sender.fail(out, refusal.status.value[0], refusal.text, (), refusal.http_status)
+        if not ends:
+            self._remember_reset(out.stream)
+            self.sender.control(frames.encode_reset(out.stream, ErrorCode.NO_ERROR))
+
+    def _trailers_received(self, stream: int, block: bytes, *, ends: bool) -> None:
+        call = self._calls.get(stream)
+        try:
+            self._decoder.decode_trailers(block)
+        except MalformedRequest:
+            return self._reset(stream, ErrorCode.PROTOCOL_ERROR)
+        if call is None or call.is_half_closed or call.is_cancelled:
+            if stream not in self._reset_ids:
+                raise ConnectionFailure(ErrorCode.STREAM_CLOSED, f"a HEADERS frame is on stream {stream}, which is closed")
+        elif not ends:
+            self._reset(stream, ErrorCode.PROTOCOL_ERROR)
+        else:
+            self.data_ended(stream)
+
+    def _window_update_received(self, stream: int, more: int) -> None:
+        if not stream:
+            if not more:
+                raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "a window grows by 0")
+            try:
+                self.sender.window.grow(more)
+            except WindowOverflow:
+                raise ConnectionFailure(ErrorCode.FLOW_CONTROL_ERROR, "the connection's window is over 2^31-1") from None
+            return self.sender.pump()
+        self._check_not_idle(stream, "WINDOW_UPDATE")
+        call = self._calls.get(stream)
+        if call is None or call.is_cancelled:
+            return
+        if not more:
+            return self._reset(stream, ErrorCode.PROTOCOL_ERROR)
+        try:
+            call.out.window.grow(more)
+        except WindowOverflow:
+            return self._reset(stream, ErrorCode.FLOW_CONTROL_ERROR)
+        self.sender.window_grown(call.out)
+
+    def _ping_received(self, flags: int, stream: int, payload: bytes) -> None:
+        if stream:
+            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"a PING frame is on stream {stream}")
+        if len(payload) != 8:
+            raise ConnectionFailure(ErrorCode.FRAME_SIZE_ERROR, f"a PING frame has {len(payload)} bytes, not 8")
+        if flags & frames.ACK:
+            self._keepalive_at = None
+            if payload == _DRAIN and self._drains_at is not None:
+                self._announce_last_stream()
+            return
+        self._count_ping()
+        self._acknowledge(frames.encode_frame(frames.PING, frames.ACK, 0, payload))
+
+    def _count_ping(self) -> None:
+        """Clients measure the way by pings while data flows; without data, pings have a least interval."""
+        now = monotonic()
+        has_sent = self.sender.responses != self._responses_at_ping
+        if has_sent or not self._pinged_at or now - self._pinged_at >= self.options.client_ping_interval_s:
+            self._ping_strikes = 0 if has_sent else self._ping_strikes
+        else:
+            self._ping_strikes += 1
+        self._pinged_at, self._responses_at_ping = now, self.sender.responses
+        if self._ping_strikes > _PING_STRIKES:
+            raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "too_many_pings")
+
+    def _acknowledge(self, frame: bytes) -> None:
+        if self.sender.is_paused:
+            self._unread_frames += 1
+            if self._unread_frames > _UNREAD_FRAMES:
+                raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "acknowledgements are not read")
+        self.sender.control(frame)
+
+    def _settings_received(self, flags: int, stream: int, payload: bytes) -> None:
+        if stream:
+            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"a SETTINGS frame is on stream {stream}")
+        if flags & frames.ACK:
+            if payload:
+                raise ConnectionFailure(ErrorCode.FRAME_SIZE_ERROR, "an acknowledgement of SETTINGS has content")
+            self._settings_acknowledged = True
+            return
+        if not self._settings.spend(monotonic()):
+            raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "the settings change too often")
+        for key, value in frames.decode_settings(payload):
+            self._apply_setting(key, value)
+        self._has_settings = True
+        self._acknowledge(frames.encode_frame(frames.SETTINGS, frames.ACK, 0))
+        self.sender.pump()
+
+    def _apply_setting(self, key: int, value: int) -> None:
+        if key == frames.INITIAL_WINDOW_SIZE:
+            self._resize_windows(value)
+        elif key == frames.MAX_FRAME_SIZE:
+            if not frames.DEFAULT_FRAME_BYTES <= value <= frames.MAX_FRAME_BYTES:
+                raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE is {value}")
+            self.sender.max_frame_bytes = value
+        elif key == frames.HEADER_TABLE_SIZE:
+            self.sender.encoder.table_resized(value)
+        elif key == frames.ENABLE_PUSH and value > 1:
+            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH is {value}")
+
+    def _resize_windows(self, size: int) -> None:
+        if size > frames.MAX_WINDOW_BYTES:
+            raise ConnectionFailure(ErrorCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE is {size}")
+        more, self.sender.initial_window = size - self.sender.initial_window, size
+        if not more:
+            return
+        for call in list(self._calls.values()):
+            try:
+                call.out.window.grow(more)
+            except WindowOverflow:
+                raise ConnectionFailure(ErrorCode.FLOW_CONTROL_ERROR, "a window is over 2^31-1") from None
+            self.sender.window_grown(call.out)
+
+    def _reset_received(self, stream: int, code: int) -> None:
+        self._check_not_idle(stream, "RST_STREAM")
+        if not self._resets.spend(monotonic()):
+            raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "streams are reset too often")
+        call = self._calls.get(stream)
+        if call is not None and not call.is_cancelled:
+            call.cancel()
+
+    def _goaway_received(self, stream: int, payload: bytes) -> None:
+        if stream:
+            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"a GOAWAY frame is on stream {stream}")
+        if len(payload) < 8:
+            raise ConnectionFailure(ErrorCode.FRAME_SIZE_ERROR, f"a GOAWAY frame has {len(payload)} bytes")
+        # It is about streams of ours, and we open none. The client closes when it has its responses.
+
+    def _check_not_idle(self, stream: int, what: str) -> None:
+        if not stream or stream > self._last_stream or stream % 2 == 0:
+            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"a {what} frame is on stream {stream}, which was never open")
+
+    # Ends
+
+    def _reset(self, stream: int, code: ErrorCode) -> None:
+        """End a stream for a fault of the client."""
+        if not self._resets.spend(monotonic()):
+            raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "too many streams had to be reset")
+        self._remember_reset(stream)
+        self.sender.control(frames.encode_reset(stream, code))
+        call = self._calls.get(stream)
+        if call is not None and not call.is_cancelled:
+            call.cancel()
+
+    def _remember_reset(self, stream: int) -> None:
+        self._reset_ids[stream] = None
+        if len(self._reset_ids) > _MAX_RESET_IDS:
+            del self._reset_ids[next(iter(self._reset_ids))]
+
+    def _response_ended(self, out: Outgoing) -> None:
+        """The last frame of a response has been sent."""
+        call = self._calls.pop(out.stream, None)
+        if call is None:
+            return  # it was refused
+        if not call.is_half_closed:
+            self._remember_reset(out.stream)
+            self.sender.control(frames.encode_reset(out.stream, ErrorCode.NO_ERROR))
+        if self._drains_at is not None:
+            self._close_if_drained()
+
+    def _fail(self, code: ErrorCode, text: str) -> None:
+        _log.debug("%r is closed: %s", self, text)
+        self.sender.control(frames.encode_goaway(self._last_stream, code, text))
+        self._close()
+        for call in list(self._calls.values()):
+            call.cancel()
+
+    def _close(self) -> None:
+        """Close when all that was sent has left."""
+        self._closing_at = self._now
+        self._transport.close()
+
+    # Called by calls
+
+    def grant(self, stream: int, more: int) -> None:
+        self.sender.control(frames.encode_window_update(stream, more))
+
+    def allocate(self, size: int) -> Buffer:
+        return np.empty(size, np.uint8).data
+
+    def call_started(self, call: Call) -> None:
+        self._server.call_started(call)
+
+    def call_done(self, call: Call) -> None:
+        self._server.call_done(call)
+        if self._calls.get(call.stream) is call and call.out.is_over:
+            del self._calls[call.stream]
+            if self._drains_at is not None:
+                self._close_if_drained()
+
+
+def _name_of(address: object) -> str:
+    """Return an address as gRPC writes it."""
+    match address:
+        case (str(host), int(port)):
+            return f"ipv4:{host}:{port}"
+        case (str(host), int(port), *_):
+            return f"ipv6:[{host}]:{port}"
+        case _:
+            return "unknown"

@@ -1,0 +1,163 @@
+"""Messages of gRPC in the DATA of one call: a flag, four bytes of length, and the message, in whatever pieces they arrive.
+
+`MessageReader` asks its owner for memory when it knows the size of a message, before it stores a byte of it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from struct import Struct
+from typing import Final, Protocol
+
+from dynamo.common.tensors import Buffer
+
+PREFIX: Final = Struct(">BI")
+PREFIX_BYTES: Final = PREFIX.size
+STEP_BYTES: Final = 1 << 20
+"""Compressed and decompressed in one turn of the event loop: some milliseconds."""
+
+GZIP: Final = "gzip"
+DEFLATE: Final = "deflate"
+_WINDOW_BITS: Final = {GZIP: 31, DEFLATE: 15}
+"""zlib's numbers for the two formats, both with a header and a checksum."""
+
+
+class CorruptMessage(Exception):
+    """A compressed message cannot be decompressed. `str()` says why."""
+
+
+class MessageOwner(Protocol):
+    """The call whose messages a reader finds."""
+
+    def admit_message(self, size: int) -> bool:
+        """Return whether a message of `size` bytes may come. If not, it and all after it are discarded."""
+        ...
+
+    def message_memory(self, size: int) -> Buffer:
+        """Return memory for an admitted message that has not come completely."""
+        ...
+
+    def message_received(self, message: Buffer, *, is_compressed: bool) -> None:
+        """Take a message: the memory from `message_memory`, or bytes if it has arrived in one piece."""
+        ...
+
+    def refuse_flag(self, flag: int) -> None:
+        """Refuse a message with an unknown flag. It and all after it are discarded."""
+        ...
+
+
+class MessageReader:
+    """Cuts the DATA of one call into messages. It is a `DataSink`."""
+
+    __slots__ = ("_buffer", "_flag", "_is_refused", "_owner", "_prefix", "_view", "received", "size")
+
+    def __init__(self, owner: MessageOwner) -> None:
+        self._owner: MessageOwner | None = owner
+        """None once nothing is wanted any more: the two hold each other."""
+        self._prefix = b""
+        """What has arrived of a split prefix."""
+        self._buffer: Buffer | None = None
+        """Memory of the message that is arriving."""
+        self._view: memoryview | None = None
+        """The same, as it is written to."""
+        self._flag = 0
+        self._is_refused = False
+        self.size = 0
+        """Of the message that is arriving, and how much of it has been `received`."""
+        self.received = 0
+
+    @property
+    def is_between_messages(self) -> bool:
+        return self._buffer is None and not self._prefix
+
+    @property
+    def missing(self) -> int:
+        """The bytes that are still to come of a message whose size is known."""
+        return self.size - self.received if self._buffer is not None else 0
+
+    def feed(self, data: memoryview) -> None:
+        position, end = 0, len(data)
+        while position < end and not self._is_refused:
+            if self._view is not None:
+                count = min(self.size - self.received, end - position)
+                self._view[self.received : self.received + count] = data[position : position + count]
+                position += count
+                self.filled(count)
+            elif self._prefix or end - position < PREFIX_BYTES:
+                count = min(PREFIX_BYTES - len(self._prefix), end - position)
+                self._prefix += bytes(data[position : position + count])
+                position += count
+                if len(self._prefix) == PREFIX_BYTES:
+                    flag, size = PREFIX.unpack(self._prefix)
+                    self._prefix = b""
+                    position = self._begin(flag, size, data, position)
+            else:
+                flag, size = PREFIX.unpack_from(data, position)
+                position = self._begin(flag, size, data, position + PREFIX_BYTES)
+
+    def _begin(self, flag: int, size: int, data: memoryview, position: int) -> int:
+        """Begin a message whose content begins at `position`; return where what is not read yet begins."""
+        owner, stop = self._owner, position + size
+        assert owner is not None, "a reader without an owner discards all"
+        if flag > 1:
+            self._is_refused = True
+            owner.refuse_flag(flag)
+        elif not owner.admit_message(size):
+            self._is_refused = True
+        elif stop <= len(data):
+            owner.message_received(bytes(data[position:stop]), is_compressed=flag == 1)
+            return stop
+        else:
+            self._flag, self.size, self.received = flag, size, 0
+            self._buffer = owner.message_memory(size)
+            self._view = memoryview(self._buffer)
+        return position
+
+    def space(self) -> memoryview | None:
+        return None if self._view is None else self._view[self.received :]
+
+    def filled(self, count: int) -> None:
+        self.received += count
+        if self.received < self.size:
+            return
+        buffer = self._buffer
+        assert buffer is not None, "a message has memory while it arrives"
+        self._buffer = self._view = None
+        assert self._owner is not None, "a message that arrives has an owner"
+        self._owner.message_received(buffer, is_compressed=self._flag == 1)
+
+    def drop(self) -> None:
+        """Forget the message that is arriving, and refuse all that comes."""
+        self._is_refused = True
+        self._buffer = self._view = self._owner = None
+
+
+def inflate_steps(message: Buffer, encoding: str) -> Iterator[bytes]:
+    """Decompress a message in pieces of at most `STEP_BYTES`. Raises CorruptMessage."""
+    inflater = zlib.decompressobj(_WINDOW_BITS[encoding])
+    view = memoryview(message)
+    try:
+        for begin in range(0, len(view), STEP_BYTES):
+            rest: Buffer = view[begin : begin + STEP_BYTES]
+            while len(rest) and not inflater.eof:
+                if piece := inflater.decompress(rest, STEP_BYTES):
+                    yield piece
+                rest = inflater.unconsumed_tail
+        while not inflater.eof and (piece := inflater.decompress(b"", STEP_BYTES)):
+            yield piece
+    except zlib.error as error:
+        raise CorruptMessage(str(error)) from None
+    if not inflater.eof:
+        raise CorruptMessage("it is incomplete")
+    if inflater.unused_data:
+        raise CorruptMessage("there are bytes after its end")
+
+
+def deflate_steps(message: Buffer, encoding: str) -> Iterator[bytes]:
+    """Compress a message. Each piece is what became of the next `STEP_BYTES`, and may be empty."""
+    deflater = zlib.compressobj(wbits=_WINDOW_BITS[encoding])
+    view = memoryview(message)
+    for begin in range(0, len(view), STEP_BYTES):
+        yield deflater.compress(view[begin : begin + STEP_BYTES])
+    yield deflater.flush()

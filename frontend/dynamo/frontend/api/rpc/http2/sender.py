@@ -1,0 +1,255 @@
+"""What one connection sends: responses in the order of their streams' turns, within the client's windows.
+
+A response that fits into the windows goes out in one write, without a copy if it is large. What does not fit waits in its
+`Outgoing`. While the client does not read, nothing is handed to the transport, and long responses count against the capacity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from dynamo.common.tensors import Buffer
+from dynamo.frontend.api.capacity import Capacity
+from dynamo.frontend.api.rpc.http2.frames import (
+    DATA,
+    DEFAULT_FRAME_BYTES,
+    DEFAULT_WINDOW_BYTES,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    encode_header_block,
+    frame_head,
+)
+from dynamo.frontend.api.rpc.http2.headers import HeaderEncoder, Metadata
+from dynamo.frontend.api.rpc.http2.messages import PREFIX, PREFIX_BYTES
+from dynamo.frontend.api.rpc.http2.windows import SendWindow
+
+_COPIED_BYTES: Final = 16 * 1024
+"""Up to this size one buffer is faster than several."""
+_COUNTED_BYTES: Final = 64 * 1024
+"""Waiting messages above this size count against the capacity."""
+_TURN_BYTES: Final = 256 * 1024
+"""Sent of one stream before it is another one's turn."""
+HIGH_WATER_BYTES: Final = 512 * 1024
+
+
+class Outgoing:
+    """The response of one stream: what of it has not been sent."""
+
+    __slots__ = (
+        "_has_begun",
+        "drained",
+        "encoding",
+        "held_bytes",
+        "is_over",
+        "moved_at",
+        "pieces",
+        "stream",
+        "trailers",
+        "window",
+    )
+
+    def __init__(self, stream: int, window: int) -> None:
+        self.stream = stream
+        self.window = SendWindow(window)
+        self.encoding = ""
+        """Of compressed messages, if there are any."""
+        self.pieces: deque[memoryview] = deque()
+        self.trailers: tuple[int, str, Metadata] | None = None
+        """Status, text and metadata that follow the pieces."""
+        self.drained: asyncio.Future[None] | None = None
+        """Done when there are no pieces; the writer waits for it."""
+        self.held_bytes = 0
+        self.moved_at = 0.0
+        """When something of it was sent last; meaningful while something waits."""
+        self.is_over = False
+        """The last frame has been sent, or none will be."""
+        self._has_begun = False
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.pieces)
+
+
+class Sender:
+    """Sends the frames of one connection."""
+
+    def __init__(
+        self,
+        transport: asyncio.WriteTransport,
+        capacity: Capacity,
+        clock: Callable[[], float],
+        ended: Callable[[Outgoing], None],
+    ) -> None:
+        """`ended` is called when the last frame of a response has been sent."""
+        self.encoder = HeaderEncoder()
+        self.window = SendWindow(DEFAULT_WINDOW_BYTES)
+        self.initial_window = DEFAULT_WINDOW_BYTES
+        self.max_frame_bytes = DEFAULT_FRAME_BYTES
+        self.is_paused = False
+        """The transport has more to send than it should have."""
+        self.responses = 0
+        """A number that grows with each write of a response."""
+        self._transport = transport
+        self._capacity = capacity
+        self._clock = clock
+        self._ended = ended
+        self._ready: dict[Outgoing, None] = {}
+        """Those that wait, and whose own window is open, in the order of their turns."""
+
+    def control(self, frames: bytes) -> None:
+        """Send frames that no window applies to."""
+        self._transport.write(frames)
+
+    def respond(self, out: Outgoing, response: Buffer, metadata: Metadata, *, is_compressed: bool = False) -> None:
+        """Send the only message of a successful response, and its trailers. Raises Overloaded, before anything is sent."""
+        size = len(response)
+        total = size + PREFIX_BYTES
+        limit = min(self.window.left, out.window.left, self.max_frame_bytes)
+        if total > limit or self._ready or self.is_paused or is_compressed:
+            self.send(out, response, is_compressed=is_compressed)
+            self.finish(out, 0, "", metadata)
+            return
+        self.window.left -= total
+        out.is_over = True
+        self.responses += 1
+        stream, encoder = out.stream, self.encoder
+        head = encoder.response()
+        ok = encoder.trailers(0, "", metadata) if metadata else encoder.success()
+        start = (
+            frame_head(len(head), HEADERS, END_HEADERS, stream),
+            head,
+            frame_head(total, DATA, 0, stream),
+            PREFIX.pack(0, size),
+        )
+        end = encode_header_block(stream, END_STREAM, ok, self.max_frame_bytes)
+        if size <= _COPIED_BYTES:
+            self._transport.write(b"".join((*start, response, end)))
+        else:
+            self._transport.writelines((b"".join(start), response, end))
+        self._ended(out)
+
+    def send(self, out: Outgoing, message: Buffer, *, is_compressed: bool = False) -> None:
+        """Send a message as soon as the windows allow. Raises Overloaded, before anything of it is sent."""
+        total = len(message) + PREFIX_BYTES
+        if total > _COUNTED_BYTES and (total > min(self.window.left, out.window.left) or self.is_paused):
+            self._capacity.hold(total)
+            out.held_bytes += total
+        prefix = PREFIX.pack(is_compressed, len(message))
+        if total <= _COPIED_BYTES:
+            out.pieces.append(memoryview(b"".join((prefix, message))))
+        else:
+            out.pieces += (memoryview(prefix), memoryview(message).cast("B"))
+        self._wait_for_turn(out)
+
+    def finish(self, out: Outgoing, status: int, text: str, metadata: Metadata) -> None:
+        """Send the trailers after what waits."""
+        out.trailers = (status, text, metadata)
+        if not out.pieces:
+            frames: list[Buffer] = []
+            self._add_head(out, frames)
+            self._add_trailers(out, frames)
+
+    def fail(self, out: Outgoing, status: int, text: str, metadata: Metadata, http_status: int = 200) -> None:
+        """End a response by a failure, without what waits."""
+        self.drop(out, is_over=False)
+        if out._has_begun:
+            return self.finish(out, status, text, metadata)
+        block = self.encoder.failure(status, text, metadata, http_status)
+        self._transport.write(encode_header_block(out.stream, END_STREAM, block, self.max_frame_bytes))
+        self._over(out)
+
+    def drop(self, out: Outgoing, *, is_over: bool = True) -> None:
+        """Forget what waits of a response, of which nothing more is sent if it `is_over`."""
+        out.is_over = out.is_over or is_over
+        out.pieces.clear()
+        out.trailers = None
+        self._ready.pop(out, None)
+        self._drained(out)
+
+    def window_grown(self, out: Outgoing) -> None:
+        """Go on with a response whose own window has grown."""
+        if out.pieces:
+            self._wait_for_turn(out)
+
+    def _wait_for_turn(self, out: Outgoing) -> None:
+        out.moved_at = self._clock()
+        self._ready[out] = None
+        self.pump()
+
+    def pump(self) -> None:
+        """Send what the windows and the transport allow."""
+        ready = self._ready
+        while ready and self.window.left > 0 and not self.is_paused:
+            out = next(iter(ready))
+            del ready[out]
+            frames: list[Buffer] = []
+            self._take_turn(out, frames)
+            if out.pieces and out.window.left > 0:
+                ready[out] = None
+            if frames:
+                self.responses += 1
+                self._transport.writelines(frames)  # may pause
+
+    def _take_turn(self, out: Outgoing, frames: list[Buffer]) -> None:
+        """Add frames of a response for one turn."""
+        self._add_head(out, frames)
+        sent_bytes = 0
+        while out.pieces and sent_bytes < _TURN_BYTES:
+            room = min(self.window.left, out.window.left, self.max_frame_bytes)
+            if room <= 0:
+                break
+            sent_bytes += self._add_frame(out, frames, room)
+        if sent_bytes:
+            out.moved_at = self._clock()
+        if not out.pieces:
+            self._drained(out)
+            if out.trailers is not None:
+                self._add_trailers(out, frames)
+
+    def _add_head(self, out: Outgoing, frames: list[Buffer]) -> None:
+        if not out._has_begun:
+            out._has_begun = True
+            frames.append(encode_header_block(out.stream, 0, self.encoder.response(out.encoding), self.max_frame_bytes))
+
+    def _add_frame(self, out: Outgoing, frames: list[Buffer], room: int) -> int:
+        head = len(frames)
+        frames.append(b"")
+        size, pieces = 0, out.pieces
+        while pieces and size < room:
+            piece = pieces.popleft()
+            if len(piece) > room - size:
+                pieces.appendleft(piece[room - size :])
+                piece = piece[: room - size]
+            size += len(piece)
+            frames.append(piece)
+        frames[head] = frame_head(size, DATA, 0, out.stream)
+        self.window.left -= size
+        out.window.left -= size
+        return size
+
+    def _add_trailers(self, out: Outgoing, frames: list[Buffer]) -> None:
+        assert out.trailers is not None, "a response ends with trailers"
+        status, text, metadata = out.trailers
+        encoder = self.encoder
+        block = encoder.trailers(status, text, metadata) if status or metadata else encoder.success()
+        frames.append(encode_header_block(out.stream, END_STREAM, block, self.max_frame_bytes))
+        self._transport.writelines(frames)  # what `ended` may send has to follow
+        frames.clear()
+        self._over(out)
+
+    def _over(self, out: Outgoing) -> None:
+        out.is_over = True
+        self.responses += 1
+        self._ended(out)
+
+    def _drained(self, out: Outgoing) -> None:
+        self._capacity.release(out.held_bytes)
+        out.held_bytes = 0
+        if out.drained is not None:
+            if not out.drained.done():
+                out.drained.set_result(None)
+            out.drained = None

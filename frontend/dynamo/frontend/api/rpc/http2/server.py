@@ -1,0 +1,161 @@
+"""A gRPC port on the event loop: its listener, its connections, and how it stops.
+
+server = Http2Server(options, methods, capacity)
+await server.listen(listener, tls)
+await server.stop(grace_s=30)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import ssl
+from collections.abc import Mapping
+from contextlib import suppress
+from time import monotonic
+from typing import Final
+
+import grpc
+
+from dynamo.common.background import start
+from dynamo.common.http_server import OTHER_FILES, raise_open_files
+from dynamo.frontend.api.capacity import Capacity
+from dynamo.frontend.api.rpc.handlers import Handlers, function_of
+from dynamo.frontend.api.rpc.http2.call import Call, Method
+from dynamo.frontend.api.rpc.http2.connection import (
+    CONNECTION_WINDOW_BYTES,
+    GUARDED_WINDOW_BYTES,
+    STREAM_WINDOW_BYTES,
+    Connection,
+)
+from dynamo.frontend.api.rpc.http2.deadlines import Deadlines, Ending
+from dynamo.frontend.config import GrpcOptions
+
+_CHECK_S: Final = 1.0
+_BACKLOG: Final = 2048
+_HANDSHAKE_S: Final = 10.0
+_READ_BYTES: Final = 256 * 1024
+_LAST_WRITES_S: Final = 2.0
+"""For clients to take the last responses, after the last call has ended."""
+_AGE_SPREAD: Final = 0.1
+"""Connections that were opened together do not reach their greatest age together."""
+
+
+class Http2Server:
+    """A port that is being served."""
+
+    def __init__(
+        self, options: GrpcOptions, services: Mapping[str, Handlers], capacity: Capacity, *, guarded: bool = False
+    ) -> None:
+        """`guarded`: handlers check their caller before they read, so that messages are taken only after that."""
+        self.options = options
+        self.capacity = capacity
+        self.methods = _methods(services, guarded=guarded)
+        self.connection_window_bytes = options.initial_connection_window_size or CONNECTION_WINDOW_BYTES
+        window = options.initial_stream_window_size or STREAM_WINDOW_BYTES
+        self.stream_window_bytes = min(window, GUARDED_WINDOW_BYTES) if guarded else window
+        self.read_memory = memoryview(bytearray(max(_READ_BYTES, 2 * options.max_metadata_bytes)))
+        self.port = 0
+        self._loop = asyncio.get_running_loop()
+        self.deadlines = Deadlines(self._loop, _expired)
+        self._max_connections = min(options.max_connections, max(16, raise_open_files() - OTHER_FILES))
+        self._connections: set[Connection] = set()
+        self._empty = asyncio.Event()
+        """There are no connections."""
+        self._empty.set()
+        self._calls: set[Call] = set()
+        """Those whose handlers run."""
+        self._listener: asyncio.Server | None = None
+        self._checks: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    async def listen(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        self.port = listener.getsockname()[1]
+        self._listener = await self._loop.create_server(
+            lambda: Connection(self),
+            sock=listener,
+            ssl=tls,
+            backlog=_BACKLOG,
+            ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
+        )
+        self._checks = start(self._check(), "checks of gRPC connections")
+
+    async def _check(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            now = monotonic()
+            for connection in list(self._connections):
+                connection.check(now)
+
+    async def stop(self, grace_s: float | None) -> None:
+        """Stop accepting calls, let running ones finish for `grace_s` seconds, then end them. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.start_draining()
+        if grace_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._empty.wait()
+        await self._end_calls()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WRITES_S if grace_s else 0):
+                await self._empty.wait()
+        for connection in list(self._connections):
+            connection.abort()
+        if self._checks is not None:
+            self._checks.cancel()
+        self.deadlines.close()
+
+    async def _end_calls(self) -> None:
+        tasks = [call.task for call in self._calls if call.task is not None]
+        for call in list(self._calls):
+            call.end(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # Called by connections
+
+    def max_age_s(self) -> float:
+        """Return the age at which a new connection is drained."""
+        age_s = self.options.max_connection_age_s
+        return float("inf") if age_s is None else age_s * random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
+
+    def opened(self, connection: Connection) -> bool:
+        """Count a new connection; False if there are too many."""
+        self._connections.add(connection)
+        self._empty.clear()
+        return len(self._connections) <= self._max_connections
+
+    def closed(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._empty.set()
+
+    def call_started(self, call: Call) -> None:
+        self._calls.add(call)
+
+    def call_done(self, call: Call) -> None:
+        self._calls.discard(call)
+
+
+def _expired(call: Ending) -> None:
+    assert isinstance(call, Call), "only calls have deadlines here"
+    call.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of the call has passed")
+
+
+def _methods(services: Mapping[str, Handlers], *, guarded: bool) -> dict[bytes, Method]:
+    return {
+        f"/{service}/{name}".encode(): Method(
+            function=function_of(handler),
+            reads_stream=handler.request_streaming,
+            writes_stream=handler.response_streaming,
+            reads_late=guarded,
+        )
+        for service, handlers in services.items()
+        for name, handler in handlers.items()
+    }
