@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from dynamo.common.shared_memory.files import ArenaRefused, remove_stale_files
 from dynamo.common.shared_memory.layout import UNIT_BYTES, Reference
 from dynamo.common.shared_memory.neighbour import BadReference, Neighbour
 from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
+from dynamo.common.tensors import Buffer
 from tests.support.arenas import READER_TAG, FakeReader, mappings_of, memory_folder
 
 MIB = 2**20
@@ -317,6 +318,69 @@ def test_a_region_is_published_once(arena: Arena) -> None:
     arena.publish(region, 0, 1, FakeReader())
     with pytest.raises(ValueError, match="cannot be lent"):
         arena.publish(region, 0, 1, FakeReader())
+
+
+# Bodies that lie in the arena already
+
+
+class Filled:
+    """A region with two parts, a few bytes apart."""
+
+    def __init__(self, arena: Arena) -> None:
+        region = arena.reserve(4 * UNIT_BYTES)
+        assert region is not None
+        region.parts += [(4096, 50_000), (4096 + 50_004, 9_000)]
+        arena.data(region)[4096:] = random.Random(2).randbytes(region.size - 4096)
+        view = arena.view(region)
+        self.first, self.second = (view[offset : offset + size] for offset, size in region.parts)
+
+
+def test_a_body_whose_parts_lie_in_a_region_is_lent_in_place(arena: Arena, neighbour: Neighbour) -> None:
+    filled = Filled(arena)
+    pieces = [b"head", b"key1", filled.first, b"key2", filled.second, b"tail"]
+    body, used = b"".join(pieces), arena.used_bytes
+    reference = arena.lend_in_place(pieces, len(body), FakeReader())
+    assert reference is not None and arena.used_bytes <= used
+    view = neighbour.take(reference)
+    assert bytes(view) == body
+    del filled, pieces
+    arena.sweep()
+    assert bytes(view) == body
+    del view
+    arena.sweep()
+    assert arena.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        lambda filled: [b"head", filled.first],
+        lambda filled: [b"head", filled.second],
+        lambda filled: [b"head", filled.second, b"key2", filled.first],
+        lambda filled: [b"head", filled.first, b"longer", filled.second],
+        lambda filled: [b"head", filled.first, filled.second],
+        lambda filled: [b"head", filled.first[:-1], b"key2+", filled.second],
+        lambda filled: [bytes(4097), filled.first, b"key2", filled.second],
+        lambda filled: [b"head", filled.first, b"key2", filled.second, bytes(3 * UNIT_BYTES)],
+        lambda filled: [b"head", bytes(filled.first), b"key2", bytes(filled.second)],
+    ],
+)
+def test_no_other_body_is_lent_in_place_or_changes_its_parts(arena: Arena, pieces: Callable[[Filled], list[Buffer]]) -> None:
+    filled = Filled(arena)
+    before = bytes(filled.first), bytes(filled.second)
+    body = pieces(filled)
+    assert arena.lend_in_place(body, sum(map(len, body)), FakeReader()) is None
+    assert (bytes(filled.first), bytes(filled.second)) == before
+    del filled, body
+    arena.sweep()
+    assert arena.used_bytes == 0
+
+
+def test_a_body_is_lent_in_place_once(arena: Arena) -> None:
+    filled = Filled(arena)
+    pieces = [filled.first, b"key2", filled.second]
+    assert arena.lend_in_place(pieces, 59_004, FakeReader()) is not None
+    assert arena.lend_in_place(pieces, 59_004, FakeReader()) is None
 
 
 class LendingMachine(RuleBasedStateMachine):

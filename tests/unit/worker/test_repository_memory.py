@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynamo.common.errors import EngineError
 from dynamo.common.shared_memory.sharing import SharedMemory
+from dynamo.common.tensor_request import TensorRequest, parse_response
+from dynamo.common.tensor_response import ResponseForm
+from dynamo.common.tensors import Buffer, from_numpy
+from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from dynamo.worker.repository.execution import ModelResult
 from dynamo.worker.repository.models import RepositoryModels
 from tests.support.repositories import X_TO_Y, infer_all, opened, python_model
 
@@ -187,6 +193,93 @@ async def test_nothing_stays_lent_after_the_death_of_a_process_and_its_file_is_r
     assert len(list((tmp_path / "memory").iterdir())) == 2, "the files of the frontend and of the worker"
 
 
+def to_response(result: ModelResult) -> tuple[ModelInferResponse, list[Buffer]]:
+    head, raws = ModelInferResponse(), []
+    for name, array in result.outputs.items():
+        datatype, raw = from_numpy(array)
+        head.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        raws.append(raw)
+    return head, raws
+
+
+TWO_OUTPUTS = """
+    def execute(self, requests):
+        [x] = [r.inputs()[0].as_numpy() for r in requests]
+        outputs = [pb_utils.Tensor("y", x + 1), pb_utils.Tensor("z", (x + 2)[: len(x) // 2])]
+        return [pb_utils.InferenceResponse(outputs)]
+"""
+Z_TOO = X_TO_Y + 'output [ { name: "z" data_type: TYPE_FP32 dims: [ -1 ] } ]'
+
+
+@pytest.mark.parametrize("wanted", [("y", "z"), ("y",), ("z",), ("z", "y")])
+async def test_a_response_is_lent_where_its_outputs_lie(tmp_path: Path, pair: Pair, wanted: tuple[str, ...]) -> None:
+    reader = pair.worker.neighbour(pair.frontend.token)
+    owner = pair.frontend.neighbour(pair.worker.token)
+    assert reader is not None and owner is not None
+    async with served(tmp_path, pair, TWO_OUTPUTS, Z_TOO) as models:
+        await warm(models, pair)
+        for seed in range(3):
+            head = ModelInferRequest(model_name="model", id="7")
+            head.inputs.add(name="x", datatype="FP32", shape=[SIZE])
+            for name in wanted:
+                head.outputs.add(name=name)
+            request = TensorRequest.build(head, [values(seed).tobytes()])
+            form = ResponseForm.of(request, models.find("model").card)
+            [result] = await infer_all(models, "model", {"x": values(seed)})
+            expected = {name: array.copy() for name, array in result.outputs.items()}
+            body = form.encode(*to_response(result))
+            await asyncio.sleep(0)
+            pair.worker.sweep()
+            used = pair.worker.used_bytes
+            reference = pair.worker.lend(body, sum(map(len, body)), reader)
+            assert reference is not None
+            assert (pair.worker.used_bytes <= used) == (wanted == ("y", "z")), "otherwise the outputs that are left are copied"
+            for name, array in result.outputs.items():
+                np.testing.assert_array_equal(array, expected[name])
+            view = pair.frontend.take(owner, reference)
+            assert view is not None
+            response, raws = parse_response(view)
+            assert [output.name for output in response.outputs] == list(wanted)
+            for output, raw in zip(response.outputs, raws, strict=True):
+                np.testing.assert_array_equal(np.frombuffer(raw, np.float32), expected[output.name])
+            del result, body, view, raws, raw, array
+        await asyncio.sleep(0)  # the event loop keeps what woke this task up
+        pair.worker.sweep()
+        assert pair.worker.used_bytes == 0
+
+
+async def test_room_for_outputs_comes_back_after_errors_cancellations_and_deaths(tmp_path: Path, pair: Pair) -> None:
+    execute = """
+    def execute(self, requests):
+        [x] = [r.inputs()[0].as_numpy() for r in requests]
+        if x[0] == -1:
+            os._exit(3)
+        if x[0] == -2:
+            raise ValueError("no")
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)])]
+"""
+    async with served(tmp_path, pair, execute) as models:
+        await warm(models, pair)
+        wrong = values()
+        wrong[0] = -2
+        with pytest.raises(EngineError, match="no"):
+            await respond(models, {"x": wrong})
+        many = [asyncio.create_task(respond(models, {"x": values()})) for _ in range(20)]
+        await asyncio.sleep(0)
+        for task in many[::2]:
+            task.cancel()
+        for task in many[1::2]:
+            np.testing.assert_array_equal(await task, values())
+        many.clear()
+        del task
+        wrong[0] = -1
+        with pytest.raises(EngineError, match="ended with status 3"):
+            await respond(models, {"x": wrong})
+        await asyncio.sleep(0)  # the event loop keeps what woke this task up
+        pair.worker.sweep()
+        assert pair.worker.used_bytes == 0
+
+
 async def test_outputs_that_find_no_room_go_through_the_socket(tmp_path: Path, pair: Pair) -> None:
     execute = """
     def execute(self, requests):
@@ -194,7 +287,7 @@ async def test_outputs_that_find_no_room_go_through_the_socket(tmp_path: Path, p
 """
     async with served(tmp_path, pair, execute) as models:
         await warm(models, pair)
-        kept = [await respond(models, {"x": values(seed)}) for seed in range(60)]
+        kept = [await respond(models, {"x": values(seed)}) for seed in range(100)]
         for seed, output in enumerate(kept):
             np.testing.assert_array_equal(output, values(seed))
         assert is_shared(kept[0]) and not is_shared(kept[-1])

@@ -19,10 +19,13 @@ import re
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dynamo.common.shared_memory.files import create_file, name_of, remove_file, tag_of
 from dynamo.common.shared_memory.layout import (
@@ -44,6 +47,8 @@ IDLE_SWEEPS = 10
 """Memory that no region used for so many sweeps is returned to the system."""
 _QUIET_BEATS = 2
 """After so many beats of a reader, what it was doing at the first has ended."""
+LEAST_PART_BYTES = 1024
+"""Smaller pieces of a body are copied, wherever they lie."""
 _LOOKED_AT = 2
 """So many of the longest lent regions are looked at with each new one, so that as many come back as are lent."""
 _CLOSED = -1
@@ -96,6 +101,8 @@ class Region:
     """The reader's beat when the region was lent or, if it is revoked, at that moment."""
     is_held: bool = False
     """Its owner still uses it."""
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    """Offsets and sizes of what lies in it, in order, before it is lent: `lend_in_place`."""
     is_revoked: bool = False
     is_free: bool = False
 
@@ -126,12 +133,19 @@ class Arena:
         self._marks = table(self._map, self.layout.marks_offset, self.layout.units)
         self._beat = table(self._map, BEAT_OFFSET, 1)
         self._data = memoryview(self._map)[self.layout.data_offset :]
+        self._address = np.frombuffer(self._data, np.uint8).__array_interface__["data"][0]
         self._units = Units(self.layout.units)
         self._states = bytearray(self.layout.units)
         self._regions: dict[int, Region] = {}
         """Those that are lent, by generation."""
         self._queue: deque[Region] = deque()
         """Those of them, and some that are free by now, in the order in which they are looked at."""
+        self._in_place: dict[int, Region] = {}
+        """Those that were not lent and may be by `lend_in_place`, by unit."""
+        self._views: dict[Region, weakref.ref[NDArray[np.uint8]]] = {}
+        """Those that are held by views of them."""
+        self._unviewed: deque[Region] = deque()
+        """Those whose views are gone, since a moment ago. Any thread adds to them."""
         self._last_generation = 0
         self._sweeps = 0
 
@@ -207,6 +221,56 @@ class Arena:
         else:
             self._free_if_released(region)
 
+    def view(self, region: Region) -> memoryview:
+        """Return a read-only view of a region that is held and has `parts`.
+
+        The region is let go of when the last view of any part is gone, in whichever thread. Until then, and until it is lent,
+        `lend_in_place` knows it.
+        """
+        array = np.frombuffer(self._map, np.uint8, region.size, self.layout.data_offset + region.unit * UNIT_BYTES)
+        array.flags.writeable = False
+        self._views[region] = weakref.ref(array, partial(_append, self._unviewed, region))
+        self._in_place[region.unit] = region
+        return array.data
+
+    def lend_in_place(self, pieces: Sequence[bytes | bytearray | memoryview], size: int, reader: Reader) -> Reference | None:
+        """Lend a body whose large pieces are all parts of a region, at the right distances: only the others are copied.
+
+        They go around the parts, which never change. None for all other bodies. Pieces consist of bytes.
+        """
+        if not self._in_place:
+            return None
+        found = self._find_parts(pieces)
+        region = self._in_place.get(found[0][0] // UNIT_BYTES) if found else None
+        if region is None:
+            return None
+        start = region.unit * UNIT_BYTES
+        begin = found[0][0] - found[0][1]
+        if (
+            [(offset - start, size) for offset, _, size in found] != region.parts
+            or any(offset - position != begin for offset, position, _ in found)
+            or not start <= begin <= begin + size <= start + region.size
+        ):
+            return None
+        parts = {position for _, position, _ in found}
+        position = 0
+        for piece in pieces:
+            if position not in parts:
+                self._data[begin + position : begin + position + len(piece)] = piece
+            position += len(piece)
+        return self.publish(region, begin - start, size, reader)
+
+    def _find_parts(self, pieces: Sequence[bytes | bytearray | memoryview]) -> list[tuple[int, int, int]]:
+        """Return, for each large piece that lies in the units: where, its position in the body, and its size."""
+        found, position = [], 0
+        for piece in pieces:
+            if isinstance(piece, memoryview) and len(piece) >= LEAST_PART_BYTES:
+                offset = np.frombuffer(piece, np.uint8).__array_interface__["data"][0] - self._address
+                if 0 <= offset < self.capacity_bytes:
+                    found.append((offset, position, len(piece)))
+            position += len(piece)
+        return found
+
     def _allocate(self, size: int) -> Region | None:
         self._look_at_oldest()
         count = units_for(size)
@@ -220,6 +284,7 @@ class Arena:
 
     def _lend(self, region: Region, begin: int, size: int, reader: Reader) -> Reference:
         unit = region.unit
+        self._in_place.pop(unit, None)
         self._last_generation += 1
         region.generation, region.reader, region.since = self._last_generation, reader, reader.beat
         self._extents[unit] = extent(begin, size)
@@ -253,7 +318,15 @@ class Arena:
         region = self._regions.get(generation)
         return region is not None and not self._free_if_released(region)
 
+    def _let_go_of_unviewed(self) -> None:
+        while self._unviewed:
+            region = self._unviewed.popleft()
+            del self._views[region]
+            self._in_place.pop(region.unit, None)
+            self.let_go(region)
+
     def _look_at_oldest(self) -> None:
+        self._let_go_of_unviewed()
         queue = self._queue
         for _ in range(min(_LOOKED_AT, len(queue))):
             region = queue.popleft()
@@ -282,6 +355,7 @@ class Arena:
     def sweep(self) -> None:
         """Count a beat, free what can be freed, return idle memory. Call it about once a second, from the event loop."""
         self._beat[0] += 1
+        self._let_go_of_unviewed()
         for region in list(self._regions.values()):
             self._check(region)
         self._queue = deque(self._regions.values())
@@ -336,6 +410,10 @@ def _mapped(lock: int, layout: Layout) -> mmap.mmap:
         os.close(descriptor)
     mapped.madvise(mmap.MADV_REMOVE, layout.data_offset, UNIT_BYTES)
     return mapped
+
+
+def _append(regions: deque[Region], region: Region, _: object) -> None:
+    regions.append(region)
 
 
 def _leave_to_parent(reference: weakref.ref[Arena]) -> None:

@@ -96,7 +96,7 @@ class SharedMemory:
         if not reader.is_open:
             return None
         pieces = (body,) if isinstance(body, bytes | bytearray | memoryview) else body
-        reference = self.arena.lend(pieces, size, reader)
+        reference = self.arena.lend_in_place(pieces, size, reader) or self.arena.lend(pieces, size, reader)
         if reference is None:
             self.fallbacks["full"] += 1
         else:

@@ -23,7 +23,7 @@ import numpy as np
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.wire import Array, Parameter
 
-Lend: TypeAlias = Callable[[wire.TensorHead, wire.Buffer], wire.TensorHead]
+Lend: TypeAlias = Callable[[int, wire.TensorHead, wire.Buffer], wire.TensorHead]
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
@@ -173,7 +173,7 @@ class InferenceResponse:
             head = wire.Response(number=number, error=self._error.message(), code=self._error.code(), final=final)
             return head, []
         packed = [wire.pack(tensor.name(), tensor.as_numpy()) for tensor in self._tensors]
-        outputs = tuple(lend(head, raw) for head, raw in packed)
+        outputs = tuple(lend(number, head, raw) for head, raw in packed)
         raws = [raw for head, (_, raw) in zip(outputs, packed, strict=True) if head.place is None]
         return wire.Response(number=number, outputs=outputs, final=final, parameters=self._parameters), raws
 
@@ -417,8 +417,8 @@ class Channel(Protocol):
 
     def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None: ...
 
-    def lend(self, head: wire.TensorHead, raw: wire.Buffer) -> wire.TensorHead:
-        """Return the head with a place in shared memory to which the tensor was copied, or as it is."""
+    def lend(self, number: int, head: wire.TensorHead, raw: wire.Buffer) -> wire.TensorHead:
+        """Return the head of an output of this request as it is, or with the place in shared memory to which it was copied."""
         ...
 
     def over(self, number: int) -> None:

@@ -29,11 +29,13 @@ class NoProcess(Unavailable):
 class Execution:
     """Requests for one call of `execute`, until their responses are read."""
 
-    __slots__ = ("infer_ns", "is_retry", "number", "numbers", "process", "requests", "responses", "sent_ns")
+    __slots__ = ("infer_ns", "is_retry", "is_streamed", "number", "numbers", "process", "requests", "responses", "sent_ns")
 
     def __init__(self, requests: Sequence[ModelRequest], *, is_retry: bool = False) -> None:
         self.requests = requests
         self.is_retry = is_retry
+        self.is_streamed = False
+        """Whether there may be several responses to the request."""
         self.responses: Sequence[Responses] = ()
         self.process: StubProcess | None = None
         """None: it waits for one."""
@@ -58,6 +60,7 @@ class Execution:
         execution = cls([request], is_retry=is_retry)
         stream = ResponseStream(execution._grant)
         execution.responses = [stream]
+        execution.is_streamed = True
         return execution, stream
 
     def _grant(self, total: int) -> None:

@@ -1,16 +1,18 @@
 """Shared memory between the worker and one process of a model, as the worker sees it.
 
 The process gets the place of an input that lies in the arena of a frontend, and the worker keeps the input until the process has
-released it. Outputs lie in an arena of the process, and are read in place.
+released it. Outputs lie in the arena of the worker, where frontends read them, if the process was given room for them: as much as
+its responses had lately. Other outputs lie in an arena of the process, and are copied for frontends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from dynamo.common.shared_memory.arena import Region
 from dynamo.common.shared_memory.files import ArenaRefused
-from dynamo.common.shared_memory.layout import Reference
+from dynamo.common.shared_memory.layout import UNIT_BYTES, Reference
 from dynamo.common.shared_memory.neighbour import BadReference, Neighbour
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.worker.repository import wire
@@ -22,6 +24,7 @@ class ProcessMemory:
 
     def __init__(self, memory: SharedMemory, send: Callable[[wire.Message], None]) -> None:
         self._memory = memory
+        self._data_offset = memory.arena.layout.data_offset
         self._send = send
         self._offered: set[str] = set()
         """Arenas of which the process was sent the token."""
@@ -30,11 +33,15 @@ class ProcessMemory:
         self._kept: dict[int, list[Arrays]] = {}
         """The inputs that the process may still read, by execution."""
         self._outputs: Neighbour | None = None
+        self._rooms: dict[int, Region] = {}
+        """Regions for outputs, by the number of the request."""
+        self._usual_bytes = 0
+        """The room that responses need, lately."""
 
     @property
     def settings(self) -> wire.Memory:
         memory = self._memory
-        return wire.Memory(str(memory.directory), memory.capacity_bytes, memory.least_bytes, memory.arena.tag)
+        return wire.Memory(str(memory.directory), memory.capacity_bytes, memory.least_bytes, memory.token)
 
     def place(self, array: wire.Array) -> wire.Place | None:
         """Return where an input lies in an arena that the process can read; None if it has to be sent."""
@@ -67,6 +74,35 @@ class ProcessMemory:
         for execution in executions:
             self._kept.pop(execution, None)
 
+    # Outputs
+
+    def reserve(self, request: int) -> wire.Room | None:
+        """Return room for the outputs of a request; None if they are small, or there is none."""
+        arena = self._memory.arena
+        if (
+            self._usual_bytes < self._memory.least_bytes
+            or self._memory.token not in self._opened
+            or 2 * (arena.used_bytes + self._usual_bytes) > arena.capacity_bytes
+            or (region := arena.reserve(self._usual_bytes)) is None
+        ):
+            return None
+        self._rooms[request] = region
+        return wire.Room(self._data_offset + region.unit * UNIT_BYTES, region.size)
+
+    def responded(self, request: int, outputs: Sequence[wire.TensorHead]) -> None:
+        """The only response to a request has come."""
+        sizes = [output.size for output in outputs if output.size >= self._memory.least_bytes]
+        needed = wire.HEAD_BYTES + sum(size + wire.gap(size) for size in sizes) if sizes else 0
+        self._usual_bytes = max(needed, self._usual_bytes - self._usual_bytes // 8)
+        self.take_back((request,))
+
+    def take_back(self, requests: Iterable[int]) -> None:
+        """The process does not write to the room for these requests."""
+        for request in requests:
+            region = self._rooms.pop(request, None)
+            if region is not None and not region.parts:
+                self._memory.arena.let_go(region)
+
     def open_outputs(self, token: str) -> None:
         """Open the arena of the process, and confirm it to the process."""
         try:
@@ -75,7 +111,35 @@ class ProcessMemory:
             return  # without ArenaOpened the process goes on sending its outputs
         self._send(wire.ArenaOpened(token))
 
-    def take(self, tensor: wire.TensorHead, place: wire.Place) -> memoryview:
+    def views(self, request: int, outputs: Sequence[wire.TensorHead], raws: Sequence[memoryview]) -> list[memoryview]:
+        """Return the bytes of each output, which are in `raws` or in shared memory. Raises ValueError."""
+        in_room = [output for output in outputs if output.place is not None and output.place.arena == self._memory.token]
+        room = iter(self._take_room(request, in_room) if in_room else ())
+        views = []
+        for output, raw in zip(outputs, raws, strict=True):
+            if output.place is None:
+                views.append(raw)
+            elif output.place.arena == self._memory.token:
+                views.append(next(room))
+            else:
+                views.append(self._take(output, output.place))
+        return views
+
+    def _take_room(self, request: int, outputs: Sequence[wire.TensorHead]) -> list[memoryview]:
+        """Return the outputs that lie in the room for a request. It is free when the last view of any is gone."""
+        region = self._rooms.get(request)
+        if region is None or region.parts:
+            raise ValueError("an output lies in memory that was not given to the process")
+        start = self._data_offset + region.unit * UNIT_BYTES
+        for output in outputs:
+            offset = 0 if output.place is None else output.place.position - start
+            if not 0 <= offset <= offset + output.size <= region.size:
+                raise ValueError("an output lies beyond the room that was given to the process")
+            region.parts.append((offset, output.size))
+        whole = self._memory.arena.view(region)
+        return [whole[offset : offset + size] for offset, size in region.parts]
+
+    def _take(self, tensor: wire.TensorHead, place: wire.Place) -> memoryview:
         """Return an output. Its memory goes back to the process with the last view of it. Raises ValueError."""
         if self._outputs is None or place.arena != self._outputs.token:
             raise ValueError("an output lies in an unknown arena")
@@ -87,6 +151,7 @@ class ProcessMemory:
     def close(self) -> None:
         """The process has ended."""
         self._kept.clear()
+        self.take_back(list(self._rooms))
         if self._outputs is not None:
             self._outputs.remove()
             self._outputs.close()

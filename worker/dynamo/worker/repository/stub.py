@@ -139,6 +139,8 @@ class Stub:
             self._open.pop(number, None)
             self._cancelled.discard(number)
             self._credit.notify_all()
+        if self._memory is not None:
+            self._memory.forget_room(number)
 
     def is_cancelled(self, number: int) -> bool:
         return number in self._cancelled
@@ -148,9 +150,11 @@ class Stub:
         self._memory = StubMemory(settings, self.released)
         if token := self._memory.output_arena():
             self.send(wire.OpenArena(token))
+        if self._memory.open_room():
+            self.send(wire.ArenaOpened(settings.reader))
 
-    def lend(self, head: wire.TensorHead, raw: wire.Buffer) -> wire.TensorHead:
-        return head if self._memory is None else self._memory.lend(head, raw)
+    def lend(self, number: int, head: wire.TensorHead, raw: wire.Buffer) -> wire.TensorHead:
+        return head if self._memory is None else self._memory.lend(number, head, raw)
 
     def requests_of(
         self, order: wire.Execute, raws: Sequence[memoryview], senders: Sequence[InferenceResponseSender]
@@ -315,6 +319,8 @@ class Stub:
                 with self._lock:
                     for head in message.requests:
                         self._open[head.number] = _Window()
+                        if head.room is not None and self._memory is not None:
+                            self._memory.offer_room(head.number, head.room)
                 self._orders.append((message, raws))
             case wire.CancelRequest():
                 with self._lock:

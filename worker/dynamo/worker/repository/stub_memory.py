@@ -1,4 +1,6 @@
-"""Shared memory as a model's process sees it: inputs in place, in the arenas of others, and outputs in an arena of its own.
+"""Shared memory as a model's process sees it: inputs in place, in the arenas of others, and outputs.
+
+Outputs go where the worker has given room for them, in its own arena, and otherwise into an arena of this process.
 
 Inputs are mapped privately: a model may write to its arrays, and no other process sees that. When the last array of a part of a
 request is gone, what was written is dropped, and the worker may release the memory.
@@ -13,13 +15,14 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from dynamo.common.shared_memory.arena import Arena
-from dynamo.common.shared_memory.files import ArenaRefused, is_owned, open_file, remove_file
+from dynamo.common.shared_memory.files import ArenaRefused, is_owned, open_file, remove_file, tag_of
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.wire import Array
 
@@ -62,6 +65,14 @@ class _Inputs:
         return any(other < end and begin < other_end for other, (other_end, _) in list(self.held.items()))
 
 
+@dataclass(slots=True)
+class _Room:
+    position: int
+    """Where the next output goes, after its gap."""
+    end: int
+    is_used: bool = False
+
+
 class _Worker:
     """The reader of all outputs. It takes each output, and lives as long as this process."""
 
@@ -78,7 +89,7 @@ class StubMemory:
     def __init__(self, settings: wire.Memory, on_release: Callable[[int], None]) -> None:
         """`on_release` is called with the number of an execution when no array of its inputs is left, in whichever thread."""
         self._settings = settings
-        self._reader = _Worker(settings.reader_tag)
+        self._reader = _Worker(tag_of(settings.reader))
         self._directory = Path(settings.directory)
         self._on_release = on_release
         self._inputs: dict[str, _Inputs] = {}
@@ -88,6 +99,10 @@ class StubMemory:
         self._outputs: Arena | None = None
         self._lending = threading.Lock()
         self._can_lend = False
+        self._room: memoryview | None = None
+        """The arena of the worker."""
+        self._rooms: dict[int, _Room] = {}
+        """Where the outputs of a response go, by the number of the request."""
 
     @property
     def is_idle(self) -> bool:
@@ -174,9 +189,45 @@ class StubMemory:
         """The worker has opened the arena of this process."""
         self._can_lend = True
 
-    def lend(self, head: wire.TensorHead, raw: wire.Buffer) -> wire.TensorHead:
+    def open_room(self) -> bool:
+        """Map the arena of the worker. Return whether outputs can be written there."""
+        try:
+            descriptor, layout = open_file(self._directory, self._settings.reader)
+        except ArenaRefused:
+            return False
+        try:
+            self._room = memoryview(mmap.mmap(descriptor, layout.file_bytes))
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def offer_room(self, request: int, room: wire.Room) -> None:
+        self._rooms[request] = _Room(room.position + wire.HEAD_BYTES, room.position + room.size)
+
+    def forget_room(self, request: int) -> None:
+        self._rooms.pop(request, None)
+
+    def _put(self, room: _Room, raw: wire.Buffer) -> int | None:
+        """Write an output into the room for it, and return where; None if it does not fit."""
+        size = len(raw)
+        begin = room.position + (wire.gap(size) if room.is_used else 0)
+        if self._room is None or begin + size > room.end:
+            return None
+        self._room[begin : begin + size] = raw
+        room.position, room.is_used = begin + size, True
+        return begin
+
+    def lend(self, request: int, head: wire.TensorHead, raw: wire.Buffer) -> wire.TensorHead:
         """Copy an output to shared memory if it is large and there is room; return its head, with the place then."""
-        if not self._can_lend or self._outputs is None or head.size < self._settings.least_bytes:
+        if head.size < self._settings.least_bytes:
+            return head
+        room = self._rooms.get(request)
+        if room is not None and (position := self._put(room, raw)) is not None:
+            place = wire.Place(self._settings.reader, position)
+            return wire.TensorHead(head.name, head.datatype, head.shape, head.size, place)
+        if not self._can_lend or self._outputs is None:
             return head
         with self._lending:
             reference = self._outputs.lend((raw,), head.size, self._reader)

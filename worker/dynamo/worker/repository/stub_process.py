@@ -231,7 +231,7 @@ class StubProcess:
         """Send requests for one call of `execute`."""
         heads, buffers = [], []
         for request, responses in zip(execution.requests, execution.responses, strict=True):
-            head, raws = _to_wire(next(self._numbers), request, self._name, self._memory)
+            head, raws = _to_wire(next(self._numbers), request, self._name, self._memory, has_room=not execution.is_streamed)
             heads.append(head)
             buffers += raws
             self._responses[head.number] = responses
@@ -272,6 +272,7 @@ class StubProcess:
             del self._executions[execution.number]
             if self._memory is not None:
                 self._memory.release([execution.number])
+                self._memory.take_back(execution.numbers)
         wanted = [execution for execution in unbegun if self._is_wanted(execution)]
         for execution in unbegun:
             for number in execution.numbers:
@@ -363,6 +364,8 @@ class StubProcess:
         if execution is not None:
             del self._executions[done.number]
             execution.infer_ns = done.infer_ns
+            if self._memory is not None and not done.infer_ns:
+                self._memory.take_back(execution.numbers)
         if done.infer_ns:
             self._usual_ns += (done.infer_ns - self._usual_ns) // (8 if self._usual_ns else 1)
         position = 0
@@ -374,7 +377,7 @@ class StubProcess:
 
     def _deliver(self, head: wire.Response, raws: Sequence[memoryview]) -> None:
         responses = self._responses.get(head.number)
-        arrays = self._to_arrays(head.outputs, raws)  # also for a caller that has left: reading them releases their memory
+        arrays = self._to_arrays(head, raws)  # also for a caller that has left: reading them releases their memory
         if responses is None:
             return
         if responses.is_full and not head.final:
@@ -390,13 +393,12 @@ class StubProcess:
             del self._responses[head.number]
             responses.add(None)
 
-    def _to_arrays(self, heads: Sequence[wire.TensorHead], raws: Sequence[memoryview]) -> dict[str, wire.Array]:
-        arrays: dict[str, wire.Array] = {}
-        for head, raw in zip(heads, raws, strict=True):
-            if head.place is not None and self._memory is not None:
-                raw = self._memory.take(head, head.place)
-            arrays[head.name] = wire.unpack(head, raw)
-        return arrays
+    def _to_arrays(self, head: wire.Response, raws: Sequence[memoryview]) -> dict[str, wire.Array]:
+        if self._memory is not None:
+            raws = self._memory.views(head.number, head.outputs, raws)
+            if head.final:
+                self._memory.responded(head.number, head.outputs)
+        return {output.name: wire.unpack(output, raw) for output, raw in zip(head.outputs, raws, strict=True)}
 
     def _begin(self, number: int, work: Coroutine[None, None, None]) -> None:
         task = self._calls[number] = start(work, f"a call of model '{self._name}'")
@@ -448,7 +450,7 @@ def _drop(_: object) -> None:
 
 
 def _to_wire(
-    number: int, request: ModelRequest, model: str, memory: ProcessMemory | None
+    number: int, request: ModelRequest, model: str, memory: ProcessMemory | None, *, has_room: bool
 ) -> tuple[wire.RequestHead, list[wire.Buffer]]:
     """Return the head of a request and the tensors that follow it."""
     inputs: list[wire.TensorHead] = []
@@ -475,6 +477,7 @@ def _to_wire(
         parameters=parameters,
         outputs=tuple(request.outputs),
         inputs=tuple(inputs),
+        room=memory.reserve(number) if memory is not None and has_room else None,
     )
     return head, raws
 

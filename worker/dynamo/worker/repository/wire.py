@@ -29,6 +29,9 @@ the last that it must not begin any more. The process writes the first and then 
 RESPONSE_WINDOW = 256
 """Responses to one request, or to one call of a model, that may be sent before any has been read."""
 
+HEAD_BYTES = 4096
+"""Left free at the beginning of a Room, for the head of the message that the worker makes of the outputs."""
+
 _PREFIX = struct.Struct("<IQ")
 _LENGTH = struct.Struct("<I")
 _ALIGNMENT = 8
@@ -59,9 +62,17 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     arena: str
     """The token of the arena."""
     position: int
-    """Of an input: its offset in the file. Of an output: the first unit of its region."""
+    """Its offset in the file; of an output in the arena of its process: the first unit of its region."""
     generation: int = 0
-    """Of the region of an output."""
+    """Of the region of such an output."""
+
+
+class Room(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of the worker's arena for the outputs of one response: `HEAD_BYTES`, and then each output after its `gap`."""
+
+    position: int
+    """Its offset in the file."""
+    size: int
 
 
 class TensorHead(msgspec.Struct, frozen=True, array_like=True):
@@ -89,6 +100,7 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     parameters: dict[str, Parameter] = {}
     outputs: tuple[str, ...] = ()
     inputs: tuple[TensorHead, ...] = ()
+    room: Room | None = None
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -98,8 +110,8 @@ class Memory(msgspec.Struct, frozen=True):
     capacity_bytes: int
     least_bytes: int
     """Smaller tensors follow their heads."""
-    reader_tag: int
-    """Of the worker, which reads the outputs."""
+    reader: str
+    """The token of the arena of the worker, which reads the outputs."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -271,6 +283,11 @@ def decode(head: Buffer) -> Message:
 def has_places(order: Execute) -> bool:
     """Return whether inputs lie in shared memory."""
     return any(tensor.place is not None for request in order.requests for tensor in request.inputs)
+
+
+def gap(size: int) -> int:
+    """Return the bytes between an output of `size` bytes and the one before it: those of a key and a length in protobuf."""
+    return 1 + max(1, -(-size.bit_length() // 7))
 
 
 def tensors_of(message: Message) -> Sequence[TensorHead]:
