@@ -113,6 +113,12 @@ class Client:
                 break
         return received, content
 
+    async def response_with_windows(self, stream: int) -> tuple[dict[str, str], bytes]:
+        """As `response`, with windows that are open wide."""
+        more = (2**24).to_bytes(4, "big")
+        self.send(encode_frame(frames.WINDOW_UPDATE, 0, 0, more), encode_frame(frames.WINDOW_UPDATE, 0, stream, more))
+        return await self.response(stream)
+
     async def status(self, stream: int) -> str:
         """How a call ended: its grpc-status, `rst N`, `goaway N` or `closed`."""
         received, _ = await self.response(stream)

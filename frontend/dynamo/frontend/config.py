@@ -25,7 +25,7 @@ MIB = 2**20
 GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
 """Before the names of headers that restrict gRPC calls, as Triton has it."""
 DEFAULT_WINDOW_BYTES = 2**16 - 1
-"""The least window of a connection, which HTTP/2 defines."""
+"""What HTTP/2 defines; smaller ones save nothing."""
 MAX_WINDOW_BYTES = 2**31 - 1
 DEFAULT_GRPC_PORT = 8001
 
@@ -420,7 +420,7 @@ class GrpcOptions:
     initial_stream_window_size: int | None = option(
         None,
         parse=parse_bytes,
-        minimum=1,
+        minimum=DEFAULT_WINDOW_BYTES,
         maximum=MAX_WINDOW_BYTES,
         help="HTTP/2 window of a call, in bytes, 4 MiB if this is not given, and 64 KiB at most before a caller has shown its"
         " credentials, where they are required. It grows for a larger message.",

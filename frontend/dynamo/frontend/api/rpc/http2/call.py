@@ -414,8 +414,8 @@ class Call:
             self._grant(0)
 
     def _grant(self, content: int) -> None:
-        """Let the client send as much as may be unread, or what is missing of a message after the next `content` bytes."""
-        wanted = max(self._host.stream_window_bytes - self._queued_bytes, self._reader.missing - content)
+        """Let the client send, after the next `content` bytes, as much as may be unread, or what is missing of a message."""
+        wanted = max(self._host.stream_window_bytes - self._queued_bytes, self._reader.missing) - content
         if not self.is_half_closed and (more := self.window.grant(wanted)):
             self._host.grant(self.stream, more)
 

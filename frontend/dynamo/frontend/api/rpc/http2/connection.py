@@ -112,7 +112,7 @@ class Connection(asyncio.BufferedProtocol):
         self._last_stream = 0
         self._reset_ids: dict[int, None] = {}
         """The last streams that we have reset, oldest first."""
-        self._window = ReceiveWindow(frames.DEFAULT_WINDOW_BYTES)
+        self._window = ReceiveWindow(server.connection_window_bytes)
         self._block: bytearray | None = None
         """Of a header block that continues in the next frame; of `_block_stream`, which it ends if `_block_ends`."""
         self._block_stream = 0
@@ -141,7 +141,7 @@ class Connection(asyncio.BufferedProtocol):
         self._last_served = frames.MAX_STREAM_ID
         """Streams after this one are not served."""
         self._closing_at: float | None = None
-        """Nothing is read any more since then."""
+        """What comes is discarded since then."""
 
     def __repr__(self) -> str:
         return f"<Connection of {self.peer}, {len(self._calls)} calls>"
@@ -168,7 +168,7 @@ class Connection(asyncio.BufferedProtocol):
             frames.MAX_FRAME_SIZE: frames.MAX_FRAME_BYTES,
             frames.MAX_HEADER_LIST_SIZE: self.options.max_metadata_bytes,
         }
-        more = self._window.grant(self._server.connection_window_bytes)
+        more = self._server.connection_window_bytes - frames.DEFAULT_WINDOW_BYTES
         self._transport.write(frames.encode_settings(settings) + (frames.encode_window_update(0, more) if more else b""))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -179,7 +179,7 @@ class Connection(asyncio.BufferedProtocol):
         self._calls = {call.stream: call for call in self._calls.values() if call.task is not None and not call.task.done()}
 
     def get_buffer(self, hint: int) -> memoryview:
-        return self._reader.get_buffer()
+        return self._reader.get_buffer() if self._closing_at is None else self._server.read_memory
 
     def buffer_updated(self, count: int) -> None:
         if self._closing_at is not None:
@@ -407,17 +407,18 @@ class Connection(asyncio.BufferedProtocol):
 
     def _trailers_received(self, stream: int, block: bytes, *, ends: bool) -> None:
         call = self._calls.get(stream)
+        is_valid = ends
         try:
             self._decoder.decode_trailers(block)
         except MalformedRequest:
-            return self._reset(stream, ErrorCode.PROTOCOL_ERROR)
+            is_valid = False
         if call is None or call.is_half_closed or call.is_cancelled:
             if stream not in self._reset_ids:
                 raise ConnectionFailure(ErrorCode.STREAM_CLOSED, f"a HEADERS frame is on stream {stream}, which is closed")
-        elif not ends:
-            self._reset(stream, ErrorCode.PROTOCOL_ERROR)
-        else:
+        elif is_valid:
             self.data_ended(stream)
+        else:
+            self._reset(stream, ErrorCode.PROTOCOL_ERROR)
 
     def _window_update_received(self, stream: int, more: int) -> None:
         if not stream:
@@ -563,7 +564,11 @@ class Connection(asyncio.BufferedProtocol):
     def _fail(self, code: ErrorCode, text: str) -> None:
         _log.debug("%r is closed: %s", self, text)
         self.sender.control(frames.encode_goaway(self._last_stream, code, text))
-        self._close()
+        self._closing_at = self._now
+        if self._transport.can_write_eof():
+            self._transport.write_eof()  # closed with unread data, the connection would be reset, and the GOAWAY lost
+        else:
+            self._transport.close()
         for call in list(self._calls.values()):
             call.cancel()
 

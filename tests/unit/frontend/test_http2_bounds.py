@@ -1,0 +1,442 @@
+"""What one client may cost the HTTP/2 server, bound by bound."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from time import monotonic
+
+import grpc
+import pytest
+
+from dynamo.common.lifecycle import open_listener
+from dynamo.common.tensors import Buffer
+from dynamo.frontend.api.capacity import Capacity
+from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
+from dynamo.frontend.api.rpc.http2 import frames
+from dynamo.frontend.api.rpc.http2.frames import ErrorCode, encode_frame, encode_settings
+from dynamo.frontend.api.rpc.http2.server import Http2Server
+from dynamo.frontend.config import CapacityOptions, GrpcOptions
+from tests.support.http2 import Client, block, call, connected, data, fields, headers, message
+from tests.support.waiting import until
+
+MIB = 2**20
+CALM = ErrorCode.ENHANCE_YOUR_CALM
+
+
+class Service:
+    """Handlers whose calls a test holds up."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.running = 0
+        self.received: list[int] = []
+
+    def handlers(self) -> dict[str, Handlers]:
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+        methods = {"Say": unary(self.say), "Wait": unary(self.wait), "Large": unary(self.large)}
+        return {"test.Echo": {**methods, "Read": stream(self.read), "Hold": stream(self.hold)}}
+
+    async def say(self, request: Buffer | PendingMessage, context: Context) -> bytes:
+        return await read_message(request)
+
+    async def wait(self, request: Buffer | PendingMessage, context: Context) -> bytes:
+        """Respond when the gate is open, and end no earlier even if the call is cancelled."""
+        self.running += 1
+        try:
+            waiting = asyncio.ensure_future(self.gate.wait())
+            while not waiting.done():
+                try:
+                    await asyncio.shield(waiting)
+                except asyncio.CancelledError:
+                    continue
+            return b""
+        finally:
+            self.running -= 1
+
+    async def large(self, request: Buffer | PendingMessage, context: Context) -> bytes:
+        return bytes(int(await read_message(request)))
+
+    async def read(self, unused: object, context: Context) -> None:
+        while isinstance(content := await context.read(), bytes | memoryview):
+            self.received.append(len(content))
+
+    async def hold(self, unused: object, context: Context) -> None:
+        await self.gate.wait()
+
+
+class Edge:
+    def __init__(self, server: Http2Server, service: Service) -> None:
+        self.server = server
+        self.service = service
+        self.capacity = server.capacity
+
+    async def assert_serving(self) -> None:
+        async with connected(self.server.port) as client:
+            client.send(call(1, b"hello"))
+            assert (await client.response(1))[1] == message(b"hello")
+
+
+@asynccontextmanager
+async def serving(*, guarded: bool = False, capacity: CapacityOptions | None = None, **options: object) -> AsyncIterator[Edge]:
+    service = Service()
+    settings = GrpcOptions(port=0, **options)  # type: ignore[arg-type]
+    server = Http2Server(settings, service.handlers(), Capacity(capacity), guarded=guarded)
+    await server.listen(open_listener("127.0.0.1", 0, flag="--grpc-port"), None)
+    try:
+        yield Edge(server, service)
+    finally:
+        service.gate.set()
+        await server.stop(0.0)
+
+
+def reset(stream: int) -> bytes:
+    return encode_frame(frames.RST_STREAM, 0, stream, struct.pack(">I", 8))
+
+
+def to(method: str, *more: tuple[str, str]) -> list[tuple[str, str]]:
+    return fields(f"/test.Echo/{method}", *more)
+
+
+async def ends_with(client: Client, code: ErrorCode) -> None:
+    frame = await client.next_of(frames.GOAWAY)
+    assert frame is not None, "the connection ended without GOAWAY"
+    assert frame.word == code, bytes(frame.payload[8:])
+
+
+# Calls
+
+
+async def test_streams_that_a_client_resets_rapidly_end_its_connection() -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        for stream in range(1, 2401, 2):
+            client.send(headers(stream), reset(stream))
+        await ends_with(client, CALM)
+        await edge.assert_serving()
+
+
+async def test_streams_that_a_client_makes_the_server_reset_end_its_connection() -> None:
+    """ "MadeYouReset": each window update is an error of its stream."""
+    async with serving() as edge, connected(edge.server.port) as client:
+        for stream in range(1, 2401, 2):
+            client.send(headers(stream), encode_frame(frames.WINDOW_UPDATE, 0, stream, bytes(4)))
+        await ends_with(client, CALM)
+        await edge.assert_serving()
+
+
+async def test_a_call_that_was_reset_counts_until_its_handler_has_ended() -> None:
+    async with serving(max_concurrent_streams=3) as edge, connected(edge.server.port) as client:
+        for stream in (1, 3, 5):
+            client.send(call(stream, pairs=to("Wait")))
+        await until(lambda: edge.service.running == 3)
+        client.send(reset(1), reset(3), reset(5), call(7))
+        assert await client.status(7) == f"rst {ErrorCode.REFUSED_STREAM}"
+        edge.service.gate.set()
+        await until(lambda: edge.service.running == 0)
+        client.send(call(9))
+        assert await client.status(9) == "0"
+
+
+async def test_a_client_that_cancels_ends_its_handler() -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Hold")), call(3))
+        assert await client.status(3) == "0"
+        assert len(edge.server._calls) == 1
+        client.send(reset(1))
+        await until(lambda: not edge.server._calls)
+
+
+async def test_a_lost_connection_ends_its_handlers_and_gives_back_what_they_hold() -> None:
+    async with serving() as edge:
+        async with connected(edge.server.port) as client:
+            client.send(headers(1, pairs=to("Hold")), data(1, message(bytes(5000)), ends=False))
+            client.send(headers(3), data(3, message(b"", size=MIB), ends=False), call(5))
+            assert await client.status(5) == "0"
+            assert edge.capacity.buffered_bytes > MIB
+        await until(lambda: not edge.server._calls and not edge.capacity.buffered_bytes)
+
+
+@pytest.mark.parametrize("method", ["Hold", "Say"])
+async def test_a_deadline_ends_a_call(method: str) -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to(method, ("grpc-timeout", "50m"))))
+        received, _ = await client.response(1)
+        assert received["grpc-status"] == "4"
+        await until(lambda: not edge.server._calls)
+
+
+async def test_deadlines_that_did_not_pass_are_forgotten() -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        for stream in range(1, 1001, 2):
+            client.send(call(stream, pairs=to("Say", ("grpc-timeout", "1H"))))
+            assert await client.status(stream) == "0"
+        assert len(edge.server.deadlines) < 200
+
+
+# Headers
+
+
+async def test_a_header_block_without_end_ends_the_connection() -> None:
+    async with serving(max_metadata_bytes=8192) as edge, connected(edge.server.port) as client:
+        client.send(headers(1, flags=0))
+        client.send(*(encode_frame(frames.CONTINUATION, 0, 1, bytes(1000)) for _ in range(9)))
+        await ends_with(client, CALM)
+
+
+async def test_empty_continuations_end_the_connection() -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(headers(1, flags=0), encode_frame(frames.CONTINUATION, 0, 1) * 1000)
+        await ends_with(client, CALM)
+
+
+async def test_headers_that_unpack_to_more_than_the_limit_end_the_connection() -> None:
+    bomb = block() + b"\x40\x01x\x7f\xa1\x1e" + b"v" * 4000 + b"\xbe" * 3000
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(encode_frame(frames.HEADERS, frames.END_HEADERS, 1, bomb))
+        await ends_with(client, CALM)
+
+
+# Control frames
+
+
+FLOODS = {
+    "PING": encode_frame(frames.PING, 0, 0, bytes(8)),
+    "SETTINGS": encode_settings({frames.INITIAL_WINDOW_SIZE: 70_000}),
+    "PRIORITY": encode_frame(frames.PRIORITY, 0, 1, b"\0\0\0\3\0"),
+    "WINDOW_UPDATE": encode_frame(frames.WINDOW_UPDATE, 0, 0, struct.pack(">I", 1)),
+    "an unknown kind": encode_frame(0xBA, 0, 0),
+    "empty DATA": encode_frame(frames.DATA, 0, 1),
+}
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+async def test_a_flood_of_frames_without_content_ends_the_connection(kind: str) -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Hold")), FLOODS[kind] * 25_000)
+        await ends_with(client, CALM)
+        await edge.assert_serving()
+
+
+async def test_pings_while_responses_are_sent_are_welcome() -> None:
+    """Clients measure the bandwidth by them."""
+    async with serving() as edge, connected(edge.server.port) as client:
+        for stream in range(1, 41, 2):
+            client.send(encode_frame(frames.PING, 0, 0, bytes(8)), call(stream))
+            assert await client.status(stream) == "0"
+
+
+# Messages
+
+
+async def test_a_message_above_the_limit_is_refused_when_its_size_is_known() -> None:
+    async with serving(max_message_bytes=5000) as edge, connected(edge.server.port) as client:
+        client.send(headers(1), data(1, message(b"abc", size=5001), ends=False))
+        received, _ = await client.response(1)
+        assert (received["grpc-status"], received["grpc-message"]) == (
+            "8", "the message has 5001 bytes; messages are limited to 5000",
+        )  # fmt: skip
+        frame = await client.next_of(frames.RST_STREAM)
+        assert frame is not None
+        assert (frame.stream, frame.word) == (1, ErrorCode.NO_ERROR)
+        client.send(data(1, bytes(3000)), call(3))  # what was under way is ignored
+        assert await client.status(3) == "0"
+        assert edge.capacity.buffered_bytes == 0
+
+
+@pytest.mark.parametrize("method", ["Say", "Read"])
+async def test_announced_messages_count_against_the_capacity_before_they_come(method: str) -> None:
+    capacity = CapacityOptions(max_buffered_bytes=3 * MIB)
+    async with serving(capacity=capacity) as edge, connected(edge.server.port) as client:
+        for stream in (1, 3):
+            client.send(headers(stream, pairs=to(method)), data(stream, message(b"", size=MIB), ends=False))
+        client.send(headers(5, pairs=to(method)), data(5, message(b"", size=2 * MIB), ends=False))
+        assert await client.status(5) == "14"
+        assert 2 * MIB <= edge.capacity.buffered_bytes < 3 * MIB
+        client.send(reset(1), reset(3))
+        await until(lambda: edge.capacity.buffered_bytes == 0)
+
+
+async def test_a_bomb_is_refused_where_it_passes_the_limit() -> None:
+    bomb = gzip.compress(bytes(64 * MIB), 6)
+    async with serving(max_message_bytes=4 * MIB) as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Say", ("grpc-encoding", "gzip"))), data(1, message(bomb, flag=1)[:16_384], ends=False))
+        for start in range(16_384, len(bomb) + 5, 16_384):
+            client.send(data(1, message(bomb, flag=1)[start : start + 16_384], ends=start + 16_384 >= len(bomb) + 5))
+        received, _ = await client.response(1)
+        assert received["grpc-status"] == "8"
+        assert "decompressed" in received["grpc-message"]
+        assert edge.capacity.buffered_bytes == 0
+
+
+async def test_a_stream_that_its_handler_does_not_read_takes_no_more_than_its_window() -> None:
+    window = 100_000
+    async with serving(initial_stream_window_size=window) as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Hold")))
+        client.send(*(data(1, message(bytes(9_995)), ends=False) for _ in range(10)))
+        client.send(call(3))
+        while (frame := await client.next_of(frames.WINDOW_UPDATE, frames.HEADERS)) is not None and frame.kind != frames.HEADERS:
+            assert frame.stream == 0, "the window of a stream that nobody reads has grown"
+        assert edge.capacity.buffered_bytes > window - 1000
+        client.send(data(1, bytes(70_000), ends=False))
+        await ends_by(client, 1, ErrorCode.FLOW_CONTROL_ERROR)
+
+
+async def ends_by(client: Client, stream: int, code: ErrorCode) -> None:
+    frame = await client.next_of(frames.RST_STREAM)
+    assert frame is not None
+    assert (frame.stream, frame.word) == (stream, code)
+
+
+async def test_a_client_that_sends_more_than_the_connections_window_is_cut_off() -> None:
+    async with serving(initial_connection_window_size=70_000) as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Hold")))
+        client.send(encode_frame(frames.DATA, 0, 1, bytes(80_000)))
+        await ends_with(client, ErrorCode.FLOW_CONTROL_ERROR)
+
+
+async def test_padding_counts_and_is_given_back() -> None:
+    async with serving(initial_connection_window_size=70_000) as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Hold")))
+        assert (await client.next_of(frames.WINDOW_UPDATE)) is not None  # from HTTP/2's least window to the configured one
+        client.send(*(encode_frame(frames.DATA, frames.PADDED, 1, b"\xff" + b"\0" + bytes(255)) for _ in range(140)))
+        frame = await client.next_of(frames.WINDOW_UPDATE)
+        assert frame is not None
+        assert (frame.stream, 35_000 <= frame.word < 35_300) == (0, True)
+
+
+async def test_before_a_caller_is_accepted_its_message_is_not_looked_at() -> None:
+    """The handler waits; what the client has sent meanwhile is neither counted nor credited, and the rest may not come."""
+    async with serving(guarded=True) as edge, connected(edge.server.port) as client:
+        settings = await client.frame()
+        assert settings is not None
+        assert (frames.INITIAL_WINDOW_SIZE, 65_535) in list(struct.iter_unpack(">HI", settings.payload))
+        client.send(headers(1, pairs=to("Wait")), data(1, message(b"", size=MIB)[:5] + bytes(16_000), ends=False), call(3))
+        assert await client.status(3) == "0"
+        assert edge.capacity.buffered_bytes == 0
+
+
+async def test_an_accepted_caller_may_send_all_of_its_message() -> None:
+    async with serving(guarded=True) as edge, connected(edge.server.port) as client:
+        whole = message(bytes(300_000))
+        client.send(headers(1), data(1, whole[:16_000], ends=False))
+        frame = await client.next_of(frames.WINDOW_UPDATE)
+        while frame is not None and frame.stream != 1:
+            frame = await client.next_of(frames.WINDOW_UPDATE)
+        client.send(
+            *(data(1, whole[at : at + 16_000], ends=at + 16_000 >= len(whole)) for at in range(16_000, len(whole), 16_000))
+        )
+        received, content = await client.response_with_windows(1)
+        assert (received["grpc-status"], content) == ("0", whole)
+
+
+# Responses
+
+
+async def test_responses_that_nobody_reads_count_against_the_capacity() -> None:
+    settings = {frames.INITIAL_WINDOW_SIZE: 0}
+    capacity = CapacityOptions(max_buffered_bytes=3 * MIB)
+    async with serving(capacity=capacity) as edge, connected(edge.server.port, settings) as client:
+        for stream in (1, 3, 5):
+            client.send(call(stream, b"%d" % MIB, pairs=to("Large")))
+        assert await client.status(5) == "14"
+        assert 2 * MIB <= edge.capacity.buffered_bytes < 3 * MIB
+        client.send(reset(1), reset(3))
+        await until(lambda: edge.capacity.buffered_bytes == 0)
+
+
+async def test_connections_beyond_the_limit_are_closed() -> None:
+    async with serving(max_connections=2) as edge, connected(edge.server.port) as first, connected(edge.server.port) as second:
+        for client in (first, second):
+            client.send(call(1))
+            assert await client.status(1) == "0"
+        async with connected(edge.server.port) as third:
+            assert await third.frame() is None
+        first.close()
+        await until(lambda: len(edge.server._connections) == 1)
+        await edge.assert_serving()
+
+
+# Time. The server's checks are called with a clock that is ahead.
+
+
+async def test_a_connection_that_does_not_greet_is_closed() -> None:
+    async with serving() as edge, connected(edge.server.port, greet=False) as client:
+        await until(lambda: len(edge.server._connections) == 1)
+        (connection,) = edge.server._connections
+        connection.check(monotonic() + 9)
+        assert (await client.frame()) is not None
+        connection.check(monotonic() + 11)
+        assert await client.next_of() is None
+
+
+async def greeted(edge: Edge, client: Client) -> None:
+    client.send(call(1))
+    assert await client.status(1) == "0"
+    assert len(edge.server._connections) == 1
+
+
+async def test_a_silent_connection_is_pinged_and_closed_if_it_does_not_respond() -> None:
+    async with serving(keepalive_s=60, keepalive_timeout_s=20) as edge, connected(edge.server.port) as client:
+        await greeted(edge, client)
+        (connection,) = edge.server._connections
+        connection.check(monotonic() + 61)
+        ping = await client.next_of(frames.PING)
+        assert ping is not None
+        client.send(encode_frame(frames.PING, frames.ACK, 0, ping.payload), call(3))
+        assert await client.status(3) == "0"
+        connection.check(monotonic() + 90)
+        connection.check(monotonic() + 200)
+        connection.check(monotonic() + 300)
+        assert await client.next_of() is None
+
+
+async def test_a_message_that_arrives_too_slowly_fails_its_call() -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(headers(1), data(1, message(b"abc", size=MIB), ends=False), call(3))
+        assert await client.status(3) == "0"
+        (connection,) = edge.server._connections
+        connection.check(monotonic() + 20)
+        client.send(call(5))
+        assert await client.status(5) == "0"
+        connection.check(monotonic() + 40)
+        assert await client.status(1) == "4"
+        assert edge.capacity.buffered_bytes == 0
+
+
+async def test_a_response_that_is_not_read_is_dropped_in_the_end() -> None:
+    async with serving() as edge, connected(edge.server.port, {frames.INITIAL_WINDOW_SIZE: 10}) as client:
+        client.send(call(1, b"100000", pairs=to("Large")))
+        assert await client.next_of(frames.DATA) is not None
+        (connection,) = edge.server._connections
+        connection.check(monotonic() + 290)
+        assert edge.capacity.buffered_bytes == 100_005
+        connection.check(monotonic() + 310)
+        await ends_by(client, 1, ErrorCode.CANCEL)
+        await until(lambda: edge.capacity.buffered_bytes == 0)
+
+
+async def test_an_old_connection_is_drained_by_two_goaways_and_loses_no_call() -> None:
+    async with serving(max_connection_age_s=100) as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Hold")), call(3))
+        assert await client.status(3) == "0"
+        (connection,) = edge.server._connections
+        connection.check(monotonic() + 111)
+        first = await client.next_of(frames.GOAWAY)
+        assert first is not None
+        assert (int.from_bytes(first.payload[:4], "big"), first.word) == (2**31 - 1, ErrorCode.NO_ERROR)
+        ping = await client.next_of(frames.PING)
+        assert ping is not None
+        client.send(call(5))  # sent before the client has seen the first
+        assert await client.status(5) == "0"
+        client.send(encode_frame(frames.PING, frames.ACK, 0, ping.payload))
+        second = await client.next_of(frames.GOAWAY)
+        assert second is not None
+        assert (int.from_bytes(second.payload[:4], "big"), second.word) == (5, ErrorCode.NO_ERROR)
+        client.send(call(7))
+        await ends_by(client, 7, ErrorCode.REFUSED_STREAM)
+        edge.service.gate.set()
+        assert await client.status(1) == "0"
+        assert await client.next_of() is None
