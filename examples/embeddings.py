@@ -37,7 +37,7 @@ def model_folder() -> Path:
 
 class MiniLm:
     name = "minilm"
-    inputs: ClassVar = {"text": Tensor("BYTES", [-1])}
+    inputs: ClassVar = {"text": Tensor("BYTES", [-1], optional=True), "token_ids": Tensor("INT32", [-1, -1], optional=True)}
     outputs: ClassVar = {"embedding": Tensor("FP32", [-1, 384]), "prompt_tokens": Tensor("INT32", [-1])}
     max_batch_size = 0
 
@@ -51,18 +51,34 @@ class MiniLm:
         self.tokenizer.enable_truncation(MAX_TOKENS)
         self.tokenizer.enable_padding()
 
-    def infer(self, text: NDArray[np.object_]) -> dict[str, NDArray[np.float32] | NDArray[np.int32]]:
-        try:
-            encoded = self.tokenizer.encode_batch([item.decode() for item in text])
-        except UnicodeDecodeError:
-            raise InvalidRequest("a text is not UTF-8") from None
-        mask = np.array([item.attention_mask for item in encoded], np.float32)
-        states = self.encode(np.array([item.ids for item in encoded]), mask)
+    def infer(
+        self, text: NDArray[np.object_] | None = None, token_ids: NDArray[np.int32] | None = None
+    ) -> dict[str, NDArray[np.float32] | NDArray[np.int32]]:
+        if text is not None and token_ids is None:
+            ids, mask = self.tokens(text)
+        elif token_ids is not None and text is None:
+            ids, mask = self.checked(token_ids)
+        else:
+            raise InvalidRequest("give either 'text' or 'token_ids'")
+        states = self.encode(ids, mask)
         mean = (states * mask[:, :, None]).sum(axis=1) / mask.sum(axis=1, keepdims=True)
         return {
             "embedding": mean / np.linalg.norm(mean, axis=1, keepdims=True),
             "prompt_tokens": mask.sum(axis=1).astype(np.int32),
         }
+
+    def tokens(self, text: NDArray[np.object_]) -> tuple[NDArray[np.int64], Floats]:
+        try:
+            encoded = self.tokenizer.encode_batch([item.decode() for item in text])
+        except UnicodeDecodeError:
+            raise InvalidRequest("a text is not UTF-8") from None
+        return np.array([item.ids for item in encoded]), np.array([item.attention_mask for item in encoded], np.float32)
+
+    def checked(self, ids: NDArray[np.int32]) -> tuple[NDArray[np.int64], Floats]:
+        """Rows are padded with -1."""
+        if ids.shape[1] > MAX_TOKENS or ids.max(initial=0) >= self.tokenizer.get_vocab_size() or (ids < 0).all(axis=1).any():
+            raise InvalidRequest(f"each text must have 1 to {MAX_TOKENS} token ids of the model's vocabulary")
+        return np.maximum(ids, 0).astype(np.int64), (ids >= 0).astype(np.float32)
 
     def encode(self, ids: NDArray[np.int64], mask: Floats) -> Floats:
         """The last layer's vectors, [texts, tokens, 384]. `mask` is 1 where there is a token and 0 where there is padding."""

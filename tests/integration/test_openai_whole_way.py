@@ -88,6 +88,8 @@ async def test_a_real_embedding_model_measures_similarity_in_every_encoding(
         short = np.array(packed.data[0].embedding)
         assert short == pytest.approx(market[:64] / np.linalg.norm(market[:64]), abs=1e-5)
         assert packed.usage.prompt_tokens == 8
+        by_ids = await ours.embeddings.create(model="minilm", input=[[101, 1996, 102], [101, 7592, 2088, 102]])
+        assert (len(by_ids.data), by_ids.usage.prompt_tokens) == (2, 7)
         with pytest.raises(BadRequestError, match="dimensions"):
             await ours.embeddings.create(model="minilm", input="a", dimensions=1000)
 

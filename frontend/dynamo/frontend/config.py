@@ -255,6 +255,22 @@ class HttpOptions:
     keepalive_s: float = option(
         15.0, minimum=0.1, help="A comment is sent on a stream that is silent for so long, so that proxies do not cut it."
     )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        flags=("--allowed-origins",),
+        repeatable=True,
+        metavar="ORIGIN",
+        help="Origins whose pages may use this server from a browser (CORS): `https://example.org`, or `*`. Default: none.",
+    )
+    allowed_methods: tuple[str, ...] = option(
+        ("*",), flags=("--allowed-methods",), repeatable=True, metavar="METHOD", help="Methods that these pages may use."
+    )
+    allowed_headers: tuple[str, ...] = option(
+        ("*",), flags=("--allowed-headers",), repeatable=True, metavar="HEADER", help="Headers that these pages may send."
+    )
+    allow_credentials: bool = option(
+        False, flags=("--allow-credentials",), help="Whether these pages may send cookies and client certificates."
+    )
     console: bool = option(True, help="Serve `/console`, a page about the fleet.")
     admin_api: bool = option(
         True, help="Serve `/busy_threshold` and `/v1/routing/decisions`, which change and show how requests are routed."

@@ -32,6 +32,16 @@ def anthropic(edge: HttpEdge) -> AsyncAnthropic:
     return AsyncAnthropic(base_url=edge.url, api_key="none", max_retries=0)
 
 
+async def test_the_id_of_a_request_is_in_the_header_that_anthropics_client_reads() -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        settings: dict[str, Any] = {"max_tokens": 5, "messages": HELLO["messages"]}
+        response = await anthropic(edge).messages.with_raw_response.create(model="talker", **settings)
+        with pytest.raises(NotFoundError) as failure:
+            await anthropic(edge).messages.create(model="nobody", **settings)
+    assert response.request_id
+    assert failure.value.request_id
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
+from dynamo.frontend.security.accounts import KeyAccount
+from dynamo.frontend.security.keys import ApiKey, Limits
 
 
 async def never() -> dict[str, Any]:
@@ -18,6 +20,31 @@ async def ignore(message: Any) -> None:
 
 def scope_of(headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
     return {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "headers": headers}
+
+
+async def test_what_is_left_of_a_keys_limits_is_in_the_headers() -> None:
+    sent: list[Any] = []
+    now = 100.0
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    limits = Limits(requests_per_s=5, tokens_per_minute=600)
+    account = KeyAccount(ApiKey(name="team", salt=b"", digest=b"", limits=limits), clock=lambda: now)
+    exchange = Exchange(scope_of([]), never, send, HttpSettings())
+    exchange.account = account
+    with account.admit("m", object()) as ticket:
+        ticket.reserve(100, 20)
+        await exchange.respond(b"{}")
+    headers = dict(sent[0]["headers"])
+    assert {name.decode(): value.decode() for name, value in headers.items() if name.startswith(b"x-ratelimit")} == {
+        "x-ratelimit-limit-requests": "5",
+        "x-ratelimit-remaining-requests": "4",
+        "x-ratelimit-reset-requests": "0.200s",
+        "x-ratelimit-limit-tokens": "600",
+        "x-ratelimit-remaining-tokens": "480",
+        "x-ratelimit-reset-tokens": "12.000s",
+    }
 
 
 async def stream(exchange: Exchange, events: int) -> None:

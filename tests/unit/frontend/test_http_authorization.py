@@ -26,7 +26,12 @@ from dynamo.frontend.api.http.guard import HttpGuard
 from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.http.routing_operations import routing_operations
-from dynamo.frontend.api.http.server_operations import health_operations, metrics_operations, model_operations
+from dynamo.frontend.api.http.server_operations import (
+    health_operations,
+    metrics_operations,
+    model_operations,
+    process_operations,
+)
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import TextOptions
 from dynamo.frontend.security.keys import entry_for, make_key
@@ -72,6 +77,7 @@ def all_operations() -> list[Operation]:
     console = Console(readiness, anything, "dynamo", "kv", explains=True, asks_keys=True, processes=1)
     operations = [
         *health_operations(readiness, anything),
+        *process_operations(),
         *metrics_operations(anything),
         *model_operations(readiness, 0.0),
         *protocol_operations(readiness, TextOptions()),

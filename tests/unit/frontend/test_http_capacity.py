@@ -137,6 +137,24 @@ async def test_a_body_that_grows_too_much_when_decompressed_is_refused(encoding:
         assert response.status_code == 200
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_conversations_and_prompts_may_be_compressed_within_the_same_bounds(encoding: str) -> None:
+    pack = gzip.compress if encoding == "gzip" else zlib.compress
+    kind = {"content-type": "application/json", "content-encoding": encoding}
+    prompt = json.dumps({"model": "talker", "prompt": "Once"}).encode()
+    async with open_http_edge(respond=Speaker()) as edge:
+
+        async def complete(content: bytes) -> int:
+            return (await edge.http.post(COMPLETIONS, content=content, headers=kind)).status_code
+
+        assert await complete(pack(prompt)) == 200
+        assert await complete(pack(prompt.ljust(5 * MIB))) == 413  # as large as no other body may be
+        assert await complete(pack(prompt.ljust(3 * MIB))) == 413  # grows to more than 100 times its size
+        assert await complete(pack(prompt)[:-4]) == 400
+        other = await edge.http.post(COMPLETIONS, content=prompt, headers=kind | {"content-encoding": "br"})
+    assert (other.status_code, other.headers["accept-encoding"]) == (415, "gzip, deflate")
+
+
 class Refusing(ThreadPoolExecutor):
     """Stands for asyncio's pool of threads, in which all else that waits for files would wait for large bodies."""
 

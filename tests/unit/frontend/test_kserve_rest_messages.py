@@ -22,8 +22,9 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import DATATYPES, datatype_named, decode_bytes, encode_bytes
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.compression import decompress
 from dynamo.frontend.api.http.paths import PathTable
-from dynamo.frontend.api.kserve.rest.bodies import Parts, accepted_encoding, decompress, split
+from dynamo.frontend.api.kserve.rest.bodies import Parts, accepted_encoding, split
 from dynamo.frontend.api.kserve.rest.elements import to_json, to_raw
 from dynamo.frontend.api.kserve.rest.operations import kserve_operations
 from dynamo.frontend.api.kserve.rest.paths import Target

@@ -165,6 +165,31 @@ async def test_texts_become_vectors(datatype: str, shape: tuple[int, ...]) -> No
     assert np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4").tolist() == [1, 2, 2, 1]
 
 
+async def test_token_ids_are_embedded_by_models_that_take_them() -> None:
+    card = msgspec.structs.replace(
+        embedding_card(),
+        inputs=(
+            TensorSpec(name="text", datatype="BYTES", shape=(-1,), optional=True),
+            TensorSpec(name="token_ids", datatype="INT32", shape=(-1, -1), optional=True),
+        ),
+    )
+    received: list[ModelInferRequest] = []
+
+    def respond(stream: FakeStream) -> None:
+        received.append(request := ModelInferRequest.FromString(stream.body))
+        response = ModelInferResponse()
+        response.outputs.add(name="vector", datatype="FP32", shape=[request.inputs[0].shape[0], 1])
+        response.raw_output_contents.append(np.ones(request.inputs[0].shape[0], np.float32).tobytes())
+        stream.end(response.SerializeToString())
+
+    async with open_http_edge(card, respond=respond) as edge:
+        for given in ([5, 6], [[5, 6], [7]], "text"):
+            assert (await edge.post("/v1/embeddings", {"model": "embedder", "input": given})).status_code == 200
+    shapes = [(request.inputs[0].name, list(request.inputs[0].shape)) for request in received]
+    assert shapes == [("token_ids", [1, 2]), ("token_ids", [2, 2]), ("text", [1])]
+    assert np.frombuffer(received[1].raw_input_contents[0], np.int32).tolist() == [5, 6, 7, -1]
+
+
 async def test_vectors_can_be_shortened() -> None:
     async with open_http_edge(embedding_card(), respond=embed()) as edge:
         http_response = await edge.post("/v1/embeddings", {"model": "embedder", "input": "a", "dimensions": 3})

@@ -7,10 +7,11 @@ key, `ANONYMOUS` where no key is required. Limits apply to each process separate
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthenticated
 from dynamo.frontend.security.keys import ApiKey
@@ -52,6 +53,18 @@ class Bucket:
         self._filled_at = now
 
 
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """What is left of one limit of an account."""
+
+    kind: Literal["requests", "tokens"]
+    size: int
+    """What may be used at once after a pause."""
+    remaining: int
+    reset_s: float
+    """Until all of `size` is there again."""
+
+
 class Account(Protocol):
     """On whose behalf a call is made."""
 
@@ -84,6 +97,10 @@ class Account(Protocol):
 
     def charge(self, tokens: int) -> None:
         """Count tokens of a request whose ticket is closed."""
+        ...
+
+    def rate_limits(self) -> Sequence[RateLimit]:
+        """Return the limits on requests per second and tokens per minute that the account has."""
         ...
 
 
@@ -214,6 +231,15 @@ class KeyAccount:
         if self._tokens is not None:
             self._tokens.take(tokens, self._clock())
 
+    def rate_limits(self) -> Sequence[RateLimit]:
+        now = self._clock()
+        limits = []
+        if self._requests is not None:
+            limits.append(_left("requests", self._requests, now))
+        if self._tokens is not None:
+            limits.append(_left("tokens", self._tokens, now))
+        return limits
+
     def _check_concurrency(self, sequences: int, of_request: int) -> None:
         """`of_request` sequences of the same request have been admitted."""
         most = self.key.limits.concurrent_requests
@@ -239,6 +265,11 @@ class KeyAccount:
         if (wait_s := bucket.wait_s(min(requests, bucket.size), now)) > 0:
             limit = self.key.limits.requests_per_s
             raise RateLimited(f"the API key '{self.key.name}' may send {limit:g} requests per second", retry_after_s=wait_s)
+
+
+def _left(kind: Literal["requests", "tokens"], bucket: Bucket, now: float) -> RateLimit:
+    reset_s = bucket.wait_s(bucket.size, now)
+    return RateLimit(kind, int(bucket.size), max(0, int(bucket.level)), reset_s)
 
 
 class _Running:
@@ -315,6 +346,9 @@ class AnonymousAccount:
 
     def charge(self, tokens: int) -> None:
         pass
+
+    def rate_limits(self) -> Sequence[RateLimit]:
+        return ()
 
 
 ANONYMOUS = AnonymousAccount()

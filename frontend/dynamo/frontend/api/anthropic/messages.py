@@ -49,7 +49,9 @@ def _event(kind: str, body: bytes) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
 
-ANTHROPIC_ERRORS = ErrorForm(body=_error_body, event=lambda error, status: _event("error", _error_body(error, status)))
+ANTHROPIC_ERRORS = ErrorForm(
+    body=_error_body, event=lambda error, status: _event("error", _error_body(error, status)), request_id=b"request-id"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from functools import partial
 
 from dynamo.common.asgi import Receive, Scope, Send
 from dynamo.common.errors import InvalidRequest, Overloaded
+from dynamo.frontend.api.http.cors import Cors
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, PathNotFound
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.http.guard import HttpGuard
@@ -43,6 +44,7 @@ class HttpApp:
         self._settings = settings or HttpSettings()
         self._guard = guard or HttpGuard()
         self._refused = refused
+        self._cors = Cors(self._settings.options)
         self._table: PathTable[_Resource] = PathTable()
         self._errors: dict[tuple[str, ...], ErrorForm] = {}
         for resource in _resources(operations):
@@ -55,6 +57,9 @@ class HttpApp:
         if scope["type"] != "http":
             raise ValueError(f"an HTTP server cannot serve '{scope['type']}'")
         exchange = Exchange(scope, receive, send, self._settings)
+        if preflight := self._cors.preflight(exchange.method, exchange.headers):
+            return await exchange.respond(b"", 200, preflight)
+        exchange.cors = self._cors.headers(exchange.headers)
         try:
             match = self._table.find(exchange.raw_path)
         except InvalidRequest as error:

@@ -28,12 +28,13 @@ from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.capacity import Capacity, Occupancy
+from dynamo.frontend.api.http.compression import BRIEF_BYTES, UnknownEncoding, decompress, encoding_of
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.router.explanation import Explanation
-from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.security.accounts import Account, RateLimit
 from dynamo.frontend.serving.call import Progress
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class ErrorForm:
     """JSON, from the failure and its HTTP status."""
     event: Callable[[BaseException, int], bytes]
     """The event that ends a stream."""
+    request_id: bytes = b""
+    """The protocol's own header for the request's id, beside `x-request-id`."""
 
 
 def _plain_body(error: BaseException, status: int) -> bytes:
@@ -115,6 +118,8 @@ class Exchange:
         """Of the request, for calls made from it."""
         self.occupancy: Occupancy | None = None
         """What the request occupies of the capacity of the process until its end; None for requests that do not count."""
+        self.cors: tuple[Header, ...] = ()
+        """Headers of the response that let a page of another site read it."""
         self._account: Account | None = None
         self._scope = scope
         self._receive = receive
@@ -156,6 +161,8 @@ class Exchange:
             if not self.client_left:
                 raise
             release(error)
+        except UnknownEncoding as error:
+            await self.refuse(error, 415, self.errors, ((b"accept-encoding", b"gzip, deflate"),))
         except Exception as error:
             try:
                 await self.fail(error)
@@ -184,15 +191,28 @@ class Exchange:
         return self.body_bytes > _LARGE_BODY_BYTES
 
     async def body(self) -> bytes:
-        """Return the request's JSON body, which has no tensors in it.
-
-        Raises PayloadTooLarge, InvalidRequest, Overloaded, and Cancelled if the client left.
-        """
+        """Return the request's JSON body, which has no tensors in it. Raises as `decompressed_body` does."""
         kind = self.headers.get("content-type")
         if kind is not None and not _is_json(kind):
             raise InvalidRequest(f"the content type is {kind[:80]!r}; it must be 'application/json'")
         options = self.settings.options
-        return await self.any_body(min(options.max_json_bytes, options.max_body_bytes))
+        return await self.decompressed_body(min(options.max_json_bytes, options.max_body_bytes))
+
+    async def decompressed_body(self, max_bytes: int | None = None) -> bytes:
+        """Return the request's body. `max_bytes`, by default `max_body_bytes`, is its limit both compressed and decompressed.
+
+        Raises PayloadTooLarge, Overloaded, InvalidRequest for invalid compressed data, UnknownEncoding, and Cancelled if the
+        client left.
+        """
+        encoding = encoding_of(self.headers.get("content-encoding", ""))
+        limit = self.settings.options.max_body_bytes if max_bytes is None else max_bytes
+        body = await self.any_body(limit)
+        if not encoding:
+            return body
+        decompressed = await self.settings.offload.run_if(len(body) > BRIEF_BYTES, decompress, body, encoding, limit)
+        self.hold(len(decompressed))
+        self.body_bytes = len(decompressed)
+        return decompressed
 
     def hold(self, size_bytes: int) -> None:
         """Count bytes that are kept for this request until its end. Raises Overloaded."""
@@ -200,7 +220,7 @@ class Exchange:
             self.occupancy.hold(size_bytes)
 
     async def any_body(self, max_bytes: int | None = None) -> bytes:
-        """Return the request's body, of any content type. `max_bytes` is `max_body_bytes` by default. Raises as `body` does."""
+        """Return the request's body as it was sent. Raises PayloadTooLarge, Overloaded, and Cancelled if the client left."""
         limit = self.settings.options.max_body_bytes if max_bytes is None else max_bytes
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit:
@@ -260,7 +280,7 @@ class Exchange:
             return await self.respond_in_pieces((body,), headers, status)
         self.status = status
         length = (b"content-length", b"%d" % len(body))
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._id()]})
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._common()]})
         await self._send({"type": "http.response.body", "body": body})
 
     async def respond_in_pieces(self, pieces: Sequence[Buffer], headers: tuple[Header, ...], status: int = 200) -> None:
@@ -272,7 +292,7 @@ class Exchange:
         self.hold(size)
         self.status = status
         length = (b"content-length", b"%d" % size)
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._id()]})
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._common()]})
         for piece in pieces:
             view = memoryview(piece)
             for offset in range(0, len(view), _PIECE_BYTES):
@@ -283,7 +303,7 @@ class Exchange:
     @asynccontextmanager
     async def events(self) -> AsyncIterator[EventStream]:
         """A stream of server-sent events. Its head goes with the first event, so that an earlier failure has its own status."""
-        self.stream = stream = EventStream(self._send, self._id, self.settings.options.keepalive_s)
+        self.stream = stream = EventStream(self._send, self._common, self.settings.options.keepalive_s)
         self._scope[ON_HALF_CLOSE] = stream.comment
         try:
             yield stream
@@ -327,8 +347,14 @@ class Exchange:
             self.request_id = usable_id(self.headers.get("x-request-id", "")) or secrets.token_hex(12)
         return self.request_id
 
-    def _id(self) -> tuple[Header, ...]:
-        headers: tuple[Header, ...] = ((b"x-request-id", self.ensure_id().encode()),)
+    def _common(self) -> tuple[Header, ...]:
+        """Return the headers that every response has."""
+        request_id = self.ensure_id().encode()
+        headers: tuple[Header, ...] = ((b"x-request-id", request_id), *self.cors)
+        if self.errors.request_id:
+            headers += ((self.errors.request_id, request_id),)
+        if self._account is not None:
+            headers += tuple(header for limit in self._account.rate_limits() for header in _rate_limit(limit))
         if self.explanation is not None and (explained := self.explanation.to_json()):
             headers += ((EXPLAIN.encode(), explained),)
         return headers
@@ -391,6 +417,15 @@ class EventStream:
             self.comment()
         self._idle = True
         self._timer = self._loop.call_later(self._interval_s, self._tick)
+
+
+def _rate_limit(limit: RateLimit) -> tuple[Header, ...]:
+    kind = limit.kind.encode()
+    return (
+        (b"x-ratelimit-limit-" + kind, b"%d" % limit.size),
+        (b"x-ratelimit-remaining-" + kind, b"%d" % limit.remaining),
+        (b"x-ratelimit-reset-" + kind, b"%.3fs" % limit.reset_s),
+    )
 
 
 def _retry_after(pause_s: float) -> Header:

@@ -1,9 +1,11 @@
 """POST /v1/embeddings: texts to vectors.
 
 An embedding model is a tensor model: its input is one BYTES tensor of texts, its output one floating-point tensor with a row per
-text. A second, integer output named `prompt_tokens` may report how many tokens each text had.
+text. A second, integer output named `prompt_tokens` may report how many tokens each text had. A model that takes token ids too
+has an input of that name, with a row per text that is padded with -1.
 
     inputs:  {name: text,       datatype: BYTES, shape: [-1]}       or [-1, 1]
+             {name: token_ids,  datatype: INT32, shape: [-1, -1]}   INT64 too; both inputs optional, and requests have one of them
     outputs: {name: embedding,  datatype: FP32,  shape: [-1, 384]}  FP16, BF16 and FP64 too
              {name: prompt_tokens, datatype: INT32, shape: [-1]}    optional
 """
@@ -33,7 +35,9 @@ from dynamo.frontend.api.text.rules import check_chars
 from dynamo.frontend.metrics import RequestType
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
+TOKENS_INPUT = "token_ids"
 TOKENS_OUTPUT = "prompt_tokens"
+_PADDING = -1
 _CHARS_PER_TOKEN = 4
 """Of common text, for an estimate; the model counts."""
 _FLOATS = frozenset(("FP16", "BF16", "FP32", "FP64"))
@@ -52,15 +56,14 @@ class EmbeddingsEndpoint:
         plane, limits = self._edge.plane, self._edge.limits
         model = name_or_only_model(plane, exchange.account, request.model, embeds_texts)
         card = plane.card(exchange.account, model)
-        texts = _texts(request, limits.max_embedding_inputs)
-        chars = sum(map(len, texts))
-        check_chars(chars, limits, "input")
-        tensors = to_tensors(texts, model, card)
+        inputs = _inputs(request, limits.max_embedding_inputs)
+        check_chars(sum(map(len, inputs)), limits, "input")
+        tensors = to_tensors(inputs, model, card)
         call = caller.call(endpoint=exchange.endpoint, request_type=RequestType.UNARY)
-        call = msgspec.structs.replace(call, expected_tokens=chars // _CHARS_PER_TOKEN + len(texts))
+        call = msgspec.structs.replace(call, expected_tokens=_expected_tokens(inputs))
         async with exchange.attended():
             response = await plane.infer(tensors, call)
-        vectors, tokens = from_tensors(bytes(response), len(texts))
+        vectors, tokens = from_tensors(bytes(response), len(inputs))
         call.account.charge(tokens)
         if request.dimensions is not None:
             vectors = shorten(vectors, request.dimensions)
@@ -71,37 +74,58 @@ class EmbeddingsEndpoint:
         await exchange.respond(msgspec.json.encode(Embeddings(data=data, model=model, usage=EmbeddingUsage(tokens, tokens))))
 
 
-def _texts(request: EmbeddingRequest, most: int) -> list[str]:
+def _inputs(request: EmbeddingRequest, most: int) -> list[str | list[int]]:
     inputs = prompts_of(request.input, "input")
     if len(inputs) > most:
         raise InvalidRequest(f"got {len(inputs)} texts; at most {most} are allowed", param="input")
-    texts = [text for text in inputs if isinstance(text, str)]
-    if len(texts) < len(inputs):
-        raise InvalidRequest("embedding models take texts, not token ids", param="input")
-    if "" in texts:
+    if not all(inputs):
         raise InvalidRequest("'input' must not contain an empty text", param="input")
-    return texts
+    return inputs
 
 
-def to_tensors(texts: Sequence[str], model: str, card: ModelCard) -> TensorRequest:
-    """Return the inference request for an embedding model. Raises InvalidRequest if `card` is not one."""
+def _expected_tokens(inputs: Sequence[str | list[int]]) -> int:
+    return sum(1 + len(item) // _CHARS_PER_TOKEN if isinstance(item, str) else len(item) for item in inputs)
+
+
+def to_tensors(inputs: Sequence[str | list[int]], model: str, card: ModelCard) -> TensorRequest:
+    """Return the inference request for an embedding model. Raises InvalidRequest if `card` is not one, or takes no token ids."""
     if not embeds_texts(card):
         raise InvalidRequest(f"model '{card.name}' does not embed texts", param="model")
-    [text] = _required(card)
     head = ModelInferRequest(model_name=model)
-    rank = len(text.shape)
-    head.inputs.add(name=text.name, datatype="BYTES", shape=[len(texts), *[1] * (rank - 1)])
-    return TensorRequest.build(head, [encode_bytes(texts)])
+    rows = [item for item in inputs if not isinstance(item, str)]
+    if rows:
+        ids = _token_input(card)
+        if ids is None:
+            raise InvalidRequest(f"model '{card.name}' takes texts, not token ids", param="input")
+        padded = np.full((len(rows), max(map(len, rows))), _PADDING, np.int64 if ids.datatype == "INT64" else np.int32)
+        for row, tokens in zip(padded, rows, strict=True):
+            row[: len(tokens)] = tokens
+        head.inputs.add(name=ids.name, datatype=ids.datatype, shape=padded.shape)
+        return TensorRequest.build(head, [padded.tobytes()])
+    text = _text_input(card)
+    assert text is not None
+    head.inputs.add(name=text.name, datatype="BYTES", shape=[len(inputs), *[1] * (len(text.shape) - 1)])
+    return TensorRequest.build(head, [encode_bytes([item for item in inputs if isinstance(item, str)])])
 
 
 def embeds_texts(card: ModelCard) -> bool:
     """Whether the model maps a tensor of texts to vectors, as far as its declaration says."""
     is_embedding = card.kind is ModelKind.EMBEDDING or (card.kind is ModelKind.TENSOR and _output(card) is not None)
-    return is_embedding and [spec.datatype for spec in _required(card)] == ["BYTES"]
+    return is_embedding and _text_input(card) is not None
 
 
-def _required(card: ModelCard) -> list[TensorSpec]:
-    return [spec for spec in card.inputs if not spec.optional]
+def _text_input(card: ModelCard) -> TensorSpec | None:
+    """Return the input for texts; None if the model has none, or needs others."""
+    required = [spec for spec in card.inputs if not spec.optional]
+    candidates = required or [spec for spec in card.inputs if spec.datatype == "BYTES"]
+    return candidates[0] if [spec.datatype for spec in candidates] == ["BYTES"] else None
+
+
+def _token_input(card: ModelCard) -> TensorSpec | None:
+    """Return the input for token ids; None if requests always need a text."""
+    if any(not spec.optional for spec in card.inputs):
+        return None
+    return next((spec for spec in card.inputs if spec.name == TOKENS_INPUT and spec.datatype in ("INT32", "INT64")), None)
 
 
 def _output(card: ModelCard) -> TensorSpec | None:

@@ -1,32 +1,21 @@
-"""Bodies on the wire: their compression, and the boundary between JSON and binary tensors."""
+"""Bodies on the wire: the boundary between JSON and binary tensors, and the compression of responses."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynamo.common.errors import InvalidRequest, PayloadTooLarge
+from dynamo.common.errors import InvalidRequest
 from dynamo.common.tensors import Buffer
-from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.compression import BRIEF_BYTES, WINDOW_BITS
 from dynamo.frontend.preprocess.offload import Offload
 
 JSON_LENGTH = "inference-header-content-length"
-_WINDOW_BITS: Mapping[str, int] = {"gzip": 31, "deflate": 15}
-"""zlib's names of them: gzip has its own header, deflate has that of zlib."""
-_BRIEF_BYTES = 16 * 1024
-"""More than this is (de)compressed in a thread."""
-_MAX_RATIO = 100
-"""A body that decompresses to more than so many times its size, and to more than `_SMALL_BYTES`, is taken for an attack."""
-_SMALL_BYTES = 2**20
 _WORTHWHILE_BYTES = 1024
 _MAX_DIGITS = 19
 _LEVEL = 1
 """Responses are mostly numbers, which higher levels do not make smaller."""
-
-
-class UnknownEncoding(InvalidRequest):
-    """The request has an unsupported content encoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +27,6 @@ class Parts:
     """What follows the JSON."""
     is_raw: bool
     """Whether there is no JSON, so that `binary` is the model's only input."""
-
-
-async def read_body(exchange: Exchange, max_bytes: int | None = None) -> bytes:
-    """Read and decompress the request's body. `max_bytes` is the configured limit of bodies with tensors by default.
-
-    Raises PayloadTooLarge for more than the configured limit, compressed or not, InvalidRequest for invalid compressed data,
-    UnknownEncoding, and Cancelled if the client left.
-    """
-    encoding = exchange.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity", *_WINDOW_BITS):
-        raise UnknownEncoding(f"unsupported content encoding {encoding[:40]!r}; expected gzip or deflate")
-    limit = exchange.settings.options.max_body_bytes if max_bytes is None else max_bytes
-    body = await exchange.any_body(limit)
-    if encoding not in _WINDOW_BITS:
-        return body
-    decompressed = await exchange.settings.offload.run_if(len(body) > _BRIEF_BYTES, decompress, body, encoding, limit)
-    exchange.hold(len(decompressed))
-    return decompressed
-
-
-def decompress(data: bytes, encoding: str, limit_bytes: int) -> bytes:
-    """Decompress a body to at most `limit_bytes`, and to no more than its compressed size can justify.
-
-    Raises PayloadTooLarge, and InvalidRequest for invalid data.
-    """
-    stream = zlib.decompressobj(_WINDOW_BITS[encoding])
-    plausible_bytes = max(_SMALL_BYTES, len(data) * _MAX_RATIO)
-    try:
-        decompressed = stream.decompress(data, min(limit_bytes, plausible_bytes) + 1)
-    except zlib.error as error:
-        raise InvalidRequest(f"the body is not {encoding}: {error}") from None
-    if len(decompressed) > limit_bytes:
-        raise PayloadTooLarge(f"the body is larger than {limit_bytes} bytes when decompressed")
-    if len(decompressed) > plausible_bytes:
-        raise PayloadTooLarge(f"the body is more than {_MAX_RATIO} times as large as its {encoding} data; send it uncompressed")
-    if not stream.eof:
-        raise InvalidRequest(f"the body ends before its {encoding} data does")
-    if stream.unused_data:
-        raise InvalidRequest(f"the body has {len(stream.unused_data)} bytes after its {encoding} data")
-    return decompressed
 
 
 def split(body: bytes, json_length: str | None) -> Parts:
@@ -104,7 +53,7 @@ def accepted_encoding(header: str) -> str:
     for entry in header.lower().split(","):
         name, _, weight = entry.partition(";")
         weights[name.strip()] = _weight(weight)
-    best = max(_WINDOW_BITS, key=lambda name: weights.get(name, 0.0))  # the first of equals
+    best = max(WINDOW_BITS, key=lambda name: weights.get(name, 0.0))  # the first of equals
     return best if weights.get(best, 0.0) > 0 and weights.get(best, 0.0) >= weights.get("identity", 0.0) else ""
 
 
@@ -121,9 +70,9 @@ async def compress(pieces: Sequence[Buffer], encoding: str, offload: Offload) ->
     size = sum(map(len, pieces))
     if size < _WORTHWHILE_BYTES:
         return None
-    return await offload.run_if(size > _BRIEF_BYTES, _compress, pieces, encoding)
+    return await offload.run_if(size > BRIEF_BYTES, _compress, pieces, encoding)
 
 
 def _compress(pieces: Sequence[Buffer], encoding: str) -> list[Buffer]:
-    stream = zlib.compressobj(_LEVEL, wbits=_WINDOW_BITS[encoding])
+    stream = zlib.compressobj(_LEVEL, wbits=WINDOW_BITS[encoding])
     return [*[compressed for piece in pieces if (compressed := stream.compress(piece))], stream.flush()]

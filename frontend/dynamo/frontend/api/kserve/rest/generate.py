@@ -14,7 +14,6 @@ from dynamo.common.tensors import element_count
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import EventStream, Exchange
 from dynamo.frontend.api.kserve.infer import all_text, infer
-from dynamo.frontend.api.kserve.rest.bodies import read_body
 from dynamo.frontend.api.kserve.rest.elements import to_json
 from dynamo.frontend.api.kserve.rest.generate_requests import GenerateRequest, read_generate
 from dynamo.frontend.api.kserve.rest.infer import begin
@@ -64,7 +63,7 @@ async def _read(
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
     options = exchange.settings.options
-    body = await read_body(exchange, min(options.max_json_bytes, options.max_body_bytes))
+    body = await exchange.decompressed_body(min(options.max_json_bytes, options.max_body_bytes))
     card = plane.card(exchange.account, target.model, target.version)
     fields = await read_object(exchange, body)
     offload = exchange.settings.offload

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-
 import orjson
 
 from dynamo.common.errors import Unsupported
@@ -12,7 +10,6 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Handler
 from dynamo.frontend.api.kserve import messages as kserve_messages
-from dynamo.frontend.api.kserve.rest.bodies import UnknownEncoding
 from dynamo.frontend.api.kserve.rest.generate import handle_generate, handle_generate_stream
 from dynamo.frontend.api.kserve.rest.infer import handle_infer
 from dynamo.frontend.api.kserve.rest.paths import Target
@@ -65,13 +62,13 @@ class Handlers:
 
     async def index(self, exchange: Exchange) -> None:
         target = Target.of(exchange.parameters)
-        await _checking_encoding(exchange, handle_index(self._readiness, exchange, target, exchange.method))
+        await handle_index(self._readiness, exchange, target, exchange.method)
 
     async def load(self, exchange: Exchange) -> None:
-        await _checking_encoding(exchange, handle_load(self._readiness, exchange, Target.of(exchange.parameters)))
+        await handle_load(self._readiness, exchange, Target.of(exchange.parameters))
 
     async def unload(self, exchange: Exchange) -> None:
-        await _checking_encoding(exchange, handle_unload(self._readiness, exchange, Target.of(exchange.parameters)))
+        await handle_unload(self._readiness, exchange, Target.of(exchange.parameters))
 
     def refuse(self, call: str) -> Handler:
         """Return a handler that says why this server does not do Triton's `call`."""
@@ -85,24 +82,13 @@ class Handlers:
     # Inference
 
     async def infer(self, exchange: Exchange) -> None:
-        await _checking_encoding(exchange, handle_infer(self._readiness.plane, exchange, Target.of(exchange.parameters)))
+        await handle_infer(self._readiness.plane, exchange, Target.of(exchange.parameters))
 
     async def generate(self, exchange: Exchange) -> None:
-        await _checking_encoding(exchange, handle_generate(self._readiness.plane, exchange, Target.of(exchange.parameters)))
+        await handle_generate(self._readiness.plane, exchange, Target.of(exchange.parameters))
 
     async def generate_stream(self, exchange: Exchange) -> None:
-        await _checking_encoding(
-            exchange, handle_generate_stream(self._readiness.plane, exchange, Target.of(exchange.parameters))
-        )
-
-
-async def _checking_encoding(exchange: Exchange, handling: Awaitable[None]) -> None:
-    """Await a handler that reads a body, and tell the client which compressions it may use if it used another."""
-    try:
-        await handling
-    except UnknownEncoding as error:
-        headers = ((b"accept-encoding", b"gzip, deflate"),)
-        await exchange.refuse(error, 415, exchange.errors, headers)
+        await handle_generate_stream(self._readiness.plane, exchange, Target.of(exchange.parameters))
 
 
 async def _send(exchange: Exchange, body: object, status: int = 200) -> None:

@@ -10,7 +10,7 @@ from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve.infer import call_for, infer
-from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, read_body, split
+from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, split
 from dynamo.frontend.api.kserve.rest.long_arrays import PIECE_BYTES
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import read_request
@@ -24,7 +24,7 @@ async def handle_infer(plane: DataPlane, exchange: Exchange, target: Target) -> 
     caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
-    body = await read_body(exchange)
+    body = await exchange.decompressed_body()
     card = plane.card(exchange.account, target.model, target.version)
     parts = split(body, exchange.headers.get(JSON_LENGTH))
     options, offload = exchange.settings.options, exchange.settings.offload

@@ -10,7 +10,6 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request_from_json, unload_request_from_json
-from dynamo.frontend.api.kserve.rest.bodies import read_body
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import read_object
 
@@ -49,5 +48,5 @@ async def handle_unload(readiness: Readiness, exchange: Exchange, target: Target
 
 
 async def _object(exchange: Exchange) -> dict[str, object]:
-    body = await read_body(exchange)
+    body = await exchange.decompressed_body()
     return await read_object(exchange, body) if body else {}
