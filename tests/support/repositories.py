@@ -76,7 +76,7 @@ async def infer_all(
     outputs: Sequence[str] = (),
 ) -> list[ModelResult]:
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
-    request = ModelRequest(arrays, Context("request-7"), outputs, parameters or {})
+    request = ModelRequest(arrays, Context("context-7"), outputs, parameters or {}, "request-7")
     async with closing(models.run(model, version, request)) as responses:
         return [response async for response in responses]
 

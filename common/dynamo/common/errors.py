@@ -5,6 +5,7 @@
     │   └── PayloadTooLarge
     ├── Unauthenticated, Forbidden
     ├── ModelNotFound
+    ├── AlreadyExists
     ├── Unsupported               this deployment does not do what the request demands
     ├── Overloaded                try again later; carries when
     │   └── RateLimited           the caller has used what it may use; others are served
@@ -15,6 +16,7 @@
     ├── DeadlineExceeded
     ├── Cancelled                 the caller left
     └── EngineError               the engine failed; its text may be shown to the caller
+        └── UnknownError          a model's own word for it
 
 `code` is what travels between processes and what each protocol edge maps to its own status (`api/statuses.py`).
 `retryable` means that nothing of the request took effect for the caller, so another instance may be tried.
@@ -35,6 +37,7 @@ class Code(StrEnum):
     UNAUTHENTICATED = "unauthenticated"
     FORBIDDEN = "forbidden"
     NOT_FOUND = "not_found"
+    ALREADY_EXISTS = "already_exists"
     UNSUPPORTED = "unsupported"
     OVERLOADED = "overloaded"
     RATE_LIMITED = "rate_limit_exceeded"
@@ -42,6 +45,7 @@ class Code(StrEnum):
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
     INTERNAL = "internal"
+    UNKNOWN = "unknown"
 
 
 class DynamoError(Exception):
@@ -92,6 +96,12 @@ class ModelNotFound(DynamoError):
         model, version = _shortened(model), _shortened(version)
         text = f"model '{model}' is not found" if not version else f"model '{model}' has no version '{version}'"
         super().__init__(text)
+
+
+class AlreadyExists(DynamoError):
+    """What the request wants to make is there."""
+
+    code = Code.ALREADY_EXISTS
 
 
 class Unsupported(DynamoError):
@@ -176,11 +186,18 @@ class EngineError(DynamoError):
     """The engine failed on this request. The message is the engine's own and may be shown."""
 
 
+class UnknownError(EngineError):
+    """A model failed on this request, in a way that it calls unknown."""
+
+    code = Code.UNKNOWN
+
+
 _BY_CODE: dict[Code, type[DynamoError]] = {
     Code.INVALID_REQUEST: InvalidRequest,
     Code.PAYLOAD_TOO_LARGE: PayloadTooLarge,
     Code.UNAUTHENTICATED: Unauthenticated,
     Code.FORBIDDEN: Forbidden,
+    Code.ALREADY_EXISTS: AlreadyExists,
     Code.UNSUPPORTED: Unsupported,
     Code.OVERLOADED: Overloaded,
     Code.RATE_LIMITED: RateLimited,
@@ -188,6 +205,7 @@ _BY_CODE: dict[Code, type[DynamoError]] = {
     Code.DEADLINE_EXCEEDED: DeadlineExceeded,
     Code.CANCELLED: Cancelled,
     Code.INTERNAL: EngineError,
+    Code.UNKNOWN: UnknownError,
 }
 
 

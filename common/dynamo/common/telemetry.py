@@ -99,6 +99,7 @@ _ERROR_TYPES = {
     Code.UNAUTHENTICATED: "unauthenticated",
     Code.FORBIDDEN: "forbidden",
     Code.NOT_FOUND: "not_found",
+    Code.ALREADY_EXISTS: "validation",
     Code.UNSUPPORTED: "not_implemented",
     Code.OVERLOADED: "overload",
     Code.RATE_LIMITED: "rate_limit",
@@ -106,6 +107,7 @@ _ERROR_TYPES = {
     Code.DEADLINE_EXCEEDED: "response_timeout",
     Code.CANCELLED: "cancelled",
     Code.INTERNAL: "internal",
+    Code.UNKNOWN: "internal",
 }
 
 

@@ -27,6 +27,9 @@ from dynamo.protos.inference_pb2 import ModelInferResponse
 
 OutputTensor = ModelInferResponse.InferOutputTensor
 
+FINAL_RESPONSE = "triton_final_response"
+"""The parameter of a response that says whether it is the last of its request."""
+
 
 class ResponseForm(msgspec.Struct, frozen=True):
     """The form of all responses to one request. Made once per request."""
@@ -86,7 +89,7 @@ class ResponseForm(msgspec.Struct, frozen=True):
     def encode_final(self) -> list[Buffer]:
         """Return the empty response that marks the end of the responses, for clients that want one."""
         head = ModelInferResponse(model_name=self.model, model_version=self.version, id=self.id)
-        head.parameters["triton_final_response"].bool_param = True
+        head.parameters[FINAL_RESPONSE].bool_param = True
         return build_response(head)
 
     def _select(self, head: ModelInferResponse, raws: Sequence[Buffer]) -> list[Buffer]:
@@ -98,7 +101,7 @@ class ResponseForm(msgspec.Struct, frozen=True):
         kept_raws: list[Buffer] = []
         for name in self.wanted:
             if name not in by_name:
-                raise EngineError(f"the model's response lacks the requested output '{name}'")
+                continue  # as Triton does
             output, raw = by_name[name]
             if name in self.top:
                 output, raw = self._classify(output, raw)

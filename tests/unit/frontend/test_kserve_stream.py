@@ -148,6 +148,20 @@ async def test_decoupled_responses_are_marked_as_final_or_not(edge: Edge) -> Non
     assert (last.id, last.model_name, len(last.outputs)) == ("told", "repeater", 0)
 
 
+@pytest.mark.parametrize("wants_empty", [False, True])
+async def test_a_response_that_says_that_it_is_the_last_is_followed_by_no_empty_one(edge: Edge, wants_empty: bool) -> None:
+    last = pb.ModelInferResponse(parameters={"triton_final_response": pb.InferParameter(bool_param=True)}).SerializeToString()
+
+    def twice(stream: FakeStream) -> None:
+        stream.data(tensor_response(stream), tensor_response(stream) + last)
+        stream.end()
+
+    edge.client.respond = twice
+    stream = edge.stream()
+    await stream.send(tensor_request("a", "repeater", triton_enable_empty_final_response=wants_empty))
+    assert [is_final(response) for response in await stream.rest()] == [False, True]
+
+
 async def test_a_decoupled_model_may_send_no_response(edge: Edge) -> None:
     edge.client.respond = lambda stream: stream.end()
     stream = edge.stream()

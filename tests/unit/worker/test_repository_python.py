@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -13,7 +14,17 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, ModelNotFound, Overloaded, Unavailable, Unsupported
+from dynamo.common.errors import (
+    AlreadyExists,
+    Cancelled,
+    EngineError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    Unavailable,
+    UnknownError,
+    Unsupported,
+)
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.repository import wire
@@ -74,6 +85,153 @@ async def test_a_model_gets_its_arguments_and_finds_its_own_files(tmp_path: Path
     }
 
 
+async def test_a_model_is_a_module_of_the_package_of_its_version(tmp_path: Path) -> None:
+    code = """
+from .beside import VALUE
+from . import deep
+import beside as same
+import pickle
+import triton_python_backend_utils as pb_utils
+
+class Box:
+    pass
+
+class TritonPythonModel:
+    def execute(self, requests):
+        unpickled = pickle.loads(pickle.dumps(Box()))
+        names = [__name__, __package__, deep.__name__, type(unpickled).__module__, str(same.VALUE + VALUE)]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.np.array(names, object))]) for _ in requests]
+"""
+    folder = python_model(
+        tmp_path, "packed", code, X_TO_Y.replace('"y" data_type: TYPE_FP32', '"y" data_type: TYPE_STRING'), version=3
+    )
+    (folder / "3" / "beside.py").write_text("VALUE = 5")
+    (folder / "3" / "deep").mkdir()
+    (folder / "3" / "deep" / "__init__.py").write_text("from ..beside import VALUE")
+    (folder / "3" / "json.py").write_text("raise ImportError('a module of the model hides none of Python')")
+    async with opened(tmp_path, "packed") as models:
+        assert await infer(models, "packed", x(1)) == {"y": [b"3.model", b"3", b"3.deep", b"3.model", b"10"]}
+
+
+async def test_bf16_reaches_a_model_as_such_by_dlpack_and_goes_back(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        outputs = [pb_utils.Tensor.from_dlpack("y", r.inputs()[0].to_dlpack()) for r in requests]
+        assert all(output.triton_dtype() == 14 for output in outputs)
+        return [pb_utils.InferenceResponse([output]) for output in outputs]
+"""
+    )
+    python_model(tmp_path, "half", code, X_TO_Y.replace("TYPE_FP32", "TYPE_BF16"))
+    async with opened(tmp_path, "half") as models:
+        assert await infer(models, "half", x(1, -2.5)) == {"y": [1.0, -2.5]}
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+async def test_a_rescheduled_request_is_executed_again_until_it_is_responded_to(tmp_path: Path, decoupled: bool) -> None:
+    code = (
+        HEAD
+        + f"""
+    def initialize(self, args):
+        self.left = {{}}
+    def execute(self, requests):
+        responses = []
+        for r in requests:
+            count = int(r.inputs()[0].as_numpy()[0])
+            left = self.left[count] = self.left.get(count, count) - 1
+            if left > 0:
+                r.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+                responses.append(None)
+                continue
+            response = pb_utils.InferenceResponse([tensor([count, left])])
+            if {decoupled}:
+                r.get_response_sender().send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            responses.append(response)
+        return None if {decoupled} else responses
+"""
+    )
+    python_model(tmp_path, "again", code, DECOUPLED if decoupled else X_TO_Y)
+    async with opened(tmp_path, "again") as models, asyncio.timeout(60):
+        counts = await asyncio.gather(*(infer(models, "again", x(count)) for count in (50, 3, 1, 20)))
+    assert [response["y"] for response in counts] == [[50, 0], [3, 0], [1, 0], [20, 0]]
+
+
+async def test_a_rescheduled_request_ends_when_its_caller_leaves(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        [r] = requests
+        if r.inputs()[0].as_numpy()[0]:
+            r.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            return [None]
+        return [pb_utils.InferenceResponse([tensor(5)])]
+"""
+    )
+    python_model(tmp_path, "forever", code)
+    async with opened(tmp_path, "forever") as models:
+        forever = asyncio.create_task(infer(models, "forever", x(1)))
+        async with asyncio.timeout(60):
+            assert await infer(models, "forever", x(0)) == {"y": [5.0]}, "others are executed in between"
+            forever.cancel()
+            assert await infer(models, "forever", x(0)) == {"y": [5.0]}
+
+
+async def test_a_final_response_says_so_and_an_end_without_one_says_nothing(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        for r in requests:
+            sender, final = r.get_response_sender(), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            if r.inputs()[0].as_numpy()[0] == 1:
+                sender.send(pb_utils.InferenceResponse([tensor(1)]))
+                sender.send(flags=final)
+            elif r.inputs()[0].as_numpy()[0] == 2:
+                sender.send(pb_utils.InferenceResponse([tensor(1)]))
+                sender.send(pb_utils.InferenceResponse([tensor(2)]), flags=final)
+            else:
+                sender.send(pb_utils.InferenceResponse([]), flags=final)
+"""
+    )
+    python_model(tmp_path, "ending", code, DECOUPLED)
+    async with opened(tmp_path, "ending") as models:
+        ends = [[response.is_final for response in await infer_all(models, "ending", x(kind))] for kind in (1, 2, 3)]
+    assert ends == [[False], [False, True], [True]]
+
+
+async def test_a_response_sender_refuses_what_triton_s_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        [r] = requests
+        sender, final, said = r.get_response_sender(), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL, []
+        response = pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([b"kept"], object))])
+        for arguments in ((), (None, 5), (None, final), (5, final), (response, final), (None, final)):
+            try:
+                sender.send(*arguments)
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+        pb_utils.Logger.log_info(" | ".join(said))
+"""
+    )
+    python_model(tmp_path, "sender", code, X_TO_Y.replace('"y" data_type: TYPE_FP32', '"y" data_type: TYPE_STRING'))
+    async with opened(tmp_path, "sender") as models:
+        assert await infer(models, "sender", x(1)) == {"y": [b"kept"]}
+        [said] = [record.getMessage() for record in caplog.records if " | " in record.getMessage()]
+    assert said.removeprefix("sender: ").split(" | ") == [
+        "TritonModelException: Inference Response object must be provided when the response flags is set to zero.",
+        "TritonModelException: Unable to send response. Unsupported flag provided.",
+        "TritonModelException: Unable to send response. Non-decoupled model cannot send complete final before sending a "
+        "response.",
+        "TypeError: a response must be InferenceResponse, not int",
+        "TritonModelException: Unable to send response. Response sender has been closed.",
+    ]
+
+
 async def test_tensors_of_every_datatype_come_and_go_unchanged(tmp_path: Path) -> None:
     code = (
         HEAD
@@ -107,7 +265,7 @@ async def test_the_parameters_of_a_request_reach_the_model(tmp_path: Path) -> No
         + """
     def execute(self, requests):
         [r] = requests
-        args = [r.request_id(), r.correlation_id(), r.flags(), r.priority(), r.timeout(), r.requested_output_names(),
+        args = [r.request_id(), r.correlation_id(), r.flags(), r.priority(), r.timeout(), sorted(r.requested_output_names()),
                 json.loads(r.parameters()), r.model_name(), r.model_version(), r.is_cancelled()]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([json.dumps(args)], np.object_))], parameters={"n": 3})]
 """
@@ -134,9 +292,11 @@ async def test_an_error_of_a_model_is_that_error_to_its_caller_only(tmp_path: Pa
         return found
 """
     )
-    batching = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 5000000 preferred_batch_size: [ 7 ] }\n"
+    batching = "max_batch_size: 9\ndynamic_batching { max_queue_delay_microseconds: 5000000 preferred_batch_size: [ 9 ] }\n"
     python_model(tmp_path, "picky", model, X_TO_Y + batching)
     kinds = {
+        "UNKNOWN": UnknownError,
+        "ALREADY_EXISTS": AlreadyExists,
         "INTERNAL": EngineError,
         "INVALID_ARG": InvalidRequest,
         "NOT_FOUND": ModelNotFound,
@@ -268,9 +428,14 @@ async def test_a_model_calls_other_models_and_queries_the_repository(tmp_path: P
         inner = pb_utils.InferenceRequest(model_name="double", inputs=inputs, requested_output_names=["y"])
         once = pb_utils.get_output_tensor_by_name(inner.exec(), "y").as_numpy()
         many = pb_utils.InferenceRequest(model_name="counter", inputs=inputs, requested_output_names=["y"])
-        total = sum(float(found.output_tensors()[0].as_numpy()[0]) for found in many.exec(decoupled=True))
+        *counted, end = many.exec(decoupled=True)
+        assert not end.output_tensors() and not end.has_error()
+        total = sum(float(response.output_tensors()[0].as_numpy()[0]) for response in counted)
+        plain = many.exec()
+        assert plain.has_error() and "Please use 'decoupled=True'" in plain.error().message(), plain.error()
         bad = pb_utils.InferenceRequest(model_name="missing", inputs=inputs, requested_output_names=["y"]).exec()
-        assert bad.has_error() and bad.error().code() == pb_utils.TritonError.NOT_FOUND, bad.error()
+        assert bad.error().code() == pb_utils.TritonError.INTERNAL
+        assert bad.error().message().endswith("Failed for execute the inference request. Model 'missing' is not ready.")
         ready = [pb_utils.is_model_ready("double"), pb_utils.is_model_ready("double", "2"), pb_utils.is_model_ready("missing")]
         return [pb_utils.InferenceResponse([tensor([*once, total, *ready])])]
 """
@@ -529,13 +694,14 @@ async def test_a_model_that_does_not_read_what_it_called_stops_the_called_model(
     def execute(self, requests):
         [r] = requests
         def call(count):
-            return pb_utils.InferenceRequest(model_name="threaded", inputs=[tensor(count, "x")]).exec(decoupled=True)
+            request = pb_utils.InferenceRequest(model_name="threaded", inputs=[tensor(count, "x")], requested_output_names=["y"])
+            return request.exec(decoupled=True)
         slow = call(-5000)
         first = next(slow)
-        beside = len(list(call(2000)))
-        [last] = call(1)
+        beside = len([response for response in call(2000) if response.output_tensors()])
+        last, end = call(1)
         sent = last.output_tensors()[0].as_numpy()[0]
-        return [pb_utils.InferenceResponse([tensor([beside, sent, 1 + len(list(slow))])])]
+        return [pb_utils.InferenceResponse([tensor([beside, sent, len(list(slow))])])]
 """
     )
     python_model(tmp_path, "caller", code)
@@ -547,16 +713,16 @@ async def test_a_model_that_does_not_read_what_it_called_stops_the_called_model(
     assert sent <= 3 * wire.RESPONSE_WINDOW, "one window of the caller, and two of the model that it called"
 
 
-@pytest.mark.parametrize("response", ["next(many.exec(decoupled=True))", "many.exec(decoupled=True)", "many.exec()"])
+@pytest.mark.parametrize("response", ["next(many.exec(decoupled=True))", "many.exec(decoupled=True)"])
 async def test_responses_that_a_caller_leaves_unread_are_cancelled(tmp_path: Path, response: str) -> None:
     code = (
         HEAD
         + f"""
     def execute(self, requests):
         def wait_until(state):
-            response = pb_utils.InferenceRequest(model_name="endless", inputs=[tensor(state, "x")]).exec()
-            return response.output_tensors()
-        many = pb_utils.InferenceRequest(model_name="endless", inputs=[tensor(-1, "x")])
+            request = pb_utils.InferenceRequest(model_name="endless", inputs=[tensor(state, "x")], requested_output_names=["y"])
+            return next(request.exec(decoupled=True)).output_tensors()
+        many = pb_utils.InferenceRequest(model_name="endless", inputs=[tensor(-1, "x")], requested_output_names=["y"])
         response = {response}
         wait_until(0)
         del response
@@ -657,12 +823,10 @@ async def test_a_load_failure_names_its_reason(tmp_path: Path, code: str, reason
 @pytest.mark.parametrize(
     ("returned", "reason"),
     [
-        ("[]", "returned 0 responses for 1 requests"),
-        ("None", "returned a NoneType"),
-        ("[5]", "instead of an InferenceResponse"),
-        ("1 / 0", "ZeroDivisionError"),
-        ("[pb_utils.InferenceResponse([tensor([[1]])])]", "in shape"),
-        ("[pb_utils.InferenceResponse([pb_utils.Tensor('y', np.array([1], np.int8))])]", "as INT8"),
+        ("[]", "InferenceRequest.s. size is:1, and InferenceResponse.s. size is:0"),
+        ("None", "Expected a list in the execute return, found type '<class 'NoneType'>'"),
+        ("[5]", "Expected an 'InferenceResponse' object in the execute function return list, found type '<class 'int'>'"),
+        ("1 / 0", "Failed to process the request.s. for model 'wrong_0_0', message: ZeroDivisionError: division by zero"),
     ],
 )
 async def test_a_malformed_response_fails_its_request(tmp_path: Path, returned: str, reason: str) -> None:
@@ -671,6 +835,32 @@ async def test_a_malformed_response_fails_its_request(tmp_path: Path, returned: 
         for _ in range(2):
             with pytest.raises(EngineError, match=reason):
                 await infer(models, "wrong", x(1))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "given", "about"),
+    [
+        ("tensor([[1]])", {"y": [[1.0]]}, "gave its output 'y' in shape [1, 1]; it declares [-1]"),
+        ("pb_utils.Tensor('y', np.array([1], np.int8))", {"y": [1]}, "gave its output 'y' as INT8; it declares FP32"),
+        ("pb_utils.Tensor('y', np.array(2, np.float32))", {"y": 2.0}, "gave its output 'y' in shape []; it declares [-1]"),
+        ("pb_utils.Tensor('z', np.array([1], np.int8))", {}, "did not give its output 'y'"),
+        ("", {}, "did not give its output 'y'"),
+    ],
+)
+async def test_outputs_other_than_declared_are_logged_once_and_passed_on_or_are_errors_on_demand(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, outputs: str, given: dict[str, object], about: str
+) -> None:
+    code = (
+        HEAD + f"    def execute(self, requests):\n        return [pb_utils.InferenceResponse([{outputs}]) for _ in requests]\n"
+    )
+    python_model(tmp_path, "loose", code)
+    async with opened(tmp_path, "loose") as models:
+        for _ in range(2):
+            assert await infer(models, "loose", x(1)) == given
+        assert [record.getMessage().count(about) for record in caplog.records if record.levelname == "WARNING"] == [1]
+    async with opened(tmp_path, "loose", strict_outputs=True) as models:
+        with pytest.raises(EngineError, match=re.escape(about)):
+            await infer(models, "loose", x(1))
 
 
 async def test_a_model_completes_its_configuration(tmp_path: Path) -> None:

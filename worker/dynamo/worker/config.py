@@ -112,6 +112,13 @@ class RepositoryOptions:
         env=("DYN_EXIT_ON_ERROR",),
         help="Do not start if a model does not load. Off, such a model is shown as unavailable, with the reason.",
     )
+    strict_outputs: bool = option(
+        False,
+        flags=("--strict-model-outputs",),
+        env=("DYN_STRICT_MODEL_OUTPUTS",),
+        help="Fail requests whose Python model gives outputs in another datatype or shape than declared, or not at all. Off, "
+        "they are logged, counted and passed on, as Triton does.",
+    )
     path_roots: tuple[str, ...] = option(
         (),
         flags=("--model-path-root",),

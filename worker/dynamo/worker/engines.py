@@ -143,6 +143,7 @@ def make_repository(options: RepositoryOptions, folders: tuple[Path, ...], drain
     settings = RepositorySettings(
         folders=tuple(folder.expanduser().resolve() for folder in folders),
         auto_complete=options.auto_complete,
+        strict_outputs=options.strict_outputs,
         default_max_batch_size=options.default_max_batch_size,
         drain_s=drain_s,
         path_roots=options.path_roots,

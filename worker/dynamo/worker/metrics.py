@@ -40,6 +40,7 @@ class WorkerMetrics:
         self.output_tokens = self._counter("output_tokens", "Generated tokens.")
         self.cancellations = self._counter("cancellation", "Requests cancelled.")
         self.errors = self._counter("errors", "Requests that failed.", (*_BY_MODEL, "error_type"))
+        self.mismatches = self._counter("output_mismatches", "Responses of tensor models with an output other than declared.")
         self.waiting = self._gauge("waiting_requests", "Requests waiting for the engine.")
         self.running = self._gauge("running_requests", "Requests the engine works on.")
         self.queued_tokens = self._gauge("queued_prefill_tokens", "Prompt tokens that the engine has yet to compute.")
@@ -88,7 +89,12 @@ class WorkerModelMetrics:
         self._response_bytes = tally.amount(worker.response_bytes.labels(*labels))
         self._duration = tally.spread(worker.duration, *labels)
         self._cancellations = tally.amount(worker.cancellations.labels(*labels))
+        self._mismatches = tally.amount(worker.mismatches.labels(*labels))
         self._generations: _Generations | None = None
+
+    def output_mismatch(self) -> None:
+        """Count a response with an output other than declared."""
+        self._mismatches.value += 1
 
     def started(self, request_bytes: int) -> None:
         self._requests.value += 1

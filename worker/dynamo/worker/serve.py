@@ -182,6 +182,11 @@ class Service:
                     self._llm.pop(name, None)
                     self._left.add(name)
 
+    def count_output_mismatch(self, model: str) -> None:
+        """Count a response of `model` with an output other than declared."""
+        if (measured := self._measured.get(model)) is not None:
+            measured.output_mismatch()
+
     def _not_served(self, model: str) -> DynamoError:
         return NoInstances(model) if model in self._left else ModelNotFound(model)
 

@@ -53,6 +53,9 @@ class RepositoryControl:
     def statistics(self, model: str, version: str) -> VersionStatistics | None:
         return next((served.statistics.get(version) for served in self._service.models if served.card.name == model), None)
 
+    def count_output_mismatch(self, model: str) -> None:
+        self._service.count_output_mismatch(model)
+
     # Verbs
 
     async def load(self, incoming: IncomingRequest) -> None:

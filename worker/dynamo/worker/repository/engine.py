@@ -11,13 +11,14 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.repository import ControlMode
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensor_response import FINAL_RESPONSE
 from dynamo.common.tensors import Buffer, from_numpy
 from dynamo.protos.inference_pb2 import ModelInferResponse
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.python import read_inputs
 from dynamo.worker.repository.execution import ModelRequest, ModelResult, closing, from_parameter, to_parameter
 from dynamo.worker.repository.layout import Fingerprint
-from dynamo.worker.repository.loaded import LoadedModel
+from dynamo.worker.repository.loaded import LoadedModel, output_datatype
 from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,10 @@ class RepositoryEngine:
 async def _responses(model: LoadedModel, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
     async with closing(model.run(_to_model_request(request, context))) as responses:
         async for response in responses:
-            yield _to_tensor_response(response, model.datatypes)
+            made = _to_tensor_response(response, model.datatypes)
+            if response.is_final:
+                made.head.parameters[FINAL_RESPONSE].bool_param = True
+            yield made
 
 
 def _to_model_request(request: TensorRequest, context: Context) -> ModelRequest:
@@ -95,6 +99,7 @@ def _to_model_request(request: TensorRequest, context: Context) -> ModelRequest:
         context,
         tuple(output.name for output in head.outputs),
         {name: to_parameter(value) for name, value in head.parameters.items()} if head.parameters else {},
+        head.id,
     )
 
 
@@ -102,7 +107,7 @@ def _to_tensor_response(response: ModelResult, datatypes: Mapping[str, str]) -> 
     head = ModelInferResponse()
     raws: list[Buffer] = []
     for name, array in response.outputs.items():
-        datatype, raw = from_numpy(array, datatypes[name])
+        datatype, raw = from_numpy(array, output_datatype(array, datatypes[name]))
         head.outputs.add(name=name, datatype=datatype, shape=array.shape)
         raws.append(raw)
     for name, value in response.parameters.items():

@@ -85,7 +85,7 @@ class Ensemble:
             elif name not in optional:
                 raise EngineError(f"ensemble '{self._name}' has no tensor '{source}', which model '{step.model_name}' needs")
         context = replace(request.context, version="", timings=RequestTimings())
-        model_request = ModelRequest(inputs, context, tuple(step.output_map), request.parameters)
+        model_request = ModelRequest(inputs, context, tuple(step.output_map), request.parameters, request.id)
         async with closing(self._models.run(step.model_name, _version(step), model_request)) as responses:
             async for response in responses:
                 for name, target in step.output_map.items():

@@ -27,12 +27,16 @@ class ModelRequest:
     outputs: Sequence[str] = ()
     """The names of the requested outputs; empty: all."""
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    id: str = ""
+    """As the client named it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelResult:
     outputs: Arrays
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    is_final: bool = True
+    """False: more may follow. The end may also come by itself, after the last."""
 
 
 class Executable(Protocol):

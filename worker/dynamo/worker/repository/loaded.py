@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound
-from dynamo.common.model_card import ModelCard
+from dynamo.common.model_card import ModelCard, TensorSpec
 from dynamo.common.tensors import Array, datatype_of_array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
@@ -17,15 +18,26 @@ from dynamo.worker.engine.declaration import from_model_config
 from dynamo.worker.repository.execution import Arrays, Executable, ModelRequest, ModelResult, Streams, closing
 from dynamo.worker.repository.model_config import Reshape
 
+OnMismatch: TypeAlias = Callable[[str, str], None]
+"""Called with a model and a sentence about outputs of it that are not as declared. What it raises fails the request."""
+
 
 class LoadedModel:
     """One model of the repository as it is served. Its requests run to their end when another version of it takes its place."""
 
-    def __init__(self, config: ModelConfig, folder: Path, versions: Mapping[str, Executable], files: AsyncExitStack) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        folder: Path,
+        versions: Mapping[str, Executable],
+        files: AsyncExitStack,
+        on_mismatch: OnMismatch,
+    ) -> None:
         """`files` is closed with the model: it holds the temporary folder, if there is one.
 
         Raises InvalidRequest if `config` contradicts itself.
         """
+        self._on_mismatch = on_mismatch
         self._files = files
         self.config = config
         self.card = make_card(config, folder, tuple(versions))
@@ -78,7 +90,7 @@ class LoadedModel:
         self._begin()
         try:
             response = await executable.respond(self._reshaped(request))
-            return ModelResult(self._checked(response.outputs), response.parameters)
+            return ModelResult(self._checked(response.outputs, request.outputs), response.parameters)
         finally:
             self._end()
 
@@ -92,7 +104,8 @@ class LoadedModel:
         try:
             async with closing(executable.stream(self._reshaped(request))) as responses:
                 async for response in responses:
-                    yield ModelResult(self._checked(response.outputs), response.parameters)
+                    outputs = self._checked(response.outputs, () if response.outputs else None)
+                    yield ModelResult(outputs, response.parameters, response.is_final)
         finally:
             self._end()
 
@@ -117,26 +130,37 @@ class LoadedModel:
             return request
         return replace(request, inputs={name: self._reshape.input(name, array) for name, array in request.inputs.items()})
 
-    def _checked(self, outputs: Arrays) -> dict[str, Array]:
-        """Return the declared outputs in their declared shapes. Raises EngineError."""
+    def _checked(self, outputs: Arrays, wanted: Collection[str] | None) -> dict[str, Array]:
+        """Return the declared outputs in their declared shapes, as far as the model gave them.
+
+        As in Triton, those that the model gave in another datatype or shape are returned as they are, and missing ones are
+        left out; `on_mismatch` is called then. `wanted`: the requested outputs; empty: all; None: the model may give none.
+        """
         checked = {}
         for name, array in outputs.items():
             spec = self._outputs.get(name)
-            if spec is None:
-                continue  # as Triton does
-            try:
-                array = self._reshape.output(name, array)
-                datatype = datatype_of_array(array).name
-            except InvalidRequest as error:
-                raise EngineError(f"model '{self.name}': {error}") from error
-            if datatype != spec.datatype and not (spec.datatype == "BF16" and datatype in ("FP32", "UINT16")):
-                raise EngineError(f"model '{self.name}' gave its output '{name}' as {datatype}; it declares {spec.datatype}")
-            if array.ndim != len(spec.shape) or any(w not in (-1, h) for w, h in zip(spec.shape, array.shape, strict=True)):
-                raise EngineError(
-                    f"model '{self.name}' gave its output '{name}' in shape {list(array.shape)}; it declares {list(spec.shape)}"
-                )
-            checked[name] = array
+            if spec is not None:
+                checked[name] = self._checked_output(spec, array)
+        if wanted is not None:
+            for name in wanted or self._outputs:
+                if name not in checked:
+                    self._on_mismatch(self.name, f"model '{self.name}' did not give its output '{name}'")
         return checked
+
+    def _checked_output(self, spec: TensorSpec, array: Array) -> Array:
+        try:
+            array = self._reshape.output(spec.name, array)
+        except InvalidRequest as error:
+            self._on_mismatch(self.name, f"model '{self.name}': {error}")
+        datatype = output_datatype(array, spec.datatype)
+        if datatype != spec.datatype:
+            self._on_mismatch(
+                self.name, f"model '{self.name}' gave its output '{spec.name}' as {datatype}; it declares {spec.datatype}"
+            )
+        if array.ndim != len(spec.shape) or any(w not in (-1, h) for w, h in zip(spec.shape, array.shape, strict=True)):
+            shapes = f"in shape {list(array.shape)}; it declares {list(spec.shape)}"
+            self._on_mismatch(self.name, f"model '{self.name}' gave its output '{spec.name}' {shapes}")
+        return array
 
     async def drained(self) -> None:
         """Return when no request is open."""
@@ -145,6 +169,15 @@ class LoadedModel:
     async def close(self) -> None:
         await asyncio.gather(*(executable.close() for executable in self._versions.values()))
         await self._files.aclose()
+
+
+def output_datatype(array: Array, declared: str) -> str:
+    """Return the datatype of an output, whose model declares this one. BF16 comes as float32 or as bits. Raises EngineError."""
+    try:
+        datatype = datatype_of_array(array).name
+    except InvalidRequest as error:
+        raise EngineError(str(error)) from error
+    return declared if declared == "BF16" and datatype in ("FP32", "UINT16") else datatype
 
 
 def make_card(config: ModelConfig, folder: Path, versions: tuple[str, ...]) -> ModelCard:

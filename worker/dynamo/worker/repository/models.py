@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dynamo.common.background import Tasks
-from dynamo.common.errors import DynamoError, InvalidRequest, ModelNotFound, Unavailable, Unsupported
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, Unavailable, Unsupported
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import check_name
 from dynamo.common.repository import MAX_REASON_CHARS, IndexEntry, LoadRequest, ModelState
@@ -43,6 +43,8 @@ from dynamo.worker.statistics import VersionStatistics
 log = logging.getLogger(__name__)
 
 _LOADS_AT_ONCE = 4
+_MAX_MISMATCHES = 16
+"""Log lines about outputs of one model that are not as declared."""
 
 
 class Host(Protocol):
@@ -62,6 +64,10 @@ class Host(Protocol):
 
     def statistics(self, model: str, version: str) -> VersionStatistics | None: ...
 
+    def count_output_mismatch(self, model: str) -> None:
+        """Count a response with an output other than declared."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositorySettings:
@@ -74,6 +80,8 @@ class RepositorySettings:
     path_max_bytes: int = 16 * 2**30
     on_request: bool = True
     """Whether requests may load and unload models."""
+    strict_outputs: bool = False
+    """Whether a request fails whose model gives outputs that are not as declared."""
 
 
 @dataclass(slots=True)
@@ -92,6 +100,8 @@ class RepositoryModels:
         self._paths = ModelPaths(settings.path_roots, settings.path_max_bytes)
         self._loaded: dict[str, LoadedModel] = {}
         self._states: dict[str, _State] = {}
+        self._mismatches: dict[str, set[str]] = {}
+        """The sentences that were logged about outputs of a model."""
         self._retiring = Tasks()
         self._lock = asyncio.Lock()
         self._host: Host | None = None
@@ -199,6 +209,17 @@ class RepositoryModels:
         if statistics is not None:
             statistics.succeeded(time.perf_counter_ns() - start, context.timings)
 
+    def _on_mismatch(self, model: str, what: str) -> None:
+        """Count and log, each sentence once, that outputs are not as declared. Raises EngineError if they have to be."""
+        if self._host is not None:
+            self._host.count_output_mismatch(model)
+        if self._settings.strict_outputs:
+            raise EngineError(what)
+        logged = self._mismatches.setdefault(model, set())
+        if what not in logged and len(logged) < _MAX_MISMATCHES:
+            logged.add(what)
+            log.warning("%s; it is passed on as it is", what)
+
     async def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
         self._check_change()
         await self.load_model(LoadRequest(model=model, config=config, files=files))
@@ -304,7 +325,7 @@ class RepositoryModels:
                 log.warning("model %s: its configuration has %s, which is not acted on", request.model, ", ".join(ignored))
             loaded = await _open_versions(backend, config, folder, versions)
             try:
-                model = LoadedModel(config, folder, loaded, files)
+                model = LoadedModel(config, folder, loaded, files, self._on_mismatch)
                 await warm_up(model, folder)
             except BaseException:
                 await asyncio.gather(*(executable.close() for executable in loaded.values()))
@@ -384,6 +405,7 @@ class RepositoryModels:
         except InvalidRequest:
             self._retire(model)
             raise
+        self._mismatches.pop(model.name, None)
         former = self._loaded.get(model.name)
         self._loaded[model.name] = model
         self._states[model.name] = _State(ModelState.READY, "", model.card.versions)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from dynamo.worker.repository import wire
+from dynamo.worker.repository import dlpack, wire
 from dynamo.worker.repository.wire import Array, Parameter
 
 Lend: TypeAlias = Callable[[int, wire.TensorHead, wire.Buffer], wire.TensorHead]
@@ -29,12 +29,19 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
-TRITONSERVER_MEMORY_CPU = 0
-TRITONSERVER_MEMORY_CPU_PINNED = 1
-TRITONSERVER_MEMORY_GPU = 2
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
+
+
+class MemoryType(IntEnum):
+    TRITONSERVER_MEMORY_GPU = 0
+    TRITONSERVER_MEMORY_CPU = 1
+
+
+TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
+TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
 
 TRITON_STRING_TO_NUMPY: dict[str, Any] = {
-    "TYPE_BOOL": np.bool_,
+    "TYPE_BOOL": bool,
     "TYPE_UINT8": np.uint8,
     "TYPE_UINT16": np.uint16,
     "TYPE_UINT32": np.uint32,
@@ -48,6 +55,7 @@ TRITON_STRING_TO_NUMPY: dict[str, Any] = {
     "TYPE_FP64": np.float64,
     "TYPE_STRING": np.object_,
 }
+_BF16 = "TYPE_BF16"
 _NUMPY_TO_TRITON_STRING = {np.dtype(kind): text for text, kind in TRITON_STRING_TO_NUMPY.items()}
 
 
@@ -55,9 +63,7 @@ class TritonModelException(Exception):
     """Raised by a model, or by this module, for a request or configuration that cannot be used."""
 
 
-class TritonError:
-    """The error of a request: a message and a code."""
-
+class ErrorCode(IntEnum):
     UNKNOWN = 0
     INTERNAL = 1
     NOT_FOUND = 2
@@ -67,46 +73,83 @@ class TritonError:
     ALREADY_EXISTS = 6
     CANCELLED = 7
 
-    def __init__(self, message: str, code: int = INTERNAL) -> None:
-        self._message = str(message)
+
+def _need(what: str, value: object, kind: type | tuple[type, ...]) -> None:
+    """Raise TypeError, as Triton's classes do for an argument of a wrong type."""
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise TypeError(f"{what} must be {' or '.join(one.__name__ for one in kinds)}, not {type(value).__name__}")
+
+
+class TritonError:
+    """The error of a request: a message and a code."""
+
+    UNKNOWN = ErrorCode.UNKNOWN
+    INTERNAL = ErrorCode.INTERNAL
+    NOT_FOUND = ErrorCode.NOT_FOUND
+    INVALID_ARG = ErrorCode.INVALID_ARG
+    UNAVAILABLE = ErrorCode.UNAVAILABLE
+    UNSUPPORTED = ErrorCode.UNSUPPORTED
+    ALREADY_EXISTS = ErrorCode.ALREADY_EXISTS
+    CANCELLED = ErrorCode.CANCELLED
+
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
+        _need("the message of a TritonError", message, str)
+        _need("the code of a TritonError", code, ErrorCode)
+        self._message = message
         self._code = code
 
     def message(self) -> str:
         return self._message
 
-    def code(self) -> int:
+    def code(self) -> ErrorCode:
         return self._code
 
-    def __str__(self) -> str:
-        return self._message
-
     def __repr__(self) -> str:
-        return f"TritonError({self._message!r}, code={self._code})"
+        return f"TritonError({self._message!r}, code={self._code!r})"
 
 
 class Tensor:
     """A named array."""
 
-    def __init__(self, name: str, array: Any) -> None:
+    def __init__(self, name: str, array: Array) -> None:
+        _need("the name of a tensor", name, str)
+        _need(f"the value of tensor '{name}'", array, np.ndarray)
+        if not name:
+            raise TritonModelException("Tensor name cannot be an empty string.")
         self._name = name
-        self._array: Array = np.asarray(array)
-        if self._array.dtype.kind in "SU":
-            self._array = self._array.astype(np.object_)
-        self._datatype = datatype_of(name, self._array)
+        self._array: Array = np.asarray(array, order="C")
+        self._datatype = datatype_of(array)
+
+    @classmethod
+    def received(cls, name: str, array: Array, datatype: str = "") -> Tensor:
+        """Make a tensor of an array with a datatype that is not known to need a check."""
+        tensor = cls.__new__(cls)
+        tensor._name, tensor._array = name, array
+        tensor._datatype = datatype or datatype_of(array)
+        return tensor
 
     @classmethod
     def from_dlpack(cls, name: str, tensor: Any) -> Tensor:
-        """Make a tensor from one of another library in CPU memory."""
-        if not hasattr(tensor, "__dlpack__"):
-            raise TritonModelException("from_dlpack takes an object with __dlpack__, not a bare capsule")
-        return cls(name, np.from_dlpack(tensor))
+        """Make a tensor from a DLPack capsule, or a tensor of another library, in the CPU's memory. BF16 becomes float32."""
+        try:
+            array, is_bf16 = dlpack.from_dlpack(tensor)
+        except TypeError as error:
+            raise TritonModelException(
+                "Provided tensor is not supported. Tensor must be a DLPack capsule or have `__dlpack__` and `__dlpack_device__` "
+                f"attributes: {error}"
+            ) from error
+        except ValueError as error:
+            raise TritonModelException(f"tensor '{name}' cannot be read by DLPack: {error}") from error
+        return cls.received(name, np.asarray(array, order="C"), _BF16 if is_bf16 else "")
 
     def to_dlpack(self) -> Any:
         return self.__dlpack__()
 
     def __dlpack__(self, *, stream: object = None) -> Any:
-        array = self._array if self._array.flags.writeable else self._array.copy()
-        return array.__dlpack__()
+        if self._datatype == "TYPE_STRING":
+            raise TritonModelException("DLPack does not have support for string tensors.")
+        return dlpack.to_dlpack(self._array, is_bf16=self._datatype == _BF16)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)
@@ -115,11 +158,12 @@ class Tensor:
         return self._name
 
     def as_numpy(self) -> Array:
+        """Return the array. That of a BF16 tensor is float32."""
         return self._array
 
     def triton_dtype(self) -> int:
         """The number of the datatype in model configurations."""
-        return list(TRITON_STRING_TO_NUMPY).index(self._datatype) + 1
+        return (*TRITON_STRING_TO_NUMPY, _BF16).index(self._datatype) + 1
 
     def shape(self) -> list[int]:
         return list(self._array.shape)
@@ -128,11 +172,11 @@ class Tensor:
         return True
 
 
-def datatype_of(name: str, array: Array) -> str:
+def datatype_of(array: Array) -> str:
     """Return the datatype of an array as configurations name it. Raises TritonModelException if there is none."""
-    text = _NUMPY_TO_TRITON_STRING.get(array.dtype)
+    text = "TYPE_STRING" if array.dtype.kind == "S" else _NUMPY_TO_TRITON_STRING.get(array.dtype)
     if text is None:
-        raise TritonModelException(f"tensor '{name}' is an array of {array.dtype}, which has no datatype")
+        raise TritonModelException(f"NumPy dtype is not supported: {array.dtype}.")
     return text
 
 
@@ -145,14 +189,11 @@ class InferenceResponse:
         error: TritonError | None = None,
         parameters: Mapping[str, Parameter] | str | None = None,
     ) -> None:
-        for tensor in output_tensors:
-            if not isinstance(tensor, Tensor):
-                raise TritonModelException(f"an output must be a Tensor, not a {type(tensor).__name__}")
-        if error is not None and not isinstance(error, TritonError):
-            raise TritonModelException(f"an error must be a TritonError, not a {type(error).__name__}")
-        self._tensors = list(output_tensors)
+        self._tensors = _tensors_of(output_tensors)
+        if error is not None:
+            _need("the error of a response", error, TritonError)
         self._error = error
-        self._parameters = dict(json.loads(parameters) if isinstance(parameters, str) else parameters or {})
+        self._parameters = _parameters_of(parameters)
 
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
@@ -178,12 +219,33 @@ class InferenceResponse:
         return wire.Response(number=number, outputs=outputs, final=final, parameters=self._parameters), raws
 
 
+def _tensors_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    _need("the tensors", tensors, (list, tuple))
+    for tensor in tensors:
+        _need("each of the tensors", tensor, Tensor)
+    return list(tensors)
+
+
+def _parameters_of(parameters: Mapping[str, Parameter] | str | None) -> dict[str, Parameter]:
+    """Return checked parameters, which may come as JSON. Raises TritonModelException for a value of a wrong type."""
+    given = dict(json.loads(parameters) if isinstance(parameters, str) else parameters or {})
+    for value in given.values():
+        if not isinstance(value, bool | int | str):
+            raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
+    return given
+
+
 class PreferredMemory:
     """Where a caller wants tensors. All tensors are in CPU memory here."""
 
-    def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
+    def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
+        _need("the preferred memory type", preferred_memory_type, MemoryType)
         self.preferred_memory_type = preferred_memory_type
         self.preferred_device_id = preferred_device_id
+
+
+class InferenceTrace:
+    """The trace of a request, to be handed on to requests of other models."""
 
 
 class InferenceRequest:
@@ -194,36 +256,45 @@ class InferenceRequest:
         request_id: str = "",
         correlation_id: int | str = 0,
         inputs: Sequence[Tensor] = (),
-        requested_output_names: Sequence[str] = (),
-        model_name: str = "",
+        requested_output_names: Sequence[str] | None = None,
+        model_name: str | None = None,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
         preferred_memory: PreferredMemory | None = None,
-        trace: object = None,
+        trace: InferenceTrace | None = None,
         parameters: Mapping[str, Parameter] | str | None = None,
     ) -> None:
-        self._inputs = list(inputs)
+        _need("the model_name of a request", model_name, str)
+        _need("the requested_output_names", requested_output_names, (list, tuple, set, frozenset))
+        if not isinstance(correlation_id, int | str):
+            raise TritonModelException("Correlation ID must be integer or string")
+        if preferred_memory is not None:
+            _need("the preferred memory", preferred_memory, PreferredMemory)
+        self._inputs = _tensors_of(inputs)
         self._preferred_memory = preferred_memory
-        self._trace = trace
+        self._trace = trace or InferenceTrace()
         self._head = wire.RequestHead(
             number=0,
-            model=model_name,
+            model=model_name or "",
             version="" if int(model_version) < 1 else str(model_version),
             request_id=request_id,
             correlation_id=correlation_id,
             flags=flags,
             timeout_us=timeout,
-            parameters=dict(json.loads(parameters) if isinstance(parameters, str) else parameters or {}),
-            outputs=tuple(requested_output_names),
+            parameters=_parameters_of(parameters),
+            outputs=tuple(requested_output_names or ()),
         )
         self._sender: InferenceResponseSender | None = None
+        self._release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     @classmethod
     def arrived(cls, head: wire.RequestHead, inputs: Sequence[Tensor], sender: InferenceResponseSender) -> InferenceRequest:
         request = cls.__new__(cls)  # one for each request of a client: its head is there already
         request._inputs, request._head, request._sender = list(inputs), head, sender
-        request._preferred_memory = request._trace = None
+        request._preferred_memory = None
+        request._trace = _TRACE
+        request._release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
         return request
 
     def inputs(self) -> list[Tensor]:
@@ -235,8 +306,9 @@ class InferenceRequest:
     def correlation_id(self) -> int | str:
         return self._head.correlation_id
 
-    def requested_output_names(self) -> list[str]:
-        return list(self._head.outputs)
+    def requested_output_names(self) -> set[str]:
+        """Return the names of the outputs that the caller wants; all if it named none."""
+        return set(self._head.outputs or (self._sender.outputs if self._sender is not None else ()))
 
     def model_name(self) -> str:
         return self._head.model
@@ -264,16 +336,36 @@ class InferenceRequest:
     def preferred_memory(self) -> PreferredMemory | None:
         return self._preferred_memory
 
-    def trace(self) -> object:
+    def trace(self) -> InferenceTrace:
         return self._trace
+
+    def set_release_flags(self, flags: int) -> None:
+        """With TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, `execute` gets the request again; it returns None for it now."""
+        _need("the release flags", flags, int)
+        self._release_flags = flags
+
+    @property
+    def is_rescheduled(self) -> bool:
+        return self._release_flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+
+    def reschedules(self) -> bool:
+        """Return whether `execute` gets the request again, which it then has to demand anew."""
+        is_rescheduled = self.is_rescheduled
+        self._release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
+        return is_rescheduled
 
     def is_cancelled(self) -> bool:
         return self._sender is not None and self._sender.is_cancelled()
 
     def get_response_sender(self) -> InferenceResponseSender:
+        sender = self.sender
+        sender.taken = True
+        return sender
+
+    @property
+    def sender(self) -> InferenceResponseSender:
         if self._sender is None:
             raise TritonModelException("only a request that came from outside has a response sender")
-        self._sender.taken = True
         return self._sender
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
@@ -289,9 +381,11 @@ class InferenceRequest:
         return await call.awaited()
 
     def _call(self, decoupled: bool) -> CallInProgress:
-        if not self._head.model:
-            raise TritonModelException("a request to another model needs its model_name")
         return channel().call(self._head, self._inputs, decoupled=decoupled)
+
+
+_TRACE = InferenceTrace()
+"""Of every request: there is nothing in it."""
 
 
 class CallInProgress:
@@ -345,8 +439,6 @@ class ResponseIterator:
             raise StopIteration
         head, tensors = self._call.next()
         self._ended = head.final
-        if head.final and not tensors and head.error is None:
-            raise StopIteration
         self._read += 1
         if self._read % (wire.RESPONSE_WINDOW // 2) == 0 and not self._ended:
             self._call.grant(self._read + wire.RESPONSE_WINDOW)
@@ -358,18 +450,22 @@ class ResponseIterator:
 
 
 def _to_response(head: wire.Response, tensors: list[Tensor]) -> InferenceResponse:
-    error = None if head.error is None else TritonError(head.error, head.code)
+    error = None if head.error is None else TritonError(head.error, ErrorCode(head.code))
     return InferenceResponse(tensors, error, head.parameters)
 
 
 class InferenceResponseSender:
     """Sends the responses of one request, from any thread."""
 
-    def __init__(self, number: int, channel: Channel) -> None:
+    def __init__(self, number: int, channel: Channel, outputs: Sequence[str] = (), *, decoupled: bool = True) -> None:
+        """`outputs`: the names of all outputs of the model."""
         self.taken = False
         """Whether the model responds through the sender, rather than by the return value of `execute`."""
+        self.outputs = outputs
         self._number = number
         self._channel = channel
+        self._decoupled = decoupled
+        self._has_responded = False
         self._closed = False
         self._lock = threading.Lock()
 
@@ -378,9 +474,13 @@ class InferenceResponseSender:
 
         Blocks while the caller has many responses to read, except on an event loop.
         """
-        final = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        if response is not None:
+            _need("a response", response, InferenceResponse)
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException("Unable to send response. Unsupported flag provided.")
+        final = flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL
         if response is None and not final:
-            raise TritonModelException("send needs a response, or the flag TRITONSERVER_RESPONSE_COMPLETE_FINAL")
+            raise TritonModelException("Inference Response object must be provided when the response flags is set to zero.")
         if not final:
             self._channel.wait_for_credit(self._number)  # before the lock, which `fail` must get
         with self._lock:
@@ -393,8 +493,17 @@ class InferenceResponseSender:
 
     def _prepare(self, response: InferenceResponse | None, *, final: bool) -> tuple[wire.Response, list[wire.Buffer]]:
         if self._closed:
-            raise TritonModelException("the last response to this request has been sent already")
-        message = (response or InferenceResponse()).to_wire(self._number, final=final, lend=self._channel.lend)
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        message: tuple[wire.Response, list[wire.Buffer]]
+        if response is not None:
+            message = response.to_wire(self._number, final=final, lend=self._channel.lend)
+        elif self._decoupled or self._has_responded:
+            message = wire.Response(number=self._number, only_ends=True), []
+        else:
+            raise TritonModelException(
+                "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
+            )
+        self._has_responded = True
         self._closed = final
         if final:
             self._channel.over(self._number)
@@ -410,6 +519,15 @@ class InferenceResponseSender:
 
     def is_cancelled(self) -> bool:
         return self._channel.is_cancelled(self._number)
+
+    def dropped_if_cancelled(self) -> bool:
+        """Return whether the caller has left. Then nothing more can be sent."""
+        if not self.is_cancelled():
+            return False
+        with self._lock:
+            self._closed = True
+            self._channel.over(self._number)
+        return True
 
 
 class Channel(Protocol):
@@ -454,15 +572,14 @@ def channel() -> Channel:
     return _CHANNEL[0]
 
 
-class LogLevel(IntEnum):
-    INFO = 0
-    WARNING = 1
-    ERROR = 2
-    VERBOSE = 3
-
-
 class Logger:
     """Writes to the worker's log."""
+
+    class LogLevel(IntEnum):
+        INFO = 0
+        WARNING = 1
+        ERROR = 2
+        VERBOSE = 3
 
     INFO = LogLevel.INFO
     WARNING = LogLevel.WARNING
@@ -470,80 +587,117 @@ class Logger:
     VERBOSE = LogLevel.VERBOSE
 
     @staticmethod
-    def log(message: str, level: int = LogLevel.INFO) -> None:
-        levels = {LogLevel.WARNING: logging.WARNING, LogLevel.ERROR: logging.ERROR, LogLevel.VERBOSE: logging.DEBUG}
-        channel().send(wire.Log(levels.get(LogLevel(level), logging.INFO), str(message)))
+    def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
+        _need("a log message", message, str)
+        _need("the log level", level, Logger.LogLevel)
+        channel().send(wire.Log(_LOG_LEVELS[level], message))
 
     @staticmethod
     def log_info(message: str) -> None:
-        Logger.log(message, LogLevel.INFO)
+        Logger.log(message, Logger.INFO)
 
     @staticmethod
     def log_warn(message: str) -> None:
-        Logger.log(message, LogLevel.WARNING)
+        Logger.log(message, Logger.WARNING)
 
     @staticmethod
     def log_error(message: str) -> None:
-        Logger.log(message, LogLevel.ERROR)
+        Logger.log(message, Logger.ERROR)
 
     @staticmethod
     def log_verbose(message: str) -> None:
-        Logger.log(message, LogLevel.VERBOSE)
+        Logger.log(message, Logger.VERBOSE)
+
+
+_LOG_LEVELS = {
+    Logger.INFO: logging.INFO,
+    Logger.WARNING: logging.WARNING,
+    Logger.ERROR: logging.ERROR,
+    Logger.VERBOSE: logging.DEBUG,
+}
 
 
 class ModelConfig:
-    """A configuration as `auto_complete_config` receives it."""
+    """A configuration as `auto_complete_config` receives it. What it refuses is a ValueError in Triton's words."""
 
     def __init__(self, config: str) -> None:
         self._config: dict[str, Any] = json.loads(config)
+        self._where = f"auto-complete-config function for model '{self._config.get('name', '')}'"
 
     def as_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(self._config))  # type: ignore[no-any-return]
+        return self._config
 
     def add_input(self, tensor: Mapping[str, Any]) -> None:
-        self._add("input", tensor)
+        self._add("input", tensor, ("name", "data_type", "dims", "optional"))
 
     def add_output(self, tensor: Mapping[str, Any]) -> None:
-        self._add("output", tensor)
+        self._add("output", tensor, ("name", "data_type", "dims"))
 
     def set_max_batch_size(self, size: int) -> None:
-        self._config["max_batch_size"] = max(size, self._config.get("max_batch_size") or 0)
+        given = self._config.get("max_batch_size") or 0
+        if given > size:
+            raise ValueError(
+                f"configuration specified max_batch_size {given}, but in {self._where} specified max_batch_size {size}"
+            )
+        self._config["max_batch_size"] = size
 
     def set_dynamic_batching(self) -> None:
         for other in ("sequence_batching", "ensemble_scheduling"):
-            if self._config.get(other):
-                raise ValueError(f"the configuration of model '{self._config.get('name')}' has {other} already")
+            if other in self._config:
+                raise ValueError(
+                    f"Configuration specified scheduling_choice as '{other}', but {self._where} tries to set scheduling_choice "
+                    "as 'dynamic_batching'"
+                )
         self._config.setdefault("dynamic_batching", {})
 
     def set_model_transaction_policy(self, policy: Mapping[str, bool]) -> None:
-        unknown = sorted(set(policy) - {"decoupled"})
-        if unknown:
-            raise ValueError(f"the transaction policy has no {unknown[0]!r}")
-        given = (self._config.get("model_transaction_policy") or {}).get("decoupled", False)
-        self._config["model_transaction_policy"] = {"decoupled": bool(given or policy.get("decoupled"))}
+        if set(policy) - {"decoupled"}:
+            raise ValueError(f"model transaction property in {self._where} contains property other than 'decoupled'.")
+        given = self._config.setdefault("model_transaction_policy", {})
+        if "decoupled" in policy:
+            if given.get("decoupled", policy["decoupled"]) != policy["decoupled"]:
+                raise ValueError(
+                    f"trying to change decoupled property in auto-complete-config for model '{self._config.get('name', '')}', "
+                    f"which is already set to '{given['decoupled']}'."
+                )
+            given["decoupled"] = policy["decoupled"]
 
-    def _add(self, kind: str, tensor: Mapping[str, Any]) -> None:
-        unknown = sorted(set(tensor) - {"name", "data_type", "dims", "optional"})
-        if unknown:
-            raise ValueError(f"an {kind} has no property {unknown[0]!r}")
-        if not tensor.get("name"):
-            raise ValueError(f"an {kind} needs a name")
+    def _add(self, kind: str, tensor: Mapping[str, Any], properties: Sequence[str]) -> None:
+        named = f"{kind} '{tensor['name']}'" if "name" in tensor else kind
+        if set(tensor) - set(properties):
+            texts = [f"'{name}'" for name in properties]
+            listed = f"{', '.join(texts[:-1])} and {texts[-1]}"
+            raise ValueError(f"{named} in {self._where} contains property other than {listed}.")
+        for name in ("name", "data_type", "dims"):
+            if name not in tensor:
+                raise ValueError(f"{named} in {self._where} is missing '{name}' property.")
         for declared in self._config.setdefault(kind, []):
             if declared["name"] == tensor["name"]:
                 return self._agree(kind, declared, tensor)
         self._config[kind].append(dict(tensor))
 
     def _agree(self, kind: str, declared: dict[str, Any], tensor: Mapping[str, Any]) -> None:
-        for key in ("data_type", "dims"):
-            given = tensor.get(key)
-            if declared.get(key) in (None, [], "TYPE_INVALID"):
-                declared[key] = given
-            elif given is not None and _plain(declared[key]) != _plain(given):
-                raise ValueError(f"{kind} '{tensor['name']}' has the {key} {declared[key]}; the model expects {given}")
+        model = self._config.get("name", "")
+        if declared.get("data_type", "TYPE_INVALID") not in ("TYPE_INVALID", tensor["data_type"]):
+            raise ValueError(
+                f"unable to load model '{model}', configuration expects datatype {declared['data_type']} for {kind} "
+                f"'{tensor['name']}', model provides {tensor['data_type']}"
+            )
+        for key in ("dims", "optional"):
+            given = declared.get(key)
+            differs = (
+                given and _plain(given) != _plain(tensor[key]) if key == "dims" else given not in (None, tensor.get(key, given))
+            )
+            if differs:
+                raise ValueError(
+                    f"model '{model}', tensor '{tensor['name']}': the model expects {key} {tensor[key]} but the model "
+                    f"configuration specifies {key} {given}"
+                )
+        declared.update(tensor)
 
 
 def _plain(value: Any) -> Any:
-    return [int(item) for item in value] if isinstance(value, list | tuple) else value
+    return [int(item) for item in value]
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
@@ -555,11 +709,11 @@ def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) 
 
 
 def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    return next((dict(tensor) for tensor in model_config.get("input", ()) if tensor["name"] == name), None)
+    return next((tensor for tensor in model_config.get("input", ()) if tensor["name"] == name), None)
 
 
 def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    return next((dict(tensor) for tensor in model_config.get("output", ()) if tensor["name"] == name), None)
+    return next((tensor for tensor in model_config.get("output", ()) if tensor["name"] == name), None)
 
 
 def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) -> bool:
@@ -572,34 +726,39 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """Return the numpy type of a datatype's number in configurations."""
-    return list(TRITON_STRING_TO_NUMPY.values())[data_type - 1]
+    """Return the numpy type of a datatype's number in configurations; None if there is none."""
+    return _NUMPY_BY_NUMBER.get(data_type)
 
 
-def numpy_to_triton_type(data_type: Any) -> int:
-    for number, kind in enumerate(TRITON_STRING_TO_NUMPY.values(), start=1):
-        if np.dtype(kind) == np.dtype(data_type):
-            return number
-    raise TritonModelException(f"numpy's {data_type} has no datatype")
+def numpy_to_triton_type(data_type: Any) -> int | None:
+    """Return the number in configurations of a numpy type's datatype; None if there is none."""
+    dtype = np.dtype(data_type)
+    return next(
+        (number for number, kind in _NUMPY_BY_NUMBER.items() if np.dtype(kind) == dtype), 13 if dtype.kind == "S" else None
+    )
 
 
-def serialize_byte_tensor(input_tensor: Array) -> Array | None:
-    """Return strings or bytes with length prefixes, as an array of one `bytes` element."""
+_NUMPY_BY_NUMBER = {
+    number: np.bool_ if kind is bool else kind for number, kind in enumerate(TRITON_STRING_TO_NUMPY.values(), start=1)
+}
+
+
+def serialize_byte_tensor(input_tensor: Array) -> bytes | tuple[()] | None:
+    """Return strings or bytes with length prefixes; None for an array of another type, and () for an empty one."""
     if input_tensor.size == 0:
-        return np.empty([0], dtype=np.object_)
-    if input_tensor.dtype.kind not in "OSU":
+        return ()
+    if input_tensor.dtype.kind not in "OS":
         return None
-    _, raw = wire.pack("", input_tensor)
-    return np.asarray(bytes(raw), dtype=np.object_)
+    return bytes(wire.pack("", input_tensor)[1])
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
-    """Return the elements of a tensor in the form of `serialize_byte_tensor` as an array of one dimension."""
+    """Return the elements, which are `bytes`, of what `serialize_byte_tensor` gave. Raises struct.error if it is cut."""
     elements: list[bytes] = []
     position = 0
     while position < len(encoded_tensor):
         (length,) = struct.unpack_from("<I", encoded_tensor, position)
-        elements.append(bytes(encoded_tensor[position + 4 : position + 4 + length]))
+        elements += struct.unpack_from(f"<{length}s", encoded_tensor, position + 4)
         position += 4 + length
     array = np.empty(len(elements), dtype=np.object_)
     array[:] = elements

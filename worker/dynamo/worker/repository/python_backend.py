@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from dynamo.common.background import start
-from dynamo.common.errors import DynamoError, InvalidRequest, ModelNotFound
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
@@ -26,7 +26,11 @@ from dynamo.worker.repository import wire
 from dynamo.worker.repository.batches import batch_policy, rows_of
 from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.model_config import ModelInstance, config_from_json, config_to_json, instances_of
-from dynamo.worker.repository.pb_utils import TritonError
+from dynamo.worker.repository.pb_utils import (
+    TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
+    TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
+    TritonError,
+)
 from dynamo.worker.repository.pipeline import Execution, NoProcess, Pipeline
 from dynamo.worker.repository.responses import ProcessDied
 from dynamo.worker.repository.stub_process import CallHandlers, StubProcess, open_stub, to_code
@@ -271,24 +275,52 @@ def _count_time(request: ModelRequest, execution: Execution, submitted_ns: int) 
 # Calls and queries of models
 
 
-async def _serve_call(models: ModelRegistry, stub: StubProcess, call: wire.RequestHead, raws: Sequence[memoryview]) -> None:
+async def _serve_call(models: ModelRegistry, stub: StubProcess, message: wire.CallModel, raws: Sequence[memoryview]) -> None:
+    call = message.request
     context = Context(call.request_id, version=call.version)
+    has_ended = False
     try:
         with _errors_to(stub, call.number), stub.call_window(call.number) as window:
             if call.timeout_us > 0:
                 context.deadline = asyncio.get_running_loop().time() + call.timeout_us / 1e6
-            inputs = {head.name: wire.unpack(head, raw) for head, raw in zip(call.inputs, raws, strict=True)}
-            parameters = dict(call.parameters)
-            if call.correlation_id:
-                parameters["sequence_id"] = call.correlation_id
-            request = ModelRequest(inputs, context, call.outputs, parameters)
-            async with asyncio.timeout_at(context.deadline), closing(models.run(call.model, call.version, request)) as responses:
+            request = _to_request(call, raws, context)
+            async with asyncio.timeout_at(context.deadline), closing(_responses_to(models, message, request)) as responses:
                 async for response in responses:
                     await window.take()  # meanwhile the called model gets no credit either
+                    has_ended = response.is_final
                     await _send_response(stub, call, response)
-            stub.send(wire.Response(number=call.number))
+            if not has_ended:
+                stub.send(wire.Response(number=call.number, only_ends=True))
     finally:
         context.cancelled.set()
+
+
+def _to_request(call: wire.RequestHead, raws: Sequence[memoryview], context: Context) -> ModelRequest:
+    inputs = {head.name: wire.unpack(head, raw) for head, raw in zip(call.inputs, raws, strict=True)}
+    parameters = dict(call.parameters)
+    if call.correlation_id:
+        parameters["sequence_id"] = call.correlation_id
+        parameters["sequence_start"] = bool(call.flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
+        parameters["sequence_end"] = bool(call.flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
+    return ModelRequest(inputs, context, call.outputs, parameters, call.request_id)
+
+
+def _responses_to(models: ModelRegistry, call: wire.CallModel, request: ModelRequest) -> AsyncIterator[ModelResult]:
+    """Begin a call of a model. Raises EngineError in Triton's words if the model does not take it."""
+    model = call.request.model
+    try:
+        if models.config(model, call.request.version).model_transaction_policy.decoupled and not call.decoupled:
+            raise InvalidRequest(
+                f"Model {model} is using the decoupled. The current BLS request call doesn't support models using the decoupled "
+                "transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled "
+                "models.'"
+            )
+        return models.run(model, call.request.version, request)
+    except ModelNotFound:
+        why = f"Failed for execute the inference request. Model '{model}' is not ready."
+    except InvalidRequest as error:
+        why = str(error)
+    raise EngineError(f"Model {model} - Error when running inference: {why}")
 
 
 async def _send_response(stub: StubProcess, call: wire.RequestHead, response: ModelResult) -> None:
@@ -296,7 +328,7 @@ async def _send_response(stub: StubProcess, call: wire.RequestHead, response: Mo
     wanted = {name: array for name, array in response.outputs.items() if name in (call.outputs or response.outputs)}
     packed = [wire.pack(name, array) for name, array in wanted.items()]
     outputs = tuple(tensor for tensor, _ in packed)
-    head = wire.Response(number=call.number, outputs=outputs, final=False, parameters=dict(response.parameters))
+    head = wire.Response(number=call.number, outputs=outputs, final=response.is_final, parameters=dict(response.parameters))
     await stub.send_in_time(head, [raw for _, raw in packed])
 
 

@@ -13,8 +13,10 @@ import asyncio
 import importlib.util
 import inspect
 import itertools
+import json
 import mmap
 import os
+import select
 import signal
 import socket
 import sys
@@ -22,11 +24,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -157,9 +160,13 @@ class Stub:
         return head if self._memory is None else self._memory.lend(number, head, raw)
 
     def requests_of(
-        self, order: wire.Execute, raws: Sequence[memoryview], senders: Sequence[InferenceResponseSender]
+        self,
+        order: wire.Execute,
+        raws: Sequence[memoryview],
+        senders: Sequence[InferenceResponseSender],
+        bf16: Collection[str] = (),
     ) -> list[InferenceRequest]:
-        """Return the requests as arguments of the model's `execute`."""
+        """Return the requests as arguments of `execute`. `bf16`: the inputs that are float32 here, and BF16 outside."""
         shared: dict[tuple[int, str], memoryview] = {}
         if self._memory is not None and wire.has_places(order):
             shared = self._memory.take(order.number, order.requests)
@@ -168,7 +175,7 @@ class Stub:
             those = raws[position : position + len(head.inputs)]
             if shared:
                 those = [shared.get((head.number, tensor.name), raw) for tensor, raw in zip(head.inputs, those, strict=True)]
-            requests.append(InferenceRequest.arrived(head, _to_tensors(head.inputs, those), sender))
+            requests.append(InferenceRequest.arrived(head, _to_tensors(head.inputs, those, bf16), sender))
             position += len(head.inputs)
         return requests
 
@@ -207,7 +214,7 @@ class Stub:
         with self._lock:
             self._calls[number] = progress
         head = msgspec.structs.replace(head, number=number, inputs=tuple(head for head, _ in packed))
-        self.send(wire.CallModel(head), [raw for _, raw in packed])
+        self.send(wire.CallModel(head, decoupled), [raw for _, raw in packed])
         self.read_beside()
         return progress
 
@@ -241,6 +248,19 @@ class Stub:
                     self._turns.get()
                 self._main_waits = False
         return self._orders.popleft()
+
+    def order_at_hand(self) -> tuple[wire.Message, list[memoryview]] | None:
+        """Return the next message for the main thread if it has come."""
+        if not self._orders and self._reading.acquire(blocking=False):
+            try:
+                if select.select([self._connection], [], [], 0)[0]:
+                    self._receive()
+            finally:
+                self._reading.release()
+        if self._orders:
+            return self._orders.popleft()
+        self.flush()
+        return None
 
     def begin_execution(self) -> None:
         """The main thread does not read until `end_execution`; the reader thread does if that takes long."""
@@ -353,8 +373,11 @@ class Stub:
             call.add(head, _to_tensors(head.outputs, raws))
 
 
-def _to_tensors(heads: Sequence[wire.TensorHead], raws: Sequence[memoryview]) -> list[Tensor]:
-    return [Tensor(head.name, wire.unpack(head, raw)) for head, raw in zip(heads, raws, strict=True)]
+def _to_tensors(heads: Sequence[wire.TensorHead], raws: Sequence[memoryview], bf16: Collection[str] = ()) -> list[Tensor]:
+    return [
+        Tensor.received(head.name, wire.unpack(head, raw), "TYPE_BF16" if head.name in bf16 else "")
+        for head, raw in zip(heads, raws, strict=True)
+    ]
 
 
 class ModelProcess:
@@ -366,13 +389,26 @@ class ModelProcess:
         self._progress = progress
         self._class: Any = None
         self._model: Any = None
+        self._name = ""
+        """Of the instance."""
+        self._outputs: Sequence[str] = ()
+        """The names of all outputs of the model."""
+        self._bf16: Collection[str] = ()
+        """The names of its BF16 inputs."""
         self._decoupled = False
+        self._rescheduled: deque[list[InferenceRequest]] = deque()
+        """Requests for which `execute` is called again."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """Runs `async` executes; created for the first one."""
 
     def run(self) -> None:
         while True:
-            order, raws = self._stub.next_order()
+            if self._rescheduled:
+                self._execute_again(self._rescheduled.popleft())
+            following = self._stub.order_at_hand() if self._rescheduled else self._stub.next_order()
+            if following is None:
+                continue
+            order, raws = following
             match order:
                 case wire.Start():
                     self._report(partial(self._start, order))
@@ -399,13 +435,8 @@ class ModelProcess:
         if order.memory is not None:
             self._stub.use_memory(order.memory)
         self._stub.model_folder = os.path.dirname(order.file)
-        sys.path[:0] = order.paths
-        spec = importlib.util.spec_from_file_location("model", order.file)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{order.file} is not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["model"] = module
-        spec.loader.exec_module(module)
+        sys.path += order.paths
+        module = _import(order.file, order.paths[-1])
         self._class = getattr(module, "TritonPythonModel", None)
         if self._class is None:
             raise ImportError(f"{order.file} has no class TritonPythonModel")
@@ -421,6 +452,10 @@ class ModelProcess:
         return msgspec.json.encode((completed if completed is not None else config_before).as_dict()).decode()
 
     def _initialize(self, order: wire.Initialize) -> None:
+        config = json.loads(order.arguments["model_config"])
+        self._name = order.arguments["model_instance_name"]
+        self._outputs = [output["name"] for output in config["output"]]
+        self._bf16 = {tensor["name"] for tensor in config["input"] if tensor["data_type"] == "TYPE_BF16"}
         self._model = self._class()
         self._decoupled = order.decoupled
         if hasattr(self._model, "initialize"):
@@ -440,9 +475,17 @@ class ModelProcess:
         self._progress[wire.BEGUN] = order.number
         if order.number <= self._progress[wire.WITHDRAWN]:
             return self._skip(order, wire.Done(number=order.number, is_withdrawn=True))
+        senders = [
+            InferenceResponseSender(head.number, self._stub, self._outputs, decoupled=self._decoupled) for head in order.requests
+        ]
+        call = _Call(order.number, senders)
         self._stub.begin_execution()
         try:
-            self._call_model(order, raws)
+            try:
+                requests = self._stub.requests_of(order, raws, senders, self._bf16)
+            except BaseException as error:
+                return self._failed(call, error)
+            self._call_model(call, requests)
         finally:
             self._stub.end_execution()
 
@@ -453,11 +496,18 @@ class ModelProcess:
             self._stub.released(order.number)
         self._stub.send_soon(done)
 
-    def _call_model(self, order: wire.Execute, raws: Sequence[memoryview]) -> None:
-        senders = [InferenceResponseSender(head.number, self._stub) for head in order.requests]
-        call = _Call(order.number, senders, time.perf_counter_ns())
+    def _execute_again(self, requests: list[InferenceRequest]) -> None:
+        wanted = [request for request in requests if not request.sender.dropped_if_cancelled()]
+        if wanted:
+            self._stub.begin_execution()
+            try:
+                self._call_model(_Call(0, [request.sender for request in wanted]), wanted)
+            finally:
+                self._stub.end_execution()
+
+    def _call_model(self, call: _Call, requests: list[InferenceRequest]) -> None:
+        call.requests = requests
         try:
-            requests = self._stub.requests_of(order, raws, senders)
             returned = self._model.execute(requests)
         except BaseException as error:  # whatever it raises is the request's failure, not the end of the process
             return self._failed(call, error)
@@ -495,23 +545,33 @@ class ModelProcess:
         except BaseException as error:
             return self._failed(call, error)
         self._send_done(call)
+        if again := [request for request in call.requests if request.reschedules()]:
+            if self._decoupled and threading.current_thread() is not threading.main_thread():
+                self._call_model(_Call(0, [request.sender for request in again]), again)
+            else:
+                self._rescheduled.append(again)
 
     def _finish(self, call: _Call, returned: Any) -> None:
         """Collect the responses that `execute` returned."""
         senders = call.senders
-        if returned is None and (self._decoupled or all(sender.taken for sender in senders)):
+        may_be_none = [sender.taken or request.is_rescheduled for sender, request in zip(senders, call.requests, strict=True)]
+        if returned is None and (self._decoupled or all(may_be_none)):
             return
         if self._decoupled:
             raise pb_utils.TritonModelException("execute of a decoupled model must return None and use response senders")
-        if not isinstance(returned, list | tuple) or len(returned) != len(senders):
-            what = f"{len(returned)} responses" if isinstance(returned, list | tuple) else f"a {type(returned).__name__}"
-            raise pb_utils.TritonModelException(f"execute returned {what} for {len(senders)} requests")
-        for sender, response in zip(senders, returned, strict=True):
-            if response is None and sender.taken:
+        if not isinstance(returned, list | tuple):
+            raise pb_utils.TritonModelException(f"Expected a list in the execute return, found type '{type(returned)}'.")
+        if len(returned) != len(senders):
+            raise pb_utils.TritonModelException(
+                "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
+                f"InferenceRequest(s) size is:{len(senders)}, and InferenceResponse(s) size is:{len(returned)}"
+            )
+        for sender, response, may_be in zip(senders, returned, may_be_none, strict=True):
+            if response is None and may_be:
                 continue
             if not isinstance(response, InferenceResponse):
                 raise pb_utils.TritonModelException(
-                    f"execute returned a {type(response).__name__} instead of an InferenceResponse"
+                    f"Expected an 'InferenceResponse' object in the execute function return list, found type '{type(response)}'."
                 )
             head, raws = sender.finish(response)
             call.responses.append(head)
@@ -519,8 +579,9 @@ class ModelProcess:
 
     def _failed(self, call: _Call, error: BaseException) -> None:
         traceback.print_exception(error)
+        text = f"Failed to process the request(s) for model '{self._name}', message: {_text(error)}"
         for sender in call.senders:
-            sender.fail(_text(error))
+            sender.fail(text)
         self._send_done(call)
 
     def _send_done(self, call: _Call) -> None:
@@ -534,8 +595,10 @@ class _Call:
     """One call of `execute`, and the responses that it returned."""
 
     number: int
+    """Of the execution; 0 if the worker takes it to be over."""
     senders: Sequence[InferenceResponseSender]
-    start_ns: int
+    requests: Sequence[InferenceRequest] = ()
+    start_ns: int = field(default_factory=time.perf_counter_ns)
     responses: list[wire.Response] = field(default_factory=list)
     buffers: list[wire.Buffer] = field(default_factory=list)
 
@@ -557,8 +620,23 @@ def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
         os._exit(1)
 
 
+def _import(file: str, folder: str) -> ModuleType:
+    """Import a model's file by its place in the model's folder, such as `1.model`, so that its relative imports work."""
+    name = os.path.splitext(os.path.relpath(file, folder))[0].replace(os.sep, ".")
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def _text(error: BaseException) -> str:
+    """Return an error as the caller may see it; those of this module's own making speak for themselves."""
     text = str(error)
+    if isinstance(error, pb_utils.TritonModelException):
+        return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

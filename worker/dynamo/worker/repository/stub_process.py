@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dynamo.common.background import start
 from dynamo.common.errors import (
+    AlreadyExists,
     Cancelled,
     Code,
     DynamoError,
@@ -25,6 +26,7 @@ from dynamo.common.errors import (
     ModelNotFound,
     Overloaded,
     Unavailable,
+    UnknownError,
     Unsupported,
 )
 from dynamo.common.shared_memory.sharing import SharedMemory
@@ -56,14 +58,20 @@ _TO_CODE = {
     Code.OVERLOADED: TritonError.UNAVAILABLE,
     Code.UNAVAILABLE: TritonError.UNAVAILABLE,
     Code.CANCELLED: TritonError.CANCELLED,
+    Code.ALREADY_EXISTS: TritonError.ALREADY_EXISTS,
+    Code.UNKNOWN: TritonError.UNKNOWN,
 }
 
 
 def to_error(text: str, code: int) -> DynamoError:
     """Return the error that callers get for a model's TritonError."""
     match code:
-        case TritonError.INVALID_ARG | TritonError.ALREADY_EXISTS:
+        case TritonError.INVALID_ARG:
             return InvalidRequest(text)
+        case TritonError.ALREADY_EXISTS:
+            return AlreadyExists(text)
+        case TritonError.UNKNOWN:
+            return UnknownError(text)
         case TritonError.NOT_FOUND:
             error = ModelNotFound("")
             error.args = (text,)
@@ -110,7 +118,7 @@ class CallWindow:
 class CallHandlers:
     """Serve the calls and queries of a model. Both run as tasks, which are cancelled when the process ends."""
 
-    call: Callable[[StubProcess, wire.RequestHead, Sequence[memoryview]], Coroutine[None, None, None]]
+    call: Callable[[StubProcess, wire.CallModel, Sequence[memoryview]], Coroutine[None, None, None]]
     control: Callable[[StubProcess, wire.Control], Coroutine[None, None, None]]
 
 
@@ -334,7 +342,7 @@ class StubProcess:
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(message)
             case wire.CallModel():
-                self._begin(message.request.number, self._handlers.call(self, message.request, raws))
+                self._begin(message.request.number, self._handlers.call(self, message, raws))
             case wire.Control():
                 self._begin(message.number, self._handlers.control(self, message))
             case wire.CancelRequest():
@@ -387,8 +395,8 @@ class StubProcess:
             return
         if head.error is not None:
             responses.add(to_error(head.error, head.code))
-        elif head.outputs or not head.final:
-            responses.add(ModelResult(arrays, head.parameters))
+        elif not head.only_ends:
+            responses.add(ModelResult(arrays, head.parameters, head.final))
         if head.final:
             del self._responses[head.number]
             responses.add(None)
@@ -469,7 +477,7 @@ def _to_wire(
         number=number,
         model=model,
         version=request.context.version,
-        request_id=request.context.request_id,
+        request_id=request.id,
         correlation_id=correlation_id if isinstance(correlation_id, int | str) else 0,
         flags=flags,
         priority=_whole(parameters.pop("priority", 0)),

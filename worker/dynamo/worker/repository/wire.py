@@ -200,6 +200,8 @@ class Response(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_default
     error: str | None = None
     code: int = 0
     final: bool = True
+    only_ends: bool = False
+    """This is no response: it says that the one before was the last."""
     parameters: dict[str, Parameter] = {}
 
 
@@ -217,6 +219,8 @@ class CallModel(msgspec.Struct, frozen=True, tag=True):
     """From the model: run this request on another model of the worker."""
 
     request: RequestHead
+    decoupled: bool = False
+    """The model takes any number of responses."""
 
 
 class Control(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):

@@ -4,8 +4,8 @@
    metadata `triton_grpc_error: true` gets the status of the first failure instead, which ends the stream.
 2. Responses of tensor models with one response per request come in the order of the requests; those of decoupled models and of
    language models as they are made.
-3. Every response says by `triton_final_response` whether it is the last of its request. The last response of a decoupled model
-   is sent before it is known to be the last; clients that set `triton_enable_empty_final_response` get an empty one after it.
+3. Every response says by `triton_final_response` whether it is the last of its request. The responses of a decoupled model may
+   end without one that says so; clients that set `triton_enable_empty_final_response` get an empty one after them then.
 4. Each request has at most one message waiting to be written. Deltas made meanwhile share the next message: a token is sent at
    once if the client keeps up, and several tokens share a message if not.
 """
@@ -22,7 +22,7 @@ from dynamo.common.message_limits import MessageScanner
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.protobuf_wire import tag, varint
 from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensor_response import ResponseForm
+from dynamo.common.tensor_response import FINAL_RESPONSE, ResponseForm
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.capacity import Capacity, Occupancy
@@ -45,10 +45,12 @@ from dynamo.protos.inference_pb2 import (
 
 _INFER_RESPONSE = tag(ModelStreamInferResponse, "infer_response")
 _FINAL = {
-    final: ModelInferResponse(parameters={"triton_final_response": InferParameter(bool_param=final)}).SerializeToString()
+    final: ModelInferResponse(parameters={FINAL_RESPONSE: InferParameter(bool_param=final)}).SerializeToString()
     for final in (False, True)
 }
-"""Concatenated protobuf messages parse as one merged message: appending this adds a parameter to a serialized response."""
+"""Concatenated protobuf messages parse as one merged message: put before a serialized response, this adds a parameter to it that
+the response may contradict.
+"""
 
 
 class _ClientGone(Cancelled):
@@ -191,11 +193,13 @@ class KserveStream:
                 await self._write(_message(response, final=True))
 
     async def _respond_decoupled(self, request: TensorRequest, card: ModelCard, call: Call) -> None:
+        last: Buffer = b""
         async with self._plane.infer_stream(request, call) as responses:
             while batch := await responses.read():
                 for response in batch:
-                    await self._write(_message(response, final=False))
-        if request.wants_empty_final_response:
+                    last = response
+                    await self._write(_message(last, final=False))
+        if request.wants_empty_final_response and not _is_final(last):
             final = b"".join(ResponseForm.of(request, card).encode_final())
             await self._write(_INFER_RESPONSE + varint(len(final)) + final)
 
@@ -246,7 +250,12 @@ class KserveStream:
 def _message(response: Buffer, *, final: bool) -> bytes:
     """Return a serialized ModelStreamInferResponse around a serialized ModelInferResponse."""
     mark = _FINAL[final]
-    return b"".join((_INFER_RESPONSE, varint(len(response) + len(mark)), response, mark))
+    return b"".join((_INFER_RESPONSE, varint(len(response) + len(mark)), mark, response))
+
+
+def _is_final(response: Buffer) -> bool:
+    parameters = ModelInferResponse.FromString(response).parameters  # type: ignore[arg-type]  # takes any buffer
+    return FINAL_RESPONSE in parameters and parameters[FINAL_RESPONSE].bool_param
 
 
 def _failure(head: ModelInferRequest, error: BaseException) -> bytes:
@@ -254,6 +263,6 @@ def _failure(head: ModelInferRequest, error: BaseException) -> bytes:
         id=head.id,
         model_name=head.model_name,
         model_version=head.model_version,
-        parameters={"triton_final_response": InferParameter(bool_param=True)},
+        parameters={FINAL_RESPONSE: InferParameter(bool_param=True)},
     )
     return ModelStreamInferResponse(error_message=public_message(error), infer_response=about).SerializeToString()
