@@ -83,6 +83,39 @@ async def test_a_batch_is_never_larger_than_the_model_allows() -> None:
     assert model.sizes == [4, 4, 2]
 
 
+@pytest.mark.parametrize(
+    ("rows", "policy", "handed_over"),
+    [
+        ([1, 1, 1, 1], {}, [4]),
+        ([1] * 11, {}, [4, 4]),
+        ([1] * 20, {}, [4, 4]),
+        ([3, 3], {}, [3]),
+        ([1, 1, 1], {}, []),
+        ([1, 1, 1], {"preferred_batch_sizes": (2,)}, [2]),
+        ([1, 1, 1], {"preferred_batch_sizes": (2,), "max_queue_delay_s": 60}, []),
+        ([1] * 5, {"preferred_batch_sizes": (2,), "max_queue_delay_s": 60}, [2]),
+    ],
+)
+async def test_while_the_model_is_busy_only_batches_that_cannot_grow_are_handed_over(
+    rows: list[int], policy: dict[str, object], handed_over: list[int]
+) -> None:
+    model = Model()
+    async with batching(model, max_batch_size=4, ahead=2, **policy) as batcher:
+        model.gate.clear()
+        tasks = [asyncio.create_task(batcher.submit(x(*range(4)), 4, Context("first")))]
+        await model.entered.wait()
+        tasks += [asyncio.create_task(batcher.submit(x(*range(count)), count, Context("next"))) for count in rows]
+        await settle()
+        assert model.sizes == [4, *handed_over]
+        model.gate.set()
+        await settle()
+        if not policy.get("max_queue_delay_s"):
+            await asyncio.gather(*tasks)
+            assert sum(model.sizes) == 4 + sum(rows)
+        for task in tasks:
+            task.cancel()
+
+
 async def test_requests_of_other_shapes_are_not_joined() -> None:
     model = Model()
     async with batching(model) as batcher:

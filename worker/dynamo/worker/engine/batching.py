@@ -8,6 +8,9 @@ execution slot looks at the groups, longest-waiting first, and decides, as Trito
 3. the first request has waited `max_queue_delay_s`, or half of what its deadline leaves it: run what is there;
 4. otherwise wait for more requests.
 
+While all slots are busy, up to `ahead` batches are formed that could not grow any more (rule 2, and rule 1 without a queue
+delay), so that what runs them can begin with the next at once. Others form when a slot is free, to be as large as possible.
+
 A cancelled request leaves the queue at once; one whose deadline passed is refused when its turn comes. When the queue is full,
 new requests are refused as overload. When an execution fails, every request in it fails, as with Triton, except for
 InvalidRequest: then each request runs again alone, so that only the one at fault fails.
@@ -49,6 +52,8 @@ class BatchPolicy:
     """Requests waiting; more are refused as overload."""
     concurrency: int = 1
     """Executions at once."""
+    ahead: int = 0
+    """Full batches that are handed over, besides, to wait where they are run."""
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 1:
@@ -56,8 +61,8 @@ class BatchPolicy:
         for size in self.preferred_batch_sizes:
             if not 1 <= size <= self.max_batch_size:
                 raise ValueError(f"preferred batch size {size} is not between 1 and {self.max_batch_size}")
-        if self.max_queue_delay_s < 0 or self.max_queue_size < 1 or self.concurrency < 1:
-            raise ValueError("queue delay, queue size and concurrency of dynamic batching must be positive")
+        if self.max_queue_delay_s < 0 or self.max_queue_size < 1 or self.concurrency < 1 or self.ahead < 0:
+            raise ValueError("queue delay, queue size, concurrency and ahead of dynamic batching must be positive")
 
 
 class _Job:
@@ -91,7 +96,7 @@ class _Group:
 class Batch:
     """The requests of one execution, as the model gets them."""
 
-    __slots__ = ("_jobs", "infer_ns", "input_ns", "rows")
+    __slots__ = ("_jobs", "infer_ns", "input_ns", "queue_ns", "rows")
 
     def __init__(self, jobs: Sequence[_Job]) -> None:
         self._jobs = jobs
@@ -99,6 +104,8 @@ class Batch:
         self.input_ns = 0
         self.infer_ns = 0
         """Time spent in the model; set by what executes the batch."""
+        self.queue_ns = 0
+        """Time spent before it, after the batch was formed; set likewise."""
 
     @property
     def context(self) -> Context:
@@ -137,6 +144,7 @@ class Batcher:
         self._changed = asyncio.Event()
         self._choosing = asyncio.Lock()
         self._slots: list[asyncio.Task[None]] = []
+        self._running = 0
         self._is_closed = False
 
     @property
@@ -145,7 +153,8 @@ class Batcher:
         return self._waiting
 
     def start(self) -> None:
-        self._slots = [start(self._run_slot(), f"batching slot {number}") for number in range(self._policy.concurrency)]
+        count = self._policy.concurrency + self._policy.ahead
+        self._slots = [start(self._run_slot(), f"batching slot {number}") for number in range(count)]
 
     async def close(self) -> None:
         """Stop. Requests that still wait are cancelled."""
@@ -199,7 +208,12 @@ class Batcher:
                 log.exception("the next batch could not be chosen")
                 self._fail_waiting(EngineError("requests could not be batched"))
                 continue
-            await self._run(jobs)
+            self._running += 1
+            try:
+                await self._run(jobs)
+            finally:
+                self._running -= 1
+                self._changed.set()
 
     def _fail_waiting(self, error: EngineError) -> None:
         for group in list(self._groups.values()):
@@ -214,14 +228,16 @@ class Batcher:
         while True:
             self._changed.clear()
             now = loop.time()
+            is_busy = self._running >= self._policy.concurrency
             due = None
             for group in sorted(self._groups.values(), key=lambda group: next(iter(group.jobs)).enqueued_ns):
-                if count := self._ready(group, now):
+                if count := self._ready(group, now, is_busy=is_busy):
                     if jobs := self._take(group, count, now):
                         return jobs
                     break
                 head_due = next(iter(group.jobs)).due
-                due = head_due if due is None else min(due, head_due)
+                if not is_busy:
+                    due = head_due if due is None else min(due, head_due)
             else:
                 await self._change_until(due)
 
@@ -232,7 +248,7 @@ class Batcher:
         except TimeoutError:
             return
 
-    def _ready(self, group: _Group, now: float) -> int:
+    def _ready(self, group: _Group, now: float, *, is_busy: bool) -> int:
         """Return how many of the group's first requests should run now, 0 to wait: the numbered rules of this module."""
         rows = count = preferred = 0
         full = False
@@ -244,9 +260,11 @@ class Batcher:
             count += 1
             if rows in self._preferred:
                 preferred = count
+        full = full or rows == self._policy.max_batch_size
+        if is_busy and not full and (not preferred or self._policy.max_queue_delay_s):
+            return 0
         if preferred:
             return preferred
-        full = full or rows == self._policy.max_batch_size
         return count if full or now >= next(iter(group.jobs)).due else 0
 
     def _take(self, group: _Group, count: int, now: float) -> list[_Job]:
@@ -311,6 +329,7 @@ class Batcher:
         for job in jobs:
             timings = job.context.timings
             timings.batched = True
+            timings.queue_ns += batch.queue_ns
             timings.input_ns += batch.input_ns
             timings.infer_ns = batch.infer_ns
             timings.output_ns = output_ns

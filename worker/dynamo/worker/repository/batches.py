@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dynamo.common.errors import InvalidRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.batching import BatchPolicy
@@ -9,7 +11,7 @@ from dynamo.worker.engine.declaration import from_dynamic_batching
 from dynamo.worker.repository.execution import Arrays
 
 
-def batch_policy(config: ModelConfig, concurrency: int) -> BatchPolicy | None:
+def batch_policy(config: ModelConfig, concurrency: int, ahead: int = 0) -> BatchPolicy | None:
     """Return the batch policy of `config`; None if its requests are run one by one, as those of decoupled models are.
 
     Raises InvalidRequest for settings that contradict each other.
@@ -17,7 +19,8 @@ def batch_policy(config: ModelConfig, concurrency: int) -> BatchPolicy | None:
     if not config.HasField("dynamic_batching") or config.model_transaction_policy.decoupled:
         return None
     try:
-        return from_dynamic_batching(config.dynamic_batching).to_policy(config.max_batch_size, concurrency)
+        policy = from_dynamic_batching(config.dynamic_batching).to_policy(config.max_batch_size, concurrency)
+        return replace(policy, ahead=ahead)
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
 

@@ -32,7 +32,7 @@ from dynamo.worker.repository.pb_utils import (
     TritonError,
 )
 from dynamo.worker.repository.pipeline import Execution, NoProcess, Pipeline
-from dynamo.worker.repository.responses import ProcessDied
+from dynamo.worker.repository.responses import ProcessDied, SingleResponse
 from dynamo.worker.repository.stub_process import CallHandlers, StubProcess, open_stub, to_code
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class PythonModel:
         self._instances = list(instances_of(version.config))
         self._pipeline = Pipeline(version.name)
         self._keeping: list[asyncio.Task[None]] = []
-        policy = batch_policy(version.config, len(self._instances))
+        policy = batch_policy(version.config, len(self._instances), ahead=len(self._instances))
         self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
 
     def __repr__(self) -> str:
@@ -184,9 +184,10 @@ class PythonModel:
 
     async def _execute_batch(self, batch: Batch) -> list[ModelResult | DynamoError]:
         """Return the response to each request, or its error."""
-        start = time.perf_counter_ns()
+        submitted = time.perf_counter_ns()
+        execution, responses = Execution.of_one_response(batch.requests, self._version.name)
         try:
-            results = await self._execute(batch.requests)
+            results = await self._results(execution, responses)
             died = [(index, result) for index, result in enumerate(results) if isinstance(result, ProcessDied)]
             # Each again by itself, so that the request that ends a process fails alone.
             again = await asyncio.gather(*(self._respond_again(batch.requests[index], error) for index, error in died))
@@ -194,11 +195,12 @@ class PythonModel:
                 results[index] = result
             return results
         finally:
-            batch.infer_ns = time.perf_counter_ns() - start
+            now = time.perf_counter_ns()
+            batch.infer_ns = _infer_ns(execution, now)
+            batch.queue_ns = now - submitted - batch.infer_ns
 
-    async def _execute(self, requests: Sequence[ModelRequest], *, is_retry: bool = False) -> list[ModelResult | DynamoError]:
-        """Run requests of a model that is not decoupled in one call of `execute`."""
-        execution, responses = Execution.of_one_response(requests, self._version.name, is_retry=is_retry)
+    async def _results(self, execution: Execution, responses: Sequence[SingleResponse]) -> list[ModelResult | DynamoError]:
+        """Run an execution, and return the response to each request."""
         self._pipeline.submit(execution)
         try:
             return [await response.done for response in responses]
@@ -210,7 +212,7 @@ class PythonModel:
         while True:
             await self._process_again(request.context, died, give_up_at)
             with suppress(NoProcess):
-                [result] = await self._execute([request], is_retry=True)
+                [result] = await self._results(*Execution.of_one_response([request], self._version.name, is_retry=True))
                 if not isinstance(result, NoProcess):
                     return result
 
@@ -266,10 +268,15 @@ class PythonModel:
 def _count_time(request: ModelRequest, execution: Execution, submitted_ns: int) -> None:
     """Count what was not spent in the model as queueing."""
     now = time.perf_counter_ns()
-    infer_ns = execution.infer_ns or (now - execution.sent_ns if execution.sent_ns else 0)
+    infer_ns = _infer_ns(execution, now)
     timings = request.context.timings
     timings.infer_ns += infer_ns
     timings.queue_ns += now - submitted_ns - infer_ns
+
+
+def _infer_ns(execution: Execution, now_ns: int) -> int:
+    """Return how long `execute` ran, or has run up to now."""
+    return execution.infer_ns or (now_ns - execution.sent_ns if execution.sent_ns else 0)
 
 
 # Calls and queries of models
