@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from dynamo.common.errors import InvalidRequest
-from dynamo.frontend.preprocess.parsers import Content, OutputParser, ParserKind, Part, ToolCall, Tools
+from dynamo.frontend.preprocess.parsers import OutputParser, ParserKind, Part, ToolCall, Tools
+from dynamo.frontend.preprocess.tools.json_calls import JsonCalls, JsonFormat
+
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_DEFINITIONS = ("$defs", "definitions")
 
 
 class NamedCallParser:
@@ -31,51 +33,33 @@ class NamedCallParser:
         return []
 
 
-class _Call(msgspec.Struct):
-    name: str
-    parameters: msgspec.Raw
-
-
-_decoder = msgspec.json.Decoder(list[_Call])
-
-
-class AnyCallsParser:
-    """Parses output that is a JSON array of calls. Text that was cut off in the middle becomes content."""
+class AnyCallsParser(JsonCalls):
+    """Parses output that is a JSON array of calls. A call that was cut off keeps the arguments so far."""
 
     def __init__(self) -> None:
-        self._text: list[str] = []
-
-    def feed(self, text: str) -> Sequence[Part]:
-        self._text.append(text)
-        return []
-
-    def finish(self) -> Sequence[Part]:
-        text = "".join(self._text)
-        try:
-            calls = _decoder.decode(text)
-        except (msgspec.MsgspecError, RecursionError):
-            return [Content(text)] if text else []
-        return [ToolCall(index, call.name, bytes(call.parameters).decode()) for index, call in enumerate(calls)]
+        super().__init__(JsonFormat.of())
+        self._step = self._first
 
 
 def require_named_call(name: str, tools: Tools) -> tuple[dict[str, Any], ParserKind]:
     """Return the constraint that makes the output a call of the tool `name`, and its parser. Raises InvalidRequest."""
     for tool in tools:
         if tool["function"]["name"] == name:
-            return {"json_schema": tool["function"].get("parameters") or {"type": "object"}}, ParserKind(_one(name))
+            return {"json_schema": tool["function"].get("parameters") or _NO_PARAMETERS}, ParserKind(_one(name))
     raise InvalidRequest(f"'tool_choice' names '{name}', which is not in 'tools'", param="tool_choice")
 
 
 def require_any_call(tools: Tools, *, parallel: bool) -> tuple[dict[str, Any], ParserKind]:
     """Return the constraint that makes the output a call of any of `tools`, or several calls if `parallel`, and its parser."""
-    definitions: dict[str, Any] = {}
+    definitions: dict[str, dict[str, Any]] = {where: {} for where in _DEFINITIONS}
     calls = []
     for tool in tools:
         function = tool["function"]
-        parameters = dict(function.get("parameters") or {"type": "object"})
-        for key, definition in _definitions(parameters).items():
-            if definitions.setdefault(key, definition) != definition:
-                raise InvalidRequest(f"two tools define '{key}' in '$defs' differently", param="tools")
+        parameters = dict(function.get("parameters") or _NO_PARAMETERS)
+        for where in _DEFINITIONS:
+            for key, definition in _taken(parameters, where).items():
+                if definitions[where].setdefault(key, definition) != definition:
+                    raise InvalidRequest(f"two tools define '{key}' in '{where}' differently", param="tools")
         calls.append(
             {
                 "type": "object",
@@ -87,14 +71,13 @@ def require_any_call(tools: Tools, *, parallel: bool) -> tuple[dict[str, Any], P
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not parallel:
         schema["maxItems"] = 1
-    if definitions:
-        schema["$defs"] = definitions
+    schema |= {where: defined for where, defined in definitions.items() if defined}
     return {"json_schema": schema}, ParserKind(_any)
 
 
-def _definitions(parameters: dict[str, Any]) -> Mapping[str, Any]:
-    """Remove and return `$defs`: references to them start at the root of the whole schema, so they must move there."""
-    definitions = parameters.pop("$defs", {})
+def _taken(parameters: dict[str, Any], where: str) -> Mapping[str, Any]:
+    """Remove and return definitions: references to them start at the root of the whole schema, so they must move there."""
+    definitions = parameters.pop(where, {})
     return definitions if isinstance(definitions, dict) else {}
 
 
