@@ -40,6 +40,7 @@ class LocalConfig:
         env=("DYN_LOCAL_MODELS",),
         file_key="local.models",
         repeatable=True,
+        separator="",
         metavar="MODEL",
         help="What every worker serves, as dynamo-worker takes it: smollm2, a GGUF file, module:Class. Repeatable.",
     )

@@ -422,7 +422,8 @@ async def test_a_named_tool_is_required_of_the_engine() -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
     async with open_http_edge(respond=speaker) as edge:
         response = await edge.post(CHAT, HELLO | {"tools": [WEATHER], "tool_choice": choice})
-    assert speaker.last.sampling.guided == {"json_schema": WEATHER["function"]["parameters"]}  # type: ignore[index]
+    parameters = WEATHER["function"]["parameters"]  # type: ignore[index]
+    assert speaker.last.sampling.guided == {"json_schema": parameters | {"additionalProperties": False}}
     [made] = response.json()["choices"][0]["message"]["tool_calls"]
     assert made["function"] == {"name": "weather", "arguments": '{"city":"Rome"}'}
 

@@ -5,7 +5,7 @@ from dynamo.frontend.api.text.tool_choice import require_any_call, require_named
 from dynamo.frontend.preprocess.parsers import OutputParser
 from tests.support.cuts import ParsedPart, call, content, read_however_cut
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CITY: dict[str, object] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "now"}},
@@ -23,10 +23,10 @@ PARIS = '{"city": "Paris"}'
         ),
         (
             f'[{{"name": "weather", "parameters": {PARIS}}}, {{"name": "now", "par',
-            [call("weather", PARIS), content('{"name": "now", "par')],
+            [call("weather", PARIS)],
         ),
         ('[{"name": "weather", "parameters": {"city": "Par', [call("weather", '{"city": "Par')]),
-        ('[{"name": "wea', [content('[{"name": "wea')]),
+        ('[{"name": "wea', []),
         ("", []),
         ("I cannot.", [content("I cannot.")]),
     ],
@@ -42,7 +42,7 @@ def test_the_output_of_a_named_tool_is_its_arguments() -> None:
     def make() -> OutputParser:
         return kind.make(TOOLS)
 
-    assert guided == {"json_schema": CITY}
+    assert guided == {"json_schema": CITY | {"additionalProperties": False}}
     assert read_however_cut(make, PARIS) == [call("weather", PARIS)]
     assert read_however_cut(make, PARIS[:7]) == [call("weather", PARIS[:7])]
 
@@ -50,6 +50,26 @@ def test_the_output_of_a_named_tool_is_its_arguments() -> None:
 def test_a_tool_without_parameters_takes_none() -> None:
     guided, _ = require_named_call("now", TOOLS)
     assert guided == {"json_schema": {"type": "object", "properties": {}, "additionalProperties": False}}
+
+
+def named(parameters: object) -> object:
+    guided, _ = require_named_call("f", [{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    return guided["json_schema"]
+
+
+def test_arguments_have_the_properties_that_the_schema_names_at_every_depth() -> None:
+    listed = {"type": "array", "items": {"anyOf": [CITY, {"type": "null"}]}}
+    closed = CITY | {"additionalProperties": False}
+    assert named({"type": "object", "properties": {"of": listed, "more": {"type": "object"}}}) == {
+        "type": "object",
+        "properties": {"of": {"type": "array", "items": {"anyOf": [closed, {"type": "null"}]}}, "more": {"type": "object"}},
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize("schema", [CITY | {"additionalProperties": True}, {"allOf": [CITY, {"properties": {"day": True}}]}])
+def test_a_schema_that_means_to_be_open_stays_open(schema: object) -> None:
+    assert named(schema) == schema
 
 
 @pytest.mark.parametrize("where", ["$defs", "definitions"])
