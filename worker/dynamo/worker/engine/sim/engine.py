@@ -237,9 +237,10 @@ class SimEngine:
 
     def _scripted(self, request: GenerateRequest) -> tuple[int, ...]:
         """Return the tokens to generate for a request; empty: they are invented. Raises InvalidRequest."""
+        conversation = request.tokens if self.config.calls else ()
         if request.sampling.guided is not None:
-            return self._script.guided(request.sampling.guided)
-        return self._script.response(request.tokens) if self.config.calls else ()
+            return self._script.guided(request.sampling.guided, conversation)
+        return self._script.response(conversation)
 
     def _choose_rank(self, requested: int | None, hashes: Sequence[int]) -> _Rank:
         """Return the rank with the least work left for this prompt, including the queued requests."""
