@@ -363,3 +363,24 @@ async def test_a_message_of_calls_alone_has_an_empty_text_for_templates() -> Non
     capable = await model(Files(template), tool_parser="hermes")
     prompt = await capable.render(TextRequest(model="talker", messages=(*HELLO, CALLED, {"role": "assistant"})))
     assert prompt == "To: hi;To: ;To: ;"
+
+
+@pytest.mark.parametrize(
+    ("parser", "ids"),
+    [
+        ("mistral", ["abcDEF123", "2zXTUoItE", "abcDEF123", "2zXTUoItE", "unknown"]),
+        ("kimi_k2", ["functions.weather:0", "functions.weather:1", "functions.weather:0", "functions.weather:1", "unknown"]),
+        ("hermes", ["abcDEF123", "call_1", "abcDEF123", "call_1", "unknown"]),
+    ],
+)
+async def test_ids_of_calls_have_the_form_that_the_template_expects(parser: str, ids: list[str]) -> None:
+    template = (
+        b"{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.id }} {% endfor %}{{ m.tool_call_id or '' }} {% endfor %}"
+    )
+    function = {"name": "weather", "arguments": "{}"}
+    given = [{"id": id, "type": "function", "function": function} for id in ("abcDEF123", "call_1")]
+    results = [{"role": "tool", "tool_call_id": id, "content": "dry"} for id in ("abcDEF123", "call_1", "unknown")]
+    messages = (*HELLO, {"role": "assistant", "tool_calls": given}, *results)
+    made = await model(Files(template), tool_parser=parser)
+    prompt = await made.render(TextRequest(model="talker", messages=messages))
+    assert prompt.split() == ids

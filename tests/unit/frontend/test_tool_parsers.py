@@ -1,5 +1,7 @@
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ def tool(name: str, **parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": parameters}}}
 
 
+OPENAI = Path(__file__).parents[3] / "docs" / "openai.md"
 TOOLS = [
     tool("get_weather", city={"type": "string"}, days={"type": "integer"}),
     tool("send", text={"type": "string"}, to={"type": "array"}, urgent={"type": "boolean"}, at={"type": ["number", "null"]}),
@@ -346,6 +349,11 @@ def test_output_parses_the_same_wherever_it_is_cut(name: str, text: str, expecte
 def test_every_name_that_a_worker_takes_has_a_parser() -> None:
     assert PARSER_REGISTRY.tools.keys() == TOOL_PARSERS | TOOL_PARSER_ALIASES.keys()
     assert PARSER_REGISTRY.reasoning.keys() == REASONING_PARSERS | REASONING_PARSER_ALIASES.keys()
+
+
+def test_every_parser_is_documented() -> None:
+    names = set(re.findall(r"`(\w+)`", OPENAI.read_text()))
+    assert names >= PARSER_REGISTRY.tools.keys() | PARSER_REGISTRY.reasoning.keys()
 
 
 PIECES = st.sampled_from(

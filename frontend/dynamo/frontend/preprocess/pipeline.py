@@ -28,6 +28,7 @@ from dynamo.frontend.preprocess.template import ChatTemplate
 from dynamo.frontend.preprocess.template_budget import OutOfTime
 from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
 from dynamo.frontend.preprocess.tokenizer import Tokenizer, TooManyTokens
+from dynamo.frontend.preprocess.tools import call_ids
 from dynamo.frontend.preprocess.tools.prompt import in_plain_messages
 
 MAX_PROMPT_LOGPROBS = 65_536
@@ -156,6 +157,8 @@ class TextModel:
         tools = request.tools
         if self._info.tool_parser == GENERIC:
             shaped, tools = in_plain_messages(shaped, tools), ()
+        elif (with_ids := call_ids.BY_PARSER.get(self._info.tool_parser)) is not None:
+            shaped = with_ids(shaped)
         text = template.render(
             shaped,
             tools=tools,
