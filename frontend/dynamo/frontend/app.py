@@ -103,8 +103,9 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             )
             await stack.enter_async_context(metrics.following(links))
             plane = await stack.enter_async_context(open_plane(config, links, loads, control, metrics))
+            memory = None if links.client is None else links.client.memory
             grpc = await stack.enter_async_context(
-                open_grpc(config, grpc_guard, plane, readiness, drain, metrics, capacity, share_port=share_port)
+                open_grpc(config, grpc_guard, plane, readiness, drain, metrics, capacity, memory, share_port=share_port)
             )
             readiness.attach(plane)
             stack.push_async_callback(_drain, config, readiness, drain, http, grpc)

@@ -383,6 +383,89 @@ def test_a_body_is_lent_in_place_once(arena: Arena) -> None:
     assert arena.lend_in_place(pieces, 59_004, FakeReader()) is None
 
 
+@pytest.fixture
+def neighbours(folder: Path) -> Iterator[tuple[SharedMemory, Neighbour, SharedMemory]]:
+    """Two processes' shared memory; the first knows the other as a neighbour."""
+    with ExitStack() as stack:
+        ours, theirs = SharedMemory(folder, 4 * MIB), SharedMemory(folder, MIB)
+        stack.callback(ours.close)
+        stack.callback(theirs.close)
+        reader = ours.neighbour(theirs.token)
+        assert reader is not None
+        yield ours, reader, theirs
+
+
+def receive(ours: SharedMemory, body: bytes) -> memoryview:
+    room = ours.room(len(body))
+    assert room is not None
+    room.view[:] = body
+    return room.finish()
+
+
+def test_a_body_that_was_received_into_a_room_is_lent_without_a_copy(
+    neighbours: tuple[SharedMemory, Neighbour, SharedMemory],
+) -> None:
+    ours, reader, theirs = neighbours
+    body = random.Random(1).randbytes(100_000)
+    view = receive(ours, body)
+    used = ours.used_bytes
+    reference = ours.lend(view, len(view), reader)
+    assert reference is not None and ours.used_bytes == used
+    owner = theirs.neighbour(ours.token)
+    assert owner is not None
+    taken = theirs.take(owner, reference)
+    assert taken is not None and bytes(taken) == body
+    del taken
+    ours.sweep()
+    assert bytes(view) == body, "the owner may still need it for a retry"
+    again = ours.lend(view, len(view), reader)
+    assert again is not None and again.unit != reference.unit
+    ours.arena.settle(again.generation)
+    del view
+    for _ in range(3):
+        theirs.sweep()
+        ours.sweep()
+    assert ours.used_bytes == 0
+
+
+def test_a_room_that_is_dropped_or_whose_views_are_gone_is_free(
+    neighbours: tuple[SharedMemory, Neighbour, SharedMemory],
+) -> None:
+    ours, _, _ = neighbours
+    room = ours.room(100_000)
+    assert room is not None
+    room.drop()
+    assert ours.used_bytes == 0
+    view = receive(ours, bytes(100_000))
+    assert ours.used_bytes > 0
+    part = view[10:20]
+    del view
+    ours.sweep()
+    assert ours.used_bytes > 0
+    del part
+    ours.sweep()
+    assert ours.used_bytes == 0
+
+
+@pytest.mark.parametrize("size", [1, 32 * 1024 - 1, 17 * MIB])
+def test_there_is_no_room_for_small_and_very_large_bodies(
+    neighbours: tuple[SharedMemory, Neighbour, SharedMemory], size: int
+) -> None:
+    assert neighbours[0].room(size) is None
+
+
+def test_there_is_no_room_without_neighbours_or_beyond_half_of_the_arena(
+    folder: Path, neighbours: tuple[SharedMemory, Neighbour, SharedMemory]
+) -> None:
+    ours, _, _ = neighbours
+    assert ours.room(MIB) is not None
+    assert ours.room(MIB) is not None
+    assert ours.room(MIB) is None
+    alone = SharedMemory(folder, 4 * MIB)
+    assert alone.room(MIB) is None
+    alone.close()
+
+
 class LendingMachine(RuleBasedStateMachine):
     """Whatever happens in whatever order: views never change, and everything comes back."""
 

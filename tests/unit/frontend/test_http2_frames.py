@@ -17,6 +17,7 @@ from dynamo.frontend.api.rpc.http2.messages import (
     STEP_BYTES,
     CorruptMessage,
     MessageReader,
+    PlainMemory,
     deflate_steps,
     inflate_steps,
 )
@@ -154,8 +155,8 @@ class Owner:
         (self.admitted if size <= 1000 else self.refused).append(size)
         return size <= 1000
 
-    def message_memory(self, size: int) -> Buffer:
-        return bytearray(size)
+    def message_memory(self, size: int) -> PlainMemory:
+        return PlainMemory(size)
 
     def message_received(self, message: Buffer, *, is_compressed: bool) -> None:
         self.messages.append((bytes(message), is_compressed))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dynamo.common.background import running
 from dynamo.common.options import SharedMemoryOptions
-from dynamo.common.shared_memory.arena import Arena
+from dynamo.common.shared_memory.arena import Arena, Region
 from dynamo.common.shared_memory.files import ArenaRefused, is_token, remove_stale_files
 from dynamo.common.shared_memory.layout import Reference
 from dynamo.common.shared_memory.neighbour import BadReference, Neighbour
@@ -24,8 +24,34 @@ from dynamo.common.tensors import Buffer
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
+_MAX_ROOM_BYTES = 16 * 2**20
+"""The system prepares all memory of a region at once, for which the event loop waits."""
 _MAX_REFUSED = 1024
 """Tokens that could not be opened are remembered, so that a busy peer is not tried with each message."""
+
+
+class Room:
+    """Memory of this process's arena for a body that is being received, before its reader is known."""
+
+    __slots__ = ("_arena", "_region", "_size", "view")
+
+    def __init__(self, arena: Arena, region: Region, size: int) -> None:
+        self._arena = arena
+        self._region = region
+        self._size = size
+        self.view = arena.data(region)[:size]
+        """To be written to."""
+
+    def finish(self) -> memoryview:
+        """Return what was written, read-only. It is lent without a copy, and free when the last view of it is gone."""
+        self.view.release()
+        self._region.parts.append((0, self._size))
+        return self._arena.view(self._region)[: self._size]
+
+    def drop(self) -> None:
+        """Free the memory: the rest of the body does not come."""
+        self.view.release()
+        self._arena.let_go(self._region)
 
 
 class SharedMemory:
@@ -102,6 +128,19 @@ class SharedMemory:
         else:
             self.bytes["lent"] += size
         return reference
+
+    def room(self, size: int) -> Room | None:
+        """Return memory for a body that is about to be received. None if it is small or very large, or for lack of room.
+
+        Half of the arena is left for bodies whose readers are known.
+        """
+        arena = self.arena
+        if not self.least_bytes <= size <= _MAX_ROOM_BYTES or not self._neighbours:
+            return None
+        if 2 * (arena.used_bytes + size) > arena.capacity_bytes:
+            return None
+        region = arena.reserve(size)
+        return None if region is None else Room(arena, region, size)
 
     def take(self, owner: Neighbour, reference: Reference) -> memoryview | None:
         """Return a read-only view of what `owner` lent. None, counted and logged, if the reference does not check."""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
+from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
@@ -33,6 +34,7 @@ async def open_grpc(
     drain: StreamDrain,
     metrics: Metrics,
     capacity: Capacity,
+    memory: SharedMemory | None,
     *,
     share_port: bool,
 ) -> AsyncIterator[GrpcServer | None]:
@@ -44,7 +46,9 @@ async def open_grpc(
     services = grpc_services(config, plane, readiness, drain, account_source(guard), capacity)
     services = bounded(services, capacity, config.overload_status, refused)
     services = metered(guarded(services, guard, refused), metrics.grpc)
-    async with serve_grpc(config.grpc, services, share_port=share_port, guarded=guard.is_on, capacity=capacity) as server:
+    async with serve_grpc(
+        config.grpc, services, share_port=share_port, guarded=guard.is_on, capacity=capacity, memory=memory
+    ) as server:
         yield server
 
 

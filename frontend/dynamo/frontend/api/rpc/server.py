@@ -20,6 +20,7 @@ from dynamo.common.config import ConfigError
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.security.files import Watched
 from dynamo.common.security.tls import TlsContents, read_contents, server_context
+from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.handlers import Handlers, for_grpcio
 from dynamo.frontend.api.rpc.hardening import make_grpcio_server
@@ -90,16 +91,19 @@ async def serve_grpc(
     share_port: bool = False,
     guarded: bool = False,
     capacity: Capacity | None = None,
+    memory: SharedMemory | None = None,
 ) -> AsyncIterator[GrpcServer]:
     """Serve `services` (full service name → handlers) until the context is left, which cancels running calls.
 
     `guarded`: callers must show credentials, so messages are read only after the handlers have
-    checked the metadata. Raises ConfigError if the port or the certificate cannot be used.
+    checked the metadata. `capacity` counts what the server keeps of messages, and `memory` is where http2 receives large ones.
+    Raises ConfigError if the port or the certificate cannot be used.
     """
     if options.server is GrpcServerChoice.GRPCIO:
         server = await _start_grpcio(options, services, share_port=share_port, guarded=guarded)
     else:
-        server = await _start_http2(options, services, capacity or Capacity(), share_port=share_port, guarded=guarded)
+        http2 = Http2Server(options, services, capacity or Capacity(), guarded=guarded, memory=memory)
+        server = await _start_http2(http2, options, share_port=share_port)
     name = GrpcServerChoice.HTTP2 if options.server is GrpcServerChoice.AUTO else options.server
     secured = "TLS" if options.tls_cert_file is not None else "no TLS"
     _log.info("gRPC on %s:%d by the %s server, %s", options.host, server.port, name, secured)
@@ -109,14 +113,11 @@ async def serve_grpc(
         await server.stop(0.0)
 
 
-async def _start_http2(
-    options: GrpcOptions, services: Mapping[str, Handlers], capacity: Capacity, *, share_port: bool, guarded: bool
-) -> GrpcServer:
+async def _start_http2(server: Http2Server, options: GrpcOptions, *, share_port: bool) -> GrpcServer:
     context: ssl.SSLContext | None = None
     if options.tls is not None:
         context = server_context(options.tls, protocols=("h2",))
     listener = open_listener(options.host, options.listen_port, flag="--grpc-port", reuse_port=share_port)
-    server = Http2Server(options, services, capacity, guarded=guarded)
     await server.listen(listener, context)
     return GrpcServer(server.port, server)
 

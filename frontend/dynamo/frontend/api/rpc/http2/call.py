@@ -33,6 +33,7 @@ from dynamo.frontend.api.rpc.http2.messages import (
     GZIP,
     STEP_BYTES,
     CorruptMessage,
+    MessageMemory,
     MessageReader,
     deflate_steps,
     inflate_steps,
@@ -83,7 +84,7 @@ class CallHost(Protocol):
         """Let the client send more bytes of a stream."""
         ...
 
-    def allocate(self, size: int) -> Buffer:
+    def allocate(self, size: int) -> MessageMemory:
         """Return memory for a message."""
         ...
 
@@ -262,7 +263,7 @@ class Call:
         self._held_bytes += counted
         return True
 
-    def message_memory(self, size: int) -> Buffer:
+    def message_memory(self, size: int) -> MessageMemory:
         self._begun_at = monotonic()
         if more := self.window.grant(size):
             self._host.grant(self.stream, more)

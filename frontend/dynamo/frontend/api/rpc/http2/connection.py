@@ -24,15 +24,14 @@ from time import monotonic
 from typing import Final, Protocol, cast
 
 import grpc
-import numpy as np
 
-from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.http2 import frames
 from dynamo.frontend.api.rpc.http2.call import Call, Method
 from dynamo.frontend.api.rpc.http2.deadlines import Deadlines
 from dynamo.frontend.api.rpc.http2.frames import DISCARD, ConnectionFailure, DataSink, ErrorCode, FrameReader
 from dynamo.frontend.api.rpc.http2.headers import CallHeaders, HeaderDecoder, MalformedRequest, Refusal
+from dynamo.frontend.api.rpc.http2.messages import MessageMemory
 from dynamo.frontend.api.rpc.http2.sender import HIGH_WATER_BYTES, Outgoing, Sender
 from dynamo.frontend.api.rpc.http2.windows import Budget, ReceiveWindow, WindowOverflow
 from dynamo.frontend.config import GrpcOptions
@@ -78,6 +77,10 @@ class Connections(Protocol):
 
     @property
     def methods(self) -> Mapping[bytes, Method]: ...
+
+    def allocate(self, size: int) -> MessageMemory:
+        """Return memory for a message."""
+        ...
 
     def max_age_s(self) -> float:
         """Return the age at which a new connection is drained; infinite without a limit."""
@@ -582,8 +585,8 @@ class Connection(asyncio.BufferedProtocol):
     def grant(self, stream: int, more: int) -> None:
         self.sender.control(frames.encode_window_update(stream, more))
 
-    def allocate(self, size: int) -> Buffer:
-        return np.empty(size, np.uint8).data
+    def allocate(self, size: int) -> MessageMemory:
+        return self._server.allocate(size)
 
     def call_started(self, call: Call) -> None:
         self._server.call_started(call)

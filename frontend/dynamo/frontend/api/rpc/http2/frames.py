@@ -238,6 +238,7 @@ class FrameReader:
     def get_buffer(self) -> memoryview:
         """Return memory for the next bytes."""
         sink = self._sink
+        self._direct = None  # there was perhaps nothing to read into the last one
         if sink is not None and self._left:
             space = sink.space()
             if space is not None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from struct import Struct
 from typing import Final, Protocol
 
+import numpy as np
+
 from dynamo.common.tensors import Buffer
 
 PREFIX: Final = Struct(">BI")
@@ -27,6 +29,38 @@ class CorruptMessage(Exception):
     """A compressed message cannot be decompressed. `str()` says why."""
 
 
+class MessageMemory(Protocol):
+    """Memory for one message."""
+
+    @property
+    def view(self) -> memoryview:
+        """The memory, to be written to."""
+        ...
+
+    def finish(self) -> Buffer:
+        """Return the message, which has come."""
+        ...
+
+    def drop(self) -> None:
+        """The rest of the message does not come."""
+        ...
+
+
+class PlainMemory:
+    """Memory of this process, neither zeroed nor touched before it is written to."""
+
+    __slots__ = ("view",)
+
+    def __init__(self, size: int) -> None:
+        self.view = np.empty(size, np.uint8).data
+
+    def finish(self) -> memoryview:
+        return self.view
+
+    def drop(self) -> None:
+        pass
+
+
 class MessageOwner(Protocol):
     """The call whose messages a reader finds."""
 
@@ -34,12 +68,12 @@ class MessageOwner(Protocol):
         """Return whether a message of `size` bytes may come. If not, it and all after it are discarded."""
         ...
 
-    def message_memory(self, size: int) -> Buffer:
+    def message_memory(self, size: int) -> MessageMemory:
         """Return memory for an admitted message that has not come completely."""
         ...
 
     def message_received(self, message: Buffer, *, is_compressed: bool) -> None:
-        """Take a message: the memory from `message_memory`, or bytes if it has arrived in one piece."""
+        """Take a message: it was written to `message_memory`, or is bytes if it has arrived in one piece."""
         ...
 
     def refuse_flag(self, flag: int) -> None:
@@ -50,15 +84,15 @@ class MessageOwner(Protocol):
 class MessageReader:
     """Cuts the DATA of one call into messages. It is a `DataSink`."""
 
-    __slots__ = ("_buffer", "_flag", "_is_refused", "_owner", "_prefix", "_view", "received", "size")
+    __slots__ = ("_flag", "_is_refused", "_memory", "_owner", "_prefix", "_view", "received", "size")
 
     def __init__(self, owner: MessageOwner) -> None:
         self._owner: MessageOwner | None = owner
         """None once nothing is wanted any more: the two hold each other."""
         self._prefix = b""
         """What has arrived of a split prefix."""
-        self._buffer: Buffer | None = None
-        """Memory of the message that is arriving."""
+        self._memory: MessageMemory | None = None
+        """Of the message that is arriving."""
         self._view: memoryview | None = None
         """The same, as it is written to."""
         self._flag = 0
@@ -69,12 +103,12 @@ class MessageReader:
 
     @property
     def is_between_messages(self) -> bool:
-        return self._buffer is None and not self._prefix
+        return self._memory is None and not self._prefix
 
     @property
     def missing(self) -> int:
         """The bytes that are still to come of a message whose size is known."""
-        return self.size - self.received if self._buffer is not None else 0
+        return self.size - self.received if self._memory is not None else 0
 
     def feed(self, data: memoryview) -> None:
         position, end = 0, len(data)
@@ -110,8 +144,8 @@ class MessageReader:
             return stop
         else:
             self._flag, self.size, self.received = flag, size, 0
-            self._buffer = owner.message_memory(size)
-            self._view = memoryview(self._buffer)
+            self._memory = owner.message_memory(size)
+            self._view = self._memory.view
         return position
 
     def space(self) -> memoryview | None:
@@ -121,16 +155,17 @@ class MessageReader:
         self.received += count
         if self.received < self.size:
             return
-        buffer = self._buffer
-        assert buffer is not None, "a message has memory while it arrives"
-        self._buffer = self._view = None
-        assert self._owner is not None, "a message that arrives has an owner"
-        self._owner.message_received(buffer, is_compressed=self._flag == 1)
+        memory = self._memory
+        assert memory is not None and self._owner is not None, "a message that arrives has memory and an owner"
+        self._memory = self._view = None
+        self._owner.message_received(memory.finish(), is_compressed=self._flag == 1)
 
     def drop(self) -> None:
         """Forget the message that is arriving, and refuse all that comes."""
         self._is_refused = True
-        self._buffer = self._view = self._owner = None
+        if self._memory is not None:
+            self._memory.drop()
+        self._memory = self._view = self._owner = None
 
 
 def inflate_steps(message: Buffer, encoding: str) -> Iterator[bytes]:

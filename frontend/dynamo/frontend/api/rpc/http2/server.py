@@ -20,6 +20,7 @@ import grpc
 
 from dynamo.common.background import start
 from dynamo.common.http_server import OTHER_FILES, raise_open_files
+from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.handlers import Handlers, function_of
 from dynamo.frontend.api.rpc.http2.call import Call, Method
@@ -30,6 +31,7 @@ from dynamo.frontend.api.rpc.http2.connection import (
     Connection,
 )
 from dynamo.frontend.api.rpc.http2.deadlines import Deadlines, Ending
+from dynamo.frontend.api.rpc.http2.messages import MessageMemory, PlainMemory
 from dynamo.frontend.config import GrpcOptions
 
 _CHECK_S: Final = 1.0
@@ -46,11 +48,21 @@ class Http2Server:
     """A port that is being served."""
 
     def __init__(
-        self, options: GrpcOptions, services: Mapping[str, Handlers], capacity: Capacity, *, guarded: bool = False
+        self,
+        options: GrpcOptions,
+        services: Mapping[str, Handlers],
+        capacity: Capacity,
+        *,
+        guarded: bool = False,
+        memory: SharedMemory | None = None,
     ) -> None:
-        """`guarded`: handlers check their caller before they read, so that messages are taken only after that."""
+        """`guarded`: handlers check their caller before they read, so that messages are taken only after that.
+
+        `memory`: where large messages are received, so that they need not be copied for workers of this host.
+        """
         self.options = options
         self.capacity = capacity
+        self._memory = memory
         self.methods = _methods(services, guarded=guarded)
         self.connection_window_bytes = options.initial_connection_window_size or CONNECTION_WINDOW_BYTES
         window = options.initial_stream_window_size or STREAM_WINDOW_BYTES
@@ -119,6 +131,11 @@ class Http2Server:
             await asyncio.wait(tasks)
 
     # Called by connections
+
+    def allocate(self, size: int) -> MessageMemory:
+        """Return memory for a message, shared with workers if there is room."""
+        room = None if self._memory is None else self._memory.room(size)
+        return PlainMemory(size) if room is None else room
 
     def max_age_s(self) -> float:
         """Return the age at which a new connection is drained."""
