@@ -46,6 +46,7 @@ TOOL_PARSER_ALIASES: Mapping[str, str] = {
     "granite4": "hermes",
     "harmony": "openai",
     "hunyuan_a13b": "jamba",
+    "lfm2": "pythonic",
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
     "minimax": "jamba",

@@ -384,3 +384,10 @@ async def test_ids_of_calls_have_the_form_that_the_template_expects(parser: str,
     made = await model(Files(template), tool_parser=parser)
     prompt = await made.render(TextRequest(model="talker", messages=messages))
     assert prompt.split() == ids
+
+
+async def test_a_tool_without_parameters_has_none_for_templates() -> None:
+    template = b"{% for tool in tools %}{{ tool.function.parameters.properties | tojson }}{% endfor %}"
+    capable = await model(Files(template), tool_parser="hermes")
+    now = {"type": "function", "function": {"name": "now"}}
+    assert await capable.render(TextRequest(model="talker", messages=HELLO, tools=(now,))) == "{}"

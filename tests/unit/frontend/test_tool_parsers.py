@@ -123,6 +123,7 @@ OUTPUTS: list[tuple[str, str, list[ParsedPart]]] = [
         ],
     ),
     ("pythonic", " \n[now()]\n", [call("now", "{}")]),
+    ("pythonic", "<|tool_call_start|>[now()]<|tool_call_end|>Wait.", [call("now", "{}"), content("Wait.")]),
     ("pythonic", "[now()] Done", [call("now", "{}"), content(" Done")]),
     ("pythonic", "[1] is a footnote", [content("[1] is a footnote")]),
     ("pythonic", "[other()]", [content("[other()]")]),

@@ -9,8 +9,9 @@ from dynamo.common.parser_names import AUTO, GENERIC, NONE
 
 _TOOLS_BY_MARKER = (
     ("<|channel|>", "openai"),
-    ("<｜DSML｜", "deepseek_v32"),
+    ("｜DSML｜", "deepseek_v32"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("tool_declare", "kimi_k2"),
     ("<minimax:tool_call>", "minimax_m2"),
     ("<seed:tool_call>", "seed_oss"),
     ("<longcat_tool_call>", "longcat"),
@@ -23,6 +24,7 @@ _TOOLS_BY_MARKER = (
     ("<|tool_call|>", "granite"),
     ("<|python_start|>", "pythonic"),
     ("[func_name1(", "pythonic"),
+    ("<|tool_call_start|>", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": dictionary of argument name', "llama3_json"),
     ("<tool_calls>", "jamba"),

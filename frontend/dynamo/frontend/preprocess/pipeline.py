@@ -45,6 +45,7 @@ _CONTEXTS_TO_CUT = 16
 """How long a prompt that is to be truncated may be, in contexts of the model."""
 _CONTINUE = "[goes on here]"
 """Marks the end of the message that the response continues, while the template is rendered."""
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _MODALITIES = {
     **dict.fromkeys(("image", "image_url", "input_image"), "image"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
@@ -154,7 +155,7 @@ class TextModel:
         shaped = [_message(message, self._info.modalities) for message in messages]
         if request.continues_last:
             shaped[-1] = _with_marker(shaped[-1])
-        tools = request.tools
+        tools: Sequence[Mapping[str, Any]] = list(map(_tool, request.tools))
         if self._info.tool_parser == GENERIC:
             shaped, tools = in_plain_messages(shaped, tools), ()
         elif (with_ids := call_ids.BY_PARSER.get(self._info.tool_parser)) is not None:
@@ -364,6 +365,12 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
         raise InvalidRequest(
             f"the arguments of tool calls have {values} values; at most {_MAX_ARGUMENT_VALUES} are allowed", param="messages"
         )
+
+
+def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool with parameters: a function may leave them out, but templates read them."""
+    function = tool["function"]
+    return tool if function.get("parameters") else {**tool, "function": {**function, "parameters": _NO_PARAMETERS}}
 
 
 def _tool_call(call: object) -> object:

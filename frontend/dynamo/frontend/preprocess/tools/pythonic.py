@@ -1,4 +1,4 @@
-"""`[f(a=1), g(b="x")]`, with or without `<|python_start|>` and `<|python_end|>` around it: Llama 3.2, Llama 4 and others."""
+"""`[f(a=1), g(b="x")]`, with or without `<|python_start|>` and `<|python_end|>` around it: Llama 3.2 and 4, LFM 2 and others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynamo.frontend.preprocess.tools.reader import MAX_NAME_CHARS, Reader
 MAX_LIST_CHARS = 64 * 1024
 MAX_DEPTH = 32
 """Deepest nesting of brackets in a list of calls."""
-_MARKERS = Markers("<|python_start|>", "<|python_end|>", "<|eom_id|>", "<|eot_id|>")
+_MARKERS = Markers("<|python_start|>", "<|python_end|>", "<|tool_call_start|>", "<|tool_call_end|>", "<|eom_id|>", "<|eot_id|>")
 _BEGINNING = re.compile(r"\[\s*([A-Za-z_][\w.]*)?\s*(.?)", re.DOTALL)
 _STRUCTURE = re.compile(r"""\\.|["'\[\](){}]|\\\Z""", re.DOTALL)
 _CONSTANTS = {"true": True, "false": False, "null": None}
