@@ -17,6 +17,7 @@ from onnx import TensorProto, helper
 
 from dynamo.common.background import running
 from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, ModelNotFound, PayloadTooLarge, Unsupported
+from dynamo.common.message_json import to_json
 from dynamo.common.repository import ControlMode, LoadRequest, ModelState
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.control import RepositoryControl
@@ -287,6 +288,22 @@ async def test_a_step_that_fails_fails_the_request(tmp_path: Path) -> None:
                 await infer(models, "both", x(1))
 
 
+async def test_the_outputs_of_an_ensemble_have_the_labels_of_the_models_that_give_them(tmp_path: Path) -> None:
+    labelled = X_TO_Y.replace('name: "y"', 'name: "y" label_filename: "labels.txt"')
+    for name in ("first", "second"):
+        (python_model(tmp_path, name, config=labelled) / "labels.txt").write_text(f"{name} 0\n{name} 1\n")
+    outputs = "".join(f'output {{ name: "{name}" data_type: TYPE_FP32 dims: [ -1 ] {more} }}\n' for name, more in OUTPUTS.items())
+    steps = (step("first", {"x": "x"}, {"y": "a"}), step("second", {"x": "a"}, {"y": "b"}), step("first", {"x": "b"}, {"y": "c"}))
+    config = f'input {{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }}\n{outputs}ensemble_scheduling {{ {" ".join(steps)} }}'
+    (model_with_config(tmp_path, "both", config) / "own.txt").write_text("own 0\n")
+    async with opened(tmp_path, "both") as models:
+        labels = {spec.name: spec.labels for spec in models.find("both").card.outputs}
+    assert labels == {"a": ("first 0", "first 1"), "b": ("second 0", "second 1"), "c": ("own 0",)}
+
+
+OUTPUTS = {"a": "", "b": "", "c": 'label_filename: "own.txt"'}
+
+
 async def test_unloading_includes_dependent_ensembles_and_models_only_they_need(tmp_path: Path) -> None:
     for name in ("two", "three", "other"):
         onnx_model(tmp_path / name, dims=("n",))
@@ -294,13 +311,88 @@ async def test_unloading_includes_dependent_ensembles_and_models_only_they_need(
     async with opened(tmp_path, "both", "other", default_max_batch_size=0) as models:
         await models.unload_model("two")
         assert {name for (name, _), state in states(models).items() if state == "READY"} == {"three", "other"}
-        assert {entry.name: entry.reason for entry in models.index()}["both"] == "model 'two', which it needs, was unloaded"
+        assert {entry.name: entry.reason for entry in models.index()}["both"] == "unloaded"
         await models.load_model(LoadRequest(model="both"))
         await models.unload_model("both")
         assert states(models)["two", "1"] == states(models)["three", "1"] == "READY"
         await models.load_model(LoadRequest(model="both"))
         await models.unload_model("both", dependents=True)
         assert {name for (name, _), state in states(models).items() if state == "READY"} == {"other"}
+
+
+async def test_models_that_were_loaded_for_their_own_sake_stay_when_their_ensemble_is_unloaded(tmp_path: Path) -> None:
+    for name in ("two", "three"):
+        onnx_model(tmp_path / name, dims=("n",))
+    ensemble(tmp_path, step("two", {"x": "x"}, {"y": "b"}), step("three", {"x": "b"}, {"y": "y"}))
+    async with opened(tmp_path, "two", "both", default_max_batch_size=0) as models:
+        await models.unload_model("both", dependents=True)
+        assert {name for (name, _), state in states(models).items() if state == "READY"} == {"two"}
+        await models.load_model(LoadRequest(model="three"))
+        await models.load_model(LoadRequest(model="both"))
+        await models.unload_model("both", dependents=True)
+        assert {name for (name, _), state in states(models).items() if state == "READY"} == {"two", "three"}
+
+
+async def test_loading_a_model_again_brings_back_the_ensemble_that_was_unloaded_with_it(tmp_path: Path) -> None:
+    for name in ("two", "three"):
+        onnx_model(tmp_path / name, dims=("n",))
+    ensemble(tmp_path, step("two", {"x": "x"}, {"y": "b"}), step("three", {"x": "b"}, {"y": "y"}))
+    async with opened(tmp_path, "both", default_max_batch_size=0) as models:
+        await models.unload_model("two")
+        await models.unload_model("three")
+        await models.load_model(LoadRequest(model="two"))
+        assert "both" not in {name for (name, _), state in states(models).items() if state == "READY"}
+        await models.load_model(LoadRequest(model="three"))
+        assert await infer(models, "both", x(3)) == {"y": [12.0]}
+        await models.unload_model("two")
+        await models.unload_model("both")
+        await models.load_model(LoadRequest(model="two"))
+        assert "both" not in {name for (name, _), state in states(models).items() if state == "READY"}, (
+            "it was unloaded on request"
+        )
+
+
+async def test_a_configuration_of_a_request_stays_until_the_files_change_or_the_model_is_unloaded(tmp_path: Path) -> None:
+    folder = onnx_model(tmp_path / "times", dims=("n",))
+    async with opened(tmp_path, "times", default_max_batch_size=0) as models:
+
+        async def key_after(request: LoadRequest) -> str:
+            await models.load_model(request)
+            return models.config("times", "").parameters["key"].string_value
+
+        override = LoadRequest(model="times", config='{"backend": "onnxruntime", "parameters": {"key": {"string_value": "v"}}}')
+        assert [await key_after(request) for request in (override, LoadRequest(model="times"))] == ["v", "v"]
+        onnx_model(folder, 5.0, dims=("n",))
+        assert await key_after(LoadRequest(model="times")) == ""
+        assert await key_after(override) == "v"
+        await models.unload_model("times")
+        assert await key_after(LoadRequest(model="times")) == ""
+
+
+async def test_clients_and_models_see_what_a_configuration_leaves_out(tmp_path: Path) -> None:
+    code = """
+import json
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.args = args
+    def execute(self, requests):
+        text = pb_utils.np.array([[self.args["model_config"], self.args["model_instance_name"]]] * len(requests), object)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", row[None])]) for row in text]
+"""
+    config = X_TO_Y.replace('"y" data_type: TYPE_FP32', '"y" data_type: TYPE_STRING') + "max_batch_size: 6 dynamic_batching { }"
+    python_model(tmp_path, "plain", code, config)
+    async with opened(tmp_path, "plain") as models:
+        [[text, instance]] = (await infer(models, "plain", {"x": np.ones((1, 1), np.float32)}))["y"]
+        config_seen = models.config("plain", "")
+    assert instance == b"plain_0" and json.loads(text) == to_json(config_seen)
+    plain = json.loads(text)
+    assert plain["version_policy"] == {"latest": {"num_versions": 1}} and plain["default_model_filename"] == "model.py"
+    [group] = plain["instance_group"]
+    assert (group["name"], group["kind"], group["count"]) == ("plain", "KIND_CPU", 1)
+    assert plain["dynamic_batching"]["preferred_batch_size"] == [6]
+    assert plain["optimization"]["input_pinned_memory"] == plain["optimization"]["output_pinned_memory"] == {"enable": True}
 
 
 # Loading and unloading
@@ -338,11 +430,12 @@ async def test_loading_again_changes_over_without_a_gap_and_a_failure_changes_no
         assert states(models) == {("times", "1"): "READY"}
 
 
-async def test_missing_models_are_not_found(tmp_path: Path) -> None:
+async def test_missing_models_are_not_found_and_unloaded_already(tmp_path: Path) -> None:
     async with opened(tmp_path) as models:
-        for work in (models.load_model(LoadRequest(model="missing")), models.unload_model("missing")):
-            with pytest.raises(ModelNotFound):
-                await work
+        with pytest.raises(ModelNotFound):
+            await models.load_model(LoadRequest(model="missing"))
+        await models.unload_model("missing")
+        assert models.index() == ()
         assert models.index() == ()
         onnx_model(tmp_path / "late")
         await models.load_model(LoadRequest(model="late"))
@@ -416,6 +509,8 @@ async def test_a_request_may_bring_its_own_configuration(tmp_path: Path) -> None
         assert models.find("times").card.max_batch_size == 7
         with pytest.raises(InvalidRequest, match="the configuration is not usable"):
             await models.load_model(LoadRequest(model="times", config='{"max_batch_size": "many"}'))
+        assert models.find("times").card.max_batch_size == 7
+        await models.unload_model("times")
         await models.load_model(LoadRequest(model="times"))
         assert models.find("times").card.max_batch_size == 4
 

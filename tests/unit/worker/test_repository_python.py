@@ -25,6 +25,7 @@ from dynamo.common.errors import (
     UnknownError,
     Unsupported,
 )
+from dynamo.common.repository import LoadRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.repository import wire
@@ -76,7 +77,7 @@ async def test_a_model_gets_its_arguments_and_finds_its_own_files(tmp_path: Path
         "config": "v",
         "dims": [-1],
         "kind": "CPU",
-        "name": "args_0_0",
+        "name": "args_0",
         "version": "1",
         "model": "args",
         "beside": 5,
@@ -818,6 +819,8 @@ async def test_a_load_failure_names_its_reason(tmp_path: Path, code: str, reason
         assert reason in str(failed["broken"])
         [entry] = models.index()
         assert entry.state == "UNAVAILABLE" and reason in entry.reason
+        with pytest.raises(InvalidRequest, match="load failed for model 'broken': version 1 is at UNAVAILABLE state: Internal: "):
+            await models.load_model(LoadRequest(model="broken"))
 
 
 @pytest.mark.parametrize(
@@ -826,7 +829,7 @@ async def test_a_load_failure_names_its_reason(tmp_path: Path, code: str, reason
         ("[]", "InferenceRequest.s. size is:1, and InferenceResponse.s. size is:0"),
         ("None", "Expected a list in the execute return, found type '<class 'NoneType'>'"),
         ("[5]", "Expected an 'InferenceResponse' object in the execute function return list, found type '<class 'int'>'"),
-        ("1 / 0", "Failed to process the request.s. for model 'wrong_0_0', message: ZeroDivisionError: division by zero"),
+        ("1 / 0", "Failed to process the request.s. for model 'wrong_0', message: ZeroDivisionError: division by zero"),
     ],
 )
 async def test_a_malformed_response_fails_its_request(tmp_path: Path, returned: str, reason: str) -> None:

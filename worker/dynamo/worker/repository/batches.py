@@ -16,7 +16,7 @@ def batch_policy(config: ModelConfig, concurrency: int, ahead: int = 0) -> Batch
 
     Raises InvalidRequest for settings that contradict each other.
     """
-    if not config.HasField("dynamic_batching") or config.model_transaction_policy.decoupled:
+    if not config.HasField("dynamic_batching") or not config.max_batch_size or config.model_transaction_policy.decoupled:
         return None
     try:
         policy = from_dynamic_batching(config.dynamic_batching).to_policy(config.max_batch_size, concurrency)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from dynamo.common.background import awaited
 from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound
+from dynamo.common.model_card import ModelCard
 from dynamo.common.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelEnsembling
 from dynamo.worker.engine.base import RequestTimings
@@ -24,6 +25,19 @@ Step = ModelEnsembling.Step
 def models_in(config: ModelConfig) -> list[str]:
     """Return the models that an ensemble consists of, each once; none if `config` is not an ensemble."""
     return list(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step))
+
+
+def labels_in(config: ModelConfig, cards: Mapping[str, ModelCard]) -> dict[str, tuple[str, ...]]:
+    """Return the labels of an ensemble's outputs: those of the models that give them. None if `config` is not an ensemble.
+
+    `cards` are those of the models in it, by name.
+    """
+    return {
+        target: output.labels
+        for step in config.ensemble_scheduling.step
+        for output in cards[step.model_name].outputs
+        if (target := step.output_map.get(output.name)) is not None
+    }
 
 
 class EnsembleBackend:

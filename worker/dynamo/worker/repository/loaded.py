@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
+
 from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound
 from dynamo.common.model_card import ModelCard, TensorSpec
 from dynamo.common.tensors import Array, datatype_of_array
@@ -32,15 +34,16 @@ class LoadedModel:
         versions: Mapping[str, Executable],
         files: AsyncExitStack,
         on_mismatch: OnMismatch,
+        labels: Mapping[str, tuple[str, ...]],
     ) -> None:
-        """`files` is closed with the model: it holds the temporary folder, if there is one.
+        """`files` is closed with the model: it holds the temporary folder, if there is one. `labels`: of outputs without a file.
 
         Raises InvalidRequest if `config` contradicts itself.
         """
         self._on_mismatch = on_mismatch
         self._files = files
         self.config = config
-        self.card = make_card(config, folder, tuple(versions))
+        self.card = make_card(config, folder, tuple(versions), labels)
         self._versions = versions
         self._reshape = Reshape(config)
         self._inputs = {spec.name: spec for spec in self.card.inputs}
@@ -180,8 +183,10 @@ def output_datatype(array: Array, declared: str) -> str:
     return declared if declared == "BF16" and datatype in ("FP32", "UINT16") else datatype
 
 
-def make_card(config: ModelConfig, folder: Path, versions: tuple[str, ...]) -> ModelCard:
-    """Return the model card that is registered. Raises InvalidRequest."""
+def make_card(
+    config: ModelConfig, folder: Path, versions: tuple[str, ...], labels: Mapping[str, tuple[str, ...]] | None = None
+) -> ModelCard:
+    """Return the model card that is registered. `labels` are those of outputs without a label file. Raises InvalidRequest."""
     plain = ModelConfig()
     plain.CopyFrom(config)
     for tensor in plain.input:
@@ -190,8 +195,15 @@ def make_card(config: ModelConfig, folder: Path, versions: tuple[str, ...]) -> M
         output.ClearField("reshape")
     if plain.HasField("ensemble_scheduling"):
         plain.ClearField("ensemble_scheduling")
-    if plain.model_transaction_policy.decoupled:
+        plain.backend = "ensemble"
+    if plain.model_transaction_policy.decoupled or not plain.max_batch_size:
         plain.ClearField("dynamic_batching")  # requests of a decoupled model are run one by one
     declaration = from_model_config(plain, folder)
     serialized = config.SerializeToString(deterministic=True)
-    return replace(declaration, versions=versions, model_config=serialized).to_card(config.name)
+    card = replace(declaration, versions=versions, model_config=serialized).to_card(config.name)
+    if not labels:
+        return card
+    outputs = tuple(
+        spec if spec.labels else msgspec.structs.replace(spec, labels=labels.get(spec.name, ())) for spec in card.outputs
+    )
+    return msgspec.structs.replace(card, outputs=outputs)

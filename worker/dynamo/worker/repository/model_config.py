@@ -25,6 +25,7 @@ Field: TypeAlias = Any
 _PLATFORMS = {"onnxruntime_onnx": "onnxruntime", "ensemble": "ensemble"}
 _BACKENDS = {"onnxruntime": "onnxruntime_onnx", "ensemble": "ensemble"}
 _BY_FILE = {"model.onnx": "onnxruntime", "model.py": "python"}
+_FILES = {backend: file for file, backend in _BY_FILE.items()}
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -47,7 +48,7 @@ def config_from_json(text: str) -> ModelConfig:
 
 def config_to_json(config: ModelConfig) -> str:
     """Return the configuration as JSON with every field that is not part of a `oneof` and plain numbers, as models expect."""
-    return json.dumps(to_json(config))
+    return json.dumps(to_json(config), separators=(",", ":"))
 
 
 def settle_backend(config: ModelConfig, version_folder: Path | None) -> None:
@@ -68,6 +69,30 @@ def settle_backend(config: ModelConfig, version_folder: Path | None) -> None:
         config.platform = _BACKENDS.get(config.backend, "")
 
 
+def fill_defaults(config: ModelConfig) -> None:
+    """Set what the configuration leaves out to what is in effect, as Triton does: clients and models get to see it."""
+    if config.version_policy.WhichOneof("policy_choice") is None:
+        config.version_policy.latest.num_versions = 1
+    if config.HasField("ensemble_scheduling"):
+        config.backend = ""
+        config.model_transaction_policy.decoupled = config.model_transaction_policy.decoupled
+        return
+    config.default_model_filename = config.default_model_filename or _FILES.get(config.backend, "")
+    optimization = config.optimization
+    for memory in ("input_pinned_memory", "output_pinned_memory"):
+        if not optimization.HasField(memory):
+            getattr(optimization, memory).enable = True
+    if not config.instance_group:
+        config.instance_group.add(name=config.name)
+    for number, group in enumerate(config.instance_group):
+        group.name = group.name or f"{config.name}_{number}"
+        group.count = max(1, group.count)
+        group.kind = ModelInstanceGroup.Kind.Value(f"KIND_{_kind(group)}")
+    if config.HasField("dynamic_batching") and config.max_batch_size:
+        batching = config.dynamic_batching
+        batching.preferred_batch_size[:] = batching.preferred_batch_size or [config.max_batch_size]
+
+
 def check_supported(config: ModelConfig) -> None:
     """Raises InvalidRequest for settings that would change results and are not supported."""
     if config.HasField("sequence_batching"):
@@ -80,8 +105,6 @@ def check_supported(config: ModelConfig) -> None:
             raise InvalidRequest(f"tensor '{tensor.name}' is a shape tensor or allows ragged batches: not supported")
     if config.max_batch_size < 0:
         raise InvalidRequest(f"max_batch_size is {config.max_batch_size}")
-    if config.HasField("dynamic_batching") and not config.max_batch_size:
-        raise InvalidRequest("dynamic_batching needs a max_batch_size")
     if len(list(instances_of(config))) > MAX_INSTANCES:
         raise InvalidRequest(f"more than {MAX_INSTANCES} instances are declared")
 

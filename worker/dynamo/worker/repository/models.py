@@ -22,7 +22,7 @@ from dynamo.common.names import check_name
 from dynamo.common.repository import MAX_REASON_CHARS, IndexEntry, LoadRequest, ModelState
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
-from dynamo.worker.repository.ensemble import EnsembleBackend, models_in
+from dynamo.worker.repository.ensemble import EnsembleBackend, labels_in, models_in
 from dynamo.worker.repository.execution import Executable, ModelBackend, ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.layout import Fingerprint, fingerprint, model_folders, served_versions, versions_in
 from dynamo.worker.repository.loaded import LoadedModel
@@ -30,6 +30,7 @@ from dynamo.worker.repository.model_config import (
     CONFIG_FILE,
     check_supported,
     config_from_json,
+    fill_defaults,
     ignored_settings,
     read_config,
     settle_backend,
@@ -93,6 +94,13 @@ class _State:
     versions: tuple[str, ...] = field(default=())
 
 
+@dataclass(frozen=True, slots=True)
+class _Override:
+    config: str
+    files: Fingerprint
+    """Of the model's folder then."""
+
+
 class RepositoryModels:
     def __init__(self, settings: RepositorySettings) -> None:
         """Raises InvalidRequest for a folder that does not exist."""
@@ -100,6 +108,12 @@ class RepositoryModels:
         self._paths = ModelPaths(settings.path_roots, settings.path_max_bytes)
         self._loaded: dict[str, LoadedModel] = {}
         self._states: dict[str, _State] = {}
+        self._wanted: set[str] = set()
+        """Models that were loaded for their own sake, not for that of an ensemble."""
+        self._suspended: set[str] = set()
+        """Ensembles that were unloaded because a model in them was."""
+        self._overrides: dict[str, _Override] = {}
+        """Of models that were loaded with a configuration of the request."""
         self._mismatches: dict[str, set[str]] = {}
         """The sentences that were logged about outputs of a model."""
         self._retiring = Tasks()
@@ -253,6 +267,7 @@ class RepositoryModels:
                 failed[name] = error
 
         async with self._lock:
+            self._wanted.update(names)
             ensembles = [name for name in names if self._is_ensemble(name)]
             await asyncio.gather(*(load(name) for name in names if name not in ensembles))
             for name in ensembles:
@@ -267,10 +282,57 @@ class RepositoryModels:
         async with self._lock:
             self.rescan()
             try:
-                loaded = await self._load(request, ())
+                loaded = await self._load(self._with_override(request), ())
+                self._wanted.add(request.model)
+                await self._load_suspended()
+            except EngineError as error:
+                version = self._newest_version(request.model) or "1"
+                raise InvalidRequest(
+                    f"load failed for model '{request.model}': version {version} is at UNAVAILABLE state: Internal: {error};"
+                ) from error
             finally:
                 await self._publish()
         return loaded.card.versions
+
+    def _with_override(self, request: LoadRequest) -> LoadRequest:
+        """Let a model that is loaded with a configuration of a request keep it, as in Triton, unless its files have changed."""
+        override = self._overrides.get(request.model)
+        if override is None or request.config or request.path or request.model not in self._loaded:
+            return request
+        if override.files != self._files_of(request.model):
+            return request
+        return LoadRequest(model=request.model, config=override.config)
+
+    def _remember_override(self, request: LoadRequest) -> None:
+        if request.config and not request.files and not request.path:
+            self._overrides[request.model] = _Override(request.config, self._files_of(request.model))
+        else:
+            self._overrides.pop(request.model, None)
+
+    def _files_of(self, name: str) -> Fingerprint:
+        return tuple(entry for folder in self._folders_of(name) for entry in fingerprint(folder))
+
+    def _folders_of(self, name: str) -> Sequence[Path]:
+        return model_folders(self._settings.folders).get(name, ())
+
+    async def _load_suspended(self) -> None:
+        """Load the ensembles again that were unloaded because of a model that is loaded now."""
+        for name in sorted(self._suspended):
+            config = self._loaded_config(name)
+            if name not in self._loaded and config is not None and all(needed in self._loaded for needed in models_in(config)):
+                try:
+                    await self._load(LoadRequest(model=name), ())
+                except DynamoError:
+                    continue  # logged, and in the index
+
+    def _loaded_config(self, name: str) -> ModelConfig | None:
+        """Return the configuration of a model in the folders; None if it has none that can be read."""
+        for folder in self._folders_of(name):
+            try:
+                return read_config(folder / CONFIG_FILE)
+            except InvalidRequest:
+                continue
+        return None
 
     async def _load(self, request: LoadRequest, above: tuple[str, ...]) -> LoadedModel:
         """`above`: the ensembles that this model is loaded for."""
@@ -284,9 +346,10 @@ class RepositoryModels:
                 raise InvalidRequest(f"the ensembles {' and '.join(dict.fromkeys(above))} need each other")
             loaded = await self._open(request, above)
             self._take(loaded)
+            self._remember_override(request)
         except BaseException as error:
             if isinstance(error, DynamoError) and not isinstance(error, ModelNotFound):
-                self._fail(name, str(error))
+                self._fail(name, f"Internal: {error}" if isinstance(error, EngineError) else str(error))
             elif before is not None:
                 self._states[name] = before
             raise
@@ -298,12 +361,14 @@ class RepositoryModels:
             log.error("model '%s' cannot be loaded again, and serves on as it is: %s", name, reason)
             return
         log.error("model '%s' cannot be loaded: %s", name, reason)
-        folders = model_folders(self._settings.folders).get(name)
-        if folders is None:  # the files came with the request, whose caller gets the error
+        if not self._folders_of(name):  # the files came with the request, whose caller gets the error
             self._states.pop(name, None)
             return
-        versions = tuple(map(str, versions_in(folders[0])[-1:]))
-        self._states[name] = _State(ModelState.UNAVAILABLE, reason, versions)
+        self._states[name] = _State(ModelState.UNAVAILABLE, reason, (self._newest_version(name),))
+
+    def _newest_version(self, name: str) -> str:
+        """Return the newest version in a model's folder; empty if there is none."""
+        return next((str(versions_in(folder)[-1]) for folder in self._folders_of(name) if versions_in(folder)), "")
 
     async def _open(self, request: LoadRequest, above: tuple[str, ...]) -> LoadedModel:
         check_name(request.model)
@@ -323,9 +388,11 @@ class RepositoryModels:
             check_supported(config)
             if ignored := ignored_settings(config):
                 log.warning("model %s: its configuration has %s, which is not acted on", request.model, ", ".join(ignored))
+            fill_defaults(config)
             loaded = await _open_versions(backend, config, folder, versions)
             try:
-                model = LoadedModel(config, folder, loaded, files, self._on_mismatch)
+                labels = labels_in(config, {name: self._loaded[name].card for name in models_in(config)})
+                model = LoadedModel(config, folder, loaded, files, self._on_mismatch, labels)
                 await warm_up(model, folder)
             except BaseException:
                 await asyncio.gather(*(executable.close() for executable in loaded.values()))
@@ -358,7 +425,7 @@ class RepositoryModels:
             folder = await files.enter_async_context(temporary_folder())
             await self._paths.copy(where, folder)
             return folder
-        folders = model_folders(self._settings.folders).get(request.model, ())
+        folders = self._folders_of(request.model)
         if not folders:
             raise ModelNotFound(request.model)
         if len(folders) > 1:
@@ -388,7 +455,7 @@ class RepositoryModels:
         return backend
 
     def _is_ensemble(self, name: str) -> bool:
-        folders = model_folders(self._settings.folders).get(name, ())
+        folders = self._folders_of(name)
         try:
             return any(
                 (folder / CONFIG_FILE).exists() and read_config(folder / CONFIG_FILE).HasField("ensemble_scheduling")
@@ -406,6 +473,7 @@ class RepositoryModels:
             self._retire(model)
             raise
         self._mismatches.pop(model.name, None)
+        self._suspended.discard(model.name)
         former = self._loaded.get(model.name)
         self._loaded[model.name] = model
         self._states[model.name] = _State(ModelState.READY, "", model.card.versions)
@@ -415,15 +483,17 @@ class RepositoryModels:
     # Unloading
 
     async def unload_model(self, name: str, *, dependents: bool = False) -> None:
-        """Unload a model: return when it takes no requests and its open ones have ended or timed out. Raises ModelNotFound.
+        """Unload a model: return when it takes no requests and its open ones have ended or timed out. An unknown one is unloaded.
 
-        Ensembles that need it are unloaded, too; with `dependents` also the models that only this ensemble needs.
+        Ensembles that need it are unloaded, too, and loaded again with it; with `dependents` also the models that were loaded
+        only because this ensemble needs them.
         """
         async with self._lock:
             self.rescan()
-            if name not in self._loaded and name not in self._states:
-                raise ModelNotFound(name)
-            await self._unload(name, "unloaded", dependents=dependents)
+            self._suspended.discard(name)
+            self._wanted.discard(name)
+            if name in self._loaded or name in self._states:
+                await self._unload(name, "unloaded", dependents=dependents)
 
     async def _unload(self, name: str, reason: str, *, dependents: bool = False) -> None:
         model = self._loaded.get(name)
@@ -432,25 +502,30 @@ class RepositoryModels:
             await self._publish()
             return
         for other in [other.name for other in self._loaded.values() if name in models_in(other.config)]:
-            await self._unload(other, f"model '{name}', which it needs, was unloaded")
+            await self._unload(other, "unloaded")
+            self._suspended.add(other)
         self._states[name] = _State(ModelState.UNLOADING, reason, model.card.versions)
         if self._host is not None:
             self._host.remove(name)
         await self._publish()
         await self._finish(model)
         del self._loaded[name]
+        self._overrides.pop(name, None)
         self._states[name] = _State(ModelState.UNAVAILABLE, reason, model.card.versions)
         self.rescan()
         log.info("model %s is unloaded", name)
         if dependents:
             for needed in models_in(model.config):
-                if needed in self._loaded and not any(needed in models_in(other.config) for other in self._loaded.values()):
+                if needed not in self._loaded or needed in self._wanted:
+                    continue
+                if not any(needed in models_in(other.config) for other in self._loaded.values()):
                     await self._unload(needed, "unloaded", dependents=True)
         await self._publish()
 
     async def forget(self, name: str) -> None:
         """Unload a model whose folder was removed."""
         async with self._lock:
+            self._wanted.discard(name)
             await self._unload(name, "its folder was removed")
             self._states.pop(name, None)
             await self._publish()

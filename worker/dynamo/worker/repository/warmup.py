@@ -28,7 +28,8 @@ async def warm_up(model: LoadedModel, folder: Path) -> None:
             inputs = dict(_inputs(model.config, warmup, folder))
             for version in model.card.versions:
                 for _ in range(min(max(1, warmup.count), MAX_REQUESTS)):
-                    request = ModelRequest(inputs, Context(f"warmup {warmup.name}", version=version))
+                    name = f"warmup {warmup.name}"
+                    request = ModelRequest(inputs, Context(name, version=version), id=name)
                     model.check(request, version)
                     async with closing(model.run(request)) as responses:
                         async for _ in responses:
