@@ -52,6 +52,16 @@ async def test_a_tool_loop_over_chat_completions_ends_with_the_results(agent: Fr
         assert (last.finish_reason, last.message.content) == ("stop", "The tools returned: 42")
 
 
+async def test_parallel_calls_can_be_refused(agent: FrontendProcess) -> None:
+    messages: list[Any] = [{"role": "user", "content": 'add({"a": 1, "b": 2}) and add({"a": 3, "b": 4})'}]
+    async with openai(agent) as client:
+        for parallel, calls in ((True, 2), (False, 1)):
+            response = await client.chat.completions.create(
+                model="sim", messages=messages, tools=[ADD], parallel_tool_calls=parallel
+            )
+            assert len(response.choices[0].message.tool_calls or []) == calls
+
+
 async def test_a_tool_loop_over_responses_ends_with_the_results(agent: FrontendProcess) -> None:
     tools: Any = [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}]
     items: list[Any] = [{"role": "user", "content": QUESTION}]

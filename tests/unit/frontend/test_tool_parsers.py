@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynamo.common.parser_names import REASONING_PARSER_ALIASES, REASONING_PARSERS, TOOL_PARSER_ALIASES, TOOL_PARSERS
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
-from dynamo.frontend.preprocess.parsers import Content, OutputParser, ToolCall
+from dynamo.frontend.preprocess.parsers import Content, OutputParser, ToolCall, first_call_only
 from dynamo.frontend.preprocess.tools.reader import MAX_HELD_CHARS
 from tests.support.cuts import ParsedPart, call, content, read, read_however_cut, reasoning
 
@@ -444,3 +444,9 @@ def test_held_back_text_is_bounded_and_not_lost(name: str, opening: str, shown: 
 def test_without_tools_harmony_returns_no_calls() -> None:
     text = "<|channel|>commentary to=functions.now<|message|>{}<|call|>"
     assert read(PARSER_REGISTRY.tools["harmony"].make([]), [text]) == [content("{}")]
+
+
+def test_without_parallel_calls_only_the_first_is_returned() -> None:
+    text = f'A <tool_call>{{"name": "get_weather", "arguments": {PARIS}}}</tool_call>'
+    kind = first_call_only(PARSER_REGISTRY.tools["hermes"])
+    assert read_however_cut(lambda: kind.make(TOOLS), text + text) == [content("A "), BOTH[0], content("A ")]

@@ -102,6 +102,33 @@ def make_parser(kinds: Sequence[ParserKind], tools: Tools, prompt_end: str = "")
     return parsers[0] if len(parsers) == 1 else Chain(parsers)
 
 
+def first_call_only(kind: ParserKind) -> ParserKind:
+    """Return the same kind of parsers, which leave out all calls but the first."""
+    after = kind.make_after_prompt
+    return ParserKind(
+        lambda tools: FirstCall(kind.make(tools)),
+        kind.needs_special_tokens,
+        None if after is None else lambda tools, prompt_end: FirstCall(after(tools, prompt_end)),
+    )
+
+
+class FirstCall:
+    """Leaves out the calls after the first one."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+
+    def feed(self, text: str) -> Sequence[Part]:
+        return _without_more_calls(self._parser.feed(text))
+
+    def finish(self) -> Sequence[Part]:
+        return _without_more_calls(self._parser.finish())
+
+
+def _without_more_calls(parts: Sequence[Part]) -> Sequence[Part]:
+    return [part for part in parts if not isinstance(part, ToolCall) or part.index == 0]
+
+
 class Chain:
     """Runs parsers in a row: each parses the content that the one before it returned."""
 

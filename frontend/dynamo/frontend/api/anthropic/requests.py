@@ -161,6 +161,7 @@ def to_text(request: MessagesRequest, card: ModelCard, parsers: OutputParsers, l
     if request.output_config is not None and request.output_config.format is not None:
         guided = {"json_schema": request.output_config.format.schema}
     choice = request.tool_choice
+    parallel = choice is None or not choice.disable_parallel_tool_use
     if choice is not None and choice.type in ("any", "tool"):
         if not tools:
             raise InvalidRequest("'tool_choice' requires a call, but there are no tools", param="tool_choice")
@@ -169,11 +170,9 @@ def to_text(request: MessagesRequest, card: ModelCard, parsers: OutputParsers, l
                 "'tool_choice' requires a call, so it cannot be combined with another output structure", param="tool_choice"
             )
         guided, forced = (
-            require_named_call(choice.name or "", tools)
-            if choice.type == "tool"
-            else require_any_call(tools, parallel=not choice.disable_parallel_tool_use)
+            require_named_call(choice.name or "", tools) if choice.type == "tool" else require_any_call(tools, parallel=parallel)
         )
-    kinds = choose_parsers(card, parsers, forced, has_tools=bool(tools), guided=guided is not None)
+    kinds = choose_parsers(card, parsers, forced, has_tools=bool(tools), guided=guided is not None, parallel=parallel)
     return PreparedMessages(
         msgspec.structs.replace(
             text,

@@ -83,7 +83,7 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
     text = msgspec.structs.replace(text, stop=msgspec.structs.replace(text.stop, max_tokens=max_tokens))
     tools = tools_to_text(request.tools)
     forced: ParserKind | None = None
-    choice = request.tool_choice
+    choice, parallel = request.tool_choice, request.parallel_tool_calls is not False
     if choice is not None and choice not in ("none", "auto"):
         if not tools:
             raise InvalidRequest("'tool_choice' requires a call, but there are no tools", param="tool_choice")
@@ -94,12 +94,14 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
         guided, forced = (
             require_named_call(choice.function.name, tools)
             if isinstance(choice, NamedToolChoice)
-            else require_any_call(tools, parallel=request.parallel_tool_calls is not False)
+            else require_any_call(tools, parallel=parallel)
         )
         text = msgspec.structs.replace(text, sampling=msgspec.structs.replace(text.sampling, guided=guided))
     if choice == "none":
         tools = ()
-    kinds = choose_parsers(card, parsers, forced, has_tools=bool(tools), guided=text.sampling.guided is not None)
+    kinds = choose_parsers(
+        card, parsers, forced, has_tools=bool(tools), guided=text.sampling.guided is not None, parallel=parallel
+    )
     text = msgspec.structs.replace(
         text,
         skip_special_tokens=text.skip_special_tokens and not any(kind.needs_special_tokens for kind in kinds),

@@ -10,7 +10,7 @@ import msgspec
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.frontend.config import TextLimits
-from dynamo.frontend.preprocess.parsers import OutputParser, OutputParsers, ParserKind, Part
+from dynamo.frontend.preprocess.parsers import OutputParser, OutputParsers, ParserKind, Part, first_call_only
 from dynamo.frontend.preprocess.text import TextDelta
 
 
@@ -22,11 +22,18 @@ def llm_of(card: ModelCard) -> LlmInfo:
 
 
 def choose_parsers(
-    card: ModelCard, parsers: OutputParsers, forced: ParserKind | None, *, has_tools: bool, guided: bool
+    card: ModelCard,
+    parsers: OutputParsers,
+    forced: ParserKind | None,
+    *,
+    has_tools: bool,
+    guided: bool,
+    parallel: bool = True,
 ) -> tuple[ParserKind, ...]:
     """Return the parsers for the model's text: `forced` alone, or those that the model card names.
 
-    Guided output is constrained from the first token on, so a request with it gets no reasoning parser.
+    Guided output is constrained from the first token on, so a request with it gets no reasoning parser. Without `parallel`, calls
+    after the first are left out.
     """
     if forced is not None:
         return (forced,)
@@ -39,7 +46,8 @@ def choose_parsers(
         )
     if guided:
         llm = msgspec.structs.replace(llm, reasoning_parser="")
-    return parsers.choose(llm, with_tools=has_tools)
+    kinds = parsers.choose(llm, with_tools=has_tools)
+    return kinds if parallel else tuple(map(first_call_only, kinds))
 
 
 def check_chars(chars: int, limits: TextLimits, param: str) -> None:
