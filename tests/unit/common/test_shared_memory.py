@@ -73,6 +73,14 @@ def test_a_body_of_pieces_is_read_as_one(arena: Arena, neighbour: Neighbour) -> 
     assert bytes(neighbour.take(reference)) == b"".join(pieces)
 
 
+@pytest.mark.parametrize("size", [1, 63, 64, UNIT_BYTES - 1, UNIT_BYTES + 1, 100_001])
+def test_a_body_ends_where_the_tensor_at_its_end_is_aligned(arena: Arena, neighbour: Neighbour, size: int) -> None:
+    body = random.Random(1).randbytes(size)
+    view = neighbour.take(lend(arena, body))
+    assert bytes(view) == body
+    assert (np.frombuffer(view, np.uint8).ctypes.data + size) % 64 == 0
+
+
 def test_views_are_read_only_and_lie_in_the_arena(arena: Arena, neighbour: Neighbour) -> None:
     view = neighbour.take(lend(arena, bytes(UNIT_BYTES)))
     array = np.frombuffer(view, np.float32)

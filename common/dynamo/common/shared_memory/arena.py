@@ -33,6 +33,7 @@ from dynamo.common.shared_memory.layout import (
     UNIT_BYTES,
     Layout,
     Reference,
+    aligned_begin,
     extent,
     released,
     table,
@@ -177,16 +178,17 @@ class Arena:
 
     def lend(self, pieces: Sequence[bytes | bytearray | memoryview], size: int, reader: Reader) -> Reference | None:
         """Copy `pieces`, `size` bytes together and not empty, into a region for `reader`. None if there is no room."""
-        region = self._allocate(size)
+        begin = aligned_begin(size)
+        region = self._allocate(begin + size)
         if region is None:
             return None
-        position = region.unit * UNIT_BYTES
+        position = region.unit * UNIT_BYTES + begin
         for piece in pieces:
             octets = piece.cast("B") if isinstance(piece, memoryview) else piece
             end = position + len(octets)
             self._data[position:end] = octets
             position = end
-        return self._lend(region, 0, size, reader)
+        return self._lend(region, begin, size, reader)
 
     def reserve(self, size: int) -> Region | None:
         """Return a region of at least `size` bytes, at least one, that the caller holds. None if there is no room."""

@@ -25,6 +25,7 @@ _FORMAT = b"dynamo-arena-3"
 _HEADER = struct.Struct("<16s36s16sQ")
 _WORD_BYTES = 8
 _SIZE_BITS = 48
+_ALIGNMENT = 64
 MAX_UNITS = 2**26
 """2 TiB: a bound on what a header may claim."""
 
@@ -80,6 +81,14 @@ def table(mapped: mmap.mmap, offset: int, words: int) -> memoryview:
     """Return `words` numbers of 8 bytes each at `offset` of a mapped file."""
     start = offset // _WORD_BYTES
     return memoryview(mapped).cast("Q")[start : start + words]
+
+
+def aligned_begin(size: int) -> int:
+    """Return where in a region a body of `size` bytes begins best.
+
+    It ends at a multiple of 64 bytes, since a request or response commonly ends with a tensor, which is aligned then.
+    """
+    return -size % _ALIGNMENT
 
 
 def extent(begin: int, size: int) -> int:

@@ -38,14 +38,14 @@ from dynamo.worker.repository import pb_utils, wire
 from dynamo.worker.repository.pb_utils import CallInProgress, InferenceRequest, InferenceResponse, InferenceResponseSender, Tensor
 from dynamo.worker.repository.stub_memory import StubMemory
 
-_TICK_S = 0.005
+_TICK_S = 0.02
 """The reader thread takes over from an execution that lasts this long, or up to twice as long."""
 _HOLD_NS = 300_000
 """While more executions wait, responses of short ones are collected for this long and sent in one system call."""
 _MAX_HELD_BYTES = 16 * 1024
 """A larger response is sent at once, with those before it."""
 _SWEEP_S = 1.0
-_IDLE_TICKS = 200
+_IDLE_TICKS = 50
 """After so many ticks without an execution the reader thread sleeps until the next."""
 
 

@@ -267,16 +267,16 @@ _ENCODER = msgspec.msgpack.Encoder()
 def encode(message: Message, buffers: Iterable[Buffer] = ()) -> list[Buffer]:
     """Return the pieces of a message, to be written at once."""
     head = _ENCODER.encode(message)
-    pieces: list[Buffer] = [b"", head, b""]
+    body: list[Buffer] = []
     body_bytes = 0
     for buffer in buffers:
         padding = -len(buffer) % _ALIGNMENT
-        pieces += (buffer, _PADDING[padding])
+        body += (buffer, _PADDING[padding])
         body_bytes += len(buffer) + padding
-    pieces[0] = _PREFIX.pack(len(head), body_bytes)
-    if body_bytes:
-        pieces[2] = _PADDING[-(_PREFIX.size + len(head)) % _ALIGNMENT]
-    return pieces
+    prefix = _PREFIX.pack(len(head), body_bytes)
+    if not body_bytes:
+        return [prefix + head]
+    return [prefix + head + _PADDING[-(_PREFIX.size + len(head)) % _ALIGNMENT], *body]
 
 
 def decode(head: Buffer) -> Message:
