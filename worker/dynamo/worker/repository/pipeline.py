@@ -117,13 +117,21 @@ class Pipeline:
 
     def _give(self) -> None:
         while self._waiting:
-            process = min((process for process in self._processes if process.has_room), key=_load, default=None)
+            process = self._least_loaded()
             if process is None:
                 return
             execution, _ = self._waiting.popitem(last=False)
             execution.process = process
             execution.sent_ns = perf_counter_ns()
             process.execute(execution)
+
+    def _least_loaded(self) -> StubProcess | None:
+        """Return the process with the least executions, of those that have room for one more."""
+        best: StubProcess | None = None
+        for process in self._processes:
+            if process.has_room and (best is None or process.load < best.load):
+                best = process
+        return best
 
     def _take_back(self, unbegun: Sequence[Execution]) -> None:
         """Give executions that a process has not begun to another one, before those that wait."""
@@ -143,7 +151,3 @@ class Pipeline:
 
     def _no_process(self) -> NoProcess:
         return NoProcess(f"the processes of model '{self._model}' have died and are being started again")
-
-
-def _load(process: StubProcess) -> int:
-    return process.load

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dynamo.common.background import start
 from dynamo.common.errors import (
@@ -470,24 +471,30 @@ def _to_wire(
             tensor, raw = wire.pack(name, array)
             inputs.append(tensor)
             raws.append(raw)
-    parameters = dict(request.parameters)
-    correlation_id = parameters.pop("sequence_id", 0)
-    flags = int(bool(parameters.pop("sequence_start", False))) | 2 * int(bool(parameters.pop("sequence_end", False)))
     head = wire.RequestHead(
         number=number,
         model=model,
         version=request.context.version,
         request_id=request.id,
-        correlation_id=correlation_id if isinstance(correlation_id, int | str) else 0,
-        flags=flags,
-        priority=_whole(parameters.pop("priority", 0)),
-        timeout_us=_whole(parameters.pop("timeout", 0)),
-        parameters=parameters,
         outputs=tuple(request.outputs),
         inputs=tuple(inputs),
         room=memory.reserve(number) if memory is not None and has_room else None,
+        **(_parameters_of(request) if request.parameters else {}),
     )
     return head, raws
+
+
+def _parameters_of(request: ModelRequest) -> dict[str, Any]:
+    """Return the fields of a head that parameters of the request set."""
+    parameters = dict(request.parameters)
+    correlation_id = parameters.pop("sequence_id", 0)
+    return {
+        "correlation_id": correlation_id if isinstance(correlation_id, int | str) else 0,
+        "flags": int(bool(parameters.pop("sequence_start", False))) | 2 * int(bool(parameters.pop("sequence_end", False))),
+        "priority": _whole(parameters.pop("priority", 0)),
+        "timeout_us": _whole(parameters.pop("timeout", 0)),
+        "parameters": parameters,
+    }
 
 
 def _whole(value: object) -> int:
