@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import struct
 from pathlib import Path
 
+import hpack
 import msgspec
 
 from dynamo.common.discovery import Instance, encode_registration
@@ -25,9 +27,11 @@ from dynamo.common.messaging import frames
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.repository import ControlMode, RepositoryInstance
+from dynamo.frontend.api.rpc.http2 import frames as http2_frames
 from dynamo.frontend.router.shared_bookings import LAST_ID, InstanceBookings, SharedBookings, SharedPrompt
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from tests.fuzz.targets import CARD
+from tests.support import http2
 
 CORPUS = Path(__file__).with_name("corpus")
 
@@ -45,6 +49,7 @@ def corpus() -> dict[str, list[bytes]]:
     return {
         "tensor_request": [_raw_request(), _typed_request()],
         "tensor_response": [_response()],
+        "http2": [http2.call(1, b"content"), _http2()],
         "plane_message": [_message()],
         "kv_events": [pack(KvMessage(model="m", update=_update()))],
         "kv_snapshot": [pack(KvSnapshot(number=3, blocks=pack_hashes([1, 2])))],
@@ -75,6 +80,22 @@ def _typed_request() -> bytes:
     message.inputs.add(name="x", datatype="FP32", shape=[1, 2]).contents.fp32_contents.extend([1, 2])
     message.inputs.add(name="s", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"text")
     return message.SerializeToString()
+
+
+def _http2() -> bytes:
+    """Settings, a header block in two frames that is put into the table, padding, a compressed and a split message."""
+    padded = b"\2" + http2.message(gzip.compress(b"a", mtime=0), flag=1) + b"\0\0"
+    block = hpack.Encoder().encode([*http2.fields(), ("grpc-timeout", "1S"), ("x-bin", "AAE")])
+    return b"".join(
+        (
+            http2_frames.encode_settings({http2_frames.INITIAL_WINDOW_SIZE: 70_000}),
+            http2_frames.encode_frame(http2_frames.HEADERS, http2_frames.END_HEADERS, 1, block),
+            http2_frames.encode_frame(http2_frames.DATA, http2_frames.PADDED, 1, padded),
+            http2.data(1, http2.message(b"split")[:7], ends=False),
+            http2.data(1, http2.message(b"split")[7:]),
+            http2_frames.encode_window_update(0, 1),
+        )
+    )
 
 
 def _response() -> bytes:

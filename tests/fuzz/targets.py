@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.repository import decode_repository
 from dynamo.common.tensor_request import RequestChecker, TensorRequest, parse_response
 from dynamo.common.tensor_response import ResponseForm
+from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.anthropic.requests import MessagesRequest
 from dynamo.frontend.api.http import json_body
 from dynamo.frontend.api.http.json_scan import check_json
@@ -28,6 +30,9 @@ from dynamo.frontend.api.kserve.rest.bodies import split
 from dynamo.frontend.api.kserve.rest.requests import read_request
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest
 from dynamo.frontend.api.openai.response_requests import ResponsesRequest
+from dynamo.frontend.api.rpc.http2 import frames as http2_frames
+from dynamo.frontend.api.rpc.http2.headers import HeaderDecoder, MalformedRequest
+from dynamo.frontend.api.rpc.http2.messages import CorruptMessage, MessageOwner, MessageReader, PlainMemory, inflate_steps
 from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.predicted import PredictedIndex
 from dynamo.frontend.router.shared_bookings import SharedBookings
@@ -77,6 +82,60 @@ def tensor_request(data: bytes) -> None:
 def tensor_response(data: bytes) -> None:
     """A ModelInferResponse from a worker."""
     parse_response(data)
+
+
+class _Http2(MessageOwner):
+    """An HTTP/2 connection without calls: frames, header blocks, and messages of up to 4 KiB."""
+
+    def __init__(self) -> None:
+        self._reader = http2_frames.FrameReader(self, memoryview(bytearray(2**16)), 2**14)
+        self._decoder = HeaderDecoder(2**14)
+        self._messages = MessageReader(self)
+
+    def receive(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while len(rest):
+            space = self._reader.get_buffer()
+            count = min(len(space), len(rest))
+            space[:count] = rest[:count]
+            self._reader.buffer_updated(count)
+            rest = rest[count:]
+
+    def preface_received(self) -> None:
+        pass
+
+    def skipped(self) -> None:
+        pass
+
+    def frame_received(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if kind == http2_frames.HEADERS:
+            self._decoder.decode(http2_frames.strip_headers(stream, flags, payload))
+        elif kind == http2_frames.SETTINGS:
+            http2_frames.decode_settings(payload)
+
+    def data_begun(self, stream: int, size: int, content: int, *, ends: bool) -> http2_frames.DataSink:
+        return self._messages
+
+    def data_ended(self, stream: int) -> None:
+        self._messages = MessageReader(self)
+
+    def admit_message(self, size: int) -> bool:
+        return size <= 4096
+
+    def message_memory(self, size: int) -> PlainMemory:
+        return PlainMemory(size)
+
+    def message_received(self, message: Buffer, *, is_compressed: bool) -> None:
+        if is_compressed:
+            deque(inflate_steps(message, "gzip"), maxlen=0)
+
+    def refuse_flag(self, flag: int) -> None:
+        pass
+
+
+def http2(data: bytes) -> None:
+    """What a gRPC client sends before any credentials are checked."""
+    _Http2().receive(http2_frames.PREFACE + data)
 
 
 def plane_message(data: bytes) -> None:
@@ -193,6 +252,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
     {
         "tensor_request": Target(tensor_request),
         "tensor_response": Target(tensor_response),
+        "http2": Target(http2, (http2_frames.ConnectionFailure, MalformedRequest, CorruptMessage)),
         "plane_message": Target(plane_message),
         "kv_events": Target(kv_events, _ON_THE_BUS),
         "kv_snapshot": Target(kv_snapshot, _ON_THE_BUS),

@@ -6,13 +6,14 @@ import asyncio
 import gzip
 import struct
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from time import monotonic
 
 import grpc
 import pytest
 
 from dynamo.common.lifecycle import open_listener
+from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
@@ -20,6 +21,7 @@ from dynamo.frontend.api.rpc.http2 import frames
 from dynamo.frontend.api.rpc.http2.frames import ErrorCode, encode_frame, encode_settings
 from dynamo.frontend.api.rpc.http2.server import Http2Server
 from dynamo.frontend.config import CapacityOptions, GrpcOptions
+from tests.support.arenas import memory_folder
 from tests.support.http2 import Client, block, call, connected, data, fields, headers, message
 from tests.support.waiting import until
 
@@ -34,11 +36,13 @@ class Service:
         self.gate = asyncio.Event()
         self.running = 0
         self.received: list[int] = []
+        self.lent: list[object] = []
 
     def handlers(self) -> dict[str, Handlers]:
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
-        methods = {"Say": unary(self.say), "Wait": unary(self.wait), "Large": unary(self.large)}
-        return {"test.Echo": {**methods, "Read": stream(self.read), "Hold": stream(self.hold)}}
+        methods = {"Say": self.say, "Wait": self.wait, "Large": self.large, "Lend": self.lend}
+        unaries = {name: unary(method) for name, method in methods.items()}
+        return {"test.Echo": {**unaries, "Read": stream(self.read), "Hold": stream(self.hold)}}
 
     async def say(self, request: Buffer | PendingMessage, context: Context) -> bytes:
         return await read_message(request)
@@ -59,6 +63,13 @@ class Service:
 
     async def large(self, request: Buffer | PendingMessage, context: Context) -> bytes:
         return bytes(int(await read_message(request)))
+
+    async def lend(self, request: Buffer | PendingMessage, context: Context) -> bytes:
+        """Hand over the message, and keep nothing of it."""
+        self.lent.append(request)
+        del request
+        await self.gate.wait()
+        return b""
 
     async def read(self, unused: object, context: Context) -> None:
         while isinstance(content := await context.read(), bytes | memoryview):
@@ -81,10 +92,12 @@ class Edge:
 
 
 @asynccontextmanager
-async def serving(*, guarded: bool = False, capacity: CapacityOptions | None = None, **options: object) -> AsyncIterator[Edge]:
+async def serving(
+    *, guarded: bool = False, capacity: CapacityOptions | None = None, memory: SharedMemory | None = None, **options: object
+) -> AsyncIterator[Edge]:
     service = Service()
     settings = GrpcOptions(port=0, **options)  # type: ignore[arg-type]
-    server = Http2Server(settings, service.handlers(), Capacity(capacity), guarded=guarded)
+    server = Http2Server(settings, service.handlers(), Capacity(capacity), guarded=guarded, memory=memory)
     await server.listen(open_listener("127.0.0.1", 0, flag="--grpc-port"), None)
     try:
         yield Edge(server, service)
@@ -440,3 +453,85 @@ async def test_an_old_connection_is_drained_by_two_goaways_and_loses_no_call() -
         edge.service.gate.set()
         assert await client.status(1) == "0"
         assert await client.next_of() is None
+
+
+async def test_a_response_of_a_handler_that_ignores_its_end_is_not_sent() -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(call(1, pairs=to("Wait")))
+        await until(lambda: edge.service.running == 1)
+        client.send(reset(1))
+        await until(lambda: any(call.is_cancelled for call in edge.server._calls))
+        edge.service.gate.set()
+        await until(lambda: not edge.server._calls)
+        client.send(call(3))
+        while (frame := await client.next_of(frames.HEADERS)) is not None and frame.stream != 3:
+            raise AssertionError("the cancelled call got a response")
+
+
+# The end of the server
+
+
+async def test_a_stop_lets_calls_finish_and_closes_the_connections() -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Hold")), call(3))
+        assert await client.status(3) == "0"
+        stopping = asyncio.ensure_future(edge.server.stop(30.0))
+        ping = await client.next_of(frames.PING)
+        assert ping is not None
+        client.send(encode_frame(frames.PING, frames.ACK, 0, ping.payload))
+        edge.service.gate.set()
+        assert await client.status(1) == "0"
+        assert await client.next_of() is None
+        await stopping
+        with pytest.raises(ConnectionError):
+            await asyncio.open_connection("127.0.0.1", edge.server.port)
+
+
+async def test_calls_that_outlast_a_stop_are_unavailable() -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Hold")), call(3))
+        assert await client.status(3) == "0"
+        stopping = asyncio.ensure_future(edge.server.stop(0.05))
+        received, _ = await client.response(1)
+        assert (received["grpc-status"], received["grpc-message"]) == ("14", "the server is shutting down")
+        await stopping
+        assert not edge.server._calls
+
+
+# Shared memory
+
+
+async def test_a_large_message_is_received_into_shared_memory_and_given_back() -> None:
+    with memory_folder() as folder, ExitStack() as stack:
+        ours, theirs = SharedMemory(folder, 8 * MIB), SharedMemory(folder, MIB)
+        stack.callback(ours.close)
+        stack.callback(theirs.close)
+        reader = ours.neighbour(theirs.token)
+        assert reader is not None
+        async with serving(memory=ours) as edge, connected(edge.server.port) as client:
+            content = bytes(range(256)) * 1000
+            client.send(headers(1, pairs=to("Lend")))
+            parts = [message(content)[start : start + 16_000] for start in range(0, len(content) + 5, 16_000)]
+            client.send(*(data(1, part, ends=part is parts[-1]) for part in parts))
+            await until(lambda: bool(edge.service.lent))
+            used = ours.used_bytes
+            body = edge.service.lent[0]
+            assert isinstance(body, memoryview)
+            reference = ours.lend(body, len(content), reader)
+            assert reference is not None
+            assert ours.used_bytes == used, "it was copied"
+            owner = theirs.neighbour(ours.token)
+            assert owner is not None
+            assert bytes(theirs.take(owner, reference) or b"") == content
+            edge.service.lent.clear()
+            del body
+            edge.service.gate.set()
+            assert await client.status(1) == "0"
+            client.send(headers(3), *(data(3, part, ends=False) for part in parts[:-1]))
+            ours.sweep()
+            assert ours.used_bytes == 0
+            await until(lambda: ours.used_bytes > 0)
+            client.send(reset(3), call(5))
+            assert await client.status(5) == "0"
+            ours.sweep()
+            assert ours.used_bytes == 0

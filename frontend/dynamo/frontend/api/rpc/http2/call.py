@@ -313,6 +313,8 @@ class Call:
                 self._release(self._held_bytes)  # from here on the handler counts the message
             response = await method.function(request, self)  # type: ignore[arg-type]  # it has what handlers use
             del request
+            if self.out.is_over:
+                return  # the handler has not minded that it was cancelled
             if method.writes_stream:
                 sender.finish(self.out, 0, "", self._trailing)
             else:
@@ -417,7 +419,7 @@ class Call:
     def _grant(self, content: int) -> None:
         """Let the client send, after the next `content` bytes, as much as may be unread, or what is missing of a message."""
         wanted = max(self._host.stream_window_bytes - self._queued_bytes, self._reader.missing) - content
-        if not self.is_half_closed and (more := self.window.grant(wanted)):
+        if not self.is_half_closed and not self.out.is_over and (more := self.window.grant(wanted)):
             self._host.grant(self.stream, more)
 
     def _release(self, size: int) -> None:

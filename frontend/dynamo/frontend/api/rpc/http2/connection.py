@@ -48,6 +48,8 @@ _RESETS: Final = 1000
 _RESETS_PER_S: Final = 100.0
 _SETTINGS: Final = 100
 _IDLE_FRAMES: Final = 10_000
+_FRAMES_PER_WRITE: Final = 4
+"""Besides, for each write of a response, which clients acknowledge by WINDOW_UPDATEs."""
 _UNREAD_FRAMES: Final = 1000
 _UNREAD_S: Final = 300.0
 _PING_STRIKES: Final = 2
@@ -126,6 +128,8 @@ class Connection(asyncio.BufferedProtocol):
         self._resets = Budget(_RESETS, _RESETS_PER_S)
         self._settings = Budget(_SETTINGS, 1.0)
         self._idle_frames = 0
+        """Since the last one with content, or the last call of `check`."""
+        self._responses_at_check = 0
         self._unread_frames = 0
         """Control frames that were sent while the client did not read."""
         self._ping_strikes = 0
@@ -208,7 +212,7 @@ class Connection(asyncio.BufferedProtocol):
     def check(self, now: float) -> None:
         """Apply the time limits. Called about once a second."""
         self._now = now
-        self._idle_frames = 0
+        self._idle_frames, self._responses_at_check = 0, self.sender.responses
         if self._closing_at is not None:
             if now - self._closing_at > _LINGER_S:
                 self._transport.abort()
@@ -308,7 +312,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._block is not None:
             raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "a header block is not continued by the next frame")
         self._idle_frames += 1
-        if self._idle_frames > _IDLE_FRAMES:
+        if self._idle_frames > _IDLE_FRAMES + _FRAMES_PER_WRITE * (self.sender.responses - self._responses_at_check):
             raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, f"over {_IDLE_FRAMES} frames without content in a second")
 
     def data_begun(self, stream: int, size: int, content: int, *, ends: bool) -> DataSink:

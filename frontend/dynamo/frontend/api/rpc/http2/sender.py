@@ -30,7 +30,9 @@ from dynamo.frontend.api.rpc.http2.windows import SendWindow
 _COPIED_BYTES: Final = 16 * 1024
 """Up to this size one buffer is faster than several."""
 _COUNTED_BYTES: Final = 64 * 1024
-"""Waiting messages above this size count against the capacity."""
+"""Messages above this size that wait for their turns count against the capacity."""
+_AT_ONCE_BYTES: Final = 2 * 2**20
+"""A response up to this size is handed to the transport at once, one of them before it pauses."""
 _TURN_BYTES: Final = 256 * 1024
 """Sent of one stream before it is another one's turn."""
 HIGH_WATER_BYTES: Final = 512 * 1024
@@ -108,7 +110,7 @@ class Sender:
         """Send the only message of a successful response, and its trailers. Raises Overloaded, before anything is sent."""
         size = len(response)
         total = size + PREFIX_BYTES
-        limit = min(self.window.left, out.window.left, self.max_frame_bytes)
+        limit = min(self.window.left, out.window.left, self.max_frame_bytes, _AT_ONCE_BYTES)
         if total > limit or self._ready or self.is_paused or is_compressed:
             self.send(out, response, is_compressed=is_compressed)
             self.finish(out, 0, "", metadata)
@@ -135,7 +137,7 @@ class Sender:
     def send(self, out: Outgoing, message: Buffer, *, is_compressed: bool = False) -> None:
         """Send a message as soon as the windows allow. Raises Overloaded, before anything of it is sent."""
         total = len(message) + PREFIX_BYTES
-        if total > _COUNTED_BYTES and (total > min(self.window.left, out.window.left) or self.is_paused):
+        if total > _COUNTED_BYTES:
             self._capacity.hold(total)
             out.held_bytes += total
         prefix = PREFIX.pack(is_compressed, len(message))
