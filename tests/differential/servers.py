@@ -1,0 +1,70 @@
+"""The two servers: a real Triton, and a deployment of this project, with the same repository."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.deployment import logs_on_timeout, ours, process, ready
+from dynamo.local.servers import free_ports
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The ports of a running server."""
+
+    grpc: int
+    http: int
+    metrics: int
+    process: asyncio.subprocess.Process | None = None
+    """Its process, if a request may end it."""
+
+    async def has_ended(self) -> bool:
+        """Return whether the server has ended, after a connection to it broke."""
+        if self.process is None:
+            return False
+        try:
+            await asyncio.wait_for(self.process.wait(), 10)
+        except TimeoutError:
+            return False
+        return True
+
+
+@asynccontextmanager
+async def triton(packages: Path, repository: Path, models: Sequence[str]) -> AsyncIterator[Server]:
+    """Run the tritonserver among the Python packages in the folder `packages`."""
+    server = packages / "pytriton" / "tritonserver"
+    environment = packages.parents[2]
+    http, grpc, metrics = free_ports(3)
+    with tempfile.TemporaryDirectory(prefix="differential-triton-") as folder:
+        command = [
+            *(str(server / "bin" / "tritonserver"), "--model-repository", str(repository)),
+            *("--backend-directory", str(server / "backends"), "--model-control-mode", "explicit"),
+            *(f"--load-model={model}" for model in models),
+            *("--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)),
+            *(f"--{port}-address=127.0.0.1" for port in ("http", "grpc", "metrics")),
+        ]
+        env = {
+            **os.environ,
+            "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
+            "LD_LIBRARY_PATH": str(packages / "nvidia_pytriton.libs"),
+            "PYTHONPATH": str(packages),
+        }
+        async with process(command, env, Path(folder) / "triton.log") as child:
+            with logs_on_timeout(Path(folder)):
+                await asyncio.gather(*(ready(grpc, model) for model in models))
+            yield Server(grpc, http, metrics, child)
+
+
+@asynccontextmanager
+async def here(repository: Path, models: Sequence[str]) -> AsyncIterator[Server]:
+    """Run a frontend and a worker of this project."""
+    flags = ["--model-repository", str(repository), "--model-control-mode", "explicit"]
+    flags += [f"--load-model={model}" for model in models]
+    async with ours(models=(), worker_flags=flags, wait_for=models) as system:
+        yield Server(system.grpc_port, system.http_port, system.http_port)
