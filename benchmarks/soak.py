@@ -78,9 +78,10 @@ class Door:
 
         text = b""
         async for data in self._stream(sent(), timeout=_TIMEOUT_S):
-            for output in ModelStreamInferResponse.FromString(data).infer_response.outputs:
+            response = ModelStreamInferResponse.FromString(data).infer_response
+            for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
                 if output.name == "text_output":
-                    text += b"".join(output.contents.bytes_contents)
+                    text += raw[4:]
         _check(text == b"x" * _TOKENS, f"the text {text!r}")
 
     async def completion(self) -> None:

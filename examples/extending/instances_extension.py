@@ -17,8 +17,8 @@ import msgspec
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Operation
-from dynamo.frontend.api.kserve.rest.operations import KSERVE_ERRORS
 from dynamo.frontend.api.kserve.rest.paths import Target
+from dynamo.frontend.api.kserve.words import KSERVE_ERRORS
 from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
 from dynamo.frontend.api.statuses import grpc_status, public_message
 from dynamo.frontend.security.accounts import Account

@@ -20,7 +20,8 @@ from dynamo.common.kv.events import load_message_decoder, read_message, snapshot
 from dynamo.common.messaging import frames
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.repository import decode_repository
-from dynamo.common.tensor_request import RequestChecker, TensorRequest, parse_response
+from dynamo.common.tensor_check import RequestChecker
+from dynamo.common.tensor_request import TensorRequest, parse_response
 from dynamo.common.tensor_response import ResponseForm
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.anthropic.requests import MessagesRequest

@@ -105,10 +105,6 @@ async def read_grpc(front: FrontendProcess, received: Received) -> None:
                 if output.name == "text_output":
                     received.text += raw[4:].decode()
                     received.pieces += 1
-            for output in message.infer_response.outputs:
-                if output.name == "text_output":
-                    received.text += b"".join(output.contents.bytes_contents).decode()
-                    received.pieces += bool(output.contents.bytes_contents)
 
 
 async def through_all_doors(front: FrontendProcess, tasks: asyncio.TaskGroup) -> dict[str, Received]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc.aio
 import httpx2
+import numpy as np
 import pytest
 
 from dynamo.protos import inference_pb2 as pb
@@ -67,7 +68,7 @@ class Client:
         request = pb.ModelInferRequest(model_name=model)
         request.inputs.add(name="x", datatype="FP32", shape=[1]).contents.fp32_contents.append(value)
         response = await self.call("ModelInfer", request, pb.ModelInferResponse)
-        return list(response.outputs[0].contents.fp32_contents)  # type: ignore[attr-defined]
+        return np.frombuffer(response.raw_output_contents[0], "<f4").tolist()  # type: ignore[attr-defined]
 
 
 async def indexed(client: Client, model: str, state: str | None, reason: str = "", timeout_s: float = 30.0) -> str:

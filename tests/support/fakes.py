@@ -148,6 +148,7 @@ class FakeStream:
     """One open request. `data`, `end` and `fail` are what its instance says."""
 
     def __init__(self, instance: InstanceId, verb: str, body: bytes, headers: Mapping[str, str], deadline: float | None) -> None:
+        self.deadline = deadline
         self.instance = instance
         self.verb = verb
         self.body = body

@@ -33,6 +33,7 @@ from dynamo.common.messaging.client import open_client
 from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.options import NatsOptions
+from dynamo.common.tensors import decode_bytes
 from dynamo.protos import inference_pb2 as pb
 from tests.support.processes import FrontendProcess, Process, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
@@ -82,8 +83,9 @@ class Text:
         self.longest_silence_s = max(self.longest_silence_s, now - self._last_message_s)
         self._last_message_s = now
         self.messages += 1
-        for output in message.infer_response.outputs:
-            for value in output.contents.bytes_contents:
+        response = message.infer_response
+        for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+            for value in decode_bytes(raw, output.shape[0]):
                 if output.name == "text_output":
                     self.text += value.decode()
                 elif output.name == "finish_reason":

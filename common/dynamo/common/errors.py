@@ -4,7 +4,8 @@
     ├── InvalidRequest            the caller's mistake
     │   └── PayloadTooLarge
     ├── Unauthenticated, Forbidden
-    ├── ModelNotFound
+    ├── NotFound
+    │   └── ModelNotFound
     ├── AlreadyExists
     ├── Unsupported               this deployment does not do what the request demands
     ├── Overloaded                try again later; carries when
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-_LONGEST_NAME_CHARS = 200
+_LONGEST_NAME_CHARS = 400
 
 
 class Code(StrEnum):
@@ -87,15 +88,18 @@ class Forbidden(DynamoError):
     code = Code.FORBIDDEN
 
 
-class ModelNotFound(DynamoError):
-    """No such model, or no such version of it."""
-
+class NotFound(DynamoError):
     code = Code.NOT_FOUND
 
-    def __init__(self, model: str, version: str = "") -> None:
-        model, version = _shortened(model), _shortened(version)
-        text = f"model '{model}' is not found" if not version else f"model '{model}' has no version '{version}'"
-        super().__init__(text)
+
+class ModelNotFound(NotFound):
+    """No such model, or no such version of it."""
+
+    def __init__(self, model: str, version: str = "", *, is_unloaded: bool = False) -> None:
+        """`is_unloaded`: a repository has the model, and was told to unload it or could not load it."""
+        self.model, self.version, self.is_unloaded = _shortened(model), _shortened(version), is_unloaded
+        has_version = f"has no version '{self.version}'"
+        super().__init__(f"model '{self.model}' {has_version if version else 'is not found'}")
 
 
 class AlreadyExists(DynamoError):
@@ -197,6 +201,7 @@ _BY_CODE: dict[Code, type[DynamoError]] = {
     Code.PAYLOAD_TOO_LARGE: PayloadTooLarge,
     Code.UNAUTHENTICATED: Unauthenticated,
     Code.FORBIDDEN: Forbidden,
+    Code.NOT_FOUND: NotFound,
     Code.ALREADY_EXISTS: AlreadyExists,
     Code.UNSUPPORTED: Unsupported,
     Code.OVERLOADED: Overloaded,

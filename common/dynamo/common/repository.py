@@ -18,6 +18,10 @@ from dynamo.common.names import Endpoint, InstanceId
 LOAD = "repository_load"
 UNLOAD = "repository_unload"
 MAX_REASON_CHARS = 500
+NOT_LOADED = "not loaded"
+"""The reason of a model that was never to be loaded."""
+UNLOADED = "unloaded"
+"""The reason of a model that was unloaded on request."""
 MAX_INDEX_BYTES = 1024 * 1024
 _SUBJECT = re.compile(r"[^\s*>]+")
 
@@ -49,6 +53,11 @@ class IndexEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: ModelState = ModelState.UNAVAILABLE
     reason: str = ""
     """Why the model is not ready."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the model should be loaded and is not."""
+        return self.state is not ModelState.READY and self.reason not in (NOT_LOADED, UNLOADED)
 
 
 class RepositoryInstance(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Responses of engines in the form that their requests want: which outputs, raw or typed, classified or not."""
+"""Responses of engines in the form that their requests want: which outputs, classified or not. Tensors are always raw."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.model_card import ModelCard
 from dynamo.common.tensor_request import TensorRequest, build_response
 from dynamo.common.tensors import (
-    DATATYPES,
     Buffer,
-    bf16_to_float32,
     check_bytes,
     datatype_named,
     element_count,
     encode_bytes,
     expected_bytes,
-    raw_to_typed,
     to_numpy,
     typed_to_raw,
 )
 from dynamo.protos.inference_pb2 import ModelInferResponse
+
+_UNCLASSIFIABLE = frozenset(("BYTES", "BOOL", "FP16", "BF16"))
 
 OutputTensor = ModelInferResponse.InferOutputTensor
 
@@ -38,9 +37,7 @@ class ResponseForm(msgspec.Struct, frozen=True):
     version: str
     id: str
     wanted: tuple[str, ...]
-    """Requested outputs, in the order of the response; empty: all, in the engine's order."""
-    typed: bool
-    """Outputs go into `contents`. A response with an FP16 or BF16 output, which has no such form, is raw as a whole."""
+    """Requested outputs; empty: all. Responses have them in the engine's order."""
     top: Mapping[str, int]
     """Outputs to be classified, each with the number of classes to return."""
     card: ModelCard
@@ -57,7 +54,7 @@ class ResponseForm(msgspec.Struct, frozen=True):
                 if "classification" in output.parameters:
                     top[output.name] = output.parameters["classification"].int64_param
         version = head.model_version or card.versions[-1]
-        return cls(head.model_name, version, head.id, wanted, request.is_typed, top, card)
+        return cls(head.model_name, version, head.id, wanted, top, card)
 
     def encode(self, head: ModelInferResponse, raw_outputs: Sequence[Buffer] = ()) -> list[Buffer]:
         """Return a serialized ModelInferResponse in pieces, see `build_response`.
@@ -80,10 +77,6 @@ class ResponseForm(msgspec.Struct, frozen=True):
         head.model_name = self.model
         head.model_version = self.version
         head.id = self.id
-        if self.typed and all(DATATYPES[output.datatype].field for output in outputs):
-            for output, raw in zip(outputs, raws, strict=True):
-                output.contents.CopyFrom(raw_to_typed(raw, output.datatype, element_count(output.shape)))
-            return build_response(head)
         return build_response(head, raws)
 
     def encode_final(self) -> list[Buffer]:
@@ -93,32 +86,25 @@ class ResponseForm(msgspec.Struct, frozen=True):
         return build_response(head)
 
     def _select(self, head: ModelInferResponse, raws: Sequence[Buffer]) -> list[Buffer]:
-        """Keep only the requested outputs in `head`, and return their buffers."""
-        if not self.top and [output.name for output in head.outputs] == list(self.wanted):
+        """Keep only the requested outputs in `head`, in the engine's order, and return their buffers."""
+        if not self.top and all(output.name in self.wanted for output in head.outputs):
             return list(raws)
-        by_name = {output.name: (output, raw) for output, raw in zip(head.outputs, raws, strict=True)}
         kept: list[OutputTensor] = []
         kept_raws: list[Buffer] = []
-        for name in self.wanted:
-            if name not in by_name:
-                continue  # as Triton does
-            output, raw = by_name[name]
-            if name in self.top:
-                output, raw = self._classify(output, raw)
-            kept.append(output)
-            kept_raws.append(raw)
-        kept = [OutputTensor.FromString(output.SerializeToString()) for output in kept]  # deleting empties the originals
+        for output, raw in zip(head.outputs, raws, strict=True):
+            if output.name in self.wanted:
+                classified = self._classify(output, raw) if output.name in self.top else (output, raw)
+                kept.append(OutputTensor.FromString(classified[0].SerializeToString()))  # deleting empties the originals
+                kept_raws.append(classified[1])
         del head.outputs[:]
         head.outputs.extend(kept)
         return kept_raws
 
     def _classify(self, output: OutputTensor, raw: Buffer) -> tuple[OutputTensor, bytes]:
         """Return the highest values of each row as BYTES `value:index` or `value:index:label`, best first, ties by index."""
-        if output.datatype in ("BYTES", "BOOL"):
-            raise InvalidRequest(f"output '{output.name}' is {output.datatype} and cannot be classified")
+        if output.datatype in _UNCLASSIFIABLE:
+            raise InvalidRequest(f"class result not available for output due to unsupported type '{output.datatype}'")
         values = to_numpy(raw, output.datatype, output.shape)
-        if output.datatype == "BF16":
-            values = bf16_to_float32(values)
         batched = self.card.max_batch_size > 0 and values.ndim > 0
         rows = values.reshape(values.shape[0], -1) if batched and values.size else values.reshape(1, -1)
         count = min(self.top[output.name], rows.shape[1])

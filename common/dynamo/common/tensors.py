@@ -7,7 +7,6 @@ bytes. BF16 has no numpy type: it is handled as its upper 16 bits in `uint16`, w
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.protobuf_wire import tag, varint
 from dynamo.protos import model_config_pb2
 from dynamo.protos.inference_pb2 import InferTensorContents
 
@@ -137,6 +135,41 @@ def decode_bytes(raw: Buffer, count: int, what: str = "a tensor") -> list[bytes]
         data = bytes(raw)
         return [data[start + 4 : start + uniform] for start in range(0, len(data), uniform)]
     return [bytes(raw[start:end]) for start, end in _spans(raw, count, what)]
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedBytes:
+    """What a raw BYTES tensor holds."""
+
+    elements: int
+    """Those that begin, up to one more than were expected."""
+    wanted: int = 0
+    """The length of the last element."""
+    available: int = 0
+    """The bytes that follow that length, if they are fewer than `wanted`."""
+    lengthless_bytes: int = 0
+    """Left where the length of another element should be."""
+
+
+def scan_bytes(raw: Buffer, count: int) -> ScannedBytes:
+    """Scan a raw BYTES tensor that should hold `count` elements. Copies nothing."""
+    if _uniform_length(raw, count):
+        return ScannedBytes(count)
+    size = len(raw)
+    unpack = _LENGTH.unpack_from
+    position = elements = 0
+    while position < size:
+        left = size - position
+        if left < _LENGTH.size:
+            return ScannedBytes(elements, lengthless_bytes=left)
+        elements += 1
+        if elements > count:
+            break
+        length = unpack(raw, position)[0]
+        position += _LENGTH.size + length
+        if position > size:
+            return ScannedBytes(elements, length, left - _LENGTH.size)
+    return ScannedBytes(elements)
 
 
 def check_bytes(raw: Buffer, count: int, what: str = "a tensor") -> None:
@@ -301,12 +334,15 @@ def check_contents(contents: InferTensorContents, kind: DataType, count: int, wh
     elements = getattr(contents, kind.field) if filled else ()
     if len(elements) != count:
         raise InvalidRequest(f"{what} has {len(elements)} elements in its contents where its shape needs {count}")
-    if kind.name in _NARROW and count:
-        _check_range(elements, kind, what)
+    check_range(elements, kind, what)
 
 
-def _check_range(elements: Sequence[int], kind: DataType, what: str) -> None:
-    low, high = _NARROW[kind.name]
+def check_range(elements: Sequence[int], kind: DataType, what: str) -> None:
+    """Raises InvalidRequest for an element that its field of InferTensorContents can hold and its datatype cannot."""
+    limits = _NARROW.get(kind.name)
+    if limits is None:
+        return
+    low, high = limits
     for start in range(0, len(elements), _STEP_ELEMENTS):
         values = np.array(elements[start : start + _STEP_ELEMENTS], np.int64)
         outside = (values < low) | (values > high)
@@ -319,27 +355,3 @@ _STEP_ELEMENTS = 1 << 15
 """Elements converted in one call of numpy, which lets no other thread run: about 2 ms."""
 _NARROW = {"UINT8": (0, 2**8 - 1), "UINT16": (0, 2**16 - 1), "INT8": (-(2**7), 2**7 - 1), "INT16": (-(2**15), 2**15 - 1)}
 """Datatypes whose field in InferTensorContents is wider than they are."""
-
-
-def raw_to_typed(raw: Buffer, datatype: str, count: int, what: str = "a tensor") -> InferTensorContents:
-    """Return a raw tensor as typed contents. Raises InvalidRequest for a wrong size, and for FP16 and BF16, which have none."""
-    kind = datatype_named(datatype, what)
-    if not kind.field:
-        raise InvalidRequest(f"{what} is {kind.name}, which has no typed contents")
-    if not kind.size:
-        return InferTensorContents(bytes_contents=decode_bytes(raw, count, what))
-    array = to_numpy(raw, datatype, (count,), what)
-    packed = _PACKED.get(kind.name)
-    if packed is not None and sys.byteorder == "little":
-        # Protobuf packs these in the same form, so all bits, those of a NaN too, are copied unread.
-        return InferTensorContents.FromString(packed + varint(array.nbytes) + array.tobytes())
-    contents = InferTensorContents()
-    getattr(contents, kind.field).extend(array.tolist())
-    return contents
-
-
-_PACKED = {
-    "BOOL": tag(InferTensorContents, "bool_contents"),
-    "FP32": tag(InferTensorContents, "fp32_contents"),
-    "FP64": tag(InferTensorContents, "fp64_contents"),
-}

@@ -32,6 +32,7 @@ from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.guard import make_guards
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.kserve.server import open_kserve
 from dynamo.frontend.api.rpc.server import GrpcServer, check_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import FrontendConfig
@@ -89,23 +90,30 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
     check_nats(config.nats)
     check_etcd(config.etcd)
     share_port = metrics_folder is not None
-    metrics, readiness, links, drain = Metrics(metrics_folder), Readiness(), Links(), StreamDrain()
+    metrics, readiness, links, drain = (
+        Metrics(metrics_folder),
+        Readiness(strict=config.kserve.strict_readiness),
+        Links(),
+        StreamDrain(),
+    )
     capacity = Capacity(config.capacity)
     control = make_control(config.router, links)
     loads = LoadWatch(links, config.namespace, asyncio.get_running_loop().time)
     with _plain_errors():
         async with AsyncExitStack() as stack:
             http_guard, grpc_guard = make_guards(config)
+            shares_memory = config.kserve.client_shared_memory and not share_port
+            kserve = stack.enter_context(open_kserve(config.kserve.server_name, shares_memory=shares_memory))
             if config.grpc.wanted:
                 check_grpc(config.grpc, share_port=share_port)
             http = await stack.enter_async_context(
-                open_http(config, http_guard, readiness, links, loads, control, metrics, capacity, share_port=share_port)
+                open_http(config, http_guard, readiness, links, loads, control, metrics, capacity, kserve, share_port=share_port)
             )
             await stack.enter_async_context(metrics.following(links))
             plane = await stack.enter_async_context(open_plane(config, links, loads, control, metrics))
             memory = None if links.client is None else links.client.memory
             grpc = await stack.enter_async_context(
-                open_grpc(config, grpc_guard, plane, readiness, drain, metrics, capacity, memory, share_port=share_port)
+                open_grpc(config, grpc_guard, plane, readiness, drain, metrics, capacity, kserve, memory, share_port=share_port)
             )
             readiness.attach(plane)
             stack.push_async_callback(_drain, config, readiness, drain, http, grpc)

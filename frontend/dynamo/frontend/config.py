@@ -372,6 +372,19 @@ class TextOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KserveOptions:
+    """KServe v2, over gRPC and over REST."""
+
+    server_name: str = option("dynamo", help="Name of the server in its metadata; some clients of Triton expect `triton`.")
+    strict_readiness: bool = option(
+        True, help="The server is ready if all models are that should be; off, if any model is. `/health` is always the latter."
+    )
+    client_shared_memory: bool = option(
+        True, help="Let clients on this host register system shared memory, for inputs and outputs. Needs `--processes 1`."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcOptions:
     """The KServe v2 gRPC side."""
 
@@ -872,6 +885,7 @@ class FrontendConfig:
     )
     http: HttpOptions = group("HTTP", prefix="http", default=HttpOptions)
     capacity: CapacityOptions = group("Capacity", default=CapacityOptions)
+    kserve: KserveOptions = group("KServe", default=KserveOptions)
     grpc: GrpcOptions = group("KServe gRPC", prefix="grpc", default=GrpcOptions)
     tls: TlsOptions = group("TLS", prefix="tls", default=TlsOptions)
     access: AccessOptions = group("Access", prefix="access", default=AccessOptions)

@@ -139,20 +139,11 @@ def elements_in_json(raw: bytes, datatype: str) -> list[Any]:
 
 
 def outputs_of_grpc(response: Any) -> dict[str, tuple[str, list[int], bytes]]:
-    if response.outputs and not response.raw_output_contents:
-        return {output.name: (output.datatype, list(output.shape), raw_of_contents(output)) for output in response.outputs}
     assert len(response.raw_output_contents) == len(response.outputs)
     return {
         output.name: (output.datatype, list(output.shape), raw)
         for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
     }
-
-
-def raw_of_contents(output: Any) -> bytes:
-    [(_, values)] = output.contents.ListFields()
-    if output.datatype == "BYTES":
-        return b"".join(map(element, values))
-    return np.array(list(values), NUMPY[output.datatype]).tobytes()
 
 
 def outputs_of_rest(headers: Mapping[str, str], body: bytes) -> tuple[dict[str, Any], dict[str, tuple[str, list[int], bytes]]]:

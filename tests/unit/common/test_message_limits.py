@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dynamo.common.errors import DynamoError, InvalidRequest, PayloadTooLarge
 from dynamo.common.message_limits import MessageLimits, MessageScanner, parse_message
-from dynamo.common.tensor_request import RequestChecker, TensorRequest
+from dynamo.common.tensor_check import RequestChecker
+from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import check_contents, datatype_named
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import tensor_card

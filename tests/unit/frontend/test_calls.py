@@ -40,23 +40,6 @@ async def test_no_deadline_stays_none(remaining_s: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("remaining_s", "timeout_us", "expected_s"),
-    [(None, 2_500_000, 2.5), (1.0, 2_500_000, 1.0), (9.0, 2_500_000, 2.5), (9.0, 0, 9.0), (9.0, -1, 9.0), (9.0, 2**64 - 1, 9.0)],
-)
-async def test_a_requests_own_timeout_only_shortens_its_deadline(
-    remaining_s: float | None, timeout_us: int, expected_s: float
-) -> None:
-    made = Caller.read(ANONYMOUS, [], remaining_s).call(timeout_us=timeout_us, endpoint="tensor", request_type=RequestType.UNARY)
-    assert made.deadline == pytest.approx(asyncio.get_running_loop().time() + expected_s, abs=0.5)
-
-
-@pytest.mark.parametrize("timeout_us", [0, 2**64 - 1])
-async def test_a_timeout_of_nothing_or_of_ages_is_no_deadline(timeout_us: int) -> None:
-    made = Caller.read(ANONYMOUS, []).call(timeout_us=timeout_us, endpoint="tensor", request_type=RequestType.UNARY)
-    assert made.deadline is None
-
-
-@pytest.mark.parametrize(
     ("remaining_s", "timeout_ms", "expected_s"), [(None, "2500", 2.5), (1.0, "2500", 1.0), (9.0, "2500", 2.5)]
 )
 async def test_the_sooner_of_two_deadlines_applies(remaining_s: float | None, timeout_ms: str, expected_s: float) -> None:

@@ -320,7 +320,7 @@ async def test_a_request_that_does_not_fit_the_model_reaches_no_worker() -> None
 
 async def test_a_decoupled_model_is_refused_over_unary_calls() -> None:
     async with front(FakeDirectory(instance(1, tensor_card(decoupled=True)))) as f:
-        with pytest.raises(Unsupported, match="'adder' is decoupled"):
+        with pytest.raises(Unsupported, match="decoupled transaction policy"):
             await f.plane.infer(request(), CALL)
 
 

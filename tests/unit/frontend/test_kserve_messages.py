@@ -26,8 +26,8 @@ TENSOR = ModelCard(
 
 
 def test_the_server_metadata_has_name_version_and_extensions() -> None:
-    metadata = server_metadata()
-    assert metadata.name == "dynamo"
+    metadata = server_metadata("triton")
+    assert metadata.name == "triton"
     assert metadata.version
     assert {"binary_tensor_data", "model_configuration", "statistics"} <= set(metadata.extensions)
 

@@ -72,13 +72,13 @@ async def status(edge: HttpEdge, path: str, method: str = "GET", **options: Any)
 
 async def test_health_is_200_while_something_can_serve_and_400_otherwise(edge: HttpEdge) -> None:
     ready = await edge.http.get("/v2/health/ready")
-    assert (ready.status_code, ready.json()) == (200, {"ready": True})
+    assert (ready.status_code, ready.content) == (200, b"")
     edge.directory.remove(1, 2, 3, 4)
     await asyncio.sleep(0)
     ready = await edge.http.get("/v2/health/ready")
-    assert (ready.status_code, ready.json()) == (400, {"ready": False})
+    assert (ready.status_code, ready.content) == (400, b"")
     live = await edge.http.get("/v2/health/live")
-    assert (live.status_code, live.json()) == (200, {"live": True})
+    assert (live.status_code, live.content) == (200, b"")
 
 
 async def test_a_draining_server_lives_but_is_not_ready(edge: HttpEdge) -> None:
@@ -102,7 +102,8 @@ async def test_a_draining_server_lives_but_is_not_ready(edge: HttpEdge) -> None:
 )
 async def test_a_model_is_ready_if_an_instance_serves_it(edge: HttpEdge, path: str, code: int) -> None:
     response = await edge.http.get(f"/v2/models/{path}/ready")
-    assert (response.status_code, response.json()["ready"]) == (code, code == 200)
+    assert response.status_code == code
+    assert response.content == (b"" if code == 200 else b'{"error":"Model version not ready"}')
 
 
 # What there is
@@ -137,7 +138,6 @@ async def test_the_index_lists_models_and_versions_ready_or_not(edge: HttpEdge) 
     [
         ("/v2/models/nobody", "GET", 404),
         ("/v2/models/nobody/config", "GET", 404),
-        ("/v2/models/nobody/stats", "GET", 404),
         ("/v2/models/nobody/infer", "POST", 404),
         ("/v2/models/nobody/generate", "POST", 404),
         ("/v2/models/nobody/generate_stream", "POST", 404),
@@ -147,7 +147,6 @@ async def test_the_index_lists_models_and_versions_ready_or_not(edge: HttpEdge) 
         ("/v2/models//infer", "POST", 404),
         ("/v2/repository/models/adder/load", "POST", 501),
         ("/v2/systemsharedmemory/status", "GET", 501),
-        ("/v2/logging", "GET", 501),
     ],
 )
 async def test_what_is_not_there_is_404_and_what_is_not_done_501(edge: HttpEdge, path: str, method: str, code: int) -> None:
@@ -375,18 +374,6 @@ async def test_a_client_that_leaves_takes_its_request_along(edge: HttpEdge, path
         while not stream.is_over:
             await asyncio.sleep(0.001)
     assert stream.cancelled
-
-
-@pytest.mark.parametrize("path", ["/v2/models/adder/infer", "/v2/models/adder/generate", "/v2/models/talker/generate"])
-async def test_a_response_after_the_requests_own_timeout_is_too_late(edge: HttpEdge, path: str) -> None:
-    edge.client.respond = lambda stream: None
-    fields: dict[str, object] = {"text_input": "a"} if "talker" in path else {"x": 1}
-    if path.endswith("infer"):
-        fields = {"inputs": [tensor("INT32", [1], name="x")]}
-    response = await edge.post(path, fields | {"parameters": {"timeout": 100_000}})
-    assert (response.status_code, response.json()) == (504, {"error": "the deadline of the request has passed"})
-    (stream,) = edge.client.streams
-    assert stream.is_over
 
 
 async def test_a_client_that_leaves_within_its_body_sends_no_request(edge: HttpEdge) -> None:

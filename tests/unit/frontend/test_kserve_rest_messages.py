@@ -30,6 +30,7 @@ from dynamo.frontend.api.kserve.rest.operations import kserve_operations
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import OutputForm, read_request
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, write_response
+from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.protos import inference_pb2 as pb
 
 CARD = ModelCard(name="m", kind=ModelKind.TENSOR)
@@ -518,7 +519,7 @@ def test_a_long_response_is_written_like_a_short_one() -> None:
 def resource_of(raw_path: bytes) -> tuple[str, Target] | None:
     """The template that a path matches, and what its parameters name."""
     table: PathTable[str] = PathTable()
-    for operation in kserve_operations(Readiness()):
+    for operation in kserve_operations(Readiness(), KserveServer()):
         table.add(operation.path, operation.path)
     match = table.find(raw_path)
     return None if match is None else (match[0], Target.of(match[1]))

@@ -114,19 +114,15 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         request_id: str = "",
         *,
         triton_priority: int = 0,
-        timeout_us: int = 0,
         endpoint: str,
         request_type: RequestType,
     ) -> Call:
-        """Return the conditions of one request. `request_id` is the request's own, used if the headers have none.
-
-        `timeout_us`, if above 0, is the request's own time from now; the sooner of it and the caller's deadline applies.
-        """
+        """Return the conditions of one request. `request_id` is the request's own, used if the headers have none."""
         return Call(
             account=self.account,
             progress=Progress() if self.progress is None else self.progress,
             request_id=self.request_id or usable_id(request_id) or secrets.token_hex(8),
-            deadline=_sooner(self.deadline, _deadline(timeout_us / 1e6)) if timeout_us > 0 else self.deadline,
+            deadline=self.deadline,
             instance=self.instance,
             headers=self.headers,
             priority=self.priority or _from_triton(triton_priority),
@@ -140,10 +136,6 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 def _deadline(after_s: float) -> float | None:
     return asyncio.get_running_loop().time() + after_s if after_s < _LONGEST_DEADLINE_S else None
-
-
-def _sooner(one: float | None, other: float | None) -> float | None:
-    return min((deadline for deadline in (one, other) if deadline is not None), default=None)
 
 
 def usable_id(text: str) -> str:

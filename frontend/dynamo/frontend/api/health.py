@@ -27,7 +27,9 @@ class Readiness:
     It exists before the data plane: a process that still waits for NATS is alive, and says what it waits for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, strict: bool = True) -> None:
+        """`strict`: KServe's server is ready only if all models are that should be."""
+        self._strict = strict
         self._plane: DataPlane | None = None
         self._change = asyncio.Event()
         self.draining = False
@@ -54,6 +56,10 @@ class Readiness:
 
     def is_ready(self) -> bool:
         return self.state() is State.READY
+
+    def is_server_ready(self) -> bool:
+        """Return whether the server is ready in the sense of KServe's health operations."""
+        return self._plane is not None and self.is_ready() and (not self._strict or self._plane.all_models_ready())
 
     def is_model_ready(self, model: str, version: str = "") -> bool:
         return not self.draining and self._plane is not None and self._plane.model_ready(model, version)

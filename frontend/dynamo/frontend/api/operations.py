@@ -6,6 +6,7 @@ from dynamo.frontend.api.anthropic.messages import MessagesEdge, anthropic_opera
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.kserve.rest.operations import kserve_operations
+from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.operations import openai_operations, read_request_template
 from dynamo.frontend.config import TextOptions
@@ -14,7 +15,9 @@ from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import OutputParsers
 
 
-def protocol_operations(readiness: Readiness, text: TextOptions, parsers: OutputParsers = PARSER_REGISTRY) -> list[Operation]:
+def protocol_operations(
+    readiness: Readiness, text: TextOptions, parsers: OutputParsers = PARSER_REGISTRY, kserve: KserveServer | None = None
+) -> list[Operation]:
     """Raises ConfigError for a request template that cannot be read."""
     limits = text.limits
     offload = Offload()
@@ -31,5 +34,5 @@ def protocol_operations(readiness: Readiness, text: TextOptions, parsers: Output
             )
         ),
         *anthropic_operations(MessagesEdge(readiness=readiness, limits=limits, parsers=parsers, offload=offload)),
-        *kserve_operations(readiness),
+        *kserve_operations(readiness, kserve or KserveServer()),
     ]

@@ -28,6 +28,7 @@ from dynamo.common.repository import (
     ControlMode,
     IndexEntry,
     LoadRequest,
+    ModelState,
     RepositoryInstance,
     UnloadRequest,
     decode_repository,
@@ -151,6 +152,15 @@ class Repository:
     def index(self, account: Account) -> list[IndexEntry]:
         """Return the models that the caller may use, loaded or not, in order of name and version."""
         return [entry for entry in merge_indexes(self._view.instances()) if account.permits(entry.name)]
+
+    def is_unloaded(self, model: str) -> bool:
+        """Return whether a repository holds a model, and none has it loaded."""
+        states = {entry.state for worker in self._view.instances() for entry in worker.entries if entry.name == model}
+        return ModelState.UNAVAILABLE in states and ModelState.READY not in states
+
+    def has_failed(self) -> bool:
+        """Return whether some model should be loaded and is not."""
+        return any(entry.is_wanted for entry in merge_indexes(self._view.instances()))
 
     async def load(self, account: Account, request: LoadRequest) -> None:
         """Load a model. Returns when every worker that has the model serves it; raises the DynamoError of one that fails."""

@@ -109,6 +109,12 @@ class DataPlane:
         is_heard = self._link.away_s < _UNREADY_AFTER_S
         return not self._draining and is_heard and any(map(self.model_ready, self._catalog.served))
 
+    def all_models_ready(self) -> bool:
+        """Return whether every model is ready that is registered, or that a repository should have loaded."""
+        if not all(map(self.model_ready, self._catalog.served)):
+            return False
+        return self._repository is None or not self._repository.has_failed()
+
     def model_ready(self, model: str, version: str = "") -> bool:
         try:
             card = self._catalog.find(model, version).card
@@ -124,7 +130,10 @@ class DataPlane:
     def card(self, account: Account, model: str, version: str = "") -> ModelCard:
         """Return the card of a model, by its name, an alias or an adapter. Raises ModelNotFound, Forbidden."""
         account.permit(model)
-        return self._catalog.find(model, version).card
+        card = self._catalog.find(model, version).card
+        if card.name not in self._catalog.served and self._repository is not None and self._repository.is_unloaded(card.name):
+            raise ModelNotFound(model, is_unloaded=True)
+        return card
 
     def cards(self, account: Account) -> list[ModelCard]:
         """Return one card per model that is served or declared and that the caller may use, in order of name."""
@@ -143,9 +152,7 @@ class DataPlane:
         card = model.card
         with RequestScope(model.metrics, card.name, name, call, self._tracing) as scope:
             if card.decoupled:
-                raise Unsupported(
-                    f"model '{card.name}' is decoupled: a request may have any number of responses, so use a stream"
-                )
+                raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
             await self._checks.run_if(model.checker.is_slow(request), model.checker.check, request)
             response = await self._dispatcher.call(_infer(request, model, name, version), scope.call)
             scope.succeed()

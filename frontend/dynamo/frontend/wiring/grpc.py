@@ -11,6 +11,7 @@ from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT
+from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.service import SERVICE, KserveService
 from dynamo.frontend.api.rpc.bounded import bounded
 from dynamo.frontend.api.rpc.guard import account_source, guarded
@@ -34,6 +35,7 @@ async def open_grpc(
     drain: StreamDrain,
     metrics: Metrics,
     capacity: Capacity,
+    kserve: KserveServer,
     memory: SharedMemory | None,
     *,
     share_port: bool,
@@ -43,7 +45,7 @@ async def open_grpc(
         yield None
         return
     refused = partial(metrics.frontend.refused, TENSOR_ENDPOINT)
-    services = grpc_services(config, plane, readiness, drain, account_source(guard), capacity)
+    services = grpc_services(config, plane, readiness, drain, account_source(guard), capacity, kserve)
     services = bounded(services, capacity, config.overload_status, refused)
     services = metered(guarded(services, guard, refused), metrics.grpc)
     async with serve_grpc(
@@ -59,12 +61,13 @@ def grpc_services(
     drain: StreamDrain,
     account: Callable[[], Account],
     capacity: Capacity,
+    kserve: KserveServer,
 ) -> dict[str, Handlers]:
     """Return the handlers of everything on the gRPC port, by full service name."""
-    kserve = KserveService(plane, readiness, drain, config.grpc, account, config.overload_status, capacity)
+    service = KserveService(plane, readiness, drain, config.grpc, account, config.overload_status, capacity, kserve)
     reflection = ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).handlers()
     return {
-        SERVICE: kserve.handlers(),
+        SERVICE: service.handlers(),
         HEALTH_SERVICE: HealthService(plane, readiness).handlers(),
         **dict.fromkeys(REFLECTION_SERVICES, reflection),
     }

@@ -21,6 +21,7 @@ from dynamo.frontend.api.http.routing_operations import RoutingControl, routing_
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.http.server_operations import health_operations, metrics_operations, model_operations, process_operations
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
+from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.router.select import effective_mode
@@ -38,6 +39,7 @@ async def open_http(
     control: RoutingControl,
     metrics: Metrics,
     capacity: Capacity,
+    kserve: KserveServer,
     *,
     share_port: bool,
 ) -> AsyncIterator[HttpServer]:
@@ -51,7 +53,7 @@ async def open_http(
         *process_operations(),
         *metrics_operations(metrics.scrape),
         *model_operations(readiness, time.time()),
-        *protocol_operations(readiness, config.text),
+        *protocol_operations(readiness, config.text, kserve=kserve),
         *_console_operations(config, readiness, loads),
         *(routing_operations(readiness, control) if config.http.admin_api else ()),
     ]

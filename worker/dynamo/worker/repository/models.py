@@ -19,7 +19,7 @@ from dynamo.common.background import Tasks
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, Unavailable, Unsupported
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import check_name
-from dynamo.common.repository import MAX_REASON_CHARS, IndexEntry, LoadRequest, ModelState
+from dynamo.common.repository import MAX_REASON_CHARS, NOT_LOADED, UNLOADED, IndexEntry, LoadRequest, ModelState
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.ensemble import EnsembleBackend, labels_in, models_in
@@ -90,7 +90,7 @@ class _State:
     """What the index shows of a model that is not loaded, or about to change."""
 
     state: ModelState = ModelState.UNAVAILABLE
-    reason: str = "not loaded"
+    reason: str = NOT_LOADED
     versions: tuple[str, ...] = field(default=())
 
 
@@ -493,7 +493,7 @@ class RepositoryModels:
             self._suspended.discard(name)
             self._wanted.discard(name)
             if name in self._loaded or name in self._states:
-                await self._unload(name, "unloaded", dependents=dependents)
+                await self._unload(name, UNLOADED, dependents=dependents)
 
     async def _unload(self, name: str, reason: str, *, dependents: bool = False) -> None:
         model = self._loaded.get(name)
@@ -519,7 +519,7 @@ class RepositoryModels:
                 if needed not in self._loaded or needed in self._wanted:
                     continue
                 if not any(needed in models_in(other.config) for other in self._loaded.values()):
-                    await self._unload(needed, "unloaded", dependents=True)
+                    await self._unload(needed, UNLOADED, dependents=True)
         await self._publish()
 
     async def forget(self, name: str) -> None:

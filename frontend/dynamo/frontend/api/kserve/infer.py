@@ -29,7 +29,6 @@ def call_for(request: TensorRequest, card: ModelCard, caller: Caller, request_ty
     return caller.call(
         request.head.id,
         triton_priority=request.priority,
-        timeout_us=request.timeout_us,
         endpoint=TEXT_ENDPOINT if card.kind is ModelKind.LLM else TENSOR_ENDPOINT,
         request_type=request_type,
     )

@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 from google.protobuf.message import DecodeError
 
-from dynamo.common.errors import EngineError
+from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound, NoInstances
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.repository import IndexEntry, ModelState
 from dynamo.common.tensors import DATATYPES, datatype_of_config
+from dynamo.frontend.api.kserve.words import check_version
+from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.protos.inference_pb2 import (
     ModelConfigResponse,
     ModelMetadataResponse,
+    ModelStatisticsResponse,
     RepositoryIndexResponse,
     ServerMetadataResponse,
 )
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
 
-SERVER_NAME = "dynamo"
 EXTENSIONS = (
     "classification",
     "model_repository",
     "model_repository(unload_dependents)",
     "model_configuration",
+    "system_shared_memory",
     "binary_tensor_data",
     "parameters",
     "statistics",
+    "trace",
+    "logging",
 )
 """Supported protocol extensions, by their published names."""
-
-REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(
-        (f"SystemSharedMemory{what}" for what in ("Status", "Register", "Unregister")),
-        "this server shares no memory with its clients: tensors travel in the messages",
-    ),
-    **dict.fromkeys(
-        (f"CudaSharedMemory{what}" for what in ("Status", "Register", "Unregister")),
-        "this server shares no GPU memory with its clients: tensors travel in the messages",
-    ),
-    "TraceSetting": "trace settings cannot be read or changed through this server",
-    "LogSettings": "log settings cannot be read or changed through this server",
-}
-"""Unsupported calls, with the reason."""
 
 _NO_INSTANCE = "no instance is attached"
 
@@ -66,8 +58,8 @@ def server_version() -> str:
         return "unknown"
 
 
-def server_metadata(extensions: Iterable[str] = EXTENSIONS) -> ServerMetadataResponse:
-    return ServerMetadataResponse(name=SERVER_NAME, version=server_version(), extensions=extensions)
+def server_metadata(name: str) -> ServerMetadataResponse:
+    return ServerMetadataResponse(name=name, version=server_version(), extensions=EXTENSIONS)
 
 
 def model_metadata(card: ModelCard) -> ModelMetadataResponse:
@@ -93,6 +85,18 @@ def model_metadata(card: ModelCard) -> ModelMetadataResponse:
 def model_config(card: ModelCard) -> ModelConfigResponse:
     """Return the ModelConfig that the worker registered, or one made from the card."""
     return ModelConfigResponse(config=_own_config(card) or _made_config(card))
+
+
+async def statistics(plane: DataPlane, account: Account, model: str, version: str) -> ModelStatisticsResponse:
+    """Return the statistics of a model or of all. Raises InvalidRequest, as Triton, for a model or version that is not there."""
+    try:
+        return await plane.statistics(account, model, check_version(version))
+    except ModelNotFound as error:
+        if error.version:
+            raise InvalidRequest(f"requested model version is not available for model '{model[:400]}'") from error
+        raise InvalidRequest(f"requested model '{model[:400]}' is not available") from error
+    except NoInstances as error:
+        raise InvalidRequest(f"requested model '{model[:400]}' is not available") from error
 
 
 def repository_index(

@@ -16,6 +16,7 @@ import grpc.aio
 from dynamo.common.errors import ShuttingDown, Unsupported
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.message_limits import MessageScanner, parse_message
+from dynamo.common.model_card import ModelCard
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
@@ -23,11 +24,14 @@ from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, infer
+from dynamo.frontend.api.kserve.placed import Places, fetch, is_placed, place
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request, unload_request
+from dynamo.frontend.api.kserve.server import NO_CUDA, KserveServer, check_cuda
 from dynamo.frontend.api.kserve.stream import KserveStream
+from dynamo.frontend.api.kserve.words import check_version, kserve_message
 from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_buffer, read_message
 from dynamo.frontend.api.rpc.streams import StreamDrain
-from dynamo.frontend.api.statuses import grpc_status, log_failure, public_message, retry_after_s
+from dynamo.frontend.api.statuses import grpc_status, log_failure, retry_after_s
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
@@ -53,6 +57,7 @@ class KserveService:
         account: Callable[[], Account],
         overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
         capacity: Capacity | None = None,
+        server: KserveServer | None = None,
     ) -> None:
         """`capacity` is what the requests within streams count against; calls count against it elsewhere."""
         self._plane = plane
@@ -64,7 +69,8 @@ class KserveService:
         self._overload = overload
         self._capacity = capacity or Capacity()
         self._live = pb.ServerLiveResponse(live=True).SerializeToString()
-        self._metadata = kserve_messages.server_metadata().SerializeToString()
+        self._server = server or KserveServer()
+        self._metadata = kserve_messages.server_metadata(self._server.name).SerializeToString()
 
     def handlers(self) -> Handlers:
         methods: dict[str, Callable[[bytes], Awaitable[bytes]]] = {
@@ -78,12 +84,19 @@ class KserveService:
             "RepositoryIndex": self._repository_index,
             "RepositoryModelLoad": self._repository_model_load,
             "RepositoryModelUnload": self._repository_model_unload,
+            "TraceSetting": self._trace_setting,
+            "LogSettings": self._log_settings,
+            "SystemSharedMemoryStatus": self._shared_memory_status,
+            "SystemSharedMemoryRegister": self._shared_memory_register,
+            "SystemSharedMemoryUnregister": self._shared_memory_unregister,
+            "CudaSharedMemoryStatus": self._cuda_status,
+            "CudaSharedMemoryRegister": self._cuda_register,
+            "CudaSharedMemoryUnregister": self._cuda_unregister,
         }
         return {
             "ModelInfer": grpc.unary_unary_rpc_method_handler(self._model_infer),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._model_stream_infer),
             **{name: self._unary(name, method) for name, method in methods.items()},
-            **{name: self._unary(name, _refusing(f"{name}: {why}")) for name, why in kserve_messages.REFUSED.items()},
         }
 
     def _unary(self, name: str, method: Callable[[bytes], Awaitable[bytes]]) -> grpc.RpcMethodHandler[bytes, bytes]:
@@ -108,11 +121,15 @@ class KserveService:
             caller = _caller(self._account(), context, progress)
             request_id, explanation = caller.request_id, caller.explanation
             request = TensorRequest.parse(await read_buffer(message), self._scanner)
-            card = self._plane.card(caller.account, request.head.model_name, request.head.model_version)
+            card = self._plane.card(caller.account, request.head.model_name, check_version(request.head.model_version))
             call = call_for(request, card, caller, RequestType.UNARY)
             request_id = call.request_id
             logged_id.set(request_id)
-            response = check_size(await infer(self._plane, request, card, call), self._options.max_message_bytes)
+            places: Places = {}
+            if is_placed(request.head):
+                request, places = fetch(request, self._server.regions)
+            response = place(await infer(self._plane, request, card, call), places)
+            check_size(response, self._options.max_message_bytes)
             if caller.request_id or call.explanation is not None:
                 context.set_trailing_metadata(_trailing_metadata(caller))
             return response
@@ -127,7 +144,9 @@ class KserveService:
         try:
             caller = _caller(self._account(), context)
             request_id, explanation = caller.request_id, caller.explanation
-            stream = KserveStream(self._plane, self._drain, self._scanner, self._options, self._capacity, context, caller)
+            stream = KserveStream(
+                self._plane, self._drain, self._scanner, self._options, self._capacity, context, caller, self._server
+            )
             await stream.run()
             if request_id or explanation is not None:
                 context.set_trailing_metadata(_trailing_metadata(caller))
@@ -141,11 +160,11 @@ class KserveService:
         return self._live
 
     async def _server_ready(self, data: bytes) -> bytes:
-        return pb.ServerReadyResponse(ready=self._readiness.is_ready()).SerializeToString()
+        return pb.ServerReadyResponse(ready=self._readiness.is_server_ready()).SerializeToString()
 
     async def _model_ready(self, data: bytes) -> bytes:
         request = parse_message(pb.ModelReadyRequest, data)
-        ready = self._readiness.is_model_ready(request.name, request.version)
+        ready = self._readiness.is_model_ready(request.name, check_version(request.version))
         return pb.ModelReadyResponse(ready=ready).SerializeToString()
 
     # Metadata
@@ -155,17 +174,19 @@ class KserveService:
 
     async def _model_metadata(self, data: bytes) -> bytes:
         request = parse_message(pb.ModelMetadataRequest, data)
-        return kserve_messages.model_metadata(
-            self._plane.card(self._account(), request.name, request.version)
-        ).SerializeToString()
+        return kserve_messages.model_metadata(self._card(request.name, request.version)).SerializeToString()
 
     async def _model_config(self, data: bytes) -> bytes:
         request = parse_message(pb.ModelConfigRequest, data)
-        return kserve_messages.model_config(self._plane.card(self._account(), request.name, request.version)).SerializeToString()
+        return kserve_messages.model_config(self._card(request.name, request.version)).SerializeToString()
 
     async def _model_statistics(self, data: bytes) -> bytes:
         request = parse_message(pb.ModelStatisticsRequest, data)
-        return (await self._plane.statistics(self._account(), request.name, request.version)).SerializeToString()
+        statistics = await kserve_messages.statistics(self._plane, self._account(), request.name, request.version)
+        return statistics.SerializeToString()
+
+    def _card(self, name: str, version: str) -> ModelCard:
+        return self._plane.card(self._account(), name, check_version(version))
 
     async def _repository_index(self, data: bytes) -> bytes:
         request = parse_message(pb.RepositoryIndexRequest, data)
@@ -190,6 +211,64 @@ class KserveService:
         await self._plane.unload_model(self._account(), unload_request(request.model_name, request.parameters))
         return pb.RepositoryModelUnloadResponse(model_name=request.model_name, isUnloaded=True).SerializeToString()
 
+    # Settings
+
+    async def _trace_setting(self, data: bytes) -> bytes:
+        request = parse_message(pb.TraceSettingRequest, data)
+        settings = {key: list(setting.value) for key, setting in request.settings.items()}
+        response = pb.TraceSettingResponse()
+        for key, values in self._server.trace_settings(self._plane, self._account(), request.model_name, settings).items():
+            response.settings[key].value.extend(values)
+        return response.SerializeToString()
+
+    async def _log_settings(self, data: bytes) -> bytes:
+        request = parse_message(pb.LogSettingsRequest, data)
+        settings = {
+            key: getattr(setting, kind)
+            for key, setting in request.settings.items()
+            if (kind := setting.WhichOneof("parameter_choice")) is not None
+        }
+        self._server.log.change(settings)
+        response = pb.LogSettingsResponse()
+        for key, value in self._server.log.read().items():
+            match value:
+                case bool():
+                    response.settings[key].bool_param = value
+                case int():
+                    response.settings[key].uint32_param = value
+                case str():
+                    response.settings[key].string_param = value
+        return response.SerializeToString()
+
+    # Shared memory
+
+    async def _shared_memory_status(self, data: bytes) -> bytes:
+        request = parse_message(pb.SystemSharedMemoryStatusRequest, data)
+        response = pb.SystemSharedMemoryStatusResponse()
+        for region in self._server.regions.status(request.name):
+            status = response.regions[region.name]
+            status.name, status.key, status.offset, status.byte_size = region.name, region.key, region.offset, region.size_bytes
+        return response.SerializeToString()
+
+    async def _shared_memory_register(self, data: bytes) -> bytes:
+        request = parse_message(pb.SystemSharedMemoryRegisterRequest, data)
+        self._server.regions.register(request.name, request.key, request.offset, request.byte_size)
+        return b""
+
+    async def _shared_memory_unregister(self, data: bytes) -> bytes:
+        self._server.regions.unregister(parse_message(pb.SystemSharedMemoryUnregisterRequest, data).name)
+        return b""
+
+    async def _cuda_status(self, data: bytes) -> bytes:
+        check_cuda(parse_message(pb.CudaSharedMemoryStatusRequest, data).name)
+        return b""
+
+    async def _cuda_register(self, data: bytes) -> bytes:
+        raise Unsupported(NO_CUDA)
+
+    async def _cuda_unregister(self, data: bytes) -> bytes:
+        return b""
+
     # Failures
 
     async def _abort(
@@ -213,7 +292,7 @@ class KserveService:
             metadata.append(("retry-after", f"{pause_s:g}"))
         if explanation is not None:
             metadata += _explanation_metadata(explanation)
-        await context.abort(grpc_status(error, self._overload), public_message(error), tuple(metadata))
+        await context.abort(grpc_status(error, self._overload), kserve_message(error), tuple(metadata))
 
 
 def _caller(account: Account, context: Context, progress: Progress | None = None) -> Caller:
@@ -235,10 +314,3 @@ def _explanation_metadata(explanation: Explanation) -> tuple[tuple[str, str], ..
     """Return the explanation of routing decisions as metadata."""
     text = explanation.to_json()
     return ((EXPLAIN, text.decode()),) if text else ()
-
-
-def _refusing(why: str) -> Callable[[bytes], Awaitable[bytes]]:
-    async def refuse(data: bytes) -> bytes:
-        raise Unsupported(why)
-
-    return refuse

@@ -27,10 +27,13 @@ from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of
+from dynamo.frontend.api.kserve.placed import Places, fetch, is_placed, place
+from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.words import check_version, kserve_message
 from dynamo.frontend.api.rpc.handlers import Context
 from dynamo.frontend.api.rpc.streams import StreamDrain
-from dynamo.frontend.api.statuses import log_failure, public_message
+from dynamo.frontend.api.statuses import log_failure
 from dynamo.frontend.config import GrpcOptions
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextRequest
@@ -69,6 +72,7 @@ class KserveStream:
         capacity: Capacity,
         context: Context,
         caller: Caller,
+        server: KserveServer,
     ) -> None:
         self._plane = plane
         self._drain = drain
@@ -77,6 +81,7 @@ class KserveStream:
         self._capacity = capacity
         self._context = context
         self._caller = caller
+        self._server = server
         self._running = 0
         self._room: asyncio.Future[None] | None = None
         self._turn: asyncio.Future[None] | None = None
@@ -124,7 +129,8 @@ class KserveStream:
             occupied = self._capacity.enter()
             occupied.hold(len(data))
             request = TensorRequest.parse(data, self._scanner)
-            card = self._plane.card(self._caller.account, request.head.model_name, request.head.model_version)
+            version = check_version(request.head.model_version)
+            card = self._plane.card(self._caller.account, request.head.model_name, version)
         except DynamoError as error:
             release(error)  # this frame, which its traceback keeps, keeps the error
             problem = error
@@ -180,24 +186,27 @@ class KserveStream:
                 self._room.set_result(None)
 
     async def _respond(self, request: TensorRequest, card: ModelCard, call: Call, after: asyncio.Future[None] | None) -> None:
+        places: Places = {}
+        if is_placed(request.head):
+            request, places = fetch(request, self._server.regions)
         if card.kind is ModelKind.LLM:
             await self._respond_text(request, card, call)
         elif card.decoupled:
-            await self._respond_decoupled(request, card, call)
+            await self._respond_decoupled(request, card, call, places)
         else:
             async with self._plane.infer_stream(request, call) as responses:
                 batch = await responses.read()
             if after is not None:
                 await after
             for response in batch:
-                await self._write(_message(response, final=True))
+                await self._write(_message(place(response, places), final=True))
 
-    async def _respond_decoupled(self, request: TensorRequest, card: ModelCard, call: Call) -> None:
+    async def _respond_decoupled(self, request: TensorRequest, card: ModelCard, call: Call, places: Places) -> None:
         last: Buffer = b""
         async with self._plane.infer_stream(request, call) as responses:
             while batch := await responses.read():
                 for response in batch:
-                    last = response
+                    last = place(response, places)
                     await self._write(_message(last, final=False))
         if request.wants_empty_final_response and not _is_final(last):
             final = b"".join(ResponseForm.of(request, card).encode_final())
@@ -265,4 +274,4 @@ def _failure(head: ModelInferRequest, error: BaseException) -> bytes:
         model_version=head.model_version,
         parameters={FINAL_RESPONSE: InferParameter(bool_param=True)},
     )
-    return ModelStreamInferResponse(error_message=public_message(error), infer_response=about).SerializeToString()
+    return ModelStreamInferResponse(error_message=kserve_message(error), infer_response=about).SerializeToString()

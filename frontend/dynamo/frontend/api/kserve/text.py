@@ -28,7 +28,8 @@ from dynamo.common.errors import InvalidRequest, ModelNotFound
 from dynamo.common.generation import FinishReason, Sampling, Stop
 from dynamo.common.model_card import ModelCard
 from dynamo.common.protobuf_wire import delimited, tag, varint
-from dynamo.common.tensor_request import TensorRequest, check_request_parameters, check_tensor_parameters
+from dynamo.common.tensor_check import check_request_parameters, check_tensor_parameters
+from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import (
     Array,
     bf16_to_float32,
@@ -44,7 +45,6 @@ from dynamo.frontend.api.http.json_scan import check_json
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.protos.inference_pb2 import (
     InferParameter,
-    InferTensorContents,
     ModelInferRequest,
     ModelInferResponse,
     ModelStreamInferResponse,
@@ -262,7 +262,7 @@ def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Value]:
     """Return the settings among the parameters, by name. Raises InvalidRequest for an unknown parameter."""
     if not parameters:
         return {}
-    check_request_parameters(parameters)
+    check_request_parameters(parameters, more=("uint64_param",))
     values: dict[str, Value] = {}
     for name, parameter in parameters.items():
         if name in SETTINGS or name in FLAGS or name == "stop":
@@ -387,8 +387,6 @@ _ID = tag(ModelInferResponse, "id")
 _PARAMETER = tag(ModelInferResponse, "parameters")
 _OUTPUT = tag(ModelInferResponse, "outputs")
 _RAW = tag(ModelInferResponse, "raw_output_contents")
-_CONTENTS = tag(OutputTensor, "contents")
-_ELEMENT = tag(InferTensorContents, "bytes_contents")
 _INFER_RESPONSE = tag(ModelStreamInferResponse, "infer_response")
 _u32 = struct.Struct("<I").pack
 
@@ -413,14 +411,13 @@ class TextResponses:
     `triton_final_response` with that value; None omits it.
     """
 
-    __slots__ = ("_choices", "_described", "_is_plain", "_n", "_names", "_prefix", "_raw_head", "_typed", "_typed_reasons")
+    __slots__ = ("_choices", "_described", "_is_plain", "_n", "_names", "_prefix", "_raw_head")
 
     def __init__(self, request: TensorRequest, card: ModelCard, texts: Sequence[TextRequest]) -> None:
         """`texts` are the text requests made from `request`."""
         head = request.head
         self._n = texts[0].n
         self._choices = self._n * len(texts)
-        self._typed = request.is_typed
         usual = _OUTPUTS if texts[0].logprobs is not None else _OUTPUTS[:2]
         self._names = tuple(output.name for output in head.outputs) or usual
         self._prefix = (
@@ -433,7 +430,6 @@ class TextResponses:
         self._is_plain = self._choices == 1 and self._names == _OUTPUTS[:2]
         """One choice and the default outputs: everything but the text and its size is encoded in advance."""
         self._raw_head = self._prefix + b"".join(delimited(_OUTPUT, described) for described in self._described)
-        self._typed_reasons: dict[FinishReason | None, bytes] = {}
 
     def stream_delta(self, deltas: Sequence[TextDelta], *, prompt: int = 0, final: bool | None = None) -> bytes:
         """Return a serialized ModelStreamInferResponse with deltas of the prompt at the position `prompt`."""
@@ -449,18 +445,7 @@ class TextResponses:
             reason = delta.finish_reason or reason
         text = "".join([delta.text for delta in deltas]).encode()
         size = len(text)
-        if self._typed:
-            described = self._described[0] + delimited(_CONTENTS, delimited(_ELEMENT, text))
-            return b"".join((self._prefix, _FINAL[final], delimited(_OUTPUT, described), self._typed_reason(reason)))
         return b"".join((self._raw_head, _FINAL[final], _RAW, varint(size + 4), _u32(size), text, _RAW_REASON[reason]))
-
-    def _typed_reason(self, reason: FinishReason | None) -> bytes:
-        """Return the output `finish_reason` in typed form."""
-        encoded = self._typed_reasons.get(reason)
-        if encoded is None:
-            contents = delimited(_CONTENTS, delimited(_ELEMENT, _REASON[reason]))
-            encoded = self._typed_reasons[reason] = delimited(_OUTPUT, self._described[1] + contents)
-        return encoded
 
     def stream_complete(self, deltas: Sequence[Sequence[TextDelta]], *, final: bool | None = None) -> bytes:
         """Return `complete` as a ModelStreamInferResponse."""
@@ -479,11 +464,7 @@ class TextResponses:
         raws: list[bytes] = []
         for name, described in zip(self._names, self._described, strict=True):
             elements = [choice.element(name) for choice in choices]
-            if self._typed:
-                contents = b"".join(delimited(_ELEMENT, element) for element in elements)
-                described += delimited(_CONTENTS, contents)
-            else:
-                raws.append(delimited(_RAW, encode_bytes(elements)))
+            raws.append(delimited(_RAW, encode_bytes(elements)))
             pieces.append(delimited(_OUTPUT, described))
         return b"".join((*pieces, *raws))
 

@@ -48,7 +48,7 @@ class HealthService:
 
     def _status(self, service: str) -> ServingStatus:
         if service in ("", INFERENCE_SERVICE):
-            ready = self._readiness.is_ready()
+            ready = self._readiness.is_server_ready()
         elif service in (HEALTH_SERVICE, *REFLECTION_SERVICES):
             ready = True
         else:

@@ -4,38 +4,42 @@ from __future__ import annotations
 
 import orjson
 
-from dynamo.common.errors import Unsupported
+from dynamo.common.errors import InvalidRequest
 from dynamo.common.message_json import to_json
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.operation import Handler
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.rest.generate import handle_generate, handle_generate_stream
 from dynamo.frontend.api.kserve.rest.infer import handle_infer
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.repository import handle_index, handle_load, handle_unload
+from dynamo.frontend.api.kserve.server import KserveServer
+from dynamo.frontend.api.kserve.words import check_version
+
+_PLAIN = ((b"content-type", b"text/plain"),)
 
 
 class Handlers:
     """One method per operation."""
 
-    def __init__(self, readiness: Readiness) -> None:
+    def __init__(self, readiness: Readiness, server: KserveServer) -> None:
         self._readiness = readiness
-        self._server = orjson.dumps(to_json(kserve_messages.server_metadata()))
+        self._state = server
+        self._server = orjson.dumps(to_json(kserve_messages.server_metadata(server.name)))
 
     # Health
 
     async def live(self, exchange: Exchange) -> None:
-        await _send(exchange, {"live": True})
+        await exchange.respond(b"", 200, _PLAIN)
 
     async def ready(self, exchange: Exchange) -> None:
-        ready = self._readiness.is_ready()
-        await _send(exchange, {"ready": ready}, 200 if ready else 400)
+        await exchange.respond(b"", 200 if self._readiness.is_server_ready() else 400, _PLAIN)
 
     async def model_ready(self, exchange: Exchange) -> None:
         target = Target.of(exchange.parameters)
-        ready = self._readiness.is_model_ready(target.model, target.version)
-        await _send(exchange, {"name": target.model, "ready": ready}, 200 if ready else 400)
+        if self._readiness.is_model_ready(target.model, check_version(target.version)):
+            return await exchange.respond(b"", 200, _PLAIN)
+        raise InvalidRequest("Model version not ready")
 
     # Metadata
 
@@ -44,18 +48,21 @@ class Handlers:
 
     async def model(self, exchange: Exchange) -> None:
         target = Target.of(exchange.parameters)
-        card = self._readiness.plane.card(exchange.account, target.model, target.version)
-        await _send(exchange, to_json(kserve_messages.model_metadata(card)))
+        card = self._readiness.plane.card(exchange.account, target.model, check_version(target.version))
+        metadata = to_json(kserve_messages.model_metadata(card))
+        if not metadata["properties"]:
+            del metadata["properties"]
+        await _send(exchange, metadata)
 
     async def config(self, exchange: Exchange) -> None:
         target = Target.of(exchange.parameters)
-        card = self._readiness.plane.card(exchange.account, target.model, target.version)
+        card = self._readiness.plane.card(exchange.account, target.model, check_version(target.version))
         await _send(exchange, to_json(kserve_messages.model_config(card).config))
 
     async def statistics(self, exchange: Exchange) -> None:
         target = Target.of(exchange.parameters)
         async with exchange.attended():
-            statistics = await self._readiness.plane.statistics(exchange.account, target.model, target.version)
+            statistics = await kserve_messages.statistics(self._readiness.plane, exchange.account, target.model, target.version)
         await _send(exchange, to_json(statistics))
 
     # Model repositories
@@ -70,19 +77,10 @@ class Handlers:
     async def unload(self, exchange: Exchange) -> None:
         await handle_unload(self._readiness, exchange, Target.of(exchange.parameters))
 
-    def refuse(self, call: str) -> Handler:
-        """Return a handler that says why this server does not do Triton's `call`."""
-        message = f"{call}: {kserve_messages.REFUSED[call]}"
-
-        async def handle(exchange: Exchange) -> None:
-            raise Unsupported(message)
-
-        return handle
-
     # Inference
 
     async def infer(self, exchange: Exchange) -> None:
-        await handle_infer(self._readiness.plane, exchange, Target.of(exchange.parameters))
+        await handle_infer(self._readiness.plane, self._state, exchange, Target.of(exchange.parameters))
 
     async def generate(self, exchange: Exchange) -> None:
         await handle_generate(self._readiness.plane, exchange, Target.of(exchange.parameters))

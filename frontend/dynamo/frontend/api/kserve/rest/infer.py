@@ -10,32 +10,40 @@ from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve.infer import call_for, infer
+from dynamo.frontend.api.kserve.placed import Places, fetch, is_placed, place_outputs
 from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, split
 from dynamo.frontend.api.kserve.rest.long_arrays import PIECE_BYTES
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import read_request
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, send_response, write_response
+from dynamo.frontend.api.kserve.server import KserveServer
+from dynamo.frontend.api.kserve.words import check_version
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane
 
 
-async def handle_infer(plane: DataPlane, exchange: Exchange, target: Target) -> None:
+async def handle_infer(plane: DataPlane, server: KserveServer, exchange: Exchange, target: Target) -> None:
     caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
     body = await exchange.decompressed_body()
-    card = plane.card(exchange.account, target.model, target.version)
+    card = plane.card(exchange.account, target.model, check_version(target.version))
     parts = split(body, exchange.headers.get(JSON_LENGTH))
     options, offload = exchange.settings.options, exchange.settings.offload
     reading = partial(read_request, parts, card, target.model, target.version, options.max_json_depth, options.max_json_values)
     request, form = await offload.run_if(len(parts.json) > PIECE_BYTES, reading)
     call = begin(exchange, caller, request, card, RequestType.UNARY)
+    places: Places = {}
+    if is_placed(request.head):
+        request, places = fetch(request, server.regions)
     async with exchange.attended():
         response = await infer(plane, request, card, call)
     parsed = ModelResponse.parse(response)
+    if places:
+        place_outputs(parsed.head, parsed.raws, places)
     writes_long = len(response) > PIECE_BYTES and not form.all_binary(parsed.head)
-    text, binary = await offload.run_if(writes_long, write_response, parsed, form)
+    text, binary = await offload.run_if(writes_long, write_response, parsed, form, places)
     await send_response(exchange, text, binary)
 
 

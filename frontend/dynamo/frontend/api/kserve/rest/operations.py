@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import msgspec
 
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.http.exchange import PLAIN_ERRORS
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, TEXT_ENDPOINT
 from dynamo.frontend.api.kserve.rest.handlers import Handlers
 from dynamo.frontend.api.kserve.rest.requests import InferRequest
+from dynamo.frontend.api.kserve.rest.settings import SettingHandlers
+from dynamo.frontend.api.kserve.server import KserveServer
+from dynamo.frontend.api.kserve.words import KSERVE_ERRORS
 from dynamo.frontend.security.surfaces import Surface
 
-KSERVE_ERRORS = PLAIN_ERRORS
 _MODEL = "/v2/models/{model:path}"
 _VERSION = "/v2/models/{model:path}/versions/{version}"
 _OBJECT = dict[str, Any]
-_MEMORIES = {"systemsharedmemory": "SystemSharedMemory", "cudasharedmemory": "CudaSharedMemory"}
 
 
 class KserveError(msgspec.Struct):
@@ -33,8 +32,8 @@ _post = partial(Operation, method="POST", errors=KSERVE_ERRORS, group="KServe", 
 _get = partial(_post, method="GET")
 
 
-def kserve_operations(readiness: Readiness) -> list[Operation]:
-    handlers = Handlers(readiness)
+def kserve_operations(readiness: Readiness, server: KserveServer) -> list[Operation]:
+    handlers, settings = Handlers(readiness, server), SettingHandlers(readiness, server)
     return [
         _get(path="/v2", surface=Surface.METADATA, handle=handlers.server, summary="The server and its extensions"),
         _get(path="/v2/health/live", surface=Surface.HEALTH, handle=handlers.live, summary="Whether this process runs"),
@@ -48,7 +47,8 @@ def kserve_operations(readiness: Readiness) -> list[Operation]:
         _get(path="/v2/models/stats", surface=Surface.STATISTICS, handle=handlers.statistics, summary="Statistics of all models"),
         *_of_models(handlers, _VERSION),
         *_of_models(handlers, _MODEL),
-        *_unsupported(handlers),
+        *_settings(settings),
+        *_shared_memory(settings),
     ]
 
 
@@ -105,16 +105,26 @@ def _of_repositories(handlers: Handlers) -> Iterator[Operation]:
             )
 
 
-def _unsupported(handlers: Handlers) -> Iterator[Operation]:
-    """Triton's operations that this server refuses, with the reason."""
-    refused: list[tuple[str, Surface, str]] = [
-        ("/v2/trace/setting", Surface.TRACE, "TraceSetting"),
-        ("/v2/models/{model:path}/trace/setting", Surface.TRACE, "TraceSetting"),
-        ("/v2/logging", Surface.LOGGING, "LogSettings"),
-    ]
-    for memory, word, region in product(_MEMORIES, ("status", "register", "unregister"), ("", "/{region:path}")):
-        refused.append((f"/v2/{memory}{region}/{word}", Surface.SHARED_MEMORY, f"{_MEMORIES[memory]}{word.capitalize()}"))
-    for path, surface, call in refused:
-        refuse = partial(Operation, path=path, surface=surface, errors=KSERVE_ERRORS, handle=handlers.refuse(call))
-        yield refuse(method="GET")
-        yield refuse(method="POST", is_action=True)
+def _settings(handlers: SettingHandlers) -> Iterator[Operation]:
+    operation = partial(Operation, errors=KSERVE_ERRORS)
+    traced = ("/v2/trace/setting", f"{_VERSION}/trace/setting", f"{_MODEL}/trace/setting")
+    for path, surface, handle in (
+        *((path, Surface.TRACE, handlers.trace) for path in traced),
+        ("/v2/logging", Surface.LOGGING, handlers.logging),
+    ):
+        yield operation(path=path, surface=surface, handle=handle, method="GET")
+        yield operation(path=path, surface=surface, handle=handle, method="POST", is_action=True)
+
+
+def _shared_memory(handlers: SettingHandlers) -> Iterator[Operation]:
+    operation = partial(Operation, surface=Surface.SHARED_MEMORY, errors=KSERVE_ERRORS)
+    for memory, status, register, unregister in (
+        ("system", handlers.memory_status, handlers.register_memory, handlers.unregister_memory),
+        ("cuda", handlers.cuda_status, handlers.register_cuda, handlers.unregister_cuda),
+    ):
+        base = f"/v2/{memory}sharedmemory"
+        for path in (base, f"{base}/region/{{region:path}}"):
+            yield operation(path=f"{path}/status", method="GET", handle=status)
+            yield operation(path=f"{path}/unregister", handle=unregister, is_action=True)
+        yield operation(path=f"{base}/region/{{region:path}}/register", handle=register, is_action=True)
+        yield operation(path=f"{base}/register", handle=handlers.register_unnamed)

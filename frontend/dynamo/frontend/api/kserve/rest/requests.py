@@ -112,8 +112,9 @@ def _json_request(parts: Parts, model: str, version: str, max_depth: int, max_va
     position = 0
     for tensor in message.inputs:
         raw = _input(head, tensor, body.arrays, parts.binary[position:])
-        position += len(raw) if _size(tensor) is not None else 0
-        raws.append(raw)
+        position += len(raw) if raw is not None and _size(tensor) is not None else 0
+        if raw is not None:
+            raws.append(raw)
     if position < len(parts.binary):
         raise InvalidRequest(
             f"unexpected additional input data for model '{model}': {len(parts.binary) - position} bytes follow the last tensor"
@@ -182,8 +183,13 @@ def _size(tensor: InputTensor[Any]) -> object:
     return tensor.parameters.get("binary_data_size") if tensor.parameters else None
 
 
-def _input(head: ModelInferRequest, tensor: InputTensor[Any], arrays: Mapping[bytes, memoryview], left: memoryview) -> Buffer:
-    """Add an input to `head`, and return its data in raw form; that of a binary tensor is the beginning of `left`."""
+def _input(
+    head: ModelInferRequest, tensor: InputTensor[Any], arrays: Mapping[bytes, memoryview], left: memoryview
+) -> Buffer | None:
+    """Add an input to `head`, and return its data in raw form; that of a binary tensor is the beginning of `left`.
+
+    Returns None for an input in shared memory.
+    """
     what = f"input '{tensor.name[:80]}'"
     kind = datatype_named(tensor.datatype, what)
     count = element_count(tensor.shape, what)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import orjson
@@ -55,14 +55,19 @@ def _typed(output: OutputTensor) -> bytes:
         raise EngineError(f"the model responded with a malformed output '{output.name}': {error}") from error
 
 
-def write_response(response: ModelResponse, form: OutputForm) -> tuple[bytes, list[Buffer]]:
-    """Return the JSON, and the binary tensors that follow it. Raises InvalidRequest for BYTES that JSON cannot hold."""
+def write_response(response: ModelResponse, form: OutputForm, elsewhere: Collection[str] = ()) -> tuple[bytes, list[Buffer]]:
+    """Return the JSON, and the binary tensors that follow it. Raises InvalidRequest for BYTES that JSON cannot hold.
+
+    `elsewhere` are the outputs whose data is not in the response.
+    """
     binary: list[Buffer] = []
     outputs: list[dict[str, object]] = []
     for output, raw in zip(response.head.outputs, response.raws, strict=True):
         described: dict[str, object] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
         parameters = parameters_to_json(output.parameters)
-        if form.is_binary(output.name):
+        if output.name in elsewhere:
+            pass
+        elif form.is_binary(output.name):
             parameters["binary_data_size"] = len(raw)
             binary.append(raw)
         else:
