@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from openai import AsyncOpenAI
 from openai.types.responses import Response
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
+from dynamo.frontend.api.openai.response_requests import ResponsesRequest
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.fakes import FakeStream
 from tests.support.http_edge import Speaker, chat_card, events_of, open_http_edge, send_delta
@@ -126,6 +128,38 @@ async def test_a_conversation_with_calls_becomes_messages() -> None:
     assert http_response.status_code == 200, http_response.text
     assert speaker.prompt.startswith("<system>Be kind.\n<user>Weather?\n<assistant>")
     assert '[weather {"city": "Rome"}]\n<tool>sunny\n<assistant>' in speaker.prompt
+
+
+def test_one_turn_of_the_assistant_is_one_message() -> None:
+    called = {"type": "function_call", "name": "f", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": "Go."},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"role": "assistant", "content": "I look."},
+        called | {"call_id": "1"},
+        called | {"call_id": "2"},
+        {"type": "function_call_output", "call_id": "1", "output": "x"},
+        {"type": "function_call_output", "call_id": "2", "output": "y"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "So."}]},
+        called | {"call_id": "3"},
+        {"type": "function_call_output", "call_id": "3", "output": "z"},
+        {"role": "assistant", "content": "Done."},
+        {"role": "assistant", "content": "Really."},
+    ]
+    messages = msgspec.convert({"input": items}, ResponsesRequest).to_chat().messages
+    assert [
+        (message.role, message.reasoning_content, message.content, [call.id for call in message.tool_calls or ()])
+        for message in messages
+    ] == [
+        ("user", None, "Go.", []),
+        ("assistant", "Hm.", "I look.", ["1", "2"]),
+        ("tool", None, "x", []),
+        ("tool", None, "y", []),
+        ("assistant", "So.", None, ["3"]),
+        ("tool", None, "z", []),
+        ("assistant", None, "Done.", []),
+        ("assistant", None, "Really.", []),
+    ]
 
 
 async def test_a_format_is_requested_from_the_engine() -> None:

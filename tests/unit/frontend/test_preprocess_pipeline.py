@@ -391,3 +391,11 @@ async def test_a_tool_without_parameters_has_none_for_templates() -> None:
     capable = await model(Files(template), tool_parser="hermes")
     now = {"type": "function", "function": {"name": "now"}}
     assert await capable.render(TextRequest(model="talker", messages=HELLO, tools=(now,))) == "{}"
+
+
+async def test_reasoning_before_calls_is_where_templates_read_it() -> None:
+    template = b"{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }};{% endfor %}"
+    capable = await model(Files(template), tool_parser="hermes")
+    thought = {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}
+    prompt = await capable.render(TextRequest(model="talker", messages=(thought, CALLED | {"reasoning_content": "So."})))
+    assert prompt == "Hm.|;So.|So.;"

@@ -309,10 +309,15 @@ def _message(message: Mapping[str, Any], modalities: Collection[str]) -> dict[st
                     _check_part(part.get("type") if isinstance(part, Mapping) else None, modalities)
         else:
             result["content"] = "\n".join(map(_text_part, content))
+    reasoning = result.get("reasoning_content") or result.get("reasoning")
+    if reasoning:
+        result["reasoning_content"] = reasoning  # where most templates read it
     if content is None:  # a message of calls alone: templates add it to text
         result["content"] = ""
     if isinstance(calls := result.get("tool_calls"), list | tuple):
         result["tool_calls"] = [_tool_call(call) for call in calls]
+        if reasoning and not result["content"]:
+            result["thinking"] = reasoning  # gpt-oss reads it there, and only before calls
     return result
 
 

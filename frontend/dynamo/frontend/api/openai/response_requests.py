@@ -224,39 +224,81 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
         )
 
 
+class _Conversation:
+    """Collects messages. Reasoning, text and calls of one turn of the assistant are items here, and one message there."""
+
+    def __init__(self, instructions: str | None) -> None:
+        self._messages = [ChatMessage(role="system", content=instructions)] if instructions is not None else []
+        self._reasoning: list[str] = []
+        self._text: str | list[ContentPart] | None = None
+        self._calls: list[PastToolCall] = []
+
+    def reasoning(self, text: str) -> None:
+        if self._text is not None or self._calls:
+            self._end_turn()
+        self._reasoning.append(text)
+
+    def call(self, call: PastToolCall) -> None:
+        self._calls.append(call)
+
+    def message(self, message: ChatMessage) -> None:
+        if message.role != "assistant" or self._text is not None or self._calls:
+            self._end_turn()
+        if message.role == "assistant":
+            self._text = message.content
+        else:
+            self._messages.append(message)
+
+    def messages(self) -> list[ChatMessage]:
+        self._end_turn()
+        return self._messages
+
+    def _end_turn(self) -> None:
+        if self._text is not None or self._calls:
+            self._messages.append(
+                ChatMessage(
+                    role="assistant",
+                    content=self._text,
+                    tool_calls=self._calls or None,
+                    reasoning_content="".join(self._reasoning) or None,
+                )
+            )
+        self._reasoning, self._text, self._calls = [], None, []
+
+
 def _messages(input: str | Sequence[InputItem], instructions: str | None) -> list[ChatMessage]:
-    messages = [ChatMessage(role="system", content=instructions)] if instructions is not None else []
+    conversation = _Conversation(instructions)
     if isinstance(input, str):
-        return [*messages, ChatMessage(role="user", content=input)]
-    calls: list[PastToolCall] = []
-
-    def end_calls() -> None:
-        if calls:
-            messages.append(ChatMessage(role="assistant", tool_calls=list(calls)))
-            calls.clear()
-
+        conversation.message(ChatMessage(role="user", content=input))
+        return conversation.messages()
     for index, item in enumerate(input):
-        where = f"input[{index}]"
-        if item.type == "function_call":
-            if item.call_id is None or item.name is None or item.arguments is None:
-                raise InvalidRequest("a 'function_call' needs 'call_id', 'name' and 'arguments'", param=where)
-            calls.append(PastToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)))
-            continue
-        end_calls()
-        if item.type == "item_reference":
-            raise InvalidRequest("items are not stored, so they cannot be referenced", param=where)
-        if item.type == "function_call_output":
-            if item.call_id is None or item.output is None:
-                raise InvalidRequest("a 'function_call_output' needs 'call_id' and 'output'", param=where)
-            messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_content(item.output, where)))
-        elif item.type == "message":
-            if item.role is None or item.content is None:
-                raise InvalidRequest("a message needs 'role' and 'content'", param=where)
-            messages.append(ChatMessage(role=item.role, content=_content(item.content, where)))
-    end_calls()
+        _add(item, conversation, f"input[{index}]")
+    messages = conversation.messages()
     if not messages:
         raise InvalidRequest("'input' must not be empty", param="input")
     return messages
+
+
+def _add(item: InputItem, conversation: _Conversation, where: str) -> None:
+    match item.type:
+        case "function_call":
+            if item.call_id is None or item.name is None or item.arguments is None:
+                raise InvalidRequest("a 'function_call' needs 'call_id', 'name' and 'arguments'", param=where)
+            conversation.call(PastToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)))
+        case "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise InvalidRequest("a 'function_call_output' needs 'call_id' and 'output'", param=where)
+            content = _content(item.output, where)
+            conversation.message(ChatMessage(role="tool", tool_call_id=item.call_id, content=content))
+        case "message":
+            if item.role is None or item.content is None:
+                raise InvalidRequest("a message needs 'role' and 'content'", param=where)
+            conversation.message(ChatMessage(role=item.role, content=_content(item.content, where)))
+        case "reasoning":
+            parts = item.content if isinstance(item.content, list) else ()
+            conversation.reasoning("".join(part.text or "" for part in parts))
+        case "item_reference":
+            raise InvalidRequest("items are not stored, so they cannot be referenced", param=where)
 
 
 def _content(content: str | Sequence[InputPart], where: str) -> str | list[ContentPart]:
