@@ -1,4 +1,4 @@
-"""Draws docs/routing.svg: the terms of the KV router's cost for one prompt and three instances, as the router counts them."""
+"""Draws docs/routing.svg: the terms of the KV router's cost by weights for one prompt and three instances."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dynamo.common.kv.events import KvUpdate, LoadReport
 from dynamo.common.kv.hashes import pack_hashes, sequence_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.frontend.config import KvCost, KvRouterOptions
 from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.kv import KvRouter
 
@@ -26,7 +27,7 @@ SITUATIONS = (("A", 30, 150, 200), ("B", 12, 10, 300), ("C", 0, 0, 20))
 def costs() -> list[float]:
     llm = LlmInfo(context_length=1 << 20, tokenizer="", block_size=BLOCK_TOKENS, total_blocks=10_000)
     card = ModelCard(name="m", kind=ModelKind.LLM, llm=llm)
-    router = KvRouter(clock=lambda: 0.0)
+    router = KvRouter(KvRouterOptions(cost=KvCost.WEIGHTS), clock=lambda: 0.0)
     prompt = pack_tokens(range(PROMPT_BLOCKS * BLOCK_TOKENS))
     hashes = sequence_hashes(prompt, BLOCK_TOKENS)
     fleet: list[Instance] = []

@@ -23,6 +23,7 @@ from dynamo.frontend.config import (
     GrpcOptions,
     GrpcServerChoice,
     HttpOptions,
+    KvCost,
     KvRouterOptions,
     RouterMode,
     RouterOptions,
@@ -189,7 +190,7 @@ async def test_router_settings_of_one_request_change_its_costs_and_no_others(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace) as d:
-        door = await d.add_door(replace(KV, kv=KvRouterOptions(speculative_ttl_s=0)))
+        door = await d.add_door(replace(KV, kv=KvRouterOptions(cost=KvCost.WEIGHTS, speculative_ttl_s=0)))
         cached = await door.instance()
         kv = router_inside(door)
         assert isinstance(kv, KvRouter)

@@ -54,6 +54,15 @@ class RouterMode(StrEnum):
     """The less loaded of two drawn at random."""
 
 
+class KvCost(StrEnum):
+    """What `--router-mode kv` minimises."""
+
+    LATENCY = "latency"
+    """Seconds that a placement adds to the latencies of all requests, as predicted."""
+    WEIGHTS = "weights"
+    """Blocks, weighed by `--overlap-score-weight` and `--router-prefill-load-scale`."""
+
+
 class AffinityMode(StrEnum):
     """What a session does when its instance is busy."""
 
@@ -597,20 +606,31 @@ class AccessOptions:
         return parse_restrictions(self.http_restricted or "")
 
 
+DEFAULT_OVERLAP_WEIGHT = 4.0
+DEFAULT_PREFILL_SCALE = 16.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvRouterOptions:
-    """What the KV router weighs, and what it counts as cached; the formula is in `router.kv`."""
+    """What the KV router minimises, and what it counts as cached."""
 
+    cost: KvCost | None = option(
+        None,
+        help="What an instance costs: seconds that a request adds to the latencies of all there, or weighted blocks. "
+        "Default: latency, unless one of the next two options is set.",
+    )
     overlap_score_weight: float = option(
-        4.0,
+        DEFAULT_OVERLAP_WEIGHT,
         flags=("--overlap-score-weight", "--overlap-score-credit", "--kv-overlap-score-weight"),
         env=("DYN_OVERLAP_SCORE_WEIGHT", "DYN_OVERLAP_SCORE_CREDIT"),
         file_key="overlap_score_weight",
         minimum=0,
-        help="Blocks of prefill that one cached block saves; 0 looks at load only.",
+        help="With weights: blocks of prefill that one cached block saves; 0 looks at load only.",
     )
     prefill_load_scale: float = option(
-        16.0, minimum=0, help="Cost of a block to prefill against a block held by a running request."
+        DEFAULT_PREFILL_SCALE,
+        minimum=0,
+        help="With weights: cost of a block to prefill against a block held by a running request.",
     )
     temperature: float = option(0.0, minimum=0, help="Above 0 the instance is drawn from a softmax over normalised costs.")
     kv_full_penalty: float = 1.0
@@ -645,6 +665,14 @@ class KvRouterOptions:
     )
     block_size: int = 0
     """Tokens of a KV block; 0: the block size of the instances' cards."""
+
+    @property
+    def effective_cost(self) -> KvCost:
+        """What is minimised: who sets a weight wants weights."""
+        if self.cost is not None:
+            return self.cost
+        is_weighed = (self.overlap_score_weight, self.prefill_load_scale) != (DEFAULT_OVERLAP_WEIGHT, DEFAULT_PREFILL_SCALE)
+        return KvCost.WEIGHTS if is_weighed else KvCost.LATENCY
 
     def __post_init__(self) -> None:
         for name in ("overlap_score_weight", "prefill_load_scale", "temperature", "kv_full_penalty"):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SHORT_SECONDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02, 0.1)
 """Of what is computed between two requests."""
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+MISPREDICTIONS = (0.1, 0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0, 4.0, 10.0)
 BLOCKS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)
 RATIOS = tuple(step / 10 for step in range(11))
 
@@ -95,6 +96,9 @@ class FrontendMetrics:
         self.decisions = self._counter("router_decisions", "Instances chosen, by what decided.", ("model", "reason"))
         self.decision_time = self._histogram("router_decision_seconds", "To choose an instance.", by_model, SHORT_SECONDS)
         self.overlap = self._histogram("router_overlap_blocks", "Leading blocks the chosen instance held.", by_model, BLOCKS)
+        self.ttft_ratio = self._histogram(
+            "router_ttft_ratio", "Measured time to first token, as a multiple of the predicted one.", by_model, MISPREDICTIONS
+        )
         self.hit_rate = Histogram(
             "dynamo_component_router_kv_hit_rate",
             "Share of the prompt that the chosen instance held.",
@@ -191,6 +195,7 @@ class ModelMetrics:
         self._decisions: dict[str, Amount] = {}
         self.decision_time = tally.spread(all_models.decision_time, label)
         self.overlap = tally.spread(all_models.overlap, label)
+        self.ttft_ratio = tally.spread(all_models.ttft_ratio, label)
         self.hit_rate = tally.spread(all_models.hit_rate, label)
 
     def start(
@@ -243,6 +248,11 @@ class ModelMetrics:
         """Count how many leading blocks of a prompt the chosen instance held."""
         self.overlap.observe(blocks)
         self.hit_rate.observe(hit_rate)
+
+    def predicted(self, predicted_s: float, seconds: float) -> None:
+        """Count a first token that came after `seconds`."""
+        if predicted_s > 0.0:
+            self.ttft_ratio.observe(seconds / predicted_s)
 
     def canary(self, outcome: str) -> None:
         """Count a canary: `passed` or `failed`."""
@@ -436,6 +446,9 @@ class RouterMetrics:
         if request.prompt and not request.is_prefilled and (llm := decision.instance.card.llm) is not None:
             tokens = len(request.prompt) / _TOKEN_BYTES
             model.overlapped(decision.overlap_blocks, min(1.0, decision.overlap_blocks * llm.block_size / tokens))
+
+    def predicted(self, model: str, predicted_s: float, seconds: float) -> None:
+        self._metrics.for_model(model).predicted(predicted_s, seconds)
 
     def refused(self, request: RouteRequest) -> None:
         """Counted as the request's failure."""

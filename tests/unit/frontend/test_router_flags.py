@@ -183,9 +183,10 @@ class Case:
 
 
 GUESS = ("--no-router-kv-events",)
+WEIGHTS = ("--router-cost=weights",)
 CASES = [
-    Case("--overlap-score-weight=0", "DYN_OVERLAP_SCORE_WEIGHT=0", cached_but_waiting, "A", "B"),
-    Case("--overlap-score-credit=0", "DYN_OVERLAP_SCORE_CREDIT=0", cached_but_waiting, "A", "B"),
+    Case("--overlap-score-weight=0", "DYN_OVERLAP_SCORE_WEIGHT=0", cached_but_waiting, "A", "B", also=WEIGHTS),
+    Case("--overlap-score-credit=0", "DYN_OVERLAP_SCORE_CREDIT=0", cached_but_waiting, "A", "B", also=WEIGHTS),
     Case("--router-prefill-load-scale=1", "DYN_ROUTER_PREFILL_LOAD_SCALE=1", holding_or_computing, "A", "B"),
     Case("--router-temperature=10", "DYN_ROUTER_TEMPERATURE=10", cached_at_one, 1, 3),
     Case("--no-use-kv-events", "DYN_USE_KV_EVENTS=false", told_and_chosen, (10, 0, 10), (0, 0, 10)),
@@ -201,9 +202,10 @@ CASES = [
         also=(*GUESS, "--router-max-tree-size=100"),
     ),
     Case("--router-speculative-ttl-s=0", "DYN_ROUTER_SPECULATIVE_TTL_S=0", siblings, 10, 0),
-    Case("--no-router-track-active-blocks", "DYN_ROUTER_TRACK_ACTIVE_BLOCKS=false", held_blocks, "B", "A"),
-    Case("--router-track-output-blocks", "DYN_ROUTER_TRACK_OUTPUT_BLOCKS=true", long_answer_ahead, "A", "B"),
-    Case("--no-router-assume-kv-reuse", "DYN_ROUTER_ASSUME_KV_REUSE=false", same_prompt_twice, "A", "B"),
+    Case("--no-router-track-active-blocks", "DYN_ROUTER_TRACK_ACTIVE_BLOCKS=false", held_blocks, "B", "A", also=WEIGHTS),
+    Case("--router-cost=weights", "DYN_ROUTER_COST=weights", held_blocks, "A", "B"),
+    Case("--router-track-output-blocks", "DYN_ROUTER_TRACK_OUTPUT_BLOCKS=true", long_answer_ahead, "A", "B", also=WEIGHTS),
+    Case("--no-router-assume-kv-reuse", "DYN_ROUTER_ASSUME_KV_REUSE=false", same_prompt_twice, "A", "B", also=WEIGHTS),
     *(
         Case(
             "--active-decode-blocks-threshold=0.8",

@@ -1,4 +1,4 @@
-"""Decisions of the KV router."""
+"""Decisions of the KV router. Most prompts here are far too short to take seconds, so its cost is that by weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynamo.common.kv.events import KvSnapshot, KvUpdate, LoadReport
 from dynamo.common.kv.hashes import pack_hashes, sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.config import KvRouterOptions
+from dynamo.frontend.config import KvCost, KvRouterOptions
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter
@@ -47,12 +47,13 @@ FLEET = fleet(3)
 A, B, C = (instance.id for instance in FLEET)
 PROMPT = pack_tokens(range(40))
 HASHES = sequence_hashes(PROMPT, SIZE)
+WEIGHTS = KvRouterOptions(cost=KvCost.WEIGHTS)
 
 
 def router(
     config: KvRouterOptions | None = None, thresholds: Thresholds = NEVER_BUSY, clock: FakeClock | None = None
 ) -> KvRouter:
-    return KvRouter(config or KvRouterOptions(), ThresholdTable(thresholds), rng=random.Random(0), clock=clock or FakeClock())
+    return KvRouter(config or WEIGHTS, ThresholdTable(thresholds), rng=random.Random(0), clock=clock or FakeClock())
 
 
 def ask(
@@ -107,7 +108,7 @@ def test_the_cost_is_what_the_module_says() -> None:
 
 
 def test_equal_instances_are_chosen_at_random() -> None:
-    kv = router(KvRouterOptions(speculative_ttl_s=0.0))
+    kv = router(KvRouterOptions(cost=KvCost.WEIGHTS, speculative_ttl_s=0.0))
     counts: Counter[int] = Counter()
     for number in range(300):
         counts[ask(kv, str(number)).instance.id] += 1
@@ -128,17 +129,17 @@ def test_a_burst_of_a_hundred_siblings_lands_together() -> None:
 
 
 def test_a_burst_of_siblings_over_two_frontends_that_share_bookings_lands_together() -> None:
-    assert burst(sharing_bookings(KvRouterOptions(), 2)) == 1
+    assert burst(sharing_bookings(WEIGHTS, 2)) == 1
 
 
 def test_without_speculation_a_burst_scatters() -> None:
-    config = KvRouterOptions(speculative_ttl_s=0.0)
+    config = KvRouterOptions(cost=KvCost.WEIGHTS, speculative_ttl_s=0.0)
     assert burst([router(config)]) == 3
     assert burst(sharing_bookings(config, 2)) == 3
 
 
 def test_a_prompt_at_a_sibling_counts_as_cached_to_within_half() -> None:
-    one, other = sharing_bookings(KvRouterOptions(), 2)
+    one, other = sharing_bookings(WEIGHTS, 2)
     prompt = pack_tokens(range(100 * SIZE))
     here = ask(one, prompt=prompt).instance
     there = ask(other, "s", prompt)
@@ -159,7 +160,7 @@ def test_a_guess_that_no_event_confirms_is_forgotten() -> None:
 
 def test_without_events_decisions_are_remembered_for_their_ttl() -> None:
     clock = FakeClock()
-    kv = router(KvRouterOptions(use_kv_events=False, ttl_s=120.0), clock=clock)
+    kv = router(KvRouterOptions(cost=KvCost.WEIGHTS, use_kv_events=False, ttl_s=120.0), clock=clock)
     store(kv, A, HASHES)
     first = ask(kv)
     assert first.overlap_blocks == 0  # events are not looked at
@@ -184,7 +185,7 @@ def test_models_have_caches_of_their_own() -> None:
 
 
 def test_a_nearly_full_instance_does_not_win() -> None:
-    without = router(KvRouterOptions(kv_full_penalty=0.0))
+    without = router(KvRouterOptions(cost=KvCost.WEIGHTS, kv_full_penalty=0.0))
     with_penalty = router()
     for kv in (without, with_penalty):
         store(kv, A, HASHES[:1])
@@ -208,7 +209,7 @@ def test_a_temperature_spreads_choices_by_cost() -> None:
 
 
 def test_a_request_may_override_weights() -> None:
-    kv = router(KvRouterOptions(speculative_ttl_s=0.0))
+    kv = router(KvRouterOptions(cost=KvCost.WEIGHTS, speculative_ttl_s=0.0))
     store(kv, A, HASHES[:5])
     kv.loads.report(A, LoadReport(queued_prefill_tokens=40), 100.0)
     assert ask(kv).instance.id == A
@@ -369,8 +370,8 @@ def test_a_burst_over_two_frontends_scatters_unless_they_share_bookings() -> Non
             each.loads.report(C, LoadReport(active_blocks=1, kv_number=0), 100.0)
         return burst(routers)
 
-    assert instances(sharing_bookings(KvRouterOptions(), 2)) == 1
-    assert instances(strangers(KvRouterOptions(), 2)) == 2
+    assert instances(sharing_bookings(WEIGHTS, 2)) == 1
+    assert instances(strangers(WEIGHTS, 2)) == 2
 
 
 def test_a_burst_over_two_frontends_piles_up_at_one_instance_unless_they_share_bookings() -> None:
@@ -383,8 +384,8 @@ def test_a_burst_over_two_frontends_piles_up_at_one_instance_unless_they_share_b
         chosen = [ask(routers[number % 2], str(number), prompt).instance.id for number, prompt in enumerate(prompts)]
         return chosen.count(A)
 
-    assert at_the_idle_one(sharing_bookings(KvRouterOptions(), 2)) <= 14, "from there on, the others have less to do"
-    assert at_the_idle_one(strangers(KvRouterOptions(), 2)) >= 18
+    assert at_the_idle_one(sharing_bookings(WEIGHTS, 2)) <= 14, "from there on, the others have less to do"
+    assert at_the_idle_one(strangers(WEIGHTS, 2)) >= 18
 
 
 def test_a_measured_router_reports_its_decisions() -> None:
@@ -392,6 +393,7 @@ def test_a_measured_router_reports_its_decisions() -> None:
         def __init__(self) -> None:
             self.picks: list[tuple[int, float]] = []
             self.refusals = 0
+            self.predictions: list[tuple[str, float, float]] = []
 
         def picked(self, request: RouteRequest, decision: RoutingDecision, seconds: float) -> None:
             self.picks.append((decision.overlap_blocks, seconds))
@@ -399,11 +401,14 @@ def test_a_measured_router_reports_its_decisions() -> None:
         def refused(self, request: RouteRequest) -> None:
             self.refusals += 1
 
-    kv, watcher = router(), Watcher()
+        def predicted(self, model: str, predicted_s: float, seconds: float) -> None:
+            self.predictions.append((model, predicted_s, seconds))
+
+    kv, watcher = router(KvRouterOptions()), Watcher()
     store(kv, A, HASHES)
-    times = iter([1.0, 1.5, 2.0])
+    times = iter([1.0, 1.5, 2.0, 3.5])
     watched = MeasuredRouter(kv, watcher, clock=lambda: next(times))
-    watched.pick(RouteRequest(model="m", booking_id="r", prompt=PROMPT), FLEET)
+    decision = watched.pick(RouteRequest(model="m", booking_id="r", prompt=PROMPT), FLEET)
     assert watcher.picks == [(10, 0.5)]
     kv.thresholds.set("m", Thresholds(active_prefill_tokens=0), 1)
     for instance in (A, B, C):
@@ -412,6 +417,8 @@ def test_a_measured_router_reports_its_decisions() -> None:
         watched.pick(RouteRequest(model="m", booking_id="s", prompt=PROMPT), FLEET)
     assert watcher.refusals == 1
     watched.first_token("r")
+    watched.first_token("r")
+    assert watcher.predictions == [("m", decision.ttft_s, 2.0)]
     watched.finished("r")
     watched.removed(A)
     assert len(kv.loads) == 0

@@ -191,6 +191,7 @@ class KvPublisher:
             queued_prefill_tokens=load.queued_prefill_tokens,
             step_ms=load.step_ms,
             kv_number=self.engine.kv.number,
+            totals=load.totals,
         )
 
     def report(self) -> None:

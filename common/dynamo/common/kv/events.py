@@ -49,6 +49,52 @@ class KvSnapshot(msgspec.Struct, frozen=True, array_like=True):
         return unpack_hashes(self.blocks)
 
 
+class StepTotals(msgspec.Struct, frozen=True, array_like=True):
+    """What the steps of an engine have done since it started, so that readers learn how long a step takes.
+
+    Each number is a sum over all steps. The difference of two totals describes the steps between them, also if reports between
+    them were lost.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    prefill_tokens: int = 0
+    """Prompt tokens computed."""
+    sequences: int = 0
+    """Sequences that decoded, summed over steps."""
+    blocks: int = 0
+    """KV blocks in use, summed over steps."""
+    finished: int = 0
+    """Sequences that ended."""
+    generated: int = 0
+    """Tokens that these had generated."""
+
+    def __add__(self, other: StepTotals) -> StepTotals:
+        return StepTotals(
+            self.steps + other.steps,
+            self.seconds + other.seconds,
+            self.prefill_tokens + other.prefill_tokens,
+            self.sequences + other.sequences,
+            self.blocks + other.blocks,
+            self.finished + other.finished,
+            self.generated + other.generated,
+        )
+
+    def __sub__(self, other: StepTotals) -> StepTotals:
+        return StepTotals(
+            self.steps - other.steps,
+            self.seconds - other.seconds,
+            self.prefill_tokens - other.prefill_tokens,
+            self.sequences - other.sequences,
+            self.blocks - other.blocks,
+            self.finished - other.finished,
+            self.generated - other.generated,
+        )
+
+
+NO_STEPS = StepTotals()
+
+
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     """How busy an instance is with the requests of all frontends, at one moment."""
 
@@ -64,6 +110,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     """Number of the last KV update; a reader that is behind it has missed updates."""
     accepted: bytes = b""
     """`request_key` of each request accepted since the report before the last one, packed. Their load is part of this report."""
+    totals: StepTotals = NO_STEPS
+    """Without a step: the engine does not measure its steps."""
 
     @property
     def kv_usage(self) -> float:

@@ -51,8 +51,10 @@ class RoutingDecision(msgspec.Struct, frozen=True, gc=False):
     reason: str
     overlap_blocks: int = 0
     cost: float = 0.0
+    ttft_s: float | None = None
+    """The predicted time to first token; None: the router predicts none."""
     candidates: Sequence[Mapping[str, float | int | str]] = ()
-    """Only with `explain`: instance, overlap, load and cost of the cheapest candidates and of the chosen one."""
+    """Only with `explain`: instance, overlap, load, cost and predictions of the cheapest candidates and of the chosen one."""
 
 
 class Router(Protocol):

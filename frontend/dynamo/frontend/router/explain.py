@@ -87,6 +87,7 @@ class ExplainingRouter(RouterWrapper):
             reason=decision.reason,
             overlap_blocks=decision.overlap_blocks,
             cost=round(decision.cost, 3),
+            ttft_ms=None if decision.ttft_s is None else round(decision.ttft_s * 1e3, 1),
             instances=len(candidates),
             candidates=decision.candidates,
         )

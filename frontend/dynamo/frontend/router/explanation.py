@@ -34,6 +34,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     reason: str
     overlap_blocks: int = 0
     cost: float = 0.0
+    ttft_ms: float | None = None
+    """The predicted time to first token."""
     instances: int
     """The number of candidates; `candidates` lists some of them."""
     candidates: Sequence[Mapping[str, float | int | str]] = ()

@@ -1,20 +1,7 @@
 """Routing by KV cache overlap and load.
 
-The candidate with the lowest cost is chosen; ties are broken at random. All terms are in KV blocks:
-
-    prefill = (prompt tokens still to be computed on the instance + tokens of this prompt) / block size
-    cost    = prefill_load_scale · (prefill − overlap_score_weight · overlap)
-            + active decode blocks
-            + kv_full_penalty · prompt blocks · k / (1 − k)        k: share of the instance's KV blocks in use, above half
-
-With a temperature above 0 the instance is drawn from the softmax over the costs, min-max normalised.
-
-Where the defaults come from. A block to prefill costs an instance far more time than a block that a running request holds:
-about 16 times as much with the timing of `engine/sim/timing.py`, at any block size. A cached block that is passed over costs its
-prefill now, room in another cache, and the same again at the next turn of the conversation: hence a weight above 1. (The prefill
-term may become negative then. It must not be cut off at 0, or the queue of an instance that has much of a prompt would not
-count.) Replayed traces agree (`dynamo-local replay`): with 4 and 16 the hit rate is near its ceiling and TTFT best, at no
-cost in balance.
+The candidate with the lowest cost is chosen; ties are broken at random. The cost is in seconds (`latency.py`) or in weighted
+blocks (`weights.py`). With a temperature above 0 the instance is drawn from the softmax over the costs, min-max normalised.
 """
 
 from __future__ import annotations
@@ -25,31 +12,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import msgspec
-
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
-from dynamo.common.kv.events import KvSnapshot, KvUpdate
+from dynamo.common.kv.events import KvSnapshot, KvUpdate, LoadReport
 from dynamo.common.kv.hashes import TOKEN_BYTES, space_hash
 from dynamo.common.names import InstanceId
-from dynamo.frontend.config import KvRouterOptions, check_weight
+from dynamo.frontend.config import KvCost, KvRouterOptions, check_weight
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.hashing import PromptHashes, RecentPrompts
 from dynamo.frontend.router.index import PrefixIndex
-from dynamo.frontend.router.load import Load, LoadTable, all_busy, busy
+from dynamo.frontend.router.latency import LatencyModel, Predictions
+from dynamo.frontend.router.load import InstanceLoad, Load, LoadTable, all_busy, busy
 from dynamo.frontend.router.predicted import PredictedIndex
+from dynamo.frontend.router.prompts import Prompt
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.simple import pinned, position_of, position_of_least
 from dynamo.frontend.router.thinning import SPARSE
 from dynamo.frontend.router.thresholds import ThresholdTable
+from dynamo.frontend.router.weights import weighted_costs
 
 _WORTH_GUESSING = 8
 """A decision is added to the predicted index if at least one in this many of the prompt's blocks is not confirmed by events of
 its instance. Below that, requests that share the prefix find the instance by the confirmed blocks anyway."""
-_KV_FULL_FROM = 0.5
-_KV_FULL_LIMIT = 0.99
-"""Upper bound of k: above it, instances differ by their other terms."""
 
 
 class _Model:
@@ -60,18 +45,28 @@ class _Model:
         self.rows = RowCache(self.index)
         self.load_rows = RowCache(loads)
         self.predicted_rows = [RowCache(each.index) for each in predicted]
+        self._latencies: dict[str, LatencyModel] = {}
+        """By engine."""
+        self._latency = LatencyModel()
+        self._latency_rows: Sequence[InstanceLoad] = ()
+        """The candidates whose model `_latency` is."""
 
+    def latency(self, rows: Sequence[InstanceLoad]) -> LatencyModel:
+        """Return the model of the first candidate's engine: a fleet of several engines is predicted as if all had that one."""
+        if rows is not self._latency_rows:
+            self._latency_rows = rows
+            self._latency = self._latencies.setdefault(rows[0].engine, LatencyModel())
+        return self._latency
 
-class _Prompt(msgspec.Struct, frozen=True, gc=False):
-    tokens: int
-    block_size: int
-    """0: the instances have no KV blocks."""
-    hashes: Sequence[int]
-    """Sequence hashes of the full blocks."""
-    blocks: float
-    """Blocks that the prompt fills, the last one counted as a fraction."""
-    shared: int
-    """How many leading `hashes` an earlier prompt probably had as well."""
+    def learn(self, row: InstanceLoad, report: LoadReport, now: float) -> None:
+        latency = self._latencies.get(row.engine)
+        if latency is not None:
+            latency.steps.report(row.instance, report.totals, now)
+
+    def remove_instance(self, instance: InstanceId) -> None:
+        self.index.remove_instance(instance)
+        for latency in self._latencies.values():
+            latency.steps.remove_instance(instance)
 
 
 class KvRouter:
@@ -87,9 +82,11 @@ class KvRouter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or KvRouterOptions()
+        self.config = replace(self.config, cost=self.config.effective_cost)
         self.thresholds = ThresholdTable() if thresholds is None else thresholds
         self.loads = LoadTable() if loads is None else loads
         self._models: dict[str, _Model] = {}
+        self.loads.on_report(self._learn)
         self.uses_index = self.config.use_kv_events
         self._predicted: PredictedIndex | None = None
         """By this router's decisions."""
@@ -142,16 +139,30 @@ class KvRouter:
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         config = _overridden(self.config, request.overrides) if request.overrides else self.config
-        if request.is_prefilled:
+        if request.is_prefilled and config.cost is KvCost.WEIGHTS:
             config = replace(config, prefill_load_scale=0.0)
         now = self._clock()
         prompt = self._prompt(request, candidates)
         hashes = prompt.hashes
         model = self._model(request.model)
-        loads = self.loads.read(model.load_rows.rows(candidates), now)
+        rows = model.load_rows.rows(candidates)
+        loads = self.loads.read(rows, now)
         overlaps, confirmed = self._overlaps(model, prompt, candidates, now)
-        costs = _costs(config, prompt, loads, overlaps)
-        position = pinned(request, candidates)
+        predicted: Predictions | None = None
+        if config.cost is KvCost.WEIGHTS or not prompt.block_size:
+            costs = weighted_costs(config, prompt, loads, overlaps)
+        else:
+            predicted = model.latency(rows).predict(
+                prompt,
+                loads,
+                overlaps,
+                now,
+                is_prefilled=request.is_prefilled,
+                max_output=request.expected_output_tokens,
+                frontends=self.loads.frontends,
+            )
+            costs = predicted.costs
+        position = None if request.pinned is None else pinned(request, candidates)
         if position is not None:
             reason = "pinned"
         else:
@@ -164,8 +175,11 @@ class KvRouter:
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
             explanation = _explain(candidates, overlaps, loads, costs, position, busy(loads, self.thresholds.of(request.model)))
+            if predicted is not None:
+                explanation = _explain_latency(explanation, candidates, loads, prompt, predicted, model.latency(rows))
         reason = reason or ("kv" if overlap else self._reason_without_overlap())
-        return RoutingDecision(instance, reason, overlap, costs[position], explanation)
+        ttft_s = None if predicted is None else predicted.ttft_s[position]
+        return RoutingDecision(instance, reason, overlap, costs[position], ttft_s, explanation)
 
     def _reason_without_overlap(self) -> str:
         return "kv: nothing cached" if self.uses_index or not self.config.use_kv_events else "kv: caches unknown"
@@ -179,18 +193,21 @@ class KvRouter:
     def removed(self, instance: InstanceId) -> None:
         self.loads.remove_instance(instance)
         for model in self._models.values():
-            model.index.remove_instance(instance)
+            model.remove_instance(instance)
         for predicted in self._all_predicted:
             predicted.remove_instance(instance)
 
+    def _learn(self, row: InstanceLoad, model: str, report: LoadReport, now: float) -> None:
+        if model in self._models:
+            self._models[model].learn(row, report, now)
+
     def _model(self, name: str) -> _Model:
-        model = self._models.get(name)
-        if model is None:
-            model = self._models[name] = _Model(self.loads, self._all_predicted)
-        return model
+        if name not in self._models:
+            self._models[name] = _Model(self.loads, self._all_predicted)
+        return self._models[name]
 
     def _overlaps(
-        self, model: _Model, prompt: _Prompt, candidates: Sequence[Instance], now: float
+        self, model: _Model, prompt: Prompt, candidates: Sequence[Instance], now: float
     ) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Return two maps of overlaps in blocks by position of the candidate: confirmed or predicted, whichever is longer, and
         confirmed by events only."""
@@ -215,16 +232,16 @@ class KvRouter:
         llm = candidates[0].card.llm
         return llm.block_size if llm is not None else 0
 
-    def _prompt(self, request: RouteRequest, candidates: Sequence[Instance]) -> _Prompt:
+    def _prompt(self, request: RouteRequest, candidates: Sequence[Instance]) -> Prompt:
         tokens, block_size = len(request.prompt) // TOKEN_BYTES, self._block_size(candidates)
         if not block_size:
-            return _Prompt(tokens, 0, (), 0.0, 0)
+            return Prompt(tokens, 0, (), 0.0, 0)
         computed = request.hashes
         if computed is not None and computed.block_size == block_size:
             hashes, shared = computed.values, 0
         else:
             hashes, shared = self._recent.hashes(request.prompt, block_size, space_hash(request.adapter, request.cache_salt))
-        return _Prompt(tokens, block_size, hashes, tokens / block_size, shared)
+        return Prompt(tokens, block_size, hashes, tokens / block_size, shared)
 
     def _choose(
         self,
@@ -258,7 +275,7 @@ class KvRouter:
         return self._rng.choices(range(len(costs)), weights)[0]
 
     def _book(
-        self, request: RouteRequest, config: KvRouterOptions, prompt: _Prompt, instance: InstanceId, overlap: int, now: float
+        self, request: RouteRequest, config: KvRouterOptions, prompt: Prompt, instance: InstanceId, overlap: int, now: float
     ) -> None:
         # An engine computes at least the last token of a prompt that it has cached completely.
         prefill_tokens = max(prompt.tokens - overlap * prompt.block_size, min(prompt.tokens, 1))
@@ -282,42 +299,16 @@ class KvRouter:
 def _overridden(config: KvRouterOptions, overrides: Mapping[str, float]) -> KvRouterOptions:
     """Return the settings of a request that changes some of them. Names of other settings are left to other routers."""
     weight, scale, temperature = config.overlap_score_weight, config.prefill_load_scale, config.temperature
+    cost = config.cost
     for name, value in overrides.items():
         match name:
             case "overlap_score_weight" | "overlap_score_credit":
-                weight = check_weight(name, value)
+                weight, cost = check_weight(name, value), KvCost.WEIGHTS
             case "prefill_load_scale":
-                scale = check_weight(name, value)
+                scale, cost = check_weight(name, value), KvCost.WEIGHTS
             case "router_temperature":
                 temperature = check_weight(name, value)
-    return replace(config, overlap_score_weight=weight, prefill_load_scale=scale, temperature=temperature)
-
-
-def _costs(config: KvRouterOptions, prompt: _Prompt, loads: Sequence[Load], overlaps: Mapping[int, int]) -> list[float]:
-    if not prompt.block_size:
-        return [float(load.requests) for load in loads]
-    scale = config.prefill_load_scale / prompt.block_size
-    prefill = prompt.tokens * scale
-    if config.track_active_blocks:
-        penalty = config.kv_full_penalty * prompt.blocks
-        costs = [
-            prefill
-            + load.prefill_tokens * scale
-            + load.decode_blocks
-            + (penalty * _fullness(load.usage) if load.usage > _KV_FULL_FROM else 0.0)
-            for load in loads
-        ]
-    else:
-        costs = [prefill + load.prefill_tokens * scale for load in loads]
-    saved = config.prefill_load_scale * config.overlap_score_weight
-    for position, overlap in overlaps.items():
-        costs[position] -= overlap * saved
-    return costs
-
-
-def _fullness(usage: float) -> float:
-    usage = min(usage, _KV_FULL_LIMIT)
-    return usage / (1.0 - usage)
+    return replace(config, cost=cost, overlap_score_weight=weight, prefill_load_scale=scale, temperature=temperature)
 
 
 def _explain(
@@ -341,3 +332,21 @@ def _explain(
         }
         for position in shown(costs, chosen)
     ]
+
+
+def _explain_latency(
+    explanation: Sequence[Mapping[str, float | int | str]],
+    candidates: Sequence[Instance],
+    loads: Sequence[Load],
+    prompt: Prompt,
+    predicted: Predictions,
+    latency: LatencyModel,
+) -> list[Mapping[str, float | int | str]]:
+    """Return the explanation with the predicted latencies on each candidate."""
+    positions = {f"{candidate.id:x}": position for position, candidate in enumerate(candidates)}
+    explained: list[Mapping[str, float | int | str]] = []
+    for entry in explanation:
+        position = positions[str(entry["instance"])]
+        ttft_ms, itl_ms = predicted.ttft_s[position] * 1e3, latency.itl_s(prompt, loads[position]) * 1e3
+        explained.append({**entry, "ttft_ms": round(ttft_ms, 1), "itl_ms": round(itl_ms, 2)})
+    return explained

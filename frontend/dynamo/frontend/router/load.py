@@ -30,6 +30,7 @@ from dynamo.frontend.router.thinning import SPARSE, covered, kept
 from dynamo.frontend.router.thresholds import Thresholds
 
 OnSiblingPrompt = Callable[[InstanceId, Sequence[int], float], None]
+OnReport = Callable[["InstanceLoad", str, LoadReport, float], None]
 
 _MAX_SIBLINGS = 256
 """Messages of more are ignored: anyone could invent frontends."""
@@ -60,6 +61,8 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     decode_blocks: int
     usage: float
     """Share of the KV blocks in use, 0 to 1; 0 if the number of blocks is unknown."""
+    queued_since: float = math.inf
+    """When `prefill_tokens` was true: since then the instance has computed some of them. Infinity: not known."""
 
 
 class InstanceLoad:
@@ -68,6 +71,7 @@ class InstanceLoad:
     __slots__ = (
         *("active", "active_blocks", "booked", "booked_extra_blocks", "booked_prefill_tokens", "bookings", "report"),
         *(
+            "engine",
             "estimated",
             "instance",
             "reported_at",
@@ -83,6 +87,8 @@ class InstanceLoad:
 
     def __init__(self, instance: InstanceId) -> None:
         self.instance = instance
+        self.engine = ""
+        """The engine and its role: instances of one model that have both in common take equally long for a step."""
         self.bookings: dict[str, _Booking] = {}
         """This frontend's, by request id."""
         self.shared_by: dict[str, InstanceBookings] = {}
@@ -118,7 +124,11 @@ class InstanceLoad:
         blocks = report.active_blocks + self.unreflected_blocks + shared.unreflected_blocks
         requests = report.waiting + report.running + len(self.unreflected) + shared.unreflected_requests
         tokens = report.queued_prefill_tokens + self.unreflected_prefill_tokens + shared.unreflected_prefill_tokens
-        self.estimated = load = Load(requests, tokens, blocks, self._usage(blocks))
+        if report.queued_prefill_tokens:
+            since = self.reported_at
+        else:
+            since = next(iter(self.unreflected)).booked_at if self.unreflected else math.inf
+        self.estimated = load = Load(requests, tokens, blocks, self._usage(blocks), since)
         return load
 
     def add_up_bookings(self) -> Load:
@@ -210,6 +220,7 @@ class LoadTable:
         self.origin = origin
         self.epoch = 0
         """Changes whenever an instance is added, removed, or gets another row."""
+        self._on_report: list[OnReport] = []
         self._on_sibling_prompt: list[OnSiblingPrompt] = []
         self._on_unshared: Callable[[], None] | None = None
         self._report_ttl_s = report_ttl_s
@@ -230,6 +241,11 @@ class LoadTable:
     def __len__(self) -> int:
         """Return how many bookings are not finished, siblings' included."""
         return len(self._own) + sum(load.shared.requests for load in self._loads.values())
+
+    @property
+    def frontends(self) -> int:
+        """How many frontends share their bookings, this one included."""
+        return 1 + len(self._siblings)
 
     def __repr__(self) -> str:
         return f"<LoadTable instances={len(self._loads)} bookings={len(self._own)} siblings={len(self._siblings)}>"
@@ -282,6 +298,10 @@ class LoadTable:
 
     # Reports
 
+    def on_report(self, callback: OnReport) -> None:
+        """Call `callback(row, model, report, now)` with every load report."""
+        self._on_report.append(callback)
+
     def report(self, instance: InstanceId, report: LoadReport, now: float, model: str = "") -> None:
         """Apply the load report of one model of an instance. The reports of its other models stay."""
         load = self._load(instance)
@@ -299,6 +319,8 @@ class LoadTable:
                 if booking.key in accepted or booking.booked_at <= settled:
                     self._reflect(booking)
                     self._changed(load)
+        for callback in self._on_report:
+            callback(load, model, report, now)
 
     def remove_report(self, instance: InstanceId, model: str) -> None:
         """Forget the last report of a model that the instance serves no more."""
@@ -410,6 +432,8 @@ class LoadTable:
         loads = self._loads
         rows = [loads.get(instance.id) or self._load(instance.id) for instance in instances]
         for row, instance in zip(rows, instances, strict=True):
+            if not row.engine:
+                row.engine = f"{instance.card.backend} {instance.card.role.value}"
             if not row.total_blocks and instance.card.llm is not None:
                 self.set_total_blocks(instance.id, instance.card.llm.total_blocks)
         return rows

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import Overloaded
+from dynamo.common.errors import DynamoError, Overloaded
 from dynamo.frontend.router.base import Router, RouteRequest, RouterWrapper, RoutingDecision
 
 
@@ -22,6 +22,10 @@ class Observer(Protocol):
         """Record that all instances were busy."""
         ...
 
+    def predicted(self, model: str, predicted_s: float, seconds: float) -> None:
+        """Record the time from a decision to the first token, which the router had predicted."""
+        ...
+
 
 class MeasuredRouter(RouterWrapper):
     """Wraps a router and reports every decision to an observer."""
@@ -30,6 +34,8 @@ class MeasuredRouter(RouterWrapper):
         super().__init__(router)
         self._observer = observer
         self._clock = clock
+        self._predictions: dict[str, tuple[str, float, float]] = {}
+        """Of bookings without a first token: the model, the predicted TTFT, and when the decision was made."""
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         start = self._clock()
@@ -38,5 +44,19 @@ class MeasuredRouter(RouterWrapper):
         except Overloaded:
             self._observer.refused(request)
             raise
-        self._observer.picked(request, decision, self._clock() - start)
+        end = self._clock()
+        self._observer.picked(request, decision, end - start)
+        if decision.ttft_s is not None:
+            self._predictions[request.booking_id] = (request.model, decision.ttft_s, end)
         return decision
+
+    def first_token(self, booking_id: str) -> None:
+        prediction = self._predictions.pop(booking_id, None)
+        if prediction is not None:
+            model, predicted_s, decided_at = prediction
+            self._observer.predicted(model, predicted_s, self._clock() - decided_at)
+        self.inner.first_token(booking_id)
+
+    def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
+        self._predictions.pop(booking_id, None)
+        self.inner.finished(booking_id, error)

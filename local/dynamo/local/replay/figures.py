@@ -29,7 +29,12 @@ class Figures:
     """What the replay took."""
     computed_tokens: list[int] = field(default_factory=list)
     """Prompt tokens computed, per worker."""
+    output_tokens: int = 0
+    e2e_s: array[float] = field(default_factory=lambda: array("d"))
+    """From arrival to the last token."""
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
+    ttft_error_s: array[float] = field(default_factory=lambda: array("d"))
+    """Predicted against measured TTFT, of modes that predict it."""
     itl_s: array[float] = field(default_factory=lambda: array("f"))
     pick_s: array[float] = field(default_factory=lambda: array("d"))
     """CPU time of each decision, without hashing."""
@@ -47,6 +52,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99_ms: float
     itl_p50_ms: float
     itl_p99_ms: float
+    ttft_error_p50_ms: float
+    """Of the predicted TTFT; 0: the mode predicts none."""
+    e2e_mean_ms: float
+    e2e_p90_ms: float
+    tokens_per_s: float
+    """Output tokens."""
     rejected_share: float
     goodput_rps: float
     """Requests per second that were completed within the goals."""
@@ -68,6 +79,10 @@ def summary(figures: Figures) -> Summary:
         ttft_p99_ms=ttft[2],
         itl_p50_ms=itl[0],
         itl_p99_ms=itl[2],
+        ttft_error_p50_ms=_percentiles_ms(figures.ttft_error_s, 50)[0],
+        e2e_mean_ms=1e3 * sum(figures.e2e_s) / max(1, len(figures.e2e_s)),
+        e2e_p90_ms=_percentiles_ms(figures.e2e_s, 90)[0],
+        tokens_per_s=figures.output_tokens / figures.virtual_s if figures.virtual_s else 0.0,
         rejected_share=figures.rejected / figures.requests if figures.requests else 0.0,
         goodput_rps=figures.good / figures.virtual_s if figures.virtual_s else 0.0,
         offered_rps=figures.requests / figures.virtual_s if figures.virtual_s else 0.0,
@@ -91,6 +106,10 @@ _COLUMNS = (
     ("p99", "ttft_p99_ms", 1.0),
     ("ITL p50 ms", "itl_p50_ms", 1.0),
     ("p99", "itl_p99_ms", 1.0),
+    ("TTFT error p50 ms", "ttft_error_p50_ms", 1.0),
+    ("E2E mean ms", "e2e_mean_ms", 1.0),
+    ("p90", "e2e_p90_ms", 1.0),
+    ("tokens/s", "tokens_per_s", 1.0),
     ("rejected %", "rejected_share", 100.0),
     ("goodput/s", "goodput_rps", 1.0),
     ("offered/s", "offered_rps", 1.0),

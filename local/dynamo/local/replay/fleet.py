@@ -57,6 +57,8 @@ class _Live:
     booking_id: str
     router: Router
     arrived_at: float
+    predicted_s: float | None
+    """The TTFT that its router predicted."""
     first_at: float | None = None
     last_at: float = 0.0
 
@@ -150,7 +152,7 @@ class Replay:
             router.finished(request.booking_id)
             figures.rejected += 1
             return None
-        self._live[sequence] = _Live(request.booking_id, router, self._now)
+        self._live[sequence] = _Live(request.booking_id, router, self._now, choice.ttft_s)
         figures.prompt_blocks += len(hashes.values)
         worker.accepted.append(request_key(request.booking_id))
         return worker
@@ -178,7 +180,10 @@ class Replay:
         request, now, figures = self._live[sequence], self._now, self._figures
         if request.first_at is None:
             request.first_at = now
-            figures.ttft_s.append(now - request.arrived_at)
+            ttft_s = now - request.arrived_at
+            figures.ttft_s.append(ttft_s)
+            if request.predicted_s is not None:
+                figures.ttft_error_s.append(abs(request.predicted_s - ttft_s))
             figures.hit_blocks += sequence.cached_tokens // self._config.block_size
             request.router.first_token(request.booking_id)
         else:
@@ -186,12 +191,14 @@ class Replay:
         request.last_at = now
 
     def _end(self, sequence: SimSequence) -> None:
-        request = self._live.pop(sequence)
+        request, figures = self._live.pop(sequence), self._figures
         request.router.finished(request.booking_id)
         if request.first_at is not None:
+            figures.e2e_s.append(request.last_at - request.arrived_at)
+            figures.output_tokens += sequence.generated
             itl_s = (request.last_at - request.first_at) / max(1, sequence.generated - 1)
             in_time = request.first_at - request.arrived_at <= self._config.ttft_goal_s
-            self._figures.good += in_time and itl_s <= self._config.itl_goal_s
+            figures.good += in_time and itl_s <= self._config.itl_goal_s
 
     def _report(self, worker: _Worker) -> None:
         scheduler = worker.scheduler
@@ -203,11 +210,12 @@ class Replay:
             total_blocks=scheduler.blocks.total,
             queued_prefill_tokens=scheduler.queued_prefill_tokens,
             kv_number=worker.state.number,
+            totals=scheduler.counter.totals,
             accepted=pack_hashes(worker.accepted_before + worker.accepted),
         )
         worker.accepted_before, worker.accepted = worker.accepted, []
         for table in self.load_tables:
-            table.report(worker.instance.id, report, self._now)
+            table.report(worker.instance.id, report, self._now, _MODEL)
 
 
 def router_options(options: RouterOptions, mode: ReplayMode) -> RouterOptions:

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import Delta, GenerateRequest, Summary
-from dynamo.common.kv.events import KvState
+from dynamo.common.kv.events import NO_STEPS, KvState, StepTotals
 from dynamo.common.model_card import ModelCard
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.common.tensor_request import TensorRequest
@@ -84,6 +84,8 @@ class EngineLoad:
     total_blocks: int = 0
     queued_prefill_tokens: int = 0
     step_ms: float = 0.0
+    totals: StepTotals = NO_STEPS
+    """Of an engine that measures its steps."""
 
 
 @runtime_checkable

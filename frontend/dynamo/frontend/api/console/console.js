@@ -247,7 +247,8 @@ function drawDecisions(decisions) {
       element("summary", {}, new Date(1000 * decision.at).toLocaleTimeString(), " ", decision.model, " → ",
         element("code", {}, decision.instance), " ",
         element("span", { class: "quiet" }, `${decision.reason}, ${decision.overlap_blocks ?? 0} blocks cached, ` +
-          `cost ${short(decision.cost ?? 0)}, of ${decision.instances}`)));
+          `cost ${short(decision.cost ?? 0)}, of ${decision.instances}` +
+          (decision.ttft_ms == null ? "" : `, first token predicted in ${short(decision.ttft_ms)} ms`))));
     if (candidates.length) {
       shown.append(element("div", { class: "scroll" }, element("table", {},
         element("tbody", {}, ...candidates.map((candidate) => candidateRow(candidate, decision.instance, least, most))))));

@@ -15,7 +15,7 @@ from dynamo.common.background import start
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.generation_rules import Feature, check_features
-from dynamo.common.kv.events import KvState
+from dynamo.common.kv.events import NO_STEPS, KvState
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
 from dynamo.worker.engine.base import Context, EngineLoad
@@ -88,6 +88,8 @@ class _Rank:
         """Set while no sequence holds a block, or when the rank has ended."""
         self.streams: dict[SimSequence, tuple[_Stream, int]] = {}
         self.step_ms = 0.0
+        self.computing_tokens = 0
+        """Prompt tokens of the present step, which the scheduler has counted as computed since it began."""
         self.error: EngineError | None = None
         """Why the rank has ended."""
         self.aborted: list[SimSequence] = []
@@ -150,8 +152,9 @@ class SimEngine:
             running=sum(len(scheduler.running) for scheduler in schedulers),
             active_blocks=sum(scheduler.blocks.active for scheduler in schedulers),
             total_blocks=sum(scheduler.blocks.total for scheduler in schedulers),
-            queued_prefill_tokens=sum(scheduler.queued_prefill_tokens for scheduler in schedulers),
+            queued_prefill_tokens=sum(rank.scheduler.queued_prefill_tokens + rank.computing_tokens for rank in self._ranks),
             step_ms=max((rank.step_ms for rank in self._ranks), default=0.0),
+            totals=sum((scheduler.counter.totals for scheduler in schedulers), NO_STEPS),
         )
 
     def on_step(self, callback: Callable[[], None]) -> None:
@@ -335,7 +338,9 @@ class SimEngine:
                 # Steps follow each other in the simulated time: what waking up late costs is made up for in the next one, unless
                 # the loop has fallen far behind.
                 now = max(now + result.duration_s, loop.time() - 0.1)
+                rank.computing_tokens = result.prefill_tokens
                 await asyncio.sleep(now - loop.time())
+                rank.computing_tokens = 0
                 rank.step_ms = result.duration_s * 1e3
                 self._deliver(rank, result)
                 continue

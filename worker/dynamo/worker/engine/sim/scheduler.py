@@ -27,6 +27,7 @@ from dynamo.common.kv.hashes import TOKEN_BYTES, sequence_hashes
 from dynamo.worker.engine.sim.blocks import BlockManager
 from dynamo.worker.engine.sim.timing import TimingModel
 from dynamo.worker.engine.sim.tokens import START, advance, advance_all, next_token
+from dynamo.worker.engine.steps import StepCounter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +135,8 @@ class Scheduler:
         """Most important first, then oldest first."""
         self._waiting: list[tuple[int, int, Sequence]] = []
         """A heap of (-priority, order, sequence)."""
+        self.counter = StepCounter()
+        """The steps that took time."""
         self._order = 0
         self._keep_free = int(config.watermark * config.total_blocks)
 
@@ -202,13 +205,26 @@ class Scheduler:
             result.duration_s = self.config.timing.step_s(result.prefill_tokens, result.decoding)
         elif self.running:
             result.duration_s = max(0.0, min(sequence.ready_at for sequence in self.running) - now)
-        self._compute(batch, now + result.duration_s, result)
         blocks = self.blocks
+        active_blocks = blocks.active
+        self._compute(batch, now + result.duration_s, result)
+        if batch and result.duration_s:
+            self._count(result, active_blocks)
         if blocks.removed:
             result.removed, blocks.removed = blocks.removed, []
         if blocks.stored:
             result.stored, blocks.stored = blocks.stored, []
         return result
+
+    def _count(self, result: StepResult, blocks: int) -> None:
+        counter = self.counter
+        counter.steps += 1
+        counter.seconds += result.duration_s
+        counter.prefill_tokens += result.prefill_tokens
+        counter.sequences += result.decoding
+        counter.blocks += blocks
+        counter.finished += len(result.finished)
+        counter.generated += sum(sequence.generated for sequence in result.finished)
 
     def _schedule_running(self, now: float, result: StepResult, batch: list[tuple[Sequence, int]]) -> int:
         """Schedule the running sequences. Return the rest of the token budget."""

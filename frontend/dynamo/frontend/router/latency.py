@@ -1,0 +1,115 @@
+"""The cost of an instance in seconds: what a request would add to the latencies of all requests there.
+
+    wait    = tokens of prompts that wait on the instance · token; half a step if none wait but requests run
+    step    = base + sequence · requests there + block · their KV blocks
+    prefill = tokens of this prompt that are not cached · token + step
+
+    cost    = wait + prefill                                   time to first token of this request
+            + output · step                                    its decoding
+            + prefill · requests there                         for each of them waits for the prefill
+            + prefill · arrivals per second · (wait + prefill)    so do those that come until it is done
+            + output · requests there · (sequence + block · prompt blocks)    one more sequence makes every step longer
+
+`token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`). As requests that end make
+room for others, the instance is taken to have as many of them as now for the whole time of this one. If the KV blocks of the
+instance do not suffice for the prompt, it waits until enough of the requests there have ended.
+
+A cached block is worth the prefill that it saves, which grows with the number of requests on the instance and with the queue. A
+prefix that many requests share spreads by itself: an idle instance computes it as soon as that costs less than waiting for the
+others that have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from dynamo.frontend.router.load import Load
+from dynamo.frontend.router.prompts import Prompt
+from dynamo.frontend.router.step_model import StepModel, StepTimes
+from dynamo.frontend.router.traffic import ArrivalRate
+
+_KV_FULL_FROM = 0.5
+"""Below this share of blocks in use, no prompt is expected to wait for blocks."""
+_BATCH_TOKENS = 8192
+"""Of prompts that wait, at most these have been computed since the last report: engines report after each step."""
+
+
+class Predictions(msgspec.Struct, frozen=True, gc=False):
+    """What a request would do to each candidate, in seconds, by position."""
+
+    costs: list[float]
+    ttft_s: list[float]
+
+
+class LatencyModel:
+    """Predicts latencies on the instances of one model with the same role and engine. Not for several threads."""
+
+    def __init__(self) -> None:
+        self.steps = StepModel()
+        self._arrivals = ArrivalRate()
+
+    def predict(
+        self,
+        prompt: Prompt,
+        loads: Sequence[Load],
+        overlaps: Mapping[int, int],
+        now: float,
+        *,
+        is_prefilled: bool,
+        max_output: int,
+        frontends: int,
+    ) -> Predictions:
+        """Return predictions for a request that arrives now. `overlaps`: in blocks by position; `max_output`: 0
+        for no limit; `frontends`: how many get such requests.
+        """
+        times = self.steps.times
+        token, base, sequence, block = times.token, times.base, times.sequence, times.block
+        output = self._expected_output(max_output)
+        more_s = output * (sequence + block * prompt.blocks)
+        arrivals = self._arrivals.arrive(now) * frontends / len(loads)
+        batch_s = _BATCH_TOKENS * token
+        prompt_s = 0.0 if is_prefilled else prompt.tokens * token
+        block_s = 0.0 if is_prefilled else prompt.block_size * token
+        costs: list[float] = []
+        ttfts: list[float] = []
+        for position, load in enumerate(loads):
+            prefill = prompt_s - overlaps[position] * block_s if position in overlaps else prompt_s
+            requests, tokens = load.requests, load.prefill_tokens
+            if not requests and not tokens:
+                prefill += base
+                costs.append(prefill + output * base + prefill * prefill * arrivals)
+                ttfts.append(prefill)
+                continue
+            step = base + sequence * requests + block * load.decode_blocks
+            prefill += step
+            if tokens:
+                ttft = tokens * token
+                progress = now - load.queued_since
+                if progress > 0.0:
+                    ttft -= progress if progress < batch_s else batch_s
+                ttft = prefill + ttft if ttft > 0.0 else prefill
+            else:
+                ttft = prefill + 0.5 * step
+            if load.usage > _KV_FULL_FROM:
+                ttft += _wait_for_blocks(times, load, prompt.blocks - overlaps.get(position, 0), step)
+            costs.append(ttft + output * step + prefill * (requests + arrivals * ttft) + requests * more_s)
+            ttfts.append(ttft)
+        return Predictions(costs, ttfts)
+
+    def _expected_output(self, max_output: int) -> float:
+        """Return the mean length of outputs that are limited to `max_output` tokens, if lengths are distributed exponentially."""
+        mean = self.steps.times.output_tokens
+        return mean * (1.0 - math.exp(-max_output / mean)) if max_output else mean
+
+    def itl_s(self, prompt: Prompt, load: Load) -> float:
+        """Return the mean time between the tokens of a request on an instance, without the prefills of requests to come."""
+        return self.steps.times.step_s(load.requests + 1, load.decode_blocks + prompt.blocks)
+
+
+def _wait_for_blocks(times: StepTimes, load: Load, blocks: float, step: float) -> float:
+    """Return how long a prompt waits for `blocks` KV blocks: requests free theirs evenly over their outputs."""
+    missing = load.decode_blocks + blocks - load.decode_blocks / load.usage
+    return missing / load.decode_blocks * times.output_tokens * step if missing > 0.0 else 0.0

@@ -1,0 +1,161 @@
+"""Placements that the KV router makes by predicted latency."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from dynamo.common.discovery import Instance
+from dynamo.common.generation import pack_tokens
+from dynamo.common.kv.events import KvUpdate, LoadReport, StepTotals
+from dynamo.common.kv.hashes import pack_hashes, sequence_hashes
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.frontend.config import KvCost, KvRouterOptions
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision
+from dynamo.frontend.router.kv import KvRouter
+
+SIZE = 512
+CARD = ModelCard(
+    name="m",
+    kind=ModelKind.LLM,
+    llm=LlmInfo(context_length=1 << 20, tokenizer="", block_size=SIZE, total_blocks=1000),
+)
+FLEET = tuple(Instance(id=InstanceId(n), endpoint=Endpoint(), subject="", card=CARD, started_at=0.0) for n in (1, 2, 3, 4))
+A, B, C, D = (instance.id for instance in FLEET)
+
+
+class Situation:
+    """A router whose clock the test sets."""
+
+    def __init__(self, options: KvRouterOptions | None = None) -> None:
+        self.now = 100.0
+        self.router = KvRouter(options, rng=random.Random(0), clock=lambda: self.now)
+        self._bookings = 0
+
+    def store(self, instance: InstanceId, prompt: bytes) -> None:
+        self.router.apply("m", instance, KvUpdate(0, stored=pack_hashes(sequence_hashes(prompt, SIZE))))
+
+    def report(self, instance: InstanceId, **load: int) -> None:
+        self.router.loads.report(instance, LoadReport(**{"total_blocks": 1000, **load}), self.now, "m")  # type: ignore[arg-type]
+
+    def send(self, prompt: bytes, count: int = 4, **fields: object) -> RoutingDecision:
+        self._bookings += 1
+        request = RouteRequest(model="m", booking_id=str(self._bookings), prompt=prompt, **fields)  # type: ignore[arg-type]
+        return self.router.pick(request, FLEET[:count])
+
+
+def prompt(blocks: int, number: int = 0) -> bytes:
+    return pack_tokens(range(number * 100_000, number * 100_000 + blocks * SIZE))
+
+
+def test_a_cached_prefix_is_worth_the_prefill_that_it_saves() -> None:
+    """A has 8 blocks cached, which take half a second to compute, and a queue before them."""
+    for queued, chosen in ((2 * SIZE, A), (20 * SIZE, B)):
+        s = Situation()
+        s.store(A, prompt(8))
+        s.report(A, running=1, queued_prefill_tokens=queued)
+        s.report(B)
+        assert s.send(prompt(9), 2).instance.id == chosen
+
+
+def test_a_long_prompt_stays_away_from_many_running_requests() -> None:
+    """Each of them would wait for its prefill; cached blocks do not make up for that of the rest."""
+    s = Situation()
+    s.store(A, prompt(4))
+    s.report(A, running=20)
+    s.report(B)
+    assert s.send(prompt(16), 2).instance.id == B
+
+
+def test_a_burst_of_siblings_lands_together_only_while_that_pays() -> None:
+    s = Situation()
+    first = s.send(prompt(32)).instance.id
+    s.now += 1.0
+    s.report(first, running=1, queued_prefill_tokens=16 * SIZE)
+    siblings = {s.send(prompt(32) + prompt(1, number)).instance.id for number in range(1, 4)}
+    assert siblings == {first}, "the prefix takes 2 s, of which one has passed"
+    rest = Counter(s.send(prompt(32) + prompt(1, number)).instance.id for number in range(4, 200))
+    assert max(rest.values()) < 0.4 * rest.total(), "a hundred more would wait for each other"
+
+
+def test_a_prefix_that_all_have_is_spread_evenly() -> None:
+    s = Situation()
+    for instance in (A, B, C, D):
+        s.store(instance, prompt(8))
+    counts = Counter(s.send(prompt(8) + prompt(1, number)).instance.id for number in range(1, 41))
+    assert set(counts.values()) == {10}
+
+
+def test_time_since_a_report_shortens_the_queue_by_at_most_one_batch() -> None:
+    s = Situation()
+    s.report(A, running=1, queued_prefill_tokens=8000)
+    s.report(B, running=2)
+    s.now += 0.9
+    s.report(B, running=2, queued_prefill_tokens=2000)
+    assert s.send(prompt(1), 2).instance.id == A, "it has computed most of the 8,000 by now"
+    s = Situation()
+    s.report(A, running=1, queued_prefill_tokens=80_000)
+    s.now += 2.9
+    s.report(B, running=1, queued_prefill_tokens=60_000)
+    assert s.send(prompt(1), 2).instance.id == B, "a report would have come after the first batch"
+
+
+def test_a_prompt_waits_for_blocks_where_they_do_not_suffice() -> None:
+    s = Situation()
+    s.report(A, running=3, active_blocks=995)
+    s.report(B, running=3, active_blocks=600)
+    assert s.send(prompt(16), 2).instance.id == B
+
+
+def test_a_prompt_that_was_computed_elsewhere_goes_by_decoding_alone() -> None:
+    s = Situation()
+    s.store(A, prompt(16))
+    s.report(A, running=2)
+    s.report(B, running=1)
+    assert s.send(prompt(16), 2, is_prefilled=True).instance.id == B
+
+
+@pytest.mark.parametrize(("ms_per_token", "chosen"), [(0.001, B), (1.0, A)])
+def test_what_a_cached_block_is_worth_is_learned_from_reports(ms_per_token: float, chosen: InstanceId) -> None:
+    s = Situation()
+    s.send(prompt(1, 9), 2)  # the first request names the engines
+    totals = StepTotals()
+    for _ in range(200):
+        for tokens in (0, 4096):
+            s.now += 1.0
+            totals += StepTotals(1, 0.02 + tokens * ms_per_token / 1e3, tokens, 0, 0, 1, 50)
+            s.router.loads.report(A, LoadReport(totals=totals), s.now, "m")
+    s.router.finished("1")
+    s.store(A, prompt(8))
+    s.report(A, running=6)
+    s.report(B)
+    assert s.send(prompt(8), 2).instance.id == chosen
+
+
+def test_an_explanation_has_the_predicted_latencies_of_each_candidate() -> None:
+    s = Situation()
+    s.store(A, prompt(8))
+    s.report(A, running=10, queued_prefill_tokens=SIZE)
+    request = RouteRequest(model="m", booking_id="r", prompt=prompt(8))
+    decision = s.router.pick(request, FLEET[:2], explain=True)
+    shown = {each["instance"]: (each["ttft_ms"], each["itl_ms"]) for each in decision.candidates}
+    busy_step_ms = 6.0 + 10 * 0.35
+    assert shown["1"] == (pytest.approx(SIZE * 0.125 + busy_step_ms, abs=0.1), pytest.approx(busy_step_ms + 0.35, abs=0.01))
+    assert shown["2"] == (pytest.approx(8 * SIZE * 0.125 + 6.0, abs=0.1), pytest.approx(6.35, abs=0.01))
+    assert decision.ttft_s is not None
+    assert decision.ttft_s * 1e3 == pytest.approx(float(shown[f"{decision.instance.id:x}"][0]), abs=0.1)
+
+
+def test_weights_take_the_place_of_seconds_where_a_weight_is_set() -> None:
+    assert KvRouterOptions().effective_cost is KvCost.LATENCY
+    assert KvRouterOptions(overlap_score_weight=1.0).effective_cost is KvCost.WEIGHTS
+    assert KvRouterOptions(prefill_load_scale=1.0).effective_cost is KvCost.WEIGHTS
+    assert KvRouterOptions(prefill_load_scale=1.0, cost=KvCost.LATENCY).effective_cost is KvCost.LATENCY
+    s = Situation()
+    s.report(A, active_blocks=30)
+    s.report(B, queued_prefill_tokens=SIZE)
+    assert s.send(prompt(1), 2).instance.id == A
+    assert s.send(prompt(1, 1), 2, overrides={"prefill_load_scale": 1.0}).instance.id == B
