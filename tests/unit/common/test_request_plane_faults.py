@@ -170,6 +170,25 @@ async def test_an_upload_survives_reconnects_that_lose_nothing_of_it() -> None:
 
 
 @in_virtual_time
+async def test_a_credit_that_is_repeated_while_the_rest_of_an_upload_is_on_its_way_harms_nothing() -> None:
+    held = Held()
+    async with plane({"held": held}) as p:
+
+        def repeat_credit(subject: str, payload: bytes) -> bool:
+            if any(isinstance(frame, frames.Credit) and frame.stream for frame in frames.decode(payload)):
+                p.bus.is_lost = lambda subject, payload: False
+                p.bus.publish(subject, payload, "")
+            return False
+
+        p.bus.is_lost = repeat_credit
+        stream = p.open("held", bytes(3 * MIB))
+        await asyncio.sleep(0.1)
+        assert held.open == 1
+        held.release.set()
+        assert await stream.result() == b"released"
+
+
+@in_virtual_time
 async def test_a_chunk_too_many_ends_a_request_that_runs_already(caplog: pytest.LogCaptureFixture) -> None:
     running: list[Incoming] = []
 

@@ -265,6 +265,8 @@ class Incoming:
     # running
 
     def on_chunk(self, frame: frames.Chunk) -> None:
+        if self.is_whole and not frame.body.nbytes:
+            return  # the response to a CREDIT that was repeated while the rest of the body was on its way
         self._parts = self._parts or [memoryview(self.body)]
         if self.is_whole or frame.index != len(self._parts) - 1 or frame.body.nbytes > self._missing:
             return self._lose()
