@@ -26,7 +26,7 @@ from tests.simulation.history import Plan, run_history
 ROOT = Path(__file__).parents[2]
 PLAN = Plan(seconds=5.0, workers=2, frontends=1, faults=0, clients=3)
 
-PAST_FAILURES = "5,15,16,17,18,21,30,32,33,40,51,107,117,128,141,294,379,751925031"
+PAST_FAILURES = "5,15,16,17,18,21,30,32,33,40,51,107,117,128,141,294,379,5110,751925031"
 """Seeds that once broke an invariant."""
 
 

@@ -121,6 +121,7 @@ class FakeDirectory:
 class FakeLink:
     """The process's own NATS connection; the test cuts and restores it."""
 
+    opened_at: float = float("-inf")
     reconnected_at: float = float("-inf")
     is_silent: bool = False
     away_s: float = 0.0

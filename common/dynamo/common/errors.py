@@ -149,6 +149,7 @@ class InstanceGone(Unavailable):
 
     `is_alive`: the process is there, only this request was lost on it or on the way.
     `was_held`: it may have begun the request, which may be what ended it.
+    `has_responded`: it sent something to this process before, so it is not one that connects later than this process.
     """
 
     def __init__(
@@ -158,11 +159,13 @@ class InstanceGone(Unavailable):
         *,
         is_alive: bool = False,
         was_held: bool = True,
+        has_responded: bool = True,
     ) -> None:
         super().__init__(f"instance {instance:x} {why}")
         self.instance = instance
         self.is_alive = is_alive
         self.was_held = was_held
+        self.has_responded = has_responded
 
 
 class ShuttingDown(Unavailable):

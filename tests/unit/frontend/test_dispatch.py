@@ -421,6 +421,22 @@ async def test_after_a_reconnect_an_instance_that_is_still_away_is_not_waited_fo
 
 
 @in_virtual_time
+@pytest.mark.parametrize("has_responded", [False, True])
+async def test_a_frontend_that_just_started_waits_for_instances_that_it_never_reached(has_responded: bool) -> None:
+    away = {number: InstanceGone(number, "is gone", was_held=False, has_responded=has_responded) for number in (1, 2, 3)}
+    b = bench(failing_on(away))  # type: ignore[arg-type]
+    b.link.opened_at = 0.0
+    asyncio.get_running_loop().call_later(1.0, away.clear)
+    if has_responded:
+        with pytest.raises(InstanceGone):
+            await b.call()
+        assert b.directory.down == [1, 2, 3]
+    else:
+        assert await b.call() == b"response"
+        assert b.directory.down == []
+
+
+@in_virtual_time
 async def test_after_a_reconnect_a_fleet_that_was_emptied_is_waited_for() -> None:
     b = bench(failing_on({}))
     b.directory.remove(1, 2, 3)

@@ -703,8 +703,9 @@ class RequestClient:
         now = self.loop.time()
         batch = int(subject.rpartition(".")[2])
         unsent = [stream for stream in peer.streams.values() if stream.batch == batch]
+        has_responded = peer.last_frame_at > float("-inf")
         for stream in unsent:
-            stream.fail(InstanceGone(peer.instance, "is gone", was_held=False))
+            stream.fail(InstanceGone(peer.instance, "is gone", was_held=False, has_responded=has_responded))
         peer.is_suspect = peer.is_suspect or bool(unsent)
         if peer.absent_until is None:
             peer.absent_until, peer.absent_batch = now + self.limits.absent_grace_s, batch

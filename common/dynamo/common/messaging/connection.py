@@ -48,6 +48,8 @@ class Connection:
     def __init__(self, options: NatsOptions, name: str, *, messages_per_turn: int | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self.name = name
+        self.opened_at = float("-inf")
+        """When the connection was first made, on the loop's clock."""
         self.reconnected_at = float("-inf")
         """When the connection last came back, on the loop's clock."""
         self._last_heard_at = self._loop.time()
@@ -204,6 +206,7 @@ class Connection:
     async def open(self) -> None:
         """Connect for the first time, however long that takes."""
         await self._connect()
+        self.opened_at = self._loop.time()
         self._up()
 
     async def keep(self) -> None:

@@ -159,6 +159,11 @@ class Link(Protocol):
         ...
 
     @property
+    def opened_at(self) -> float:
+        """When it was first made, on the loop's clock."""
+        ...
+
+    @property
     def reconnected_at(self) -> float:
         """When it last came back, on the loop's clock; -inf if it was never away."""
         ...

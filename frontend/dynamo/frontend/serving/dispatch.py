@@ -16,6 +16,7 @@ from dynamo.common.errors import (
     DeadlineExceeded,
     DynamoError,
     EngineError,
+    InstanceGone,
     NoInstances,
     Overloaded,
     Unavailable,
@@ -62,6 +63,13 @@ class _Shared:
         """Return whether our own connection is away or silent, or came back so recently that those of the instances may not."""
         link = self.link
         return not link.is_connected or link.is_silent or now - link.reconnected_at < self.reconnect_grace_s
+
+    def may_come_back(self, error: DynamoError, now: float) -> bool:
+        """Return whether the instance that failed with `error` is probably well: see `retry`."""
+        if self.is_disturbed(now):
+            return True
+        is_young = now - self.link.opened_at < self.reconnect_grace_s
+        return is_young and isinstance(error, InstanceGone) and not error.has_responded
 
 
 class Dispatcher:
@@ -268,7 +276,7 @@ class DispatchedStream:
         shared = self._shared
         self._booking = None
         self._attempts.deaths += died_holding(error) and not shared.link.is_silent
-        if not shared.is_disturbed(shared.clock()):
+        if not shared.may_come_back(error, shared.clock()):
             shared.candidates.failed(booking.decision.instance.id, error)
         try:
             await self._recover(error, is_delivered=self.started or booking.stream.started)
@@ -291,7 +299,7 @@ class DispatchedStream:
             is_delivered=is_delivered,
             is_pinned=call.instance is not None,
             has_alternative=bool(shared.candidates.select(work, call, failed)),
-            is_disturbed=shared.is_disturbed(now),
+            is_disturbed=shared.may_come_back(error, now),
             deadline=self._deadline,
             gives_up_at=attempts.gives_up_at,
         )

@@ -10,7 +10,8 @@ A failed attempt is repeated
 
 While our own NATS connection is silent, and for `reconnect_grace_s` after it was away, this is different: what seems to be an
 instance's failure is probably ours, or the instances have lost their connections too and come back. Then requests wait a moment,
-and are sent to the same instance again when all others have failed them, too.
+and are sent to the same instance again when all others have failed them, too. The same holds for as long after our connection was
+first made, at instances that have not responded to anything yet: they may still come back from the same outage.
 """
 
 from __future__ import annotations
