@@ -152,6 +152,28 @@ async def test_deltas_that_queued_up_are_read_together() -> None:
         assert [text.tokens for text in await generation.read()] == [(1,), (2,), (3,)]
 
 
+async def test_many_log_probabilities_that_queued_up_are_read_in_turns_with_other_tasks() -> None:
+    position = [(token, -1.0) for token in range(21)]
+    queued = [delta_encoder.encode(Delta((1,), 0, None, [position]))] * 2000
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with front(lambda stream: stream.data(*queued)) as f, f.plane.generate(text_request(), CALL) as generation:
+        other = asyncio.create_task(count_turns())
+        sizes = [len(await generation.read())]
+        before = turns
+        while sum(sizes) < len(queued):
+            sizes.append(len(await generation.read()))
+        assert max(sizes) < 400
+        assert turns - before >= len(sizes) - 1
+        other.cancel()
+
+
 async def test_the_worker_gets_the_tokens_under_the_models_own_name() -> None:
     card = llm_card()
     assert card.llm is not None

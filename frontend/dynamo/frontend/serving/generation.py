@@ -50,12 +50,14 @@ from dynamo.frontend.serving.text_models import Detokenizer, TextModels, Vocabul
 
 _END_TOKENS = 16
 """Enough for the tags that a chat template ends with."""
+_TURN_BYTES = 64 * 1024
+"""Of responses that are handled before other requests have their turns of the event loop: some thousand log probabilities."""
 
 
 class _Part:
     """What one stream generates: all choices, or, after they were moved, one of them."""
 
-    __slots__ = ("is_moved", "is_placed", "migrations_left", "prompt", "reading", "stream")
+    __slots__ = ("_waiting", "is_moved", "is_placed", "migrations_left", "prompt", "reading", "stream")
 
     def __init__(
         self, stream: DispatchedStream, prompt: GenerateRequest, migrations_left: int, *, is_moved: bool = False
@@ -69,6 +71,17 @@ class _Part:
         """Whether it was decided which instances may work on the prompt."""
         self.reading: asyncio.Task[list[Delta]] | None = None
         """The read of the next deltas, where there are several parts."""
+        self._waiting: list[Buffer] = []
+        """What was read from `stream` and not returned yet."""
+
+    async def read(self) -> list[Buffer]:
+        """Return the next responses, as many as the event loop has time for in one turn; [] at the end. Raises DynamoError."""
+        if self._waiting:
+            await asyncio.sleep(0)  # others have their turns
+        else:
+            self._waiting = await self.stream.read()
+        bodies, self._waiting = _first(self._waiting)
+        return bodies
 
     def go_on(self, rest: GenerateRequest) -> None:
         """Note that `stream` was moved and requests `rest` now."""
@@ -278,7 +291,7 @@ class Generation:
             try:
                 if not part.is_placed:
                     await self._place(part)
-                deltas = _decoded(await part.stream.read())
+                deltas = _decoded(await part.read())
                 return _numbered(deltas, part.prompt.first_choice) if self._is_split else deltas
             except DynamoError as error:
                 if not isinstance(error, Unavailable) or not part.stream.started:
@@ -390,6 +403,16 @@ def _numbered(deltas: list[Delta], choice: int) -> list[Delta]:
     if any(delta.index for delta in deltas):
         raise EngineError("the engine responded with a choice that was not requested")
     return [msgspec.structs.replace(delta, index=choice) for delta in deltas] if choice else deltas
+
+
+def _first(bodies: list[Buffer]) -> tuple[list[Buffer], list[Buffer]]:
+    """Return the first of `bodies`, of `_TURN_BYTES` together if there are several, and the rest."""
+    size = 0
+    for count, body in enumerate(bodies):
+        size += len(body)
+        if size > _TURN_BYTES and count:
+            return bodies[:count], bodies[count:]
+    return bodies, []
 
 
 def _decoded(bodies: list[Buffer]) -> list[Delta]:

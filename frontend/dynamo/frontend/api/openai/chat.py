@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
@@ -21,7 +21,6 @@ from dynamo.frontend.api.openai.response_objects import (
     Function,
     ResponseMessage,
     ResponseToolCall,
-    TokenLogprob,
     Usage,
 )
 from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text, last_words
@@ -157,7 +156,8 @@ class ChatChoiceBuilder:
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []
         self.reasoning = ReasoningTokenCounter()
-        self._logprobs: list[TokenLogprob] | None = None
+        self._logprobs: list[Raw] | None = None
+        """As JSON: the response as a whole may have too many to be encoded at once."""
         self._ids: list[int] | None = None if details.prompt_ids is None else []
         self._reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
@@ -175,7 +175,7 @@ class ChatChoiceBuilder:
         if details.texts is not None and delta.logprobs is not None:
             if self._logprobs is None:
                 self._logprobs = []
-            self._logprobs += chat_logprobs(delta.logprobs, details.texts, details.alternatives)
+            self._logprobs += [Raw(encode(each)) for each in chat_logprobs(delta.logprobs, details.texts, details.alternatives)]
         if delta.finish_reason is not None:
             self._reason, self._stop_reason = delta.finish_reason, delta.stop_reason
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import FinishReason
@@ -110,13 +110,14 @@ class Completions:
         texts = await self._token_texts(exchange.account, request)
         echo = await self._echo(exchange.account, prepared) if request.echo else [""] * len(builders)
         wanted = request.n or 1
-        choices: list[CompletionChoice] = []
+        positions = sum(builder.positions for builder in builders)
+        choices: list[Raw] = []
         for index, generation in enumerate(generations):
             own = builders[index * prepared.n : (index + 1) * prepared.n]
             for builder in best(own, wanted) if prepared.n > wanted else own:
-                is_long = texts is not None and builder.positions + len(generation.summary.prompt_logprobs or ()) > MANY_POSITIONS
+                is_long = texts is not None and positions + len(generation.summary.prompt_logprobs or ()) > MANY_POSITIONS
                 choice = await self._edge.offload.run_if(
-                    is_long, builder.choice, len(choices), request, generation, texts, echo[index * prepared.n]
+                    is_long, builder.encoded_choice, len(choices), request, generation, texts, echo[index * prepared.n]
                 )
                 choices.append(choice)
         completion = Completion(
@@ -173,6 +174,12 @@ class CompletionChoiceBuilder:
         if self._positions is None:
             raise EngineError("the engine reports no log probabilities, which 'best_of' needs")
         return sum(position[0][1] for position in self._positions) / max(1, len(self._positions))
+
+    def encoded_choice(
+        self, index: int, request: CompletionRequest, generation: Generation, texts: TokenTexts | None, echo: str
+    ) -> Raw:
+        """Return `choice` as JSON, so that the encoding of a large response takes its time choice by choice."""
+        return Raw(encode(self.choice(index, request, generation, texts, echo)))
 
     def choice(
         self, index: int, request: CompletionRequest, generation: Generation, texts: TokenTexts | None, echo: str

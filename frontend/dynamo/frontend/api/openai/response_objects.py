@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from dynamo.common.generation import Summary
 
@@ -50,7 +50,8 @@ class TokenLogprob(Struct, frozen=True):
 
 
 class ChatLogprobs(Struct, frozen=True):
-    content: list[TokenLogprob]
+    content: list[Raw]
+    """Of `TokenLogprob`."""
     refusal: None = None
 
 
@@ -127,7 +128,8 @@ class Completion(Struct, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: list[Raw]
+    """Of `CompletionChoice`."""
     usage: Usage
     system_fingerprint: None = None
     nvext: dict[str, Any] | UnsetType = UNSET
