@@ -1,7 +1,7 @@
 """`make bench FLAGS="[NAME] [FLAGS]"`: the tables that a change to a hot path is measured by.
 
-NAME is a benchmark, with flags of its own (`make bench FLAGS="http --help"`). Without it all but `models`, `soak`, `events` and
-`triton` run, one after the other; flags for all of them: `make bench FLAGS=--help`. `--triton PATH` runs `triton` alone.
+NAME is a benchmark, with flags of its own (`make bench FLAGS="http --help"`). Without it all but `models`, `soak`, `events`,
+`paused_frontend` and `triton` run, one after the other; flags for all of them: `make bench FLAGS=--help`. `--triton PATH` runs `triton` alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ NAMES = (
     "models",
     "soak",
     "events",
+    "paused_frontend",
     "triton",
 )
 _TIMED = ("kserve", "http", "router_peer")
