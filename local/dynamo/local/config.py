@@ -8,6 +8,7 @@ from pathlib import Path
 from dynamo.common.config import group, option, parse_port
 from dynamo.common.names import parse_name
 from dynamo.common.options import LogOptions
+from dynamo.worker.config import TextOptions
 
 EXIT_UNAUTHENTICATED = 3
 """Exit status of `dynamo.local.ask` if the frontend requires an API key. The launcher reads it without importing that module."""
@@ -43,6 +44,17 @@ class LocalConfig:
         separator="",
         metavar="MODEL",
         help="What every worker serves, as dynamo-worker takes it: smollm2, a GGUF file, module:Class. Repeatable.",
+    )
+    model_names: tuple[str, ...] = option(
+        (),
+        flags=("--model-name", "--served-model-name"),
+        env=("DYN_LOCAL_MODEL_NAMES",),
+        file_key="local.model_names",
+        repeatable=True,
+        several=True,
+        parse=parse_name,
+        metavar="NAME",
+        help="Names under which the models are served, as dynamo-worker takes them. Repeatable.",
     )
     workers: int = option(
         1, flags=("--workers",), env=("DYN_LOCAL_WORKERS",), file_key="local.workers", minimum=1, maximum=64, help="Workers."
@@ -125,6 +137,7 @@ class LocalConfig:
         minimum=0,
         help="Longest drain of a process after Ctrl-C, in seconds; then it is ended by force.",
     )
+    text: TextOptions = group("Language models", prefix="text", default=TextOptions)
     log: LogOptions = group("Logging", prefix="log")
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from dynamo.local.logins import Login, make_login
 from dynamo.local.servers import HOST, EtcdServer, NatsServer, free_ports
 from dynamo.local.supervisor import Report, Supervisor
 from dynamo.local.view import read_instances, ready_workers
+from dynamo.worker.config import TextOptions
 
 HTTP_PORT, GRPC_PORT = 8000, 8001
 _POLL_S = 0.1
@@ -127,7 +128,19 @@ def worker_command(config: LocalConfig, etcd: Backend, nats: Backend) -> list[st
     threads = []
     if not any(flag.startswith("--threads") for flag in config.worker_flags):
         threads = ["--threads", str(max(1, (os.cpu_count() or 1) // config.workers))]
-    return [*_python("dynamo.worker", config, etcd, nats), *models, *threads, *config.worker_flags]
+    names = [part for name in config.model_names for part in ("--model-name", name)]
+    return [*_python("dynamo.worker", config, etcd, nats), *models, *names, *_text_flags(config), *threads, *config.worker_flags]
+
+
+def _text_flags(config: LocalConfig) -> list[str]:
+    """Return the options for language models that are set; a worker's own file may have the others."""
+    text, default = config.text, TextOptions()
+    given = {
+        "--tool-call-parser": text.tool_parser if text.tool_parser != default.tool_parser else None,
+        "--reasoning-parser": text.reasoning_parser if text.reasoning_parser != default.reasoning_parser else None,
+        "--chat-template": text.chat_template,
+    }
+    return [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
 
 
 def frontend_command(config: LocalConfig, etcd: Backend, nats: Backend, http: int, grpc: int) -> list[str]:

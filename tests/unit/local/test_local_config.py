@@ -17,6 +17,7 @@ from dynamo.local.config import FirstRequest, LocalConfig
 from dynamo.local.deployment import Backend, Deployment, child_environment, choose_port, claimed, frontend_command, worker_command
 from dynamo.local.logins import make_login
 from dynamo.local.view import ServedModel, ready_workers, served_models
+from dynamo.worker.config import TextOptions, WorkerConfig
 
 ETCD, NATS = Backend(("http://127.0.0.1:1",)), Backend(("nats://127.0.0.1:2",))
 
@@ -36,6 +37,22 @@ def test_several_models_and_workers_can_be_requested() -> None:
     assert command[:3] == [sys.executable, "-m", "dynamo.worker"]
     assert command.count("--model") == 2 and command[-1] == "--drain-timeout=5"
     assert command[command.index("--etcd-endpoints") + 1] == ETCD.urls[0]
+
+
+def test_names_parsers_and_template_are_passed_on_to_workers() -> None:
+    flags = (
+        "--served-model-name",
+        "a",
+        "b",
+        "--tool-call-parser=harmony",
+        "--reasoning-parser=none",
+        "--chat-template=chat.jinja",
+    )
+    command = worker_command(read(*flags), ETCD, NATS)
+    worker = load(WorkerConfig, command[3:], {}, program="dynamo-worker")
+    assert (worker.names, worker.aliases) == (("a",), ("b",))
+    assert worker.text == TextOptions(tool_parser="openai", reasoning_parser="none", chat_template=Path("chat.jinja"))
+    assert load(WorkerConfig, worker_command(read(), ETCD, NATS)[3:], {}, program="dynamo-worker").text == TextOptions()
 
 
 def test_workers_share_the_processors_unless_told_otherwise() -> None:
