@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import struct
 import sys
 from pathlib import Path
 
@@ -328,3 +329,85 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except FileNotFoundError:
         return False
+
+
+TOTAL = """
+import os
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.totals = {}
+    def execute(self, requests):
+        responses = []
+        for r in requests:
+            before = 0 if r.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START else self.totals[r.correlation_id()]
+            self.totals[r.correlation_id()] = total = before + r.inputs()[0].as_numpy()
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", total.astype(np.float32))]))
+        return responses
+"""
+SEQUENCES = """
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
+sequence_batching { max_sequence_idle_microseconds: 60000000 oldest { max_candidate_sequences: 64 } }
+"""
+
+
+async def add(client: Client, sequence: int, value: float, *, start: bool = False) -> list[float]:
+    request = pb.ModelInferRequest(model_name="total")
+    request.parameters["sequence_id"].int64_param = sequence
+    request.parameters["sequence_start"].bool_param = start
+    request.inputs.add(name="x", datatype="FP32", shape=[1])
+    request.raw_input_contents.append(struct.pack("<f", value))
+    response = await client.call("ModelInfer", request, pb.ModelInferResponse)
+    return list(struct.unpack("<f", response.raw_output_contents[0]))  # type: ignore[attr-defined]
+
+
+async def refusal(client: Client, sequence: int) -> grpc.aio.AioRpcError:
+    """Return why requests of a sequence are refused, once it is known that its instance is gone."""
+    while True:
+        try:
+            raise AssertionError(await add(client, sequence, 1.0))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                return error
+
+
+async def instances_are(front: FrontendProcess, count: int) -> None:
+    async with asyncio.timeout(60):
+        while len((await front.health())[1]["instances"]) != count:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.timeout(120)
+async def test_sequences_stay_on_their_instance_at_every_frontend_and_end_with_it(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    python_model(tmp_path, "total", TOTAL, SEQUENCES)
+    arguments = (etcd_server, nats_server, namespace, "--model-repository", str(tmp_path))
+    async with (
+        worker(*arguments) as first,
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as other,
+        connect(front) as channel,
+        connect(other) as other_channel,
+    ):
+        await front.serves("total")
+        await other.serves("total")
+        clients = (Client(channel), Client(other_channel))
+        sequences = range(1, 9)
+        for sequence in sequences:
+            assert await add(clients[sequence % 2], sequence, 1.0, start=True) == [1.0]
+        async with worker(*arguments):
+            await asyncio.gather(instances_are(front, 2), instances_are(other, 2))
+            for sequence in sequences:  # some belong to the new instance now, which does not know them
+                assert [await add(client, sequence, 1.0) for client in clients] == [[2.0], [3.0]]
+            for sequence in range(11, 19):
+                assert await add(clients[0], sequence, 5.0, start=True) == [5.0]
+                assert await add(clients[1], sequence, 5.0) == [10.0]
+            first.process.kill()
+            for sequence in sequences:
+                error = await refusal(clients[sequence % 2], sequence)
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert "must specify the START flag on the first request of the sequence" in (error.details() or "")

@@ -77,6 +77,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
     max_batch_size: int = 0
+    has_sequences: bool = False
+    """All requests of one sequence have to go to one instance."""
     """0: the model does not batch and its shapes have no batch dimension."""
     decoupled: bool = False
     """True: a request may get none, one or several responses, over ModelStreamInfer only."""

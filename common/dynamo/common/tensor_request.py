@@ -74,6 +74,12 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
         """Triton's priority: 1 is the highest, larger numbers are lower, 0 is the model's default."""
         return _whole_number(_parameter(self.head, "priority"))
 
+    @property
+    def sequence(self) -> str:
+        """The id of the sequence that the request is part of; empty: none."""
+        id = _parameter(self.head, "sequence_id")
+        return id.string_param or str(_whole_number(id) or "")
+
 
 def _parameter(head: ModelInferRequest, key: str) -> InferParameter:
     parameters = head.parameters

@@ -174,7 +174,7 @@ model_warmup { name: "file" inputs { key: "x" value { data_type: TYPE_FP32 dims:
         seen = (folder / "1" / "seen").read_text().splitlines()
         assert seen == ["warmup zeros [[0.0, 0.0], [0.0, 0.0]]"] * 2 + ["warmup file [[5.0]]"]
         (folder / "warmup" / "one").write_bytes(np.array([100], "<f4").tobytes())
-        with pytest.raises(InvalidRequest, match="the warm-up 'file' failed: .*AssertionError"):
+        with pytest.raises(InvalidRequest, match=r"the warm-up 'file' failed: .*AssertionError"):
             await models.load_model(LoadRequest(model="warm"))
         (folder / "config.pbtxt").write_text((folder / "config.pbtxt").read_text().replace('"one"', '"../config.pbtxt"'))
         with pytest.raises(InvalidRequest, match="not a path inside"):

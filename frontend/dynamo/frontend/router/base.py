@@ -34,6 +34,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Chosen if it is a candidate and not busy."""
     session: str = ""
     """Requests of one session should go to one instance."""
+    sequence: str = ""
+    """Requests of one sequence have to go to one instance."""
     overrides: Mapping[str, float] = {}
     """Per-request router settings, see `overrides.py`."""
     hashes: PromptHashes | None = None

@@ -96,6 +96,7 @@ class Booker:
                 priority=call.priority,
                 pinned=call.instance,
                 session=call.session,
+                sequence=work.sequence,
                 overrides=call.overrides,
                 hashes=work.hashes,
                 request_id=call.request_id,

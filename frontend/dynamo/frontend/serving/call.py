@@ -74,6 +74,8 @@ class Work(msgspec.Struct, kw_only=True):
     """Only instances that serve this version; empty: any."""
     tokenizer: str = ""
     """Only instances whose model has this tokenizer, for work that is token ids; empty: any."""
+    sequence: str = ""
+    """The sequence that the request is part of; empty: none."""
     prompt: bytes = b""
     hashes: PromptHashes | None = None
     """Of `prompt`, where it is so long that they were computed before an instance is picked."""

@@ -365,4 +365,13 @@ async def open_data_plane(
 
 def _infer(request: TensorRequest, model: NamedModel, name: str, version: str) -> Work:
     """`name` and `version` are as in the request."""
-    return Work(model=model.card.name, verb="infer", body=request.raw, metrics=model.metrics, name=name, version=version)
+    sequence = request.sequence if model.card.has_sequences else ""
+    return Work(
+        model=model.card.name,
+        verb="infer",
+        body=request.raw,
+        metrics=model.metrics,
+        name=name,
+        version=version,
+        sequence=sequence,
+    )

@@ -30,6 +30,7 @@ from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.select import follows_loads, make_router
+from dynamo.frontend.router.sequences import SequenceRouter
 from dynamo.frontend.router.thresholds import ThresholdTable
 from dynamo.frontend.wiring.links import Links
 
@@ -61,6 +62,7 @@ async def open_router(
     async with AsyncExitStack() as stack:
         siblings = links.siblings = await stack.enter_async_context(open_siblings(nats, config.namespace, control.thresholds))
         router = await stack.enter_async_context(_picking_router(config, control.thresholds, directory, events, nats, client))
+        router = SequenceRouter(router)
         if options.session_affinity_ttl_s is not None:
             router = sessions = SessionRouter(
                 router,

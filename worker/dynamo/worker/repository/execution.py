@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from dynamo.common.errors import DynamoError
 from dynamo.common.tensors import Array
 from dynamo.protos.inference_pb2 import InferParameter
 from dynamo.protos.model_config_pb2 import ModelConfig
@@ -60,6 +61,20 @@ class Streams(Protocol):
         ...
 
 
+class SequenceInstance(Protocol):
+    """One instance of a model."""
+
+    async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
+        """Run requests as one batch, in this order."""
+        ...
+
+    def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        """Run one request, if the model is decoupled."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class ModelRegistry(Protocol):
     """The other models of the same worker, for ensembles and for models that call models."""
 
@@ -101,6 +116,15 @@ class ModelBackend(Protocol):
 
     async def open(self, version: Version) -> Executable:
         """Load the version. Raises DynamoError with the reason if that fails."""
+        ...
+
+
+@runtime_checkable
+class OpensInstances(Protocol):
+    """What a backend has whose models may have sequence batching."""
+
+    async def open_instances(self, version: Version) -> Sequence[SequenceInstance]:
+        """Load the version, and return its instances one by one. Raises DynamoError with the reason if that fails."""
         ...
 
 

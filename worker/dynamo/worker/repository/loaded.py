@@ -196,11 +196,14 @@ def make_card(
     if plain.HasField("ensemble_scheduling"):
         plain.ClearField("ensemble_scheduling")
         plain.backend = "ensemble"
+    plain.ClearField("sequence_batching")
     if plain.model_transaction_policy.decoupled or not plain.max_batch_size:
         plain.ClearField("dynamic_batching")  # requests of a decoupled model are run one by one
     declaration = from_model_config(plain, folder)
     serialized = config.SerializeToString(deterministic=True)
     card = replace(declaration, versions=versions, model_config=serialized).to_card(config.name)
+    if config.HasField("sequence_batching"):
+        card = msgspec.structs.replace(card, has_sequences=True)
     if not labels:
         return card
     outputs = tuple(

@@ -14,9 +14,11 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.message_json import to_json
 from dynamo.common.tensors import Array, datatype_of_config
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
+from dynamo.worker.repository.sequence_tensors import check_sequences
 
 CONFIG_FILE = "config.pbtxt"
 MAX_INSTANCES = 256
+_SEQUENCE_IDLE_US = 1_000_000
 _GPU_DEVICE = Path("/dev/nvidia0")
 
 Field: TypeAlias = Any
@@ -88,15 +90,24 @@ def fill_defaults(config: ModelConfig) -> None:
         group.name = group.name or f"{config.name}_{number}"
         group.count = max(1, group.count)
         group.kind = ModelInstanceGroup.Kind.Value(f"KIND_{_kind(group)}")
+    if config.HasField("sequence_batching"):
+        _fill_sequence_defaults(config)
     if config.HasField("dynamic_batching") and config.max_batch_size:
         batching = config.dynamic_batching
         batching.preferred_batch_size[:] = batching.preferred_batch_size or [config.max_batch_size]
 
 
+def _fill_sequence_defaults(config: ModelConfig) -> None:
+    batching = config.sequence_batching
+    batching.max_sequence_idle_microseconds = batching.max_sequence_idle_microseconds or _SEQUENCE_IDLE_US
+    if batching.HasField("oldest") and config.max_batch_size:
+        batching.oldest.preferred_batch_size[:] = batching.oldest.preferred_batch_size or [config.max_batch_size]
+
+
 def check_supported(config: ModelConfig) -> None:
     """Raises InvalidRequest for settings that would change results and are not supported."""
     if config.HasField("sequence_batching"):
-        raise InvalidRequest("sequence_batching is not supported")
+        check_sequences(config)
     if config.batch_input or config.batch_output:
         raise InvalidRequest("batch_input and batch_output are not supported")
     tensors: list[ModelInput | ModelOutput] = [*config.input, *config.output]
@@ -112,6 +123,7 @@ def check_supported(config: ModelConfig) -> None:
 def ignored_settings(config: ModelConfig) -> list[str]:
     """Return the settings of a configuration that are not supported and without which results are the same."""
     batching = config.dynamic_batching
+    sequences = config.sequence_batching
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     settings = {
         "response_cache": config.response_cache.enable,
@@ -119,6 +131,12 @@ def ignored_settings(config: ModelConfig) -> list[str]:
         "cc_model_filenames": bool(config.cc_model_filenames),
         "rate_limiter": any(group.HasField("rate_limiter") for group in config.instance_group),
         "priority_levels": batching.priority_levels > 1,
+        "max_queue_delay_microseconds of sequences": bool(
+            sequences.direct.max_queue_delay_microseconds or sequences.oldest.max_queue_delay_microseconds
+        ),
+        "minimum_slot_utilization": bool(sequences.direct.minimum_slot_utilization),
+        "preserve_ordering of sequences": sequences.oldest.preserve_ordering,
+        "iterative_sequence": sequences.iterative_sequence,
         "queue timeouts": any(policy.default_timeout_microseconds for policy in policies),
     }
     return [name for name, is_set in settings.items() if is_set]

@@ -23,7 +23,15 @@ from dynamo.common.repository import MAX_REASON_CHARS, NOT_LOADED, UNLOADED, Ind
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.ensemble import EnsembleBackend, labels_in, models_in
-from dynamo.worker.repository.execution import Executable, ModelBackend, ModelRequest, ModelResult, Version, closing
+from dynamo.worker.repository.execution import (
+    Executable,
+    ModelBackend,
+    ModelRequest,
+    ModelResult,
+    OpensInstances,
+    Version,
+    closing,
+)
 from dynamo.worker.repository.layout import Fingerprint, fingerprint, model_folders, served_versions, versions_in
 from dynamo.worker.repository.loaded import LoadedModel
 from dynamo.worker.repository.model_config import (
@@ -37,6 +45,7 @@ from dynamo.worker.repository.model_config import (
 )
 from dynamo.worker.repository.onnx_backend import OnnxBackend
 from dynamo.worker.repository.python_backend import PythonBackend
+from dynamo.worker.repository.sequences import SequenceModel
 from dynamo.worker.repository.source import ModelPaths, temporary_folder, write_files
 from dynamo.worker.repository.warmup import warm_up
 from dynamo.worker.statistics import VersionStatistics
@@ -552,11 +561,24 @@ class RepositoryModels:
         self._loaded.clear()
 
 
+async def _open_version(backend: ModelBackend, version: Version) -> Executable:
+    if not version.config.HasField("sequence_batching"):
+        return await backend.open(version)
+    if not isinstance(backend, OpensInstances):
+        raise InvalidRequest(f"the backend '{version.config.backend}' has no sequence_batching")
+    instances = await backend.open_instances(version)
+    try:
+        return SequenceModel(version.config, instances, version.folder)
+    except BaseException:
+        await asyncio.gather(*(instance.close() for instance in instances))
+        raise
+
+
 async def _open_versions(
     backend: ModelBackend, config: ModelConfig, folder: Path, versions: Sequence[str]
 ) -> dict[str, Executable]:
     opened = await asyncio.gather(
-        *(backend.open(Version(config.name, version, config, folder)) for version in versions), return_exceptions=True
+        *(_open_version(backend, Version(config.name, version, config, folder)) for version in versions), return_exceptions=True
     )
     executables = {
         version: executable

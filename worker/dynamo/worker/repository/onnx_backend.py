@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.batches import batch_policy, rows_of
 from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult, Version
 from dynamo.worker.repository.model_config import datatype_name, instances_of, model_dims
+from dynamo.worker.repository.sequence_tensors import added_tensors
 
 DEFAULT_FILE = "model.onnx"
 
@@ -69,6 +70,10 @@ class OnnxBackend:
         session = await asyncio.to_thread(_open_session, version)
         return complete_config(version.config, session, self._default_max_batch_size)
 
+    async def open_instances(self, version: Version) -> Sequence[OnnxModel]:
+        model = await self.open(version)
+        return [model for _ in instances_of(version.config)]
+
     async def open(self, version: Version) -> OnnxModel:
         session = await asyncio.to_thread(_open_session, version)
         _check(version.config, session)
@@ -81,7 +86,7 @@ class OnnxModel:
     def __init__(self, version: Version, session: _OnnxSession) -> None:
         self._name = version.name
         self._session = session
-        self._outputs = [output.name for output in version.config.output]
+        self._outputs = sorted({output.name for output in version.config.output} | added_tensors(version.config)[1])
         self._text = {node.name for node in session.get_inputs() if node.type == "tensor(string)"}
         instances = len(list(instances_of(version.config)))
         self._pool = ThreadPoolExecutor(instances, f"model-{version.name}")
@@ -106,6 +111,19 @@ class OnnxModel:
         else:
             outputs = await self._execute(request)
         return ModelResult(outputs)
+
+    async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
+        """Run requests of one row each as one batch."""
+        loop = asyncio.get_running_loop()
+        if len(requests) == 1:
+            return [ModelResult(await loop.run_in_executor(self._pool, self._run, requests[0].inputs))]
+        names = requests[0].inputs
+        joined = {name: np.concatenate([request.inputs[name] for request in requests]) for name in names}
+        outputs = await loop.run_in_executor(self._pool, self._run, joined)
+        return [ModelResult({name: array[row : row + 1] for name, array in outputs.items()}) for row in range(len(requests))]
+
+    async def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        yield await self.respond(request)
 
     async def _execute(self, request: ModelRequest) -> Tensors:
         submitted = begun = time.perf_counter_ns()
@@ -241,6 +259,9 @@ def complete_config(config: ModelConfig, session: _OnnxSession, default_max_batc
     batch_dims = 1 if completed.max_batch_size else 0
     inputs_by_name = {tensor.name: tensor for tensor in completed.input}
     outputs_by_name = {tensor.name: tensor for tensor in completed.output}
+    added_inputs, added_outputs = added_tensors(completed)
+    inputs = [node for node in inputs if node.name not in added_inputs]
+    outputs = [node for node in outputs if node.name not in added_outputs]
     for node in inputs:
         _complete(inputs_by_name.get(node.name) or completed.input.add(name=node.name), node, batch_dims)
     if not completed.output:
@@ -284,7 +305,11 @@ def _check(config: ModelConfig, session: _OnnxSession) -> None:
             if tensor.name not in actual:
                 raise InvalidRequest(f"the model has no {what} '{tensor.name}'; it has {', '.join(sorted(actual))}")
             _check_tensor(what, tensor, actual[tensor.name], bool(config.max_batch_size))
-    declared_inputs = {tensor.name for tensor in config.input}
+    added_inputs, added_outputs = added_tensors(config)
+    for what, names, actual in (("input", added_inputs, inputs), ("output", added_outputs, outputs)):
+        if unknown := sorted(names - actual.keys()):
+            raise InvalidRequest(f"sequence_batching names the {what} '{unknown[0]}', which the model does not have")
+    declared_inputs = {tensor.name for tensor in config.input} | added_inputs
     if missing := sorted(inputs.keys() - declared_inputs):
         raise InvalidRequest(f"the configuration lacks the input '{missing[0]}' of the model")
 

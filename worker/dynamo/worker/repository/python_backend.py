@@ -63,13 +63,22 @@ class PythonBackend:
         return config_from_json(completed) if completed else version.config
 
     async def open(self, version: Version) -> PythonModel:
-        model = PythonModel(version, _file_of(version), self._handlers, self.memory)
-        try:
-            await model.start()
-        except BaseException:
-            await model.close()
-            raise
+        [model] = await self._open(version, [list(instances_of(version.config))])
         return model
+
+    async def open_instances(self, version: Version) -> Sequence[PythonModel]:
+        return await self._open(version, [[instance] for instance in instances_of(version.config)])
+
+    async def _open(self, version: Version, groups: Sequence[Sequence[ModelInstance]]) -> Sequence[PythonModel]:
+        """Return a model for each group of instances."""
+        file = _file_of(version)
+        models = [PythonModel(version, file, self._handlers, self.memory, group) for group in groups]
+        try:
+            await asyncio.gather(*(model.start() for model in models))
+        except BaseException:
+            await asyncio.gather(*(model.close() for model in models))
+            raise
+        return models
 
 
 def _file_of(version: Version) -> Path:
@@ -84,13 +93,20 @@ def _file_of(version: Version) -> Path:
 class PythonModel:
     """One version of a model, with its processes."""
 
-    def __init__(self, version: Version, file: Path, handlers: CallHandlers, memory: SharedMemory | None) -> None:
+    def __init__(
+        self,
+        version: Version,
+        file: Path,
+        handlers: CallHandlers,
+        memory: SharedMemory | None,
+        instances: Sequence[ModelInstance],
+    ) -> None:
         self._version = version
         self._file = file
         self._handlers = handlers
         self._memory = memory
         self._decoupled = version.config.model_transaction_policy.decoupled
-        self._instances = list(instances_of(version.config))
+        self._instances = instances
         self._pipeline = Pipeline(version.name)
         self._keeping: list[asyncio.Task[None]] = []
         policy = batch_policy(version.config, len(self._instances), ahead=len(self._instances))
@@ -181,6 +197,14 @@ class PythonModel:
             return result_or_error
         finally:
             del result_or_error  # else the traceback of the error keeps this frame, and so the tensors, until memory is collected
+
+    async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
+        """Run requests in one call of `execute`, once: what a process that dies knew of them is lost."""
+        return await self._results(*Execution.of_one_response(requests, self._version.name))
+
+    def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        """Run one request of a decoupled model, once."""
+        return self._stream(request)
 
     async def _execute_batch(self, batch: Batch) -> list[ModelResult | DynamoError]:
         """Return the response to each request, or its error."""

@@ -1,0 +1,295 @@
+"""Sequence batching: order, slots, control inputs, states, and the end of sequences."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from dynamo.common.errors import DynamoError, InvalidRequest
+from dynamo.worker.repository.models import RepositoryModels
+from dynamo.worker.repository.sequences import SequenceModel, UnknownSequence
+from tests.support.repositories import infer, infer_all, opened, python_model
+
+CONTROLS = """
+control_input { name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }
+control_input { name: "END" control { kind: CONTROL_SEQUENCE_END bool_false_true: [ false, true ] } }
+control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } }
+control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
+"""
+TENSORS = """
+input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "y" data_type: TYPE_STRING dims: [ 1 ] }
+"""
+ABOUT = """
+import json, os, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.instance = args["model_instance_name"]
+    def execute(self, requests):
+        folder = os.path.dirname(pb_utils.get_model_dir())
+        if any(r.inputs()[0].as_numpy().any() for r in requests):
+            open(os.path.join(folder, f"begun-{self.instance}"), "w").close()
+            while not os.path.exists(os.path.join(folder, "go")):
+                time.sleep(0.002)
+        responses = []
+        for row, r in enumerate(requests):
+            inputs = {t.name(): t.as_numpy() for t in r.inputs()}
+            about = {name: a.ravel().tolist()[0] for name, a in inputs.items() if name != "x" and a.dtype != object}
+            about |= {"row": row, "rows": len(requests), "on": self.instance, "pid": os.getpid(), "id": r.correlation_id()}
+            about |= {"flags": r.flags(), "shape": list(inputs.get("START", inputs["x"]).shape)}
+            text = np.full(inputs["x"].shape, json.dumps(about), object)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", text)]))
+        return responses
+"""
+
+
+async def ask(models: RepositoryModels, id: int | str, flags: str = "", value: float = 0.0, model: str = "told") -> Any:
+    """Send a request of a sequence; return what the model was given. `flags`: "s" for START, "e" for END."""
+    parameters = {"sequence_id": id, "sequence_start": "s" in flags, "sequence_end": "e" in flags}
+    shape = (1, 1) if models.find(model).card.max_batch_size else (1,)
+    response = await infer(models, model, {"x": np.full(shape, value, np.float32)}, parameters=parameters)
+    return json.loads(np.array(response["y"], object).ravel()[0])
+
+
+async def until_unknown(models: RepositoryModels, id: int) -> None:
+    """Send requests of a sequence until the worker does not know it."""
+    while True:
+        try:
+            await ask(models, id)
+        except UnknownSequence:
+            return
+        except DynamoError:
+            continue  # what failed with the process
+
+
+def sequences_of(models: RepositoryModels, model: str = "told") -> SequenceModel:
+    executable = models.find(model)._versions["1"]
+    assert isinstance(executable, SequenceModel)
+    return executable
+
+
+def told(repository: Path, batching: str = f"sequence_batching {{ {CONTROLS} }}", more: str = "") -> Path:
+    return python_model(repository, "told", ABOUT, f"{TENSORS}\n{batching}\n{more}")
+
+
+async def test_a_model_is_told_where_in_its_sequence_a_request_is(tmp_path: Path) -> None:
+    told(tmp_path)
+    async with opened(tmp_path, "told") as models:
+        told_of = [await ask(models, 5, flags) for flags in ("s", "", "e", "se")]
+    assert [[about[name] for name in ("START", "END", "READY", "ID", "id", "flags")] for about in told_of] == [
+        [1.0, False, 1, 5, 5, 1],
+        [0.0, False, 1, 5, 5, 0],
+        [0.0, True, 1, 5, 5, 2],
+        [1.0, True, 1, 5, 5, 3],
+    ]
+    assert {tuple(about["shape"]) for about in told_of} == {(1,)}
+
+
+async def test_requests_outside_of_a_sequence_are_refused_in_triton_s_words(tmp_path: Path) -> None:
+    told(tmp_path, more="max_batch_size: 2")
+    unknown = "inference request for sequence 7 to model 'told' must specify the START flag on the first request of the sequence"
+    async with opened(tmp_path, "told") as models:
+        with pytest.raises(InvalidRequest, match="must specify a non-zero or non-empty correlation ID"):
+            await ask(models, 0, "s")
+        with pytest.raises(UnknownSequence, match=unknown) as caught:
+            await ask(models, 7)
+        assert caught.value.retryable, "another worker may know it"
+        await ask(models, 7, "se")
+        with pytest.raises(UnknownSequence, match=unknown):
+            await ask(models, 7)
+        two_rows = {"x": np.zeros((2, 1), np.float32)}
+        with pytest.raises(InvalidRequest, match="must specify batch-size 1 due to requirements of sequence batcher"):
+            await infer(models, "told", two_rows, parameters={"sequence_id": 1, "sequence_start": True})
+        with pytest.raises(InvalidRequest, match="takes sequence ids that are uint64, got 'name'"):
+            await ask(models, "name", "s")
+
+
+async def test_sequences_may_have_names(tmp_path: Path) -> None:
+    told(tmp_path, f"sequence_batching {{ {CONTROLS.replace('TYPE_UINT64', 'TYPE_STRING')} }}")
+    async with opened(tmp_path, "told") as models:
+        assert (await ask(models, "first", "s"))["id"] == "first"
+        assert (await ask(models, "first", "e"))["flags"] == 2
+
+
+async def test_direct_sequences_keep_their_row_and_rows_below_it_are_not_ready(tmp_path: Path) -> None:
+    folder = told(tmp_path, more="max_batch_size: 3")
+    async with opened(tmp_path, "told") as models, asyncio.timeout(60):
+        rows = [await ask(models, id, "s") for id in (1, 2, 3)]
+        assert [(about["row"], about["rows"]) for about in rows] == [(0, 1), (1, 2), (2, 3)]
+        again = await ask(models, 2)
+        assert (again["row"], again["rows"], again["ID"], again["READY"], again["shape"]) == (1, 2, 2, 1, [1, 1])
+        busy = asyncio.create_task(ask(models, 1, value=1.0))
+        while not (folder / "begun-told_0").exists():
+            await asyncio.sleep(0.002)
+        waiting = [asyncio.create_task(ask(models, id)) for id in (1, 3)]
+        await asyncio.sleep(0)
+        (folder / "go").touch()
+        together = [await request for request in (busy, *waiting)]
+    assert [(about["row"], about["rows"]) for about in together] == [(0, 1), (0, 3), (2, 3)]
+
+
+async def test_a_sequence_without_a_slot_waits_for_the_end_of_another(tmp_path: Path) -> None:
+    told(tmp_path, f"sequence_batching {{ {CONTROLS} max_sequence_idle_microseconds: 60000000 }}", "instance_group { count: 2 }")
+    async with opened(tmp_path, "told") as models, asyncio.timeout(60):
+        placed = [await ask(models, id, "s") for id in (1, 2)]
+        assert {about["on"] for about in placed} == {"told_0_0", "told_0_1"}
+        third = asyncio.create_task(ask(models, 3, "s"))
+        for _ in range(3):
+            assert {(await ask(models, id))["on"] for id in (1,)} == {placed[0]["on"]}, "a sequence stays on its instance"
+        assert not third.done()
+        await ask(models, 2, "e")
+        assert (await third)["on"] == placed[1]["on"]
+
+
+async def test_an_idle_sequence_ends_and_frees_its_slot(tmp_path: Path) -> None:
+    told(tmp_path, f"sequence_batching {{ {CONTROLS} max_sequence_idle_microseconds: 20000 }}")
+    async with opened(tmp_path, "told") as models, asyncio.timeout(60):
+        await ask(models, 1, "s")
+        await ask(models, 2, "s")  # waits until the first is idle
+        with pytest.raises(UnknownSequence):
+            await ask(models, 1)
+
+
+async def test_the_oldest_requests_of_several_sequences_are_batched(tmp_path: Path) -> None:
+    strategy = "oldest { max_candidate_sequences: 4 } max_sequence_idle_microseconds: 60000000"
+    folder = told(tmp_path, f"sequence_batching {{ {strategy} {CONTROLS} }}", "max_batch_size: 2")
+    async with opened(tmp_path, "told") as models, asyncio.timeout(60):
+        busy = asyncio.create_task(ask(models, 9, "s", value=1.0))
+        while not (folder / "begun-told_0").exists():
+            await asyncio.sleep(0.002)
+        waiting = [asyncio.create_task(ask(models, id, "s")) for id in (1, 2, 3)]
+        second = asyncio.create_task(ask(models, 1))
+        await asyncio.sleep(0)
+        (folder / "go").touch()
+        rows = [(about["row"], about["rows"]) for about in await asyncio.gather(busy, *waiting, second)]
+    assert rows == [(0, 1), (0, 2), (1, 2), (0, 2), (1, 2)], "never two requests of one sequence together"
+
+
+async def test_the_death_of_a_process_ends_its_sequences_and_no_others(tmp_path: Path) -> None:
+    told(tmp_path, f"sequence_batching {{ {CONTROLS} max_sequence_idle_microseconds: 60000000 }}", "instance_group { count: 2 }")
+    async with opened(tmp_path, "told") as models, asyncio.timeout(60):
+        first, second = [await ask(models, id, "s") for id in (1, 2)]
+        os.kill(first["pid"], signal.SIGKILL)
+        await until_unknown(models, 1)
+        assert (await ask(models, 2))["pid"] == second["pid"]
+
+
+async def test_a_request_whose_caller_leaves_does_not_hold_up_its_sequence(tmp_path: Path) -> None:
+    folder = told(tmp_path)
+    async with opened(tmp_path, "told") as models, asyncio.timeout(60):
+        busy = asyncio.create_task(ask(models, 1, "s", value=1.0))
+        while not (folder / "begun-told_0").exists():
+            await asyncio.sleep(0.002)
+        left = asyncio.create_task(ask(models, 1))
+        await asyncio.sleep(0)
+        left.cancel()
+        (folder / "go").touch()
+        await busy
+        assert (await ask(models, 1, "e"))["END"] is True
+        assert "sequences=0, waiting=0" in repr(sequences_of(models))
+
+
+async def test_decoupled_models_have_sequences_too(tmp_path: Path) -> None:
+    code = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for r in requests:
+            sender = r.get_response_sender()
+            for value in (r.correlation_id(), r.flags()):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([value], np.float32))]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+    config = TENSORS.replace("TYPE_STRING", "TYPE_FP32") + "model_transaction_policy { decoupled: true } sequence_batching { }"
+    python_model(tmp_path, "many", code, config)
+    async with opened(tmp_path, "many") as models, asyncio.timeout(60):
+        for start, flags in ((True, 1.0), (False, 0.0)):
+            parameters = {"sequence_id": 4, "sequence_start": start}
+            responses = await infer_all(models, "many", {"x": np.zeros(1, np.float32)}, parameters=parameters)
+            assert [response.outputs["y"].tolist() for response in responses] == [[4.0], [flags]]
+
+
+def summing(folder: Path) -> None:
+    """A model without memory: `sum` = `x` + `before`; it is its state."""
+    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 1]) for name in ("x", "before", "y", "after")]
+    nodes = [helper.make_node("Add", ["x", "before"], ["y"]), helper.make_node("Identity", ["y"], ["after"])]
+    graph = helper.make_graph(nodes, "sum", tensors[:2], tensors[2:])
+    (folder / "1").mkdir(parents=True)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), folder / "1" / "model.onnx")
+
+
+STATE = 'input_name: "before" output_name: "after" data_type: TYPE_FP32 dims: [ 1 ]'
+
+
+@pytest.mark.parametrize(
+    ("initial", "first"),
+    [
+        ("", 0.0),
+        ('initial_state { name: "i" data_type: TYPE_FP32 dims: [ 1 ] zero_data: true }', 0.0),
+        ('initial_state { name: "i" data_type: TYPE_FP32 dims: [ 1 ] data_file: "ten" }', 10.0),
+    ],
+)
+async def test_onnx_models_get_the_state_that_their_last_response_of_the_sequence_gave(
+    tmp_path: Path, initial: str, first: float
+) -> None:
+    summing(tmp_path / "sum")
+    (tmp_path / "sum" / "initial_state").mkdir()
+    (tmp_path / "sum" / "initial_state" / "ten").write_bytes(np.float32(10).tobytes())
+    config = f"max_batch_size: 4 sequence_batching {{ state {{ {STATE} {initial} }} }}"
+    (tmp_path / "sum" / "config.pbtxt").write_text(f'backend: "onnxruntime" {config}')
+    async with opened(tmp_path, "sum") as models, asyncio.timeout(60):
+        card = models.find("sum").card
+        assert [spec.name for spec in (*card.inputs, *card.outputs)] == ["x", "y"] and card.has_sequences
+
+        async def add(id: int, value: float, start: bool = False) -> float:
+            parameters = {"sequence_id": id, "sequence_start": start}
+            [[total]] = (await infer(models, "sum", {"x": np.array([[value]], np.float32)}, parameters=parameters))["y"]
+            return float(total)
+
+        assert await asyncio.gather(add(1, 1.0, True), add(2, 5.0, True)) == [first + 1.0, first + 5.0]
+        assert await asyncio.gather(add(1, 2.0), add(2, 2.0)) == [first + 3.0, first + 7.0]
+        assert await add(1, 4.0) == first + 7.0
+        assert await add(1, 3.0, True) == first + 3.0, "START begins anew"
+
+
+@pytest.mark.parametrize(
+    ("batching", "reason"),
+    [
+        (
+            'control_input { name: "c" control { kind: CONTROL_SEQUENCE_CORRID } }',
+            "'c' of kind CONTROL_SEQUENCE_CORRID needs a data_type",
+        ),
+        (
+            'control_input { name: "c" control { kind: CONTROL_SEQUENCE_START } }',
+            "'c' of kind CONTROL_SEQUENCE_START needs two values",
+        ),
+        ('control_input { name: "c" control { int32_false_true: [ 0 ] } }', "needs two values in one of int32_false_true"),
+        ('control_input { name: "x" control { int32_false_true: [ 0, 1 ] } }', "have the name 'x' more than once"),
+        (CONTROLS + CONTROLS.replace('"START"', '"S2"'), "have the name 'END' more than once"),
+        ("oldest { }", "sequence_batching.oldest.max_candidate_sequences must be at least 1, got 0"),
+        ("oldest { max_candidate_sequences: 2 preferred_batch_size: 9 }", "preferred_batch_size must be from 1 to 1, got 9"),
+        ('state { input_name: "s" }', "state 's' needs an output_name and a data_type"),
+        (
+            'state { input_name: "s" output_name: "t" data_type: TYPE_FP32 dims: [ 1 ] initial_state { data_file: "gone" } }',
+            "initial_state/gone cannot be read: No such file",
+        ),
+    ],
+)
+async def test_a_wrong_configuration_names_its_field(tmp_path: Path, batching: str, reason: str) -> None:
+    told(tmp_path, f"sequence_batching {{ {batching} }}")
+    async with opened(tmp_path) as models:
+        assert reason in str((await models.load_all(["told"]))["told"])

@@ -1,0 +1,308 @@
+"""Sequence batching: the requests of one sequence run in order, on one instance of the model, which may keep a state for them.
+
+A sequence begins with a request that has the flag START and takes a *slot* of an instance until a request with END, or until no
+request came for a while. Sequences that find no slot wait for one. Strategies, as in Triton:
+
+- *direct*: an instance has a slot for each row of a batch, and a sequence keeps its row. Rows below the highest that has a
+  request, and that have none themselves, are filled with requests that are not READY.
+- *oldest*: an instance has `max_candidate_sequences` slots, and batches hold the requests that have waited longest.
+
+A sequence ends with the process of its instance. Requests of a sequence that is not known here are refused in a way that makes
+frontends try other workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from dynamo.common.background import Tasks
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
+from dynamo.common.tensors import Array
+from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.repository.execution import ModelRequest, ModelResult, SequenceInstance, closing
+from dynamo.worker.repository.pipeline import NoProcess
+from dynamo.worker.repository.responses import ProcessDied
+from dynamo.worker.repository.sequence_tensors import ControlInputs, States
+
+SequenceId: TypeAlias = int | str
+
+
+class UnknownSequence(InvalidRequest):
+    """The sequence has not begun here, or has ended. It may be known to another worker."""
+
+    retryable = True
+
+
+class _Job:
+    """A request that waits for its turn, or runs."""
+
+    __slots__ = ("ends", "enqueued_ns", "request", "result", "starts")
+
+    def __init__(self, request: ModelRequest) -> None:
+        self.request = request
+        self.starts = bool(request.parameters.get("sequence_start", False))
+        self.ends = bool(request.parameters.get("sequence_end", False))
+        self.result: asyncio.Future[ModelResult | DynamoError | None] = asyncio.get_running_loop().create_future()
+        """Of a decoupled model: None when it is the request's turn."""
+        self.enqueued_ns = time.perf_counter_ns()
+
+
+class _Sequence:
+    __slots__ = ("expiry", "has_end", "id", "is_running", "jobs", "lane", "state")
+
+    def __init__(self, id: SequenceId) -> None:
+        self.id = id
+        self.jobs: deque[_Job] = deque()
+        """Those that wait, in order."""
+        self.lane: _Lane | None = None
+        """None: it waits for a slot, or has ended."""
+        self.state: dict[str, Array] = {}
+        self.is_running = False
+        self.has_end = False
+        """The last request of the sequence has come."""
+        self.expiry: asyncio.TimerHandle | None = None
+
+
+class _Lane:
+    """An instance and its slots."""
+
+    __slots__ = ("instance", "is_busy", "slots")
+
+    def __init__(self, instance: SequenceInstance, slots: int) -> None:
+        self.instance = instance
+        self.slots: list[_Sequence | None] = [None] * slots
+        self.is_busy = False
+
+    @property
+    def free(self) -> int:
+        return self.slots.count(None)
+
+    def ready(self) -> list[tuple[int, _Sequence]]:
+        """Return the slots whose sequences have a request to run."""
+        return [
+            (slot, sequence)
+            for slot, sequence in enumerate(self.slots)
+            if sequence is not None and sequence.jobs and not sequence.is_running
+        ]
+
+
+class SequenceModel:
+    """One version of a model with sequence batching."""
+
+    def __init__(self, config: ModelConfig, instances: Sequence[SequenceInstance], folder: Path) -> None:
+        """Raises InvalidRequest for controls or states that contradict themselves. `folder` holds files of initial states."""
+        batching = config.sequence_batching
+        self._name = config.name
+        self._max_batch_size = config.max_batch_size
+        self._is_direct = not batching.HasField("oldest")
+        self._is_decoupled = config.model_transaction_policy.decoupled
+        self._idle_s = batching.max_sequence_idle_microseconds / 1e6
+        slots = max(1, config.max_batch_size) if self._is_direct else batching.oldest.max_candidate_sequences
+        self._controls = ControlInputs(config)
+        self._states = States(config, folder)
+        self._lanes = [_Lane(instance, slots) for instance in instances]
+        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._backlog: deque[_Sequence] = deque()
+        """Sequences that wait for a slot."""
+        self._running = Tasks()
+
+    def __repr__(self) -> str:
+        return f"<SequenceModel {self._name}, sequences={len(self._sequences)}, waiting={len(self._backlog)}>"
+
+    async def respond(self, request: ModelRequest) -> ModelResult:
+        sequence, job = self._admit(request)
+        try:
+            result = await job.result
+        finally:
+            _withdraw(sequence, job)
+        if isinstance(result, DynamoError):
+            raise result
+        if result is None:
+            raise EngineError(f"model '{self._name}' gave no response")
+        return result
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        sequence, job = self._admit(request)
+        try:
+            result = await job.result
+        except BaseException:
+            _withdraw(sequence, job)
+            raise
+        if isinstance(result, DynamoError):
+            raise result
+        lane = sequence.lane
+        try:
+            if lane is None:
+                raise EngineError(f"the instance of sequence {sequence.id} has ended")
+            async with closing(lane.instance.stream_once(self._prepared(sequence, job))) as responses:
+                async for response in responses:
+                    yield response
+        except (ProcessDied, NoProcess):
+            self._lose(lane)
+            raise
+        finally:
+            self._finished(sequence, job)
+            self._advance()
+
+    async def close(self) -> None:
+        for sequence in list(self._sequences.values()):
+            self._end(sequence)
+        await self._running.finish()
+        await asyncio.gather(*(lane.instance.close() for lane in self._lanes))
+
+    # Requests on their way
+
+    def _admit(self, request: ModelRequest) -> tuple[_Sequence, _Job]:
+        id = request.parameters.get("sequence_id", 0)
+        if not isinstance(id, int | str) or not id:
+            raise InvalidRequest(f"inference request to model '{self._name}' must specify a non-zero or non-empty correlation ID")
+        if self._max_batch_size and any(array.shape[:1] != (1,) for array in request.inputs.values()):
+            raise InvalidRequest(
+                f"inference request to model '{self._name}' must specify batch-size 1 due to requirements of sequence batcher"
+            )
+        self._controls.check(id)
+        job = _Job(request)
+        sequence = self._sequences.get(id)
+        if sequence is not None and sequence.has_end:
+            sequence = None
+        if sequence is None:
+            if not job.starts:
+                raise UnknownSequence(
+                    f"inference request for sequence {id} to model '{self._name}' must specify the START flag on the first "
+                    "request of the sequence"
+                )
+            sequence = self._sequences[id] = _Sequence(id)
+            self._backlog.append(sequence)
+        if sequence.expiry is not None:
+            sequence.expiry.cancel()
+        sequence.has_end = job.ends
+        sequence.jobs.append(job)
+        self._advance()
+        return sequence, job
+
+    def _advance(self) -> None:
+        """Give free slots to sequences that wait, and have idle instances run what is there."""
+        while self._backlog and (lane := max(self._lanes, key=_free)).free:
+            sequence = self._backlog.popleft()
+            sequence.lane = lane
+            lane.slots[lane.slots.index(None)] = sequence
+        for lane in self._lanes:
+            if self._is_decoupled:
+                for _, sequence in lane.ready():
+                    sequence.is_running = True
+                    _give(sequence.jobs.popleft(), None)
+            elif not lane.is_busy and (batch := self._choose(lane)):
+                lane.is_busy = True
+                self._running.start(self._run(lane, batch), f"a batch of sequences of {self._name}")
+
+    def _choose(self, lane: _Lane) -> list[tuple[_Sequence, _Job] | None]:
+        """Return the rows of the next batch of an instance; None is a row without a request. Marks its sequences as running."""
+        ready = lane.ready()
+        if not ready:
+            return []
+        if not self._is_direct:
+            ready = sorted(ready, key=lambda entry: entry[1].jobs[0].enqueued_ns)[: max(1, self._max_batch_size)]
+            ready = [(row, sequence) for row, (_, sequence) in enumerate(ready)]
+        rows: list[tuple[_Sequence, _Job] | None] = [None] * (1 + max(row for row, _ in ready))
+        for row, sequence in ready:
+            sequence.is_running = True
+            rows[row] = (sequence, sequence.jobs.popleft())
+        return rows
+
+    async def _run(self, lane: _Lane, rows: Sequence[tuple[_Sequence, _Job] | None]) -> None:
+        begun_ns = time.perf_counter_ns()
+        results: Sequence[ModelResult | DynamoError]
+        try:
+            results = await lane.instance.respond_all(list(self._requests(rows)))
+        except DynamoError as error:
+            results = [error] * len(rows)
+        ran_ns = time.perf_counter_ns() - begun_ns
+        died = False
+        for row, result in zip(rows, results, strict=True):
+            if row is None:
+                continue
+            sequence, job = row
+            timings = job.request.context.timings
+            timings.queue_ns += begun_ns - job.enqueued_ns
+            timings.infer_ns += ran_ns
+            died = died or isinstance(result, ProcessDied | NoProcess)
+            if isinstance(result, ModelResult):
+                sequence.state = self._states.after(result)
+            _give(job, result)
+            self._finished(sequence, job)
+        lane.is_busy = False
+        if died:
+            self._lose(lane)
+        self._advance()
+
+    def _requests(self, rows: Sequence[tuple[_Sequence, _Job] | None]) -> Iterator[ModelRequest]:
+        template = next(row for row in rows if row is not None)[1].request
+        for row in rows:
+            yield self._empty_row(template) if row is None else self._prepared(*row)
+
+    def _prepared(self, sequence: _Sequence, job: _Job) -> ModelRequest:
+        """Return a request with its control inputs and the state of its sequence."""
+        if job.starts:
+            sequence.state = self._states.initial()
+        controls = self._controls.of(sequence.id, starts=job.starts, ends=job.ends)
+        return replace(job.request, inputs={**job.request.inputs, **controls, **sequence.state})
+
+    def _empty_row(self, template: ModelRequest) -> ModelRequest:
+        inputs = {name: np.full_like(array, b"" if array.dtype.kind == "O" else 0) for name, array in template.inputs.items()}
+        inputs |= self._controls.of_empty_row() | self._states.initial()
+        return replace(template, inputs=inputs, parameters={}, id="")
+
+    def _finished(self, sequence: _Sequence, job: _Job) -> None:
+        sequence.is_running = False
+        if job.ends:
+            self._end(sequence)
+        elif not sequence.jobs and sequence.lane is not None:
+            sequence.expiry = asyncio.get_running_loop().call_later(self._idle_s, self._expire, sequence)
+
+    def _expire(self, sequence: _Sequence) -> None:
+        if not sequence.jobs and not sequence.is_running:
+            self._end(sequence)
+            self._advance()
+
+    def _end(self, sequence: _Sequence) -> None:
+        """Free the slot of a sequence, whose requests that still wait are refused."""
+        if sequence.expiry is not None:
+            sequence.expiry.cancel()
+        if sequence.lane is not None:
+            sequence.lane.slots[sequence.lane.slots.index(sequence)] = None
+            sequence.lane = None
+        if sequence in self._backlog:
+            self._backlog.remove(sequence)
+        if self._sequences.get(sequence.id) is sequence:
+            del self._sequences[sequence.id]
+        while sequence.jobs:
+            _give(sequence.jobs.popleft(), EngineError(f"sequence {sequence.id} of model '{self._name}' has ended"))
+
+    def _lose(self, lane: _Lane | None) -> None:
+        """The process of an instance has ended, and with it what it knew of its sequences."""
+        for sequence in () if lane is None else tuple(lane.slots):
+            if sequence is not None:
+                self._end(sequence)
+
+
+def _free(lane: _Lane) -> int:
+    return lane.free
+
+
+def _give(job: _Job, result: ModelResult | DynamoError | None) -> None:
+    if not job.result.done():  # else its caller has left
+        job.result.set_result(result)
+
+
+def _withdraw(sequence: _Sequence, job: _Job) -> None:
+    """Take back a request whose caller has left, if it still waits."""
+    if job in sequence.jobs:
+        sequence.jobs.remove(job)
