@@ -107,7 +107,6 @@ instance_group { count: 2 kind: KIND_CPU }
         ('backend: "tensorrt"', "backend 'tensorrt' is not supported"),
         ('platform: "pytorch_libtorch"', "platform 'pytorch_libtorch' is not supported"),
         ('name: "other"', "that of a model named 'other'"),
-        ("sequence_batching { }", "sequence_batching is not supported"),
         ("max_batch_size: 2 dynamic_batching { preferred_batch_size: [ 4 ] }", "preferred batch size 4"),
         ("version_policy { specific { versions: [ 3 ] } }", "version 3"),
         ("this is no configuration", "config.pbtxt is not usable"),
