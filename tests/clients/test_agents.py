@@ -198,3 +198,15 @@ def test_litellm(url: str, stream: bool) -> None:
     [call] = message.tool_calls
     messages += [message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": added(call.function.arguments)}]
     assert complete().content == "The tools returned: 42"
+
+
+def test_instructor(openai: Any) -> None:
+    import instructor
+    from pydantic import BaseModel
+
+    class Sum(BaseModel):
+        total: int
+
+    client = instructor.from_openai(openai)
+    made = client.create(model="sim", response_model=Sum, messages=[{"role": "user", "content": 'Sum({"total": 42})'}])
+    assert made.total == 42
