@@ -633,6 +633,22 @@ class KvRouterOptions:
         help="With weights: cost of a block to prefill against a block held by a running request.",
     )
     temperature: float = option(0.0, minimum=0, help="Above 0 the instance is drawn from a softmax over normalised costs.")
+    ttft_goal_s: float | None = option(
+        None,
+        flags=("--ttft-goal",),
+        env=("DYN_TTFT_GOAL",),
+        minimum=0,
+        metavar="SECONDS",
+        help="With latency: a request that is predicted to get its first token later on every instance is refused as overload.",
+    )
+    itl_goal_s: float | None = option(
+        None,
+        flags=("--itl-goal",),
+        env=("DYN_ITL_GOAL",),
+        minimum=0,
+        metavar="SECONDS",
+        help="With latency: requests stay away from instances where tokens would take longer.",
+    )
     kv_full_penalty: float = 1.0
     """Weight of the term that keeps prompts away from instances whose KV blocks are more than half in use."""
     use_kv_events: bool = option(

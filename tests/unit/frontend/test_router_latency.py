@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from dynamo.common.discovery import Instance
+from dynamo.common.errors import Overloaded
 from dynamo.common.generation import pack_tokens
 from dynamo.common.kv.events import KvUpdate, LoadReport, StepTotals
 from dynamo.common.kv.hashes import pack_hashes, sequence_hashes
@@ -147,6 +148,47 @@ def test_an_explanation_has_the_predicted_latencies_of_each_candidate() -> None:
     assert shown["2"] == (pytest.approx(8 * SIZE * 0.125 + 6.0, abs=0.1), pytest.approx(6.35, abs=0.01))
     assert decision.ttft_s is not None
     assert decision.ttft_s * 1e3 == pytest.approx(float(shown[f"{decision.instance.id:x}"][0]), abs=0.1)
+
+
+def test_what_no_instance_can_begin_in_time_is_refused_with_the_time_to_wait() -> None:
+    s = Situation(KvRouterOptions(ttft_goal_s=1.0))
+    s.store(A, prompt(10))
+    s.report(A, running=1, queued_prefill_tokens=6000)
+    s.report(B, running=1, queued_prefill_tokens=28_000)
+    assert s.send(prompt(11), 2).instance.id == A, "0.75 s for those that wait, and one block"
+    with pytest.raises(Overloaded, match="goals") as refused:
+        s.send(prompt(11, 1), 2)
+    assert 0.5 < refused.value.retry_after_s < 1.5
+    assert len(s.router.loads) == 1, "what is refused is not booked"
+
+
+def test_a_request_may_have_goals_of_its_own() -> None:
+    s = Situation()
+    for instance in (A, B):
+        s.report(instance, running=1, queued_prefill_tokens=16_000)
+    assert s.send(prompt(1), 2).ttft_s == pytest.approx(2.1, abs=0.1)
+    with pytest.raises(Overloaded):
+        s.send(prompt(1), 2, overrides={"ttft_goal": 1.5})
+    with pytest.raises(Overloaded):
+        s.send(prompt(1), 2, overrides={"itl_goal": 0.005})
+    s.send(prompt(1), 2, overrides={"ttft_goal": 3.0, "itl_goal": 0.05})
+
+
+@pytest.mark.parametrize("exempt", [{"pinned": A}, {"was_admitted": True}, {"is_prefilled": True}])
+def test_goals_refuse_nothing_that_was_begun_or_that_names_its_instance(exempt: dict[str, object]) -> None:
+    s = Situation(KvRouterOptions(ttft_goal_s=1.0))
+    for instance in (A, B):
+        s.report(instance, running=1, queued_prefill_tokens=16_000)
+    s.send(prompt(1), 2, **exempt)
+
+
+def test_requests_stay_away_from_instances_that_would_miss_the_goal_for_tokens() -> None:
+    for goal_s, chosen in ((None, A), (0.02, B)):
+        s = Situation(KvRouterOptions(itl_goal_s=goal_s))
+        s.store(A, prompt(16))
+        s.report(A, running=42)
+        s.report(B, running=36)
+        assert s.send(prompt(16), 2).instance.id == chosen
 
 
 def test_weights_take_the_place_of_seconds_where_a_weight_is_set() -> None:

@@ -7,16 +7,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.frontend.config import RouterOptions, Thresholds
+from dynamo.frontend.config import KvRouterOptions, RouterOptions, Thresholds
 from dynamo.local.replay.command import main
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures, summary
 from dynamo.local.replay.fleet import Replay
-from dynamo.local.replay.trace import BLOCK_TOKENS, Row, expand, read_trace, synthesise
+from dynamo.local.replay.trace import BLOCK_TOKENS, Row, Workload, expand, read_trace, synthesise
 
 SAMPLE = Path(__file__).parents[3] / "examples" / "trace.jsonl"
 FLEET = ReplayConfig(workers=4, blocks=400, rate=3.0)
@@ -185,3 +186,44 @@ def test_what_cannot_be_done_is_one_sentence(flags: list[str], sentence: str, ca
     assert ended.value.code == 2
     stderr = capsys.readouterr().err
     assert sentence in stderr and "Traceback" not in stderr
+
+
+def test_goodput_does_not_fall_when_more_arrives_than_can_be_served_in_time() -> None:
+    goodput = []
+    for arrivals in (8.0, 16.0):
+        workload = Workload(groups=40, prefix_blocks=12, own_blocks=2, output_tokens=150, skew=0.0, arrivals_per_s=arrivals)
+        goals = RouterOptions(kv=KvRouterOptions(ttft_goal_s=2.0, itl_goal_s=0.03))
+        config = ReplayConfig(workers=2, blocks=600, router=goals)
+        figures = Replay(workload.rows(400, 1), ReplayMode.KV, config).run()
+        goodput.append(figures.good / figures.virtual_s)
+    assert goodput[1] > 0.9 * goodput[0]
+
+
+def test_learned_step_times_predict_the_first_token() -> None:
+    workload = Workload(groups=20, prefix_blocks=8, own_blocks=1, output_tokens=200, skew=1.0, arrivals_per_s=6.0)
+    figures = Replay(workload.rows(300, 2), ReplayMode.KV, ReplayConfig(workers=3, blocks=600, speedup=0.5)).run()
+    assert len(figures.ttft_error_s) == 300
+    assert median(figures.ttft_error_s) < 0.1 * median(figures.ttft_s)
+
+
+def test_kv_is_nowhere_slower_than_the_better_of_the_modes_that_ignore_caches() -> None:
+    """The mean latency of small fleets, from many caches that decide to none."""
+    for groups, prefix, output, arrivals in ((1, 16, 200, 4.0), (60, 12, 150, 3.0), (6, 4, 500, 5.0), (400, 6, 100, 3.0)):
+        workload = Workload(
+            groups=groups, prefix_blocks=prefix, own_blocks=1, output_tokens=output, skew=0.5, arrivals_per_s=arrivals
+        )
+        rows = workload.rows(250, 3)
+        modes = (ReplayMode.ROUND_ROBIN, ReplayMode.LEAST_LOADED, ReplayMode.KV)
+        *others, kv = (summary(Replay(rows, mode, ReplayConfig(workers=3, blocks=400)).run()).e2e_mean_ms for mode in modes)
+        assert kv < 1.02 * min(others), workload
+
+
+def test_a_workload_may_be_made_up_by_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--requests 60 --groups 3 --prefix-blocks 4 --own-blocks 1 --output-tokens 20 --skew 1 --arrivals 5 --modes kv --json"
+    with pytest.raises(SystemExit):
+        main(flags.split())
+    figures = json.loads(capsys.readouterr().out)["kv"]
+    assert figures["offered_rps"] == pytest.approx(5.0, rel=0.4)
+    assert 0.6 < figures["block_hit_rate"] < 0.8, "4 of 5 blocks, but for the first of each group"
+    assert figures["tokens_per_s"] > 0.0
+    assert figures["e2e_mean_ms"] > figures["ttft_p50_ms"] > figures["ttft_error_p50_ms"] > 0.0

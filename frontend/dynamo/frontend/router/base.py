@@ -26,6 +26,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     expected_output_tokens: int = 0
     is_prefilled: bool = False
     """A prefill instance has computed the prompt: neither cached blocks nor the prompt's length matter."""
+    was_admitted: bool = False
+    """It was sent to an instance before, which failed: no goal refuses it now."""
     priority: int = 0
     """Higher is more important."""
     pinned: InstanceId | None = None

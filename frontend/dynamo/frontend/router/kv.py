@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import DynamoError
+from dynamo.common.errors import DynamoError, Overloaded
 from dynamo.common.kv.events import KvSnapshot, KvUpdate, LoadReport
 from dynamo.common.kv.hashes import TOKEN_BYTES, space_hash
 from dynamo.common.names import InstanceId
@@ -152,7 +152,8 @@ class KvRouter:
         if config.cost is KvCost.WEIGHTS or not prompt.block_size:
             costs = weighted_costs(config, prompt, loads, overlaps)
         else:
-            predicted = model.latency(rows).predict(
+            latency = model.latency(rows)
+            predicted = latency.predict(
                 prompt,
                 loads,
                 overlaps,
@@ -162,13 +163,18 @@ class KvRouter:
                 frontends=self.loads.frontends,
             )
             costs = predicted.costs
+            if config.ttft_goal_s is not None or config.itl_goal_s is not None:
+                latency.add_misses(predicted, prompt, loads, config.ttft_goal_s, config.itl_goal_s)
+                _check_goals(request, config, prompt, loads, overlaps, predicted, latency)
         position = None if request.pinned is None else pinned(request, candidates)
         if position is not None:
             reason = "pinned"
         else:
             position, reason = self._choose(request, candidates, config, loads, costs)
         instance, overlap = candidates[position], overlaps.get(position, 0)
-        self._book(request, config, prompt, instance.id, overlap, now)
+        prefill_tokens = self._book(request, config, prompt, instance.id, overlap, now)
+        if predicted is not None:
+            model.latency(rows).placed(prefill_tokens)
         if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
             self._predicted.add(instance.id, hashes, now)
             self.loads.share_prompt(instance.id, hashes)
@@ -276,7 +282,8 @@ class KvRouter:
 
     def _book(
         self, request: RouteRequest, config: KvRouterOptions, prompt: Prompt, instance: InstanceId, overlap: int, now: float
-    ) -> None:
+    ) -> int:
+        """Book the request. Return how many tokens of its prompt the instance has to compute."""
         # An engine computes at least the last token of a prompt that it has cached completely.
         prefill_tokens = max(prompt.tokens - overlap * prompt.block_size, min(prompt.tokens, 1))
         if request.is_prefilled:
@@ -294,12 +301,13 @@ class KvRouter:
         self.loads.book(
             request.booking_id, instance, now, prefill_tokens=prefill_tokens, blocks=blocks, extra_blocks=extra_blocks
         )
+        return prefill_tokens
 
 
 def _overridden(config: KvRouterOptions, overrides: Mapping[str, float]) -> KvRouterOptions:
     """Return the settings of a request that changes some of them. Names of other settings are left to other routers."""
     weight, scale, temperature = config.overlap_score_weight, config.prefill_load_scale, config.temperature
-    cost = config.cost
+    cost, ttft_goal_s, itl_goal_s = config.cost, config.ttft_goal_s, config.itl_goal_s
     for name, value in overrides.items():
         match name:
             case "overlap_score_weight" | "overlap_score_credit":
@@ -308,7 +316,45 @@ def _overridden(config: KvRouterOptions, overrides: Mapping[str, float]) -> KvRo
                 scale, cost = check_weight(name, value), KvCost.WEIGHTS
             case "router_temperature":
                 temperature = check_weight(name, value)
-    return replace(config, cost=cost, overlap_score_weight=weight, prefill_load_scale=scale, temperature=temperature)
+            case "ttft_goal":
+                ttft_goal_s = check_weight(name, value)
+            case "itl_goal":
+                itl_goal_s = check_weight(name, value)
+    return replace(
+        config,
+        cost=cost,
+        overlap_score_weight=weight,
+        prefill_load_scale=scale,
+        temperature=temperature,
+        ttft_goal_s=ttft_goal_s,
+        itl_goal_s=itl_goal_s,
+    )
+
+
+def _check_goals(
+    request: RouteRequest,
+    config: KvRouterOptions,
+    prompt: Prompt,
+    loads: Sequence[Load],
+    overlaps: Mapping[int, int],
+    predicted: Predictions,
+    latency: LatencyModel,
+) -> None:
+    """Raises Overloaded if no instance is predicted to reach the goals."""
+    if request.pinned is not None or request.is_prefilled or request.was_admitted:
+        return
+    longest_s = math.inf if config.ttft_goal_s is None else config.ttft_goal_s
+    slowest_s = math.inf if config.itl_goal_s is None else config.itl_goal_s
+    if not any(
+        ttft_s <= longest_s and latency.itl_if_all_were_alike_s(prompt, load, overlaps.get(position, 0)) <= slowest_s
+        for position, (ttft_s, load) in enumerate(zip(predicted.ttft_s, loads, strict=True))
+    ):
+        best_s = min(predicted.ttft_s)
+        raise Overloaded(
+            f"no instance of model '{request.model}' is predicted to reach the goals: the first token would come after "
+            f"about {best_s:.2f} s",
+            retry_after_s=max(1.0, best_s - longest_s),
+        )
 
 
 def _explain(

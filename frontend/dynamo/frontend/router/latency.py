@@ -14,6 +14,9 @@
 room for others, the instance is taken to have as many of them as now for the whole time of this one. If the KV blocks of the
 instance do not suffice for the prompt, it waits until enough of the requests there have ended.
 
+Goals, where they are given, add to the cost of an instance that misses them: `_MISS_WEIGHT` times the excess over the goal, for
+the time to first token once, for the time between tokens for each token of this request and of those that run there.
+
 A cached block is worth the prefill that it saves, which grows with the number of requests on the instance and with the queue. A
 prefix that many requests share spreads by itself: an idle instance computes it as soon as that costs less than waiting for the
 others that have it.
@@ -28,9 +31,14 @@ import msgspec
 
 from dynamo.frontend.router.load import Load
 from dynamo.frontend.router.prompts import Prompt
-from dynamo.frontend.router.step_model import StepModel, StepTimes
-from dynamo.frontend.router.traffic import ArrivalRate
+from dynamo.frontend.router.step_model import StepModel
+from dynamo.frontend.router.traffic import Traffic
 
+_MISS_WEIGHT = 10.0
+_UNFAIRNESS = 2.0
+"""By how much at most a request counts for longer or shorter than the mean when it is decided whether it is refused."""
+_MOST_PREFILL = 0.95
+"""Upper bound of the share of its time that an instance computes prompts."""
 _KV_FULL_FROM = 0.5
 """Below this share of blocks in use, no prompt is expected to wait for blocks."""
 _BATCH_TOKENS = 8192
@@ -49,7 +57,9 @@ class LatencyModel:
 
     def __init__(self) -> None:
         self.steps = StepModel()
-        self._arrivals = ArrivalRate()
+        self._traffic = Traffic()
+        self._prefilling = 0.0
+        """The share of its time that an instance computes prompts."""
 
     def predict(
         self,
@@ -69,7 +79,10 @@ class LatencyModel:
         token, base, sequence, block = times.token, times.base, times.sequence, times.block
         output = self._expected_output(max_output)
         more_s = output * (sequence + block * prompt.blocks)
-        arrivals = self._arrivals.arrive(now) * frontends / len(loads)
+        traffic, share = self._traffic, frontends / len(loads)
+        traffic.pass_time(now)
+        arrivals = traffic.requests_per_s * share
+        self._prefilling = traffic.tokens_per_s * share * token
         batch_s = _BATCH_TOKENS * token
         prompt_s = 0.0 if is_prefilled else prompt.tokens * token
         block_s = 0.0 if is_prefilled else prompt.block_size * token
@@ -94,7 +107,8 @@ class LatencyModel:
             else:
                 ttft = prefill + 0.5 * step
             if load.usage > _KV_FULL_FROM:
-                ttft += _wait_for_blocks(times, load, prompt.blocks - overlaps.get(position, 0), step)
+                queued = tokens / prompt.block_size
+                ttft += self._wait_for_blocks(load, queued + prompt.blocks - overlaps.get(position, 0), step)
             costs.append(ttft + output * step + prefill * (requests + arrivals * ttft) + requests * more_s)
             ttfts.append(ttft)
         return Predictions(costs, ttfts)
@@ -104,12 +118,48 @@ class LatencyModel:
         mean = self.steps.times.output_tokens
         return mean * (1.0 - math.exp(-max_output / mean)) if max_output else mean
 
+    def add_misses(
+        self, predicted: Predictions, prompt: Prompt, loads: Sequence[Load], ttft_goal_s: float | None, itl_goal_s: float | None
+    ) -> None:
+        """Add to the costs of instances that miss a goal."""
+        costs = predicted.costs
+        if ttft_goal_s is not None:
+            for position, ttft_s in enumerate(predicted.ttft_s):
+                if ttft_s > ttft_goal_s:
+                    costs[position] += _MISS_WEIGHT * (ttft_s - ttft_goal_s)
+        if itl_goal_s is not None:
+            output = self.steps.times.output_tokens
+            for position, load in enumerate(loads):
+                excess_s = self.itl_s(prompt, load) - itl_goal_s
+                if excess_s > 0.0:
+                    costs[position] += _MISS_WEIGHT * excess_s * output * (load.requests + 1)
+
+    def placed(self, tokens: int) -> None:
+        """Count a request for which an instance has to compute so many tokens of its prompt."""
+        self._traffic.add(tokens)
+
     def itl_s(self, prompt: Prompt, load: Load) -> float:
-        """Return the mean time between the tokens of a request on an instance, without the prefills of requests to come."""
-        return self.steps.times.step_s(load.requests + 1, load.decode_blocks + prompt.blocks)
+        """Return the mean time between the tokens of a request on an instance, with as many prefills as of late."""
+        step_s = self.steps.times.step_s(load.requests + 1, load.decode_blocks + prompt.blocks)
+        return step_s * _slowdown(self._prefilling)
+
+    def itl_if_all_were_alike_s(self, prompt: Prompt, load: Load, overlap: int) -> float:
+        """Return the time between tokens if as many tokens had to be computed for each prompt as for this one, within limits."""
+        traffic = self._traffic
+        mean = traffic.tokens_per_s / traffic.requests_per_s if traffic.requests_per_s else 0.0
+        tokens = prompt.tokens - overlap * prompt.block_size
+        ratio = min(max(tokens / mean, 1.0 / _UNFAIRNESS), _UNFAIRNESS) if mean else 1.0
+        step_s = self.steps.times.step_s(load.requests + 1, load.decode_blocks + prompt.blocks)
+        return step_s * _slowdown(self._prefilling * ratio)
+
+    def _wait_for_blocks(self, load: Load, blocks: float, step: float) -> float:
+        """Return how long it takes until an instance has `blocks` free: requests free theirs evenly over their outputs."""
+        missing = load.decode_blocks + blocks - load.decode_blocks / load.usage
+        if missing <= 0.0:
+            return 0.0
+        return missing / load.decode_blocks * self.steps.times.output_tokens * step * _slowdown(self._prefilling)
 
 
-def _wait_for_blocks(times: StepTimes, load: Load, blocks: float, step: float) -> float:
-    """Return how long a prompt waits for `blocks` KV blocks: requests free theirs evenly over their outputs."""
-    missing = load.decode_blocks + blocks - load.decode_blocks / load.usage
-    return missing / load.decode_blocks * times.output_tokens * step if missing > 0.0 else 0.0
+def _slowdown(prefilling: float) -> float:
+    """Return how much longer decoding takes on an instance that computes prompts for this share of its time."""
+    return 1.0 / (1.0 - min(prefilling, _MOST_PREFILL))

@@ -12,6 +12,7 @@ from dynamo.common.errors import InvalidRequest
 
 MAX_WEIGHT = 1000.0
 MAX_TEMPERATURE = 100.0
+MAX_GOAL_S = 86_400.0
 _SAME_AS = {"overlap_score_credit": "overlap_score_weight"}
 """Aliases of settings."""
 LIMITS: Mapping[str, float] = {
@@ -19,6 +20,8 @@ LIMITS: Mapping[str, float] = {
     "overlap_score_credit": MAX_WEIGHT,
     "prefill_load_scale": MAX_WEIGHT,
     "router_temperature": MAX_TEMPERATURE,
+    "ttft_goal": MAX_GOAL_S,
+    "itl_goal": MAX_GOAL_S,
 }
 """The maximum of each setting; the minimum is 0."""
 

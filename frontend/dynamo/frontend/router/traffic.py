@@ -1,4 +1,4 @@
-"""How often requests arrive, as of now."""
+"""How many requests arrive, and how many prompt tokens they bring, as of now."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ import math
 _MEMORY_S = 10.0
 
 
-class ArrivalRate:
-    """Arrivals per second over about the last ten seconds."""
+class Traffic:
+    """Rates over about the last ten seconds."""
 
-    __slots__ = ("_at", "_per_s")
+    __slots__ = ("_at", "requests_per_s", "tokens_per_s")
 
     def __init__(self) -> None:
-        self._per_s = 0.0
+        self.requests_per_s = 0.0
+        self.tokens_per_s = 0.0
+        """Prompt tokens that instances have to compute."""
         self._at = 0.0
 
-    def arrive(self, now: float) -> float:
-        """Return the rate before an arrival, and count it."""
-        rate = self._per_s * math.exp((self._at - now) / _MEMORY_S)
-        self._per_s = rate + 1.0 / _MEMORY_S
+    def pass_time(self, now: float) -> None:
+        """Bring the rates up to date."""
+        decay = math.exp((self._at - now) / _MEMORY_S)
+        self.requests_per_s *= decay
+        self.tokens_per_s *= decay
         self._at = now
-        return rate
+
+    def add(self, tokens: float) -> None:
+        """Count a request that was placed now."""
+        self.requests_per_s += 1.0 / _MEMORY_S
+        self.tokens_per_s += tokens / _MEMORY_S

@@ -93,6 +93,7 @@ class Booker:
                 cache_salt=work.cache_salt,
                 expected_output_tokens=work.expected_output_tokens,
                 is_prefilled=work.is_prefilled,
+                was_admitted=failed_attempts > 0,
                 priority=call.priority,
                 pinned=call.instance,
                 session=call.session,

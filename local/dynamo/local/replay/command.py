@@ -19,7 +19,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.local.replay.config import ReplayConfig
 from dynamo.local.replay.figures import Figures, Summary, summary, table
 from dynamo.local.replay.fleet import Replay
-from dynamo.local.replay.trace import read_trace, synthesise
+from dynamo.local.replay.trace import Row, Workload, read_trace, synthesise
 
 PROGRAM = "dynamo-local replay"
 _DESCRIPTION = (
@@ -31,13 +31,27 @@ _MADE_UP_REQUESTS = 1000
 
 def replay(trace: Path | None, config: ReplayConfig) -> dict[str, tuple[Figures, Summary]]:
     """By mode. Raises InvalidRequest for a file that cannot be used."""
-    made_up = config.requests or _MADE_UP_REQUESTS
-    rows = synthesise(made_up, config.seed) if trace is None else read_trace(trace, config.requests)
+    rows = _made_up(config) if trace is None else read_trace(trace, config.requests)
     results: dict[str, tuple[Figures, Summary]] = {}
     for mode in config.modes:
         figures = Replay(rows, mode, config).run()
         results[mode.value] = (figures, summary(figures))
     return results
+
+
+def _made_up(config: ReplayConfig) -> list[Row]:
+    requests, options = config.requests or _MADE_UP_REQUESTS, config.workload
+    if not options.groups:
+        return synthesise(requests, config.seed)
+    workload = Workload(
+        groups=options.groups,
+        prefix_blocks=options.prefix_blocks,
+        own_blocks=options.own_blocks,
+        output_tokens=options.output_tokens,
+        skew=options.skew,
+        arrivals_per_s=options.arrivals,
+    )
+    return workload.rows(requests, config.seed)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

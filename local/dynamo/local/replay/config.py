@@ -9,6 +9,9 @@ from pathlib import Path
 from dynamo.common.config import group, option
 from dynamo.frontend.config import RouterOptions
 
+_TTFT_GOAL_S = 10.0
+_ITL_GOAL_S = 0.1
+
 
 class ReplayMode(StrEnum):
     ROUND_ROBIN = "round-robin"
@@ -18,6 +21,18 @@ class ReplayMode(StrEnum):
     KV = "kv"
     KV_APPROXIMATE = "kv-approximate"
     """kv without events: caches are guessed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadOptions:
+    """A made-up workload in place of a trace: groups of requests whose prompts begin with the same blocks."""
+
+    groups: int = option(0, env=(), file_key=(), minimum=0, help="Groups; 0: conversations of several turns instead.")
+    prefix_blocks: int = option(8, env=(), file_key=(), minimum=0, help="Blocks that all prompts of a group begin with.")
+    own_blocks: int = option(2, env=(), file_key=(), minimum=1, help="Blocks of each prompt after these.")
+    output_tokens: int = option(300, env=(), file_key=(), minimum=1, help="Mean length of outputs.")
+    skew: float = option(0.0, env=(), file_key=(), minimum=0, help="Zipf's exponent: above 0, some groups get more requests.")
+    arrivals: float = option(8.0, env=(), file_key=(), minimum=0.001, help="Requests per second.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,24 +65,6 @@ class ReplayConfig:
     timing: Path | None = option(
         None, env=(), file_key=(), metavar="FILE", help="CSV table of measured steps that the timing of workers is fitted to."
     )
-    ttft_goal_s: float = option(
-        10.0,
-        flags=("--ttft-goal",),
-        env=(),
-        file_key=(),
-        minimum=0,
-        metavar="SECONDS",
-        help="Goodput counts requests with a TTFT up to this …",
-    )
-    itl_goal_s: float = option(
-        0.1,
-        flags=("--itl-goal",),
-        env=(),
-        file_key=(),
-        minimum=0,
-        metavar="SECONDS",
-        help="… and a mean time between tokens up to this.",
-    )
     seed: int = option(0, env=(), file_key=(), minimum=0, help="Of all that is random; one seed, one result.")
     plot: Path | None = option(
         None,
@@ -77,4 +74,18 @@ class ReplayConfig:
         help="Draw the comparison, in the format that the name ends with; needs matplotlib.",
     )
     json: bool = option(False, env=(), file_key=(), help="Print one JSON object instead of a table.")
+
+    @property
+    def ttft_goal_s(self) -> float:
+        """Goodput counts requests with a TTFT up to this …"""
+        goal_s = self.router.kv.ttft_goal_s
+        return _TTFT_GOAL_S if goal_s is None else goal_s
+
+    @property
+    def itl_goal_s(self) -> float:
+        """… and a mean time between tokens up to this."""
+        goal_s = self.router.kv.itl_goal_s
+        return _ITL_GOAL_S if goal_s is None else goal_s
+
+    workload: WorkloadOptions = group("Made-up workload", default=WorkloadOptions)
     router: RouterOptions = group("Routing", prefix="router", default=RouterOptions)

@@ -73,6 +73,36 @@ def synthesise(requests: int, seed: int) -> list[Row]:
     return rows
 
 
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """A made-up workload: groups of requests whose prompts begin with the same blocks."""
+
+    groups: int
+    prefix_blocks: int
+    """Blocks that the prompts of a group have in common."""
+    own_blocks: int
+    output_tokens: int
+    """The mean; lengths are distributed exponentially."""
+    skew: float
+    """Exponent of Zipf's law by which requests fall to groups; 0: evenly."""
+    arrivals_per_s: float
+
+    def rows(self, requests: int, seed: int) -> list[Row]:
+        """Return requests that arrive at random."""
+        rng = random.Random(seed)
+        weights = [1.0 / (group + 1) ** self.skew for group in range(self.groups)]
+        stride = self.prefix_blocks + 1
+        first_own = self.groups * stride
+        rows: list[Row] = []
+        now_ms = 0.0
+        for number in range(requests):
+            now_ms += rng.expovariate(self.arrivals_per_s) * 1e3
+            group = rng.choices(range(self.groups), weights)[0]
+            prefix = range(group * stride, group * stride + self.prefix_blocks)
+            own = range(first_own + number * self.own_blocks, first_own + (number + 1) * self.own_blocks)
+            rows.append(Row(now_ms, max(1, int(rng.expovariate(1.0 / self.output_tokens))), [*prefix, *own]))
+        return rows
+
+
 def expand(hash_ids: Sequence[int]) -> bytes:
     """The token ids that block ids stand for, as little-endian u32."""
     ids = np.array(hash_ids, dtype=np.uint64)[:, None] * np.uint64(BLOCK_TOKENS)

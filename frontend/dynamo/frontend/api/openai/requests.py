@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from dynamo.common.generation_rules import MAX_LOGPROB_TOKEN_IDS
 from dynamo.frontend.api.calls import MAX_ID_CHARS
-from dynamo.frontend.router.overrides import MAX_TEMPERATURE, MAX_WEIGHT
+from dynamo.frontend.router.overrides import MAX_GOAL_S, MAX_TEMPERATURE, MAX_WEIGHT
 
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
@@ -75,6 +75,15 @@ class RouterOverrides(Struct, kw_only=True, frozen=True):
     ) = None
     router_temperature: (
         Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE, description="Above 0: spread of the choice of instances.")] | None
+    ) = None
+    ttft_goal: (
+        Annotated[
+            float, Meta(ge=0, le=MAX_GOAL_S, description="Seconds to the first token; refused if predicted to take longer.")
+        ]
+        | None
+    ) = None
+    itl_goal: (
+        Annotated[float, Meta(ge=0, le=MAX_GOAL_S, description="Seconds between tokens that instances should keep to.")] | None
     ) = None
 
 
