@@ -358,6 +358,12 @@ async def test_tools_are_described_in_a_system_message_of_their_own_if_there_is_
     assert await plain.render(TextRequest(model="talker", messages=HELLO)) == "user: hi\nassistant: "
 
 
+async def test_a_template_that_a_request_brings_gets_the_tools_themselves() -> None:
+    plain = await model(tool_parser="generic")
+    own = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    assert await plain.render(TextRequest(model="talker", messages=HELLO, tools=(WEATHER,), chat_template=own)) == "weather"
+
+
 async def test_a_message_of_calls_alone_has_an_empty_text_for_templates() -> None:
     template = b"{% for message in messages %}{{ 'To: ' + message.content }};{% endfor %}"
     capable = await model(Files(template), tool_parser="hermes")

@@ -156,7 +156,7 @@ class TextModel:
         if request.continues_last:
             shaped[-1] = _with_marker(shaped[-1])
         tools: Sequence[Mapping[str, Any]] = list(map(_tool, request.tools))
-        if self._info.tool_parser == GENERIC:
+        if self._info.tool_parser == GENERIC and not request.chat_template:
             shaped, tools = in_plain_messages(shaped, tools), ()
         elif (with_ids := call_ids.BY_PARSER.get(self._info.tool_parser)) is not None:
             shaped = with_ids(shaped)
