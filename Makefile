@@ -86,6 +86,7 @@ format: $(VENV)/.dev
 docs: $(VENV)/.run
 	$(BIN)/python docs/make_configuration.py
 	$(BIN)/python docs/make_metrics.py
+	$(BIN)/python -m tests.differential.page
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(FLAGS)

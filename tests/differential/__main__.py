@@ -56,7 +56,7 @@ async def main(arguments: argparse.Namespace) -> int:
         parts = compare(expected[case.name], actual[case.name])
         if not parts:
             outcomes[case.name] = EQUAL
-        elif explanation(case.name, parts, accepted) is not None:
+        elif explanation(case.name, expected[case.name], parts, accepted) is not None:
             outcomes[case.name] = ACCEPTED
         else:
             outcomes[case.name] = next(part for part in Part if part in parts)

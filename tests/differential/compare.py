@@ -41,17 +41,24 @@ class Difference:
 
     title: str
     cases: Sequence[str]
-    """Patterns of names of cases, as of `fnmatch`; `[` stands for itself."""
+    """Patterns of names of cases, as of `fnmatch`."""
     differs: Sequence[str]
     """The parts that may differ."""
     triton: str
     here: str
     why: str
+    match: str = ""
+    """A regular expression of Triton's status and words; empty: any."""
     count: int = field(default=0)
     """How many cases it explains in this run."""
 
-    def explains(self, case: str, parts: frozenset[Part]) -> bool:
-        return parts <= set(self.differs) and any(fnmatchcase(case, pattern.replace("[", "[[]")) for pattern in self.cases)
+    def explains(self, case: str, triton: Response, parts: frozenset[Part]) -> bool:
+        """Return whether this entry accepts that a response differs from Triton's in these parts."""
+        return (
+            parts <= set(self.differs)
+            and re.match(self.match, f"{triton.status} {triton.words}") is not None
+            and any(fnmatchcase(case, pattern) for pattern in self.cases)
+        )
 
 
 def accepted_differences(path: Path = ACCEPTED) -> list[Difference]:
@@ -105,10 +112,10 @@ def _short(value: object) -> str:
     return text if len(text) <= 160 else text[:159] + "…"
 
 
-def explanation(case: str, parts: frozenset[Part], accepted: Iterable[Difference]) -> Difference | None:
+def explanation(case: str, triton: Response, parts: frozenset[Part], accepted: Iterable[Difference]) -> Difference | None:
     """Return the first entry of the list that explains the difference, with its count raised; None if there is none."""
     for difference in accepted:
-        if difference.explains(case, parts):
+        if difference.explains(case, triton, parts):
             difference.count += 1
             return difference
     return None

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import math
+import re
 import tracemalloc
 import zlib
 from collections.abc import Sequence
@@ -167,13 +168,14 @@ def test_any_json_is_a_request_or_is_refused_with_a_sentence(message: object) ->
 @pytest.mark.parametrize(
     ("tail", "size", "words"),
     [
-        (bytes(12), 8, "unexpected additional input data for model 'm': 4 bytes follow the last tensor"),
+        (bytes(12), 8, "unexpected additional input data for model 'm'"),
         (bytes(8), 12, "unexpected size for input 'x', expecting 4 additional bytes for model 'm'"),
-        (bytes(8), 2**80, "expecting more additional bytes"),
-        (bytes(8), -1, "parameter 'binary_data_size' of input 'x' must be a non-negative integer"),
-        (bytes(8), True, "must be a non-negative integer"),
-        (bytes(8), "8", "must be a non-negative integer"),
-        (bytes(8), 8.0, "must be a non-negative integer"),
+        (bytes(8), 2**62, f"expecting {2**62 - 8} additional bytes"),
+        (bytes(8), -1, "Unable to parse 'binary_data_size': attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        (bytes(8), True, "non-unsigned-integer"),
+        (bytes(8), 2**80, "non-unsigned-integer"),
+        (bytes(8), "8", "non-unsigned-integer"),
+        (bytes(8), 8.0, "non-unsigned-integer"),
     ],
 )
 def test_sizes_that_do_not_add_up_are_refused(tail: bytes, size: object, words: str) -> None:
@@ -322,17 +324,33 @@ def test_a_typed_response_is_written_as_well() -> None:
 
 
 def test_parameters_of_all_kinds_go_both_ways() -> None:
-    given_ = {"b": True, "i": -(2**63), "u": 2**64 - 1, "d": 0.5, "s": "größe"}
+    given_ = {"b": True, "i": -(2**63) + 1, "u": float(2**64), "d": 0.5, "s": "größe"}
     request, _ = read({"inputs": [], "parameters": given_})
     message = pb.ModelInferResponse(parameters=request.head.parameters)
     text, _ = write_response(ModelResponse.parse(message.SerializeToString()), OutputForm())
     assert json.loads(text)["parameters"] == given_
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("p", None, "parameter 'p' has invalid type. It should be either 'int', 'bool', or 'string'."),
+        ("p", [], "parameter 'p' has invalid type."),
+        ("sequence_id", True, "Unable to parse 'sequence_id': attempt to access JSON non-string as string"),
+        ("sequence_start", 1, "Unable to parse 'sequence_start': attempt to access JSON non-boolean as boolean"),
+        ("timeout", -1, "Unable to parse 'timeout': attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        ("priority", "1", "Unable to parse 'priority': attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        ("binary_data_output", "yes", "Unable to parse 'binary_data_output': attempt to access JSON non-boolean as boolean"),
+        ("triton_x", 1, "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."),
+    ],
+)
+def test_reserved_parameters_have_their_types_and_others_are_plain(key: str, value: object, sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(sentence)):
+        read({"inputs": [], "parameters": {key: value}})
+
+
 @pytest.mark.parametrize("value", [None, [], {}, 2**64, -(2**63) - 1])
 def test_parameters_of_other_kinds_are_refused(value: object) -> None:
-    with pytest.raises(InvalidRequest, match="parameter 'p' must be"):
-        read({"inputs": [], "parameters": {"p": value}})
     with pytest.raises(InvalidRequest, match="parameter 'p' of input 'x' must be"):
         read({"inputs": [{"name": "x", "datatype": "INT8", "shape": [0], "parameters": {"p": value}}]})
 
@@ -533,7 +551,7 @@ def resource_of(raw_path: bytes) -> tuple[str, Target] | None:
         ("/v2/models/a", "/v2/models/{model:path}", Target("a")),
         ("/v2/models/a/b.c/versions/3/infer", "/v2/models/{model:path}/versions/{version}/infer", Target("a/b.c", "3")),
         ("/v2/models/a%2Finfer", "/v2/models/{model:path}", Target("a/infer")),
-        ("/v2/models/gr%C3%B6%C3%9Fe/versions/latest", "/v2/models/{model:path}/versions/{version}", Target("größe", "latest")),
+        ("/v2/models/gr%C3%B6%C3%9Fe/versions/7", "/v2/models/{model:path}/versions/{version}", Target("größe", "7")),
         ("/v2/models/versions/versions/1/ready", "/v2/models/{model:path}/versions/{version}/ready", Target("versions", "1")),
         (
             "/v2/models/a/versions/1/generate_stream",

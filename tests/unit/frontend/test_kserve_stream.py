@@ -89,10 +89,10 @@ async def test_a_failure_goes_in_band_with_the_id_and_the_stream_lives_on(edge: 
     assert ids(responses) == ["bad", "unknown", "", "good"]
     assert "'x'" in responses[0].error_message
     assert responses[1].error_message == "Request for unknown model: 'nobody' is not found"
-    assert responses[1].infer_response.model_name == "nobody"
+    assert not responses[1].infer_response.model_name
     assert "not a ModelInferRequest" in responses[2].error_message
     assert not responses[3].error_message
-    assert all(is_final(response) for response in responses)
+    assert [is_final(response) for response in responses] == [False, False, False, True]
     assert await stream.call.code() is grpc.StatusCode.OK
 
 

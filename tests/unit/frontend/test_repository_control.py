@@ -147,7 +147,7 @@ async def test_a_model_is_loaded_by_every_worker_that_has_it(errors: tuple[Dynam
 @pytest.mark.parametrize(
     ("errors", "kind", "text"),
     [
-        ((GONE, GONE), ModelNotFound, "model 'm' is not found"),
+        ((GONE, GONE), EngineError, "failed to load 'm', failed to poll from model repository"),
         ((BROKEN,), InvalidRequest, "no weights"),
         ((None, BROKEN, GONE), InvalidRequest, "model 'm': 1 of 3 workers failed; first: no weights"),
         ((None, EngineError("boom")), EngineError, "1 of 2 workers failed; first: boom"),

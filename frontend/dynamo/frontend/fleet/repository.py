@@ -17,7 +17,7 @@ import msgspec
 
 from dynamo.common.background import running
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import Code, DynamoError, ModelNotFound, Unsupported, from_wire
+from dynamo.common.errors import Code, DynamoError, EngineError, ModelNotFound, Unsupported, from_wire
 from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
 from dynamo.common.etcd.transport import backoff
 from dynamo.common.messaging.frames import Body, Buffer
@@ -165,7 +165,10 @@ class Repository:
     async def load(self, account: Account, request: LoadRequest) -> None:
         """Load a model. Returns when every worker that has the model serves it; raises the DynamoError of one that fails."""
         account.permit(request.model)
-        done = await self._send_to_all(request.model, LOAD, msgspec.msgpack.encode(request))
+        try:
+            done = await self._send_to_all(request.model, LOAD, msgspec.msgpack.encode(request))
+        except ModelNotFound as error:
+            raise EngineError(f"failed to load '{error.model}', failed to poll from model repository") from error
         await self._wait_until_visible(lambda: done <= {instance.id for instance in self._models.instances(request.model)})
 
     async def unload(self, account: Account, request: UnloadRequest) -> None:

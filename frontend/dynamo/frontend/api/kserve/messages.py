@@ -62,8 +62,11 @@ def server_metadata(name: str) -> ServerMetadataResponse:
     return ServerMetadataResponse(name=name, version=server_version(), extensions=EXTENSIONS)
 
 
-def model_metadata(card: ModelCard) -> ModelMetadataResponse:
-    """Return a model's metadata; a ModelConfig in the card takes precedence. Shapes of models that batch start with -1."""
+def model_metadata(card: ModelCard, version: str = "") -> ModelMetadataResponse:
+    """Return the metadata of a model, or of one version of it.
+
+    A ModelConfig in the card takes precedence. Shapes of models that batch start with -1.
+    """
     config = _own_config(card)
     if config is None:
         platform, inputs, outputs = card.platform, *_tensors(card)
@@ -74,7 +77,7 @@ def model_metadata(card: ModelCard) -> ModelMetadataResponse:
         outputs = tuple(_spec(tensor, batch) for tensor in config.output)
     return ModelMetadataResponse(
         name=card.name if config is None else config.name or card.name,
-        versions=card.versions,
+        versions=(version,) if version else card.versions,
         platform=platform,
         inputs=map(_tensor_metadata, inputs),
         outputs=map(_tensor_metadata, outputs),

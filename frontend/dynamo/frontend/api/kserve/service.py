@@ -174,7 +174,7 @@ class KserveService:
 
     async def _model_metadata(self, data: bytes) -> bytes:
         request = parse_message(pb.ModelMetadataRequest, data)
-        return kserve_messages.model_metadata(self._card(request.name, request.version)).SerializeToString()
+        return kserve_messages.model_metadata(self._card(request.name, request.version), request.version).SerializeToString()
 
     async def _model_config(self, data: bytes) -> bytes:
         request = parse_message(pb.ModelConfigRequest, data)

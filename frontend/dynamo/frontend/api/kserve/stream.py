@@ -16,7 +16,7 @@ import asyncio
 
 import grpc.aio
 
-from dynamo.common.errors import Cancelled, DynamoError, ShuttingDown, release
+from dynamo.common.errors import Cancelled, DynamoError, InvalidRequest, ShuttingDown, release
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.message_limits import MessageScanner
 from dynamo.common.model_card import ModelCard, ModelKind
@@ -41,7 +41,6 @@ from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.protos.inference_pb2 import (
     InferParameter,
-    ModelInferRequest,
     ModelInferResponse,
     ModelStreamInferResponse,
 )
@@ -177,7 +176,7 @@ class KserveStream:
             release(error)
             if after is not None:
                 await after
-            await self._send(_failure(request.head if request is not None else ModelInferRequest(), error))
+            await self._send(_failure(request, error, reached_model=call is not None and call.progress.started))
         finally:
             if turn is not None and not turn.done():  # done if the next in line was cancelled while waiting for it
                 turn.set_result(None)
@@ -267,11 +266,10 @@ def _is_final(response: Buffer) -> bool:
     return FINAL_RESPONSE in parameters and parameters[FINAL_RESPONSE].bool_param
 
 
-def _failure(head: ModelInferRequest, error: BaseException) -> bytes:
-    about = ModelInferResponse(
-        id=head.id,
-        model_name=head.model_name,
-        model_version=head.model_version,
-        parameters={FINAL_RESPONSE: InferParameter(bool_param=True)},
-    )
+def _failure(request: TensorRequest | None, error: BaseException, *, reached_model: bool) -> bytes:
+    """Return the in-band failure of a request. As in Triton only those of models name the model, and are final."""
+    about = ModelInferResponse(id=request.head.id if request is not None else "")
+    if request is not None and reached_model and not isinstance(error, InvalidRequest):
+        about.model_name = request.head.model_name
+        about.parameters[FINAL_RESPONSE].bool_param = True
     return ModelStreamInferResponse(error_message=kserve_message(error), infer_response=about).SerializeToString()

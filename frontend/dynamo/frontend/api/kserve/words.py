@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from dynamo.common.errors import InvalidRequest, ModelNotFound
 from dynamo.frontend.api.http.exchange import ErrorForm
 from dynamo.frontend.api.statuses import public_message
 
+_VERSION = re.compile("0|[1-9][0-9]{0,18}")
 _MAX_VERSION = 2**63 - 1
 
 
@@ -23,11 +26,9 @@ def kserve_message(error: BaseException) -> str:
 
 def check_version(version: str) -> str:
     """Return `version` if it is empty or a version number. Raises InvalidRequest otherwise."""
-    if not version or (
-        version.isascii() and version.isdecimal() and int(version) <= _MAX_VERSION and version == str(int(version))
-    ):
+    if not version or (_VERSION.fullmatch(version) and int(version) <= _MAX_VERSION):
         return version
-    if version.startswith("-") and version[1:].isdecimal():
+    if _VERSION.fullmatch(version.removeprefix("-")):
         raise InvalidRequest(f"invalid model version specified '{version[:40]}' , version should be an integral value > 0")
     raise InvalidRequest(
         f"failed to get model version from specified version string '{version[:40]}' (details: stol), version should be an "

@@ -49,7 +49,7 @@ class Handlers:
     async def model(self, exchange: Exchange) -> None:
         target = Target.of(exchange.parameters)
         card = self._readiness.plane.card(exchange.account, target.model, check_version(target.version))
-        metadata = to_json(kserve_messages.model_metadata(card))
+        metadata = to_json(kserve_messages.model_metadata(card, target.version))
         if not metadata["properties"]:
             del metadata["properties"]
         await _send(exchange, metadata)

@@ -6,6 +6,7 @@ Only the checks that JSON needs are here; all others are shared with gRPC.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -22,6 +23,7 @@ from dynamo.frontend.api.http.json_scan import check_json, scan_json
 from dynamo.frontend.api.kserve.messages import TEXT_INPUTS
 from dynamo.frontend.api.kserve.rest.bodies import Parts
 from dynamo.frontend.api.kserve.rest.elements import to_raw
+from dynamo.frontend.api.kserve.rest.json_types import as_boolean, as_string, as_unsigned
 from dynamo.frontend.api.kserve.rest.long_arrays import cut_arrays
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 
@@ -59,6 +61,7 @@ class InferRequest(msgspec.Struct, Generic[D]):
     outputs: list[RequestedOutput] | None = None
 
 
+_MAX_INT64 = 2**63 - 1
 _decoder = msgspec.json.Decoder(InferRequest[msgspec.Raw])
 _anything = msgspec.json.Decoder()
 
@@ -103,9 +106,9 @@ def _json_request(parts: Parts, model: str, version: str, max_depth: int, max_va
     usual = False
     for key, value in (message.parameters or {}).items():
         if key == "binary_data_output":
-            usual = _flag(key, value, "")
+            usual = as_boolean(value, key)
         else:
-            set_parameter(head.parameters[key], key, value)
+            set_request_parameter(head.parameters[key], key, value)
     if len(message.inputs) > MAX_TENSORS:
         raise InvalidRequest(f"the request has {len(message.inputs)} inputs; at most {MAX_TENSORS} are allowed")
     raws: list[Buffer] = []
@@ -116,9 +119,7 @@ def _json_request(parts: Parts, model: str, version: str, max_depth: int, max_va
         if raw is not None:
             raws.append(raw)
     if position < len(parts.binary):
-        raise InvalidRequest(
-            f"unexpected additional input data for model '{model}': {len(parts.binary) - position} bytes follow the last tensor"
-        )
+        raise InvalidRequest(f"unexpected additional input data for model '{model}'")
     own: dict[str, bool] = {}
     for output in message.outputs or ():
         _output(head, output, own)
@@ -206,10 +207,9 @@ def _input(
         return b""
     if tensor.data is not msgspec.UNSET:
         raise InvalidRequest(f"{what} has both 'data' and 'binary_data_size'; send one of them")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise InvalidRequest(f"parameter 'binary_data_size' of {what} must be a non-negative integer")
+    size = as_unsigned(size, "binary_data_size")
     if size > len(left):
-        missing = str(size - len(left)) if size < 2**63 else "more"
+        missing = size - len(left)
         raise InvalidRequest(f"unexpected size for {what}, expecting {missing} additional bytes for model '{head.model_name}'")
     return left[:size]
 
@@ -227,15 +227,32 @@ def _output(head: ModelInferRequest, output: RequestedOutput, own: dict[str, boo
     what = f"output '{output.name[:80]}'"
     for key, value in (output.parameters or {}).items():
         if key == "binary_data":
-            own[output.name] = _flag(key, value, f" of {what}")
+            own[output.name] = as_boolean(value, key)
         else:
             set_parameter(into.parameters[key], key, value, what)
 
 
-def _flag(key: str, value: object, of: str) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"parameter '{key}'{of} must be true or false")
-    return value
+def set_request_parameter(into: InferParameter, key: str, value: object) -> None:
+    """Set a parameter of the request. Raises InvalidRequest for a wrong type or a reserved name."""
+    match key:
+        case "sequence_id":
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                return set_parameter(into, key, min(value, _MAX_INT64))
+            into.string_param = as_string(value, key)
+        case "sequence_start" | "sequence_end":
+            into.bool_param = as_boolean(value, key)
+        case "priority" | "timeout":
+            into.int64_param = min(as_unsigned(value, key), _MAX_INT64)
+        case _ if key.startswith("triton_"):
+            raise InvalidRequest(
+                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
+            )
+        case _ if value is None or isinstance(value, list | dict):
+            raise InvalidRequest(f"parameter '{key[:200]}' has invalid type. It should be either 'int', 'bool', or 'string'.")
+        case _ if isinstance(value, int) and abs(value) > _MAX_INT64:
+            into.double_param = float(value) if abs(value) < 2**1000 else math.inf
+        case _:
+            set_parameter(into, key, value)
 
 
 def set_parameter(into: InferParameter, key: str, value: object, what: str = "") -> None:

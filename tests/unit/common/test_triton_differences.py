@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.differential.cases import all_cases
+from tests.differential.compare import Part, accepted_differences, compare
+from tests.differential.doors import Response
+from tests.differential.page import PAGE, written
+
+
+def test_the_page_lists_the_accepted_differences() -> None:
+    page = PAGE.read_text()
+    assert written(page) == page
+    assert all(difference.title in page for difference in accepted_differences())
+
+
+def test_each_accepted_difference_is_justified_and_names_parts_of_a_response() -> None:
+    for difference in accepted_differences():
+        assert difference.why and difference.triton and difference.here and difference.cases, difference.title
+        assert set(difference.differs) <= set(Part)
+
+
+def test_each_case_has_a_name_of_its_own() -> None:
+    names = Counter(case.name for case in all_cases())
+    assert names.total() >= 1500
+    assert not [name for name, count in names.items() if count > 1]
+
+
+def test_times_and_the_name_of_the_server_are_no_differences() -> None:
+    one = Response("200", body={"model_stats": [{"last_inference": 5, "success": {"count": 1, "ns": 7}}]})
+    other = Response("200", body={"model_stats": [{"last_inference": 6, "success": {"count": 1, "ns": 9}}]})
+    assert not compare(one, other)
+    assert not compare(
+        Response("OK", body={"name": "triton", "version": "2.51", "extensions": ["a"]}),
+        Response("OK", body={"name": "dynamo", "version": "1", "extensions": []}),
+    )
+
+
+def test_all_parts_of_a_response_are_compared() -> None:
+    one = Response("200", "", {"id": "1"}, {"content-type": "text/plain"})
+    assert compare(one, Response("400", "no", {"id": "2"}, {})) == set(Part)
