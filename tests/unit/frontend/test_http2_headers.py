@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import hpack
 import pytest
 from hypothesis import given
@@ -46,6 +48,12 @@ def test_a_repeated_block_is_decoded_once_until_the_table_changes() -> None:
     assert decoder.decode(block()) is first
     decoder.decode(block() + b"\x40\x01x\x01y")  # a new entry of the table
     assert decoder.decode(block()) is not first
+
+
+def test_decoded_headers_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    HeaderDecoder(LIMIT).decode(hpack.Encoder().encode([*fields(), ("authorization", "Bearer secret")]))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ _UNREAD_FRAMES: Final = 1000
 _UNREAD_S: Final = 300.0
 _PING_STRIKES: Final = 2
 _GREETING_S: Final = 10.0
+_READ_BYTES: Final = 2 * 2**20
+"""Read of one connection before all others have their turn."""
 _LINGER_S: Final = 5.0
 """Time for a client to read the GOAWAY before its connection is cut."""
 _DRAIN_S: Final = 1.0
@@ -136,6 +138,8 @@ class Connection(asyncio.BufferedProtocol):
         self._pinged_at = 0.0
         self._responses_at_ping = 0
 
+        self._read_bytes = 0
+        """Since reading was paused last."""
         self._opened_at = self._read_at = monotonic()
         """`_read_at` is exact to the interval between two calls of `check`."""
         self._now = self._opened_at
@@ -192,10 +196,23 @@ class Connection(asyncio.BufferedProtocol):
         if self._closing_at is not None:
             return
         self._read_at = self._now
+        self._read_bytes += count
+        if self._read_bytes >= _READ_BYTES:
+            self._pause_reading()
         try:
             self._reader.buffer_updated(count)
         except ConnectionFailure as failure:
             self._fail(failure.code, str(failure))
+
+    def _pause_reading(self) -> None:
+        """Let the event loop do something else: it reads from one connection for as long as there is something."""
+        self._read_bytes = 0
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._resume_reading)
+
+    def _resume_reading(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def pause_writing(self) -> None:
         self.sender.is_paused = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ _OF_CONNECTION: Final = frozenset((b"connection", b"proxy-connection", b"keep-al
 _PRINTABLE: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 _HIDDEN: Final = frozenset((b"te", b"content-type", b"content-length"))
 """Besides pseudo-headers and what gRPC reserves, no metadata."""
+
+
+for _logger in ("hpack.hpack", "hpack.table"):
+    logging.getLogger(_logger).disabled = True  # they log all headers, credentials among them
 
 
 class MalformedRequest(Exception):
