@@ -430,6 +430,9 @@ class FakeVocabulary:
     async def decode_prompt(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(_words(tokens))
 
+    def token_name(self, token: int) -> str:
+        return str(token)
+
     def token_bytes(self, token: int) -> bytes | None:
         return None
 

@@ -41,7 +41,7 @@ async def test_a_response_has_the_shape_that_openai_clients_read() -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "Hello you", "refusal": None},
+                "message": {"role": "assistant", "content": "Hello you", "refusal": None, "reasoning": None},
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
@@ -74,9 +74,8 @@ async def test_a_stream_is_one_event_per_delta_then_the_reason_the_usage_and_don
         {"content": '"Hé'},
         {"content": "\n"},
         {"content": "lo"},
-        {},
     ]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None, None, None, None, "length"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None, None, None, "length"]
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 7
@@ -85,7 +84,7 @@ async def test_a_stream_is_one_event_per_delta_then_the_reason_the_usage_and_don
 
 
 async def test_the_bytes_of_a_chunk_are_these() -> None:
-    async with open_http_edge(respond=Speaker(("Hi",))) as edge:
+    async with open_http_edge(respond=Speaker(("Hi", " you"))) as edge:
         response = await edge.post(CHAT, HELLO | {"stream": True})
     block = response.text.split("\n\n")[1]
     head, _, rest = block.partition(',"created":')

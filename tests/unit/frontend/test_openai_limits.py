@@ -70,7 +70,7 @@ def test_every_field_of_openai_is_declared(ours: type[msgspec.Struct], theirs: t
     ("wrong", "param", "message"),
     [
         ({"messages": []}, "messages", "'messages' must have a length of at least 1"),
-        ({"messages": [{"role": "king", "content": "Hi"}]}, "messages[0].role", "'messages[0].role' must not be 'king'"),
+        ({"messages": [{"role": "a king", "content": "Hi"}]}, "messages[0].role", None),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "a message of role 'user' needs 'content'"),
         ({"temperature": 2.5}, "temperature", "'temperature' must be at most 2"),
         ({"temperature": "hot"}, "temperature", "'temperature' must be a number or null, got a string"),
@@ -81,7 +81,7 @@ def test_every_field_of_openai_is_declared(ours: type[msgspec.Struct], theirs: t
         ({"n": 2, "temperature": 0}, "n", "'n' above 1 needs a temperature above 0: at 0 all choices are the same"),
         ({"max_tokens": 0}, "max_tokens", "'max_tokens' must be at least 1"),
         ({"seed": 2**70}, "seed", "'seed' must be at most 9223372036854775807"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "'logit_bias' must be an integer, got a string"),
+        ({"logit_bias": {"x": 1, "-2": 1}}, "logit_bias", "the keys of 'logit_bias' must be token ids, got 'x', '-2'"),
         ({"logit_bias": {"5": 101}}, "logit_bias[...]", "'logit_bias[...]' must be at most 100"),
         ({"stop": ["a"] * 33}, "stop", "got 33 stop strings; at most 32 are allowed"),
         ({"stop": ""}, "stop", "stop strings must not be empty"),

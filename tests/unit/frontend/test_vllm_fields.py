@@ -234,6 +234,33 @@ async def test_reasoning_is_left_out_on_request(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_has_both_of_its_names(stream: bool) -> None:
+    speaker = Speaker(("<think>", "why", "</think>", "so"))
+    async with open_http_edge(chat_card(reasoning_parser="qwen3"), respond=speaker, parsers=PARSER_REGISTRY) as edge:
+        response = await edge.post(CHAT, HELLO | {"stream": stream})
+    messages = [chunk["choices"][0]["delta"] for chunk in chunks_of(response)] if stream else []
+    messages = messages or [response.json()["choices"][0]["message"]]
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(message.get(name) or "" for message in messages) == "why"
+
+
+async def test_a_call_that_was_cut_off_is_left_out() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    choice = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "f"}}}
+    async with open_http_edge(respond=Speaker(('{"a',), FinishReason.LENGTH)) as edge:
+        cut = (await edge.post(CHAT, HELLO | choice)).json()["choices"][0]
+    async with open_http_edge(respond=Speaker(('{"a": 1}',), FinishReason.LENGTH)) as edge:
+        whole = (await edge.post(CHAT, HELLO | choice)).json()["choices"][0]
+    assert (cut["finish_reason"], "tool_calls" in cut["message"]) == ("length", False)
+    assert whole["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+
+
+async def test_a_role_of_its_own_is_the_templates_affair() -> None:
+    messages = [*HELLO["messages"], {"role": "my-role", "content": "x"}]
+    assert "<my-role>x" in text_of((await sent(CHAT, HELLO | {"messages": messages})).tokens)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_the_assistants_last_message_is_echoed_on_request(stream: bool) -> None:
     messages = [*HELLO["messages"], {"role": "assistant", "content": "Well, "}]
     settings = {"messages": messages, "echo": True, "continue_final_message": True, "stream": stream}
@@ -321,7 +348,7 @@ async def test_variables_of_the_template_come_with_the_responses_api_too() -> No
             "/tokenize", HELLO | {"chat_template": template, "chat_template_kwargs": {"mood": "glad"}, "return_token_strs": True}
         )
     assert speaker.requests
-    assert "".join(tokens.json()["token_strs"]) == "Hi glad"
+    assert "".join(tokens.json()["token_strs"]) == "HiĠglad"  # as the vocabulary has it
 
 
 @pytest.mark.parametrize("stream", [False, True])

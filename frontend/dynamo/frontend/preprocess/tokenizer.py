@@ -143,6 +143,11 @@ class Tokenizer:
         piece = self.pieces[token]
         return piece.encode() if isinstance(piece, str) else piece
 
+    def token_name(self, token: int) -> str:
+        """Return a token as the vocabulary has it, such as `ĠHello`; empty if there is none of that id."""
+        name: str | None = self._tokenizer.id_to_token(token)
+        return name or ""
+
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id

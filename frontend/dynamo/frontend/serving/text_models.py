@@ -51,6 +51,10 @@ class Vocabulary(Protocol):
         """Return the bytes of a token, which may be a part of a character; None if they depend on its neighbours."""
         ...
 
+    def token_name(self, token: int, /) -> str:
+        """Return a token as the vocabulary has it, such as `ĠHello`."""
+        ...
+
     def check_ids(self, tokens: Sequence[int], /) -> None:
         """Raise InvalidRequest if one of `tokens`, which are not empty, is not in the vocabulary."""
         ...

@@ -172,7 +172,7 @@ class Exchange:
     def caller(self) -> Caller:
         """Return what the headers say about the request, with the id that the response repeats. Raises InvalidRequest."""
         caller = Caller.read(self.account, self.headers.items(), progress=self.progress)
-        self.request_id = caller.request_id or self.request_id or secrets.token_hex(12)
+        self.request_id = caller.request_id or self.request_id or secrets.token_hex(16)
         logged_id.set(self.request_id)
         self.explanation = caller.explanation
         return msgspec.structs.replace(caller, request_id=self.request_id)
@@ -344,7 +344,7 @@ class Exchange:
     def ensure_id(self) -> str:
         """Return the request's id: the caller's, or a new one."""
         if not self.request_id:
-            self.request_id = usable_id(self.headers.get("x-request-id", "")) or secrets.token_hex(12)
+            self.request_id = usable_id(self.headers.get("x-request-id", "")) or secrets.token_hex(16)
         return self.request_id
 
     def _common(self) -> tuple[Header, ...]:

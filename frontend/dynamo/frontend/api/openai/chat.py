@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import UNSET, Raw
 
 from dynamo.common.errors import EngineError
@@ -199,10 +200,15 @@ class ChatChoiceBuilder:
         if self._reason is None:
             raise EngineError("the engine ended without finishing its response")
         content = "".join(self._content)
-        calls = [ResponseToolCall(new_tool_call_id(), Function(name, "".join(arguments))) for name, arguments in self._calls]
+        whole = [(name, "".join(arguments)) for name, arguments in self._calls]
+        if self._reason is FinishReason.LENGTH:  # the last one may have been cut off, and nobody can call that
+            whole = [(name, arguments) for name, arguments in whole if _is_json(arguments)]
+        calls = [ResponseToolCall(new_tool_call_id(), Function(name, arguments)) for name, arguments in whole]
+        reasoning = "".join(self._reasoning)
         message = ResponseMessage(
             content=content if content or not calls else None,
-            reasoning_content="".join(self._reasoning) if self._reasoning else UNSET,
+            reasoning_content=reasoning or UNSET,
+            reasoning=reasoning or None,
             tool_calls=calls or UNSET,
         )
         return ChatChoice(
@@ -213,3 +219,11 @@ class ChatChoiceBuilder:
             stop_reason=self._stop_reason,
             token_ids=self._ids,
         )
+
+
+def _is_json(arguments: str) -> bool:
+    try:
+        msgspec.json.decode(arguments)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return True

@@ -101,7 +101,13 @@ class _ChunkEnds:
         if self._prompt_tokens is None:
             return self._end
         self._output_tokens[delta.index] += len(delta.tokens)
-        prompt, output = self._prompt_tokens[delta.index // self._per_prompt], self._output_tokens[delta.index]
+        return self.before(delta.index)
+
+    def before(self, index: int) -> bytes:
+        """Return the end of a chunk without tokens."""
+        if self._prompt_tokens is None:
+            return self._end
+        prompt, output = self._prompt_tokens[index // self._per_prompt], self._output_tokens[index]
         usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         return b',"usage":' + encode(usage) + _END
 
@@ -130,21 +136,14 @@ class ChatChunks:
 
     def add(self, delta: TextDelta, events: list[bytes]) -> None:
         index = delta.index
-        end = self._ends.after(delta)
         if index in self._unstarted:
             self._unstarted.discard(index)
-            self._begin(index, end, events)
-        if not self._is_plain:
+            self._begin(index, self._ends.before(index), events)
+        end = self._ends.after(delta)
+        if not self._is_plain or delta.finish_reason is not None:
             self._add_parsed(delta, end, events)
         elif delta.text:
             events += (self._content[index], encode(delta.text), self._content_end)
-        if delta.finish_reason is not None:
-            reason = finish_reason(delta.finish_reason, called=index in self._called)
-            ids = b"" if self._details.prompt_ids is None or delta.stop_token is None else b',"token_ids":[%d]' % delta.stop_token
-            events.append(
-                self._delta[index] + b'{},"logprobs":null,"finish_reason":"' + reason.encode() + b'"' + stop_reason(delta) + ids
-            )
-            events.append(b"}]" + end)
 
     def _begin(self, index: int, end: bytes, events: list[bytes]) -> None:
         rest = b',"logprobs":null,"finish_reason":null}]'
@@ -169,20 +168,32 @@ class ChatChunks:
         if details.texts is not None and delta.logprobs:
             shown = chat_logprobs(delta.logprobs, details.texts, details.alternatives)
             logprobs = b'{"content":' + encode(shown) + b',"refusal":null}'
-        if details.prompt_ids is not None and delta.tokens:
-            ids = b',"token_ids":' + encode(delta.tokens)
-        if not parts and (ids or logprobs != b"null"):
-            parts = [Content("")]
-        for part in parts:
-            body = self._part(index, part)
-            events.append(self._delta[index] + body + b',"logprobs":' + logprobs + b',"finish_reason":null' + ids + b"}]" + end)
+        if details.prompt_ids is not None and (tokens := token_ids(delta)):
+            ids = b',"token_ids":' + encode(tokens)
+        bodies = [self._part(index, part) for part in parts]
+        ends = delta.finish_reason is not None
+        if not bodies and (ids or logprobs != b"null") and not ends:
+            bodies = [b'{"content":""}']
+        if ends and not (parts and isinstance(parts[-1], Content)):
+            bodies.append(b"{}")
+        for number, body in enumerate(bodies, 1):
+            reason = self._ending(delta) if ends and number == len(bodies) else b"null"
+            events.append(
+                self._delta[index] + body + b',"logprobs":' + logprobs + b',"finish_reason":' + reason + ids + b"}]" + end
+            )
             logprobs, ids = b"null", b""
+
+    def _ending(self, delta: TextDelta) -> bytes:
+        assert delta.finish_reason is not None
+        reason = finish_reason(delta.finish_reason, called=delta.index in self._called)
+        return b'"' + reason.encode() + b'"' + stop_reason(delta)
 
     def _part(self, index: int, part: Part) -> bytes:
         if isinstance(part, Content):
             return b'{"content":' + encode(part.text) + b"}"
         if isinstance(part, Reasoning):
-            return b'{"reasoning_content":' + encode(part.text) + b"}"
+            text = encode(part.text)
+            return b'{"reasoning_content":' + text + b',"reasoning":' + text + b"}"
         self._called.add(index)
         return encode({"tool_calls": [tool_call_piece(part)]})
 

@@ -141,7 +141,7 @@ class TextGenerationRequest(ModelRequest, kw_only=True, frozen=True):
     seed: Annotated[int, Meta(ge=-INT64 - 1, le=INT64)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024, description="By token id.")] | None = None
     user: str | None = None
     # Beyond OpenAI
     top_k: Annotated[int, Meta(ge=-1, le=INT32, description="-1 and 0: all tokens.")] | None = None
@@ -247,7 +247,7 @@ class PastToolCall(Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 
 class ChatMessage(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$", description="Others than OpenAI's are the template's affair.")]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[PastToolCall] | None = None

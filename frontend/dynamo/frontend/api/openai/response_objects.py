@@ -79,6 +79,8 @@ class ResponseMessage(Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | None = None
+    """The same, by the name that vLLM and OpenRouter have for it."""
     tool_calls: list[ResponseToolCall] | UnsetType = UNSET
     refusal: None = None
 

@@ -33,7 +33,6 @@ from dynamo.frontend.api.openai.requests import (
     StreamOptions,
     StructuredOutputs,
     Text,
-    TokenId,
     Tool,
 )
 
@@ -146,7 +145,7 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     seed: Annotated[int, Meta(ge=-INT64 - 1, le=INT64)] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024, description="By token id.")] | None = None
     stop: str | list[Text] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

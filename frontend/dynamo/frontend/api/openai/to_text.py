@@ -34,6 +34,9 @@ from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.overrides import read_overrides
 from dynamo.frontend.serving.call import Call
 
+_MAX_ID_DIGITS = 10
+_MANY_KEYS = 8
+"""Wrong ones that an error names."""
 _MAX_SCHEMA_DEPTH = 100
 _MAX_SCHEMA_VALUES = 200_000
 
@@ -312,11 +315,19 @@ def _sampling(request: TextGenerationRequest) -> Sampling:
         presence_penalty=request.presence_penalty,
         repetition_penalty=request.repetition_penalty,
         seed=request.seed,
-        logit_bias=request.logit_bias,
+        logit_bias=None if request.logit_bias is None else _biases(request.logit_bias),
         guided=_guided(request),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         bad_words_token_ids=None if request.bad_words_token_ids is None else tuple(map(tuple, request.bad_words_token_ids)),
     )
+
+
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+    wrong = [key for key in biases if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_DIGITS)]
+    if wrong:
+        shown = ", ".join(f"{key[:40]!r}" for key in wrong[:_MANY_KEYS])
+        raise InvalidRequest(f"the keys of 'logit_bias' must be token ids, got {shown}", param="logit_bias")
+    return {int(key): bias for key, bias in biases.items()}
 
 
 def _guided(request: TextGenerationRequest) -> dict[str, Any] | None:

@@ -13,7 +13,6 @@ from dynamo.frontend.api.openai.response_objects import Detokenized, Tokenized, 
 from dynamo.frontend.api.openai.to_text import messages_to_text, tools_to_text
 from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.api.text.rules import check_chars, llm_of
-from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextRequest
 
 _MAX_TOKENS = 1 << 20
@@ -65,8 +64,8 @@ class Tokenize:
         tokens = await text.tokenizer.encode(rendered, special_tokens=special_tokens, max_tokens=_MAX_TOKENS)
         strings = None
         if request.return_token_strs:
-            texts = TokenTexts(text.tokenizer)
-            strings = await self._edge.offload.run_if(len(tokens) > _LONG_TOKENS, list, map(texts.__getitem__, tokens))
+            names = map(text.tokenizer.token_name, tokens)
+            strings = await self._edge.offload.run_if(len(tokens) > _LONG_TOKENS, list, names)
         return Tokenized(count=len(tokens), max_model_len=llm.context_length, tokens=tokens, token_strs=strings)
 
 
