@@ -140,9 +140,9 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
             "owned_by": card.platform,
             "kind": card.kind.value,
             "ready": readiness.is_model_ready(name),
+            "root": card.name,
+            "parent": card.name if name != card.name else None,
         }
-        if name != card.name:
-            described["parent"] = card.name
         if card.llm is not None:
             described["max_model_len"] = card.llm.context_length
         return described
