@@ -429,6 +429,25 @@ async def test_loading_again_changes_over_without_a_gap_and_a_failure_changes_no
         assert states(models) == {("times", "1"): "READY"}
 
 
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        ("dims: [ 1 ]", "model input 'x' must specify 'data_type' for wrong"),
+        ("data_type: TYPE_FP32", "model input 'x' must specify 'dims' for wrong"),
+        ("data_type: TYPE_FP32 dims: [ 0 ]", "dimension must be integer >= 1, or -1 to indicate a variable-size dimension"),
+        ("data_type: TYPE_FP32 dims: [ -2 ]", "dimension must be integer >= 1, or -1 to indicate a variable-size dimension"),
+    ],
+)
+async def test_tensors_that_stay_incomplete_are_refused_in_triton_s_words(tmp_path: Path, tensor: str, reason: str) -> None:
+    config = f'input {{ name: "x" {tensor} }} output {{ name: "y" data_type: TYPE_FP32 dims: [ 1 ] }}'
+    python_model(tmp_path, "wrong", config=config)
+    python_model(tmp_path, "right")
+    async with opened(tmp_path) as models:
+        failed = await models.load_all(["wrong", "right"])
+        assert reason in str(failed.pop("wrong")) and not failed
+        assert await infer(models, "right", x(2)) == {"y": [4.0]}
+
+
 async def test_missing_models_are_not_found_and_unloaded_already(tmp_path: Path) -> None:
     async with opened(tmp_path) as models:
         with pytest.raises(ModelNotFound):

@@ -112,8 +112,6 @@ async def test_requests_outside_of_a_sequence_are_refused_in_triton_s_words(tmp_
         two_rows = {"x": np.zeros((2, 1), np.float32)}
         with pytest.raises(InvalidRequest, match="must specify batch-size 1 due to requirements of sequence batcher"):
             await infer(models, "told", two_rows, parameters={"sequence_id": 1, "sequence_start": True})
-        with pytest.raises(InvalidRequest, match="takes sequence ids that are uint64, got 'name'"):
-            await ask(models, "name", "s")
 
 
 async def test_sequences_may_have_names(tmp_path: Path) -> None:
@@ -264,6 +262,27 @@ async def test_onnx_models_get_the_state_that_their_last_response_of_the_sequenc
         assert await asyncio.gather(add(1, 2.0), add(2, 2.0)) == [first + 3.0, first + 7.0]
         assert await add(1, 4.0) == first + 7.0
         assert await add(1, 3.0, True) == first + 3.0, "START begins anew"
+
+
+@pytest.mark.parametrize(
+    ("datatype", "id", "given"),
+    [
+        ("INT32", 7, 7),
+        ("INT64", 2**40, 2**40),
+        ("INT32", 2**40 + 5, 5),
+        ("UINT64", 2**64 - 1, 2**64 - 1),
+        ("INT32", "abc", 3),
+        ("UINT64", "abc", 27974191445704707),
+        ("UINT32", "longer than eight bytes", 23),
+    ],
+)
+async def test_an_id_that_the_control_input_cannot_hold_is_cut_as_in_triton(
+    tmp_path: Path, datatype: str, id: int | str, given: int
+) -> None:
+    told(tmp_path, f"sequence_batching {{ {CONTROLS.replace('UINT64', datatype)} }}")
+    async with opened(tmp_path, "told") as models:
+        about = await ask(models, id, "se")
+    assert (about["ID"], about["id"]) == (given, id)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,22 @@ def check_supported(config: ModelConfig) -> None:
         raise InvalidRequest(f"more than {MAX_INSTANCES} instances are declared")
 
 
+def check_tensors(config: ModelConfig) -> None:
+    """Raises InvalidRequest, in Triton's words, for tensors that are still incomplete when the model has completed them."""
+    tensors: list[tuple[str, ModelInput | ModelOutput]] = [("input", tensor) for tensor in config.input]
+    tensors += [("output", tensor) for tensor in config.output]
+    for kind, tensor in tensors:
+        where = f"model {kind} '{tensor.name}'"
+        if not tensor.data_type:
+            raise InvalidRequest(f"{where} must specify 'data_type' for {config.name}")
+        if not tensor.dims and config.backend == "python":
+            raise InvalidRequest(f"{where} must specify 'dims' for {config.name}")
+        if any(size < -1 or size == 0 for size in tensor.dims):
+            raise InvalidRequest(
+                f"{where} dimension must be integer >= 1, or -1 to indicate a variable-size dimension for {config.name}"
+            )
+
+
 def ignored_settings(config: ModelConfig) -> list[str]:
     """Return the settings of a configuration that are not supported and without which results are the same."""
     batching = config.dynamic_batching

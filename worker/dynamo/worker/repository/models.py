@@ -37,6 +37,7 @@ from dynamo.worker.repository.loaded import LoadedModel
 from dynamo.worker.repository.model_config import (
     CONFIG_FILE,
     check_supported,
+    check_tensors,
     config_from_json,
     fill_defaults,
     ignored_settings,
@@ -397,6 +398,7 @@ class RepositoryModels:
             check_supported(config)
             if ignored := ignored_settings(config):
                 log.warning("model %s: its configuration has %s, which is not acted on", request.model, ", ".join(ignored))
+            check_tensors(config)
             fill_defaults(config)
             loaded = await _open_versions(backend, config, folder, versions)
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +104,6 @@ class ControlInputs:
         false, true = (np.full(self._shape, value, dtype) for value in values)
         self._flags.append((name, control.kind, false, true))
 
-    def check(self, id: int | str) -> None:
-        """Raises InvalidRequest if the model's datatype for ids does not have this one."""
-        if self._id is None or self._id[1] == DataType.TYPE_STRING:
-            return
-        name, datatype = self._id
-        limits = np.iinfo(_NUMBERS[datatype])
-        if not isinstance(id, int) or not limits.min <= id <= limits.max:
-            raise InvalidRequest(
-                f"the input '{name}' of the model takes sequence ids that are {limits.dtype}, got {str(id)[:100]!r}"
-            )
-
     def of(self, id: int | str, *, starts: bool, ends: bool) -> dict[str, Array]:
         on: dict[int, bool] = {
             Control.CONTROL_SEQUENCE_START: starts,
@@ -135,7 +125,14 @@ class ControlInputs:
         assert self._id is not None
         if self._id[1] == DataType.TYPE_STRING:
             return np.full(self._shape, str(id).encode(), object)
-        return np.full(self._shape, id, _NUMBERS[self._id[1]])
+        return np.full(self._shape, _as_number(id, np.dtype(_NUMBERS[self._id[1]])))
+
+
+def _as_number(id: int | str, dtype: np.dtype[Any]) -> Array:
+    """Return what Triton gives a model for an id that does not fit: its lowest bytes, those of a name with its length before."""
+    text = id.encode() if isinstance(id, str) else b""
+    raw = struct.pack("<I", len(text)) + text if text else (id & (2**64 - 1)).to_bytes(8, "little")  # type: ignore[operator]
+    return np.frombuffer(raw.ljust(8, b"\0")[: dtype.itemsize], dtype.newbyteorder("<")).astype(dtype)
 
 
 class States:

@@ -168,7 +168,6 @@ class SequenceModel:
             raise InvalidRequest(
                 f"inference request to model '{self._name}' must specify batch-size 1 due to requirements of sequence batcher"
             )
-        self._controls.check(id)
         job = _Job(request)
         sequence = self._sequences.get(id)
         if sequence is not None and sequence.has_end:
