@@ -546,6 +546,15 @@ async def test_a_request_may_bring_the_whole_model(tmp_path: Path) -> None:
             await models.load_model(LoadRequest(model="sent", files=files))
 
 
+@pytest.mark.parametrize("name", ["1/" + "n" * 256, "1/" + "n/" * 5000, "1"])
+async def test_files_whose_names_no_file_system_takes_are_refused(tmp_path: Path, name: str) -> None:
+    async with opened(tmp_path) as models:
+        files = {"1/model.py": DOUBLE.encode(), name: b"text"}
+        with pytest.raises(InvalidRequest):
+            await models.load_model(LoadRequest(model="new", config='{"backend": "python"}', files=files))
+        assert models.index() == ()
+
+
 @pytest.mark.parametrize(
     "path", ["../up", "/etc/passwd", "1/../../up", "1//x", "./x", "", "a\\b", "x\0y", "1/..", "x" * 2000, "a/\n"]
 )

@@ -437,7 +437,8 @@ async def test_a_model_calls_other_models_and_queries_the_repository(tmp_path: P
         bad = pb_utils.InferenceRequest(model_name="missing", inputs=inputs, requested_output_names=["y"]).exec()
         assert bad.error().code() == pb_utils.TritonError.INTERNAL
         assert bad.error().message().endswith("Failed for execute the inference request. Model 'missing' is not ready.")
-        ready = [pb_utils.is_model_ready("double"), pb_utils.is_model_ready("double", "2"), pb_utils.is_model_ready("missing")]
+        ready = [pb_utils.is_model_ready("double"), pb_utils.is_model_ready("double", "2"), pb_utils.is_model_ready("missing"),
+                 pb_utils.is_model_ready("double", "x"), inner.is_cancelled()]
         return [pb_utils.InferenceResponse([tensor([*once, total, *ready])])]
 """
     )
@@ -456,7 +457,7 @@ async def test_a_model_calls_other_models_and_queries_the_repository(tmp_path: P
     python_model(tmp_path, "double")
     python_model(tmp_path, "counter", counter, DECOUPLED)
     async with opened(tmp_path, "caller", "double", "counter") as models:
-        assert await infer(models, "caller", x(4)) == {"y": [8.0, 10.0, 1.0, 0.0, 0.0]}
+        assert await infer(models, "caller", x(4)) == {"y": [8.0, 10.0, 1.0, 0.0, 0.0, 0.0, 0.0]}
 
 
 async def test_an_async_model_awaits_several_models_at_once(tmp_path: Path) -> None:
