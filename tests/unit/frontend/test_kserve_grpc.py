@@ -130,7 +130,7 @@ async def test_the_index_lists_models_and_can_be_limited_to_ready_ones() -> None
         ready = await edge.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
         assert [m.name for m in pb.RepositoryIndexResponse.FromString(ready).models] == ["adder"]
         error = await failure(edge.call("RepositoryIndex", pb.RepositoryIndexRequest(repository_name="other")))
-        assert error.code() is Code.INVALID_ARGUMENT
+        assert (error.code(), error.details()) == (Code.UNIMPLEMENTED, "'repository_name' specification is not supported")
 
 
 async def test_a_declared_model_has_metadata_and_is_unavailable() -> None:
@@ -161,10 +161,20 @@ async def test_loading_needs_a_worker_with_a_repository_and_a_request_that_makes
         ("RepositoryModelUnload", pb.RepositoryModelUnloadRequest),
     ):
         assert (await failure(edge.call(method, kind(model_name="adder")))).code() is Code.UNIMPLEMENTED
-        odd = kind(model_name="adder")
-        odd.parameters["odd"].int64_param = 1
-        for wrong in (kind(), kind(model_name="a b"), kind(model_name="adder", repository_name="other"), odd):
+        elsewhere = await failure(edge.call(method, kind(model_name="adder", repository_name="other")))
+        assert elsewhere.details() == "'repository_name' specification is not supported"
+        for wrong in (kind(), kind(model_name="a b")):
             assert (await failure(edge.call(method, wrong))).code() is Code.INVALID_ARGUMENT
+    for method, kind, key, sentence in (
+        ("RepositoryModelLoad", pb.RepositoryModelLoadRequest, "odd", "unrecognized load parameter 'odd'."),
+        ("RepositoryModelLoad", pb.RepositoryModelLoadRequest, "config", "load parameter 'config', expected string_param."),
+        ("RepositoryModelUnload", pb.RepositoryModelUnloadRequest, "unload_dependents", "parameter, expected bool_param."),
+    ):
+        odd = kind(model_name="adder")
+        odd.parameters[key].int64_param = 1
+        error = await failure(edge.call(method, odd))
+        assert error.code() is Code.INVALID_ARGUMENT
+        assert (error.details() or "").endswith(sentence)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_levels_are_switched_on_and_off(root: logging.Handler) -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"log_info": 1}, "expect bool for 'log_info'"),
+        ({"log_info": 1}, "expect boolean for 'log_info'"),
         ({"log_verbose_level": True}, "expect int32 for 'log_verbose_level'"),
         ({"log_format": 1}, "expect string for 'log_format'"),
         ({"log_info": False, "log_format": "odd"}, "invalid argument for log_format, got: odd"),

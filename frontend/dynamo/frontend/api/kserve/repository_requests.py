@@ -6,20 +6,20 @@ import base64
 import binascii
 from collections.abc import Mapping
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import InvalidRequest, Unsupported
 from dynamo.common.names import check_name
 from dynamo.common.repository import LoadRequest, UnloadRequest
 from dynamo.protos.inference_pb2 import ModelRepositoryParameter
 
 FILE = "file:"
 _STEP_CHARS = 2**20  # a multiple of 4
-_NO_NAME = "'repository_name' must be empty: the server has one unnamed repository"
+_NO_NAME = "'repository_name' specification is not supported"
 
 
 def check_repository(name: str) -> None:
-    """Raise InvalidRequest if a repository is named."""
+    """Raise Unsupported if a repository is named: there is one, which has no name."""
     if name:
-        raise InvalidRequest(_NO_NAME)
+        raise Unsupported(_NO_NAME)
 
 
 def load_request(model: str, parameters: Mapping[str, ModelRepositoryParameter]) -> LoadRequest:
@@ -28,7 +28,7 @@ def load_request(model: str, parameters: Mapping[str, ModelRepositoryParameter])
 
 
 def unload_request(model: str, parameters: Mapping[str, ModelRepositoryParameter]) -> UnloadRequest:
-    """Return the unload request. Raises InvalidRequest for unknown or malformed parameters."""
+    """Return the unload request. Unknown parameters are ignored, as there. Raises InvalidRequest for malformed ones."""
     return _unload(model, {name: _value(parameter) for name, parameter in parameters.items()})
 
 
@@ -71,9 +71,10 @@ def _load(model: str, parameters: Mapping[str, object]) -> LoadRequest:
         elif name.startswith(FILE) and isinstance(value, bytes):
             files[name.removeprefix(FILE)] = value
         elif name in ("config", "model_path") or name.startswith(FILE):
-            raise InvalidRequest(f"the parameter {name[:200]!r} must be {'bytes' if name.startswith(FILE) else 'a string'}")
+            kind = "bytes_param" if name.startswith(FILE) else "string_param"
+            raise InvalidRequest(f"invalid value type for load parameter '{name[:200]}', expected {kind}.")
         else:
-            raise InvalidRequest(f"unknown parameter {name[:200]!r}; expected config, model_path or file:<path>")
+            raise InvalidRequest(f"unrecognized load parameter '{name[:200]}'.")
     if files and not config:
         raise InvalidRequest("the parameter 'config' is required with file:<path>")
     return LoadRequest(model=model, config=config, files=files, path=path)
@@ -81,12 +82,10 @@ def _load(model: str, parameters: Mapping[str, object]) -> LoadRequest:
 
 def _unload(model: str, parameters: Mapping[str, object]) -> UnloadRequest:
     check_name(model)
-    for name, value in parameters.items():
-        if name != "unload_dependents":
-            raise InvalidRequest(f"unknown parameter {name[:200]!r}; expected unload_dependents")
-        if not isinstance(value, bool):
-            raise InvalidRequest("the parameter 'unload_dependents' must be true or false")
-    return UnloadRequest(model=model, dependents=bool(parameters.get("unload_dependents", False)))
+    dependents = parameters.get("unload_dependents", False)
+    if not isinstance(dependents, bool):
+        raise InvalidRequest("invalid value type for 'unload_dependents' parameter, expected bool_param.")
+    return UnloadRequest(model=model, dependents=dependents)
 
 
 def _parameters(body: Mapping[str, object]) -> Mapping[str, object]:

@@ -120,7 +120,7 @@ class LogSettings:
             raise Unsupported("log file location can not be updated through network protocol")
         for key in _FLAGS:
             if not isinstance(settings.get(key, True), bool):
-                raise InvalidRequest(f"expect bool for '{key}'")
+                raise InvalidRequest(f"expect boolean for '{key}'")
         level = settings.get("log_verbose_level", self.log_verbose_level)
         if isinstance(level, bool) or not isinstance(level, int):
             raise InvalidRequest("expect int32 for 'log_verbose_level'")

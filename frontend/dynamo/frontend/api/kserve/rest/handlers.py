@@ -68,8 +68,7 @@ class Handlers:
     # Model repositories
 
     async def index(self, exchange: Exchange) -> None:
-        target = Target.of(exchange.parameters)
-        await handle_index(self._readiness, exchange, target, exchange.method)
+        await handle_index(self._readiness, exchange, exchange.method)
 
     async def load(self, exchange: Exchange) -> None:
         await handle_load(self._readiness, exchange, Target.of(exchange.parameters))

@@ -12,18 +12,18 @@ from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request_from_json, unload_request_from_json
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import read_object
+from dynamo.protos.inference_pb2 import RepositoryIndexResponse
 
 
-async def handle_index(readiness: Readiness, exchange: Exchange, target: Target, method: str) -> None:
+async def handle_index(readiness: Readiness, exchange: Exchange, method: str) -> None:
     parsed = await _object(exchange) if method == "POST" else {}
     only_ready = parsed.get("ready", False)
     if not isinstance(only_ready, bool):
         raise InvalidRequest("'ready' must be true or false")
-    check_repository(target.repository)
     index = kserve_messages.repository_index(
         readiness.plane.cards(exchange.account), readiness.is_model_ready, readiness.plane.repository_index(exchange.account)
     )
-    entries = [to_json(entry) for entry in index.models if entry.state == "READY" or not only_ready]
+    entries = [_described(entry) for entry in index.models if entry.state == "READY" or not only_ready]
     await exchange.respond(orjson.dumps(entries))
 
 
@@ -45,6 +45,11 @@ async def handle_unload(readiness: Readiness, exchange: Exchange, target: Target
     async with exchange.attended():
         await readiness.plane.unload_model(exchange.account, request)
     await exchange.respond(b"")
+
+
+def _described(entry: RepositoryIndexResponse.ModelIndex) -> dict[str, object]:
+    """Return the members that an entry has."""
+    return {name: value for name, value in to_json(entry).items() if value}
 
 
 async def _object(exchange: Exchange) -> dict[str, object]:

@@ -228,6 +228,8 @@ def _output(head: ModelInferRequest, output: RequestedOutput, own: dict[str, boo
     for key, value in (output.parameters or {}).items():
         if key == "binary_data":
             own[output.name] = as_boolean(value, key)
+        elif key == "classification" and value == 0 and value is not False:
+            continue  # over HTTP it means none
         else:
             set_parameter(into.parameters[key], key, value, what)
 
