@@ -460,6 +460,32 @@ async def test_a_model_calls_other_models_and_queries_the_repository(tmp_path: P
         assert await infer(models, "caller", x(4)) == {"y": [8.0, 10.0, 1.0, 0.0, 0.0, 0.0, 0.0]}
 
 
+async def test_a_model_calls_and_queries_others_while_it_is_initialized_and_finalized(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def initialize(self, args):
+        self.folder = os.path.dirname(pb_utils.get_model_dir())
+        self.begun = self.double(3) if pb_utils.is_model_ready("double") else None
+    def double(self, value):
+        request = pb_utils.InferenceRequest(model_name="double", inputs=[tensor(value, "x")], requested_output_names=["y"])
+        return request.exec().output_tensors()[0].as_numpy()
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([tensor(self.begun)]) for _ in requests]
+    def finalize(self):
+        with open(os.path.join(self.folder, "ended"), "w") as file:
+            file.write(str(self.double(4)[0]))
+"""
+    )
+    folder = python_model(tmp_path, "caller", code)
+    python_model(tmp_path, "double")
+    async with opened(tmp_path, "double") as models, asyncio.timeout(60):
+        await models.load_model(LoadRequest(model="caller"))
+        assert await infer(models, "caller", x(0)) == {"y": [6.0]}
+        await models.unload_model("caller")
+    assert (folder / "ended").read_text() == "8.0"
+
+
 async def test_an_async_model_awaits_several_models_at_once(tmp_path: Path) -> None:
     code = (
         HEAD

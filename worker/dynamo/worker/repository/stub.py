@@ -424,11 +424,14 @@ class ModelProcess:
                     raise RuntimeError(f"the worker sent a {type(order).__name__}")
 
     def _report(self, step: Callable[[], str | None]) -> None:
+        self._stub.begin_execution()  # the model may call other models here, too
         try:
             ready = wire.Ready(config=step() or "")
         except BaseException as error:
             traceback.print_exc()
             ready = wire.Ready(error=_text(error))
+        finally:
+            self._stub.end_execution()
         self._stub.send(ready)
 
     def _start(self, order: wire.Start) -> None:
