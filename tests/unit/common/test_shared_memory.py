@@ -414,7 +414,7 @@ def test_a_body_that_was_received_into_a_room_is_lent_without_a_copy(
     neighbours: tuple[SharedMemory, Neighbour, SharedMemory],
 ) -> None:
     ours, reader, theirs = neighbours
-    body = random.Random(1).randbytes(100_000)
+    body = random.Random(1).randbytes(300_000)
     view = receive(ours, body)
     used = ours.used_bytes
     reference = ours.lend(view, len(view), reader)
@@ -440,11 +440,11 @@ def test_a_room_that_is_dropped_or_whose_views_are_gone_is_free(
     neighbours: tuple[SharedMemory, Neighbour, SharedMemory],
 ) -> None:
     ours, _, _ = neighbours
-    room = ours.room(100_000)
+    room = ours.room(300_000)
     assert room is not None
     room.drop()
     assert ours.used_bytes == 0
-    view = receive(ours, bytes(100_000))
+    view = receive(ours, bytes(300_000))
     assert ours.used_bytes > 0
     part = view[10:20]
     del view
@@ -455,7 +455,7 @@ def test_a_room_that_is_dropped_or_whose_views_are_gone_is_free(
     assert ours.used_bytes == 0
 
 
-@pytest.mark.parametrize("size", [1, 32 * 1024 - 1, 17 * MIB])
+@pytest.mark.parametrize("size", [1, 256 * 1024 - 1, 17 * MIB])
 def test_there_is_no_room_for_small_and_very_large_bodies(
     neighbours: tuple[SharedMemory, Neighbour, SharedMemory], size: int
 ) -> None:

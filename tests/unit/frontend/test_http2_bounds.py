@@ -509,7 +509,7 @@ async def test_a_large_message_is_received_into_shared_memory_and_given_back() -
         reader = ours.neighbour(theirs.token)
         assert reader is not None
         async with serving(memory=ours) as edge, connected(edge.server.port) as client:
-            content = bytes(range(256)) * 1000
+            content = bytes(range(256)) * 2000
             client.send(headers(1, pairs=to("Lend")))
             parts = [message(content)[start : start + 16_000] for start in range(0, len(content) + 5, 16_000)]
             client.send(*(data(1, part, ends=part is parts[-1]) for part in parts))

@@ -24,6 +24,8 @@ from dynamo.common.tensors import Buffer
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
+_LEAST_ROOM_BYTES = 256 * 1024
+"""Below this a copy costs less than to know a region by its views."""
 _MAX_ROOM_BYTES = 16 * 2**20
 """The system prepares all memory of a region at once, for which the event loop waits."""
 _MAX_REFUSED = 1024
@@ -135,7 +137,7 @@ class SharedMemory:
         Half of the arena is left for bodies whose readers are known.
         """
         arena = self.arena
-        if not self.least_bytes <= size <= _MAX_ROOM_BYTES or not self._neighbours:
+        if not max(self.least_bytes, _LEAST_ROOM_BYTES) <= size <= _MAX_ROOM_BYTES or not self._neighbours:
             return None
         if 2 * (arena.used_bytes + size) > arena.capacity_bytes:
             return None
