@@ -227,3 +227,14 @@ def test_a_workload_may_be_made_up_by_flags(capsys: pytest.CaptureFixture[str]) 
     assert 0.6 < figures["block_hit_rate"] < 0.8, "4 of 5 blocks, but for the first of each group"
     assert figures["tokens_per_s"] > 0.0
     assert figures["e2e_mean_ms"] > figures["ttft_p50_ms"] > figures["ttft_error_p50_ms"] > 0.0
+
+
+def test_goodput_over_several_rates_is_printed_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "rates.png"
+    flags = f"--requests 40 --groups 3 --arrivals 4 --rates 1,3 --modes round-robin,kv --json --plot {picture}"
+    with pytest.raises(SystemExit):
+        main(flags.split())
+    by_rate = json.loads(capsys.readouterr().out)
+    slow, fast = by_rate["1"]["kv"], by_rate["3"]["kv"]
+    assert fast["requests_per_s"] == pytest.approx(3 * slow["requests_per_s"])
+    assert picture.read_bytes().startswith(b"\x89PNG")

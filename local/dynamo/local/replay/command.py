@@ -5,6 +5,7 @@ dynamo-local replay trace.jsonl --modes round-robin,kv --workers 8 --plot replay
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -54,6 +55,35 @@ def _made_up(config: ReplayConfig) -> list[Row]:
     return workload.rows(requests, config.seed)
 
 
+def _replay_once(trace: Path | None, config: ReplayConfig) -> None:
+    results = replay(trace, config)
+    summaries = {mode: each for mode, (_, each) in results.items()}
+    if config.json:
+        print(msgspec.json.encode(summaries).decode())
+    else:
+        print("\n".join(table(summaries)))
+    if config.plot is not None:
+        from dynamo.local.replay.plot import draw  # matplotlib is not always there
+
+        draw(results, config.plot)
+
+
+def _replay_at_rates(trace: Path | None, config: ReplayConfig) -> None:
+    by_rate: dict[float, dict[str, Summary]] = {}
+    for rate in config.rates:
+        results = replay(trace, dataclasses.replace(config, rate=rate))
+        by_rate[rate] = {mode: each for mode, (_, each) in results.items()}
+    if config.json:
+        print(msgspec.json.encode({f"{rate:g}": summaries for rate, summaries in by_rate.items()}).decode())
+    else:
+        rows = {f"{mode}, rate {rate:g}": each for rate, summaries in by_rate.items() for mode, each in summaries.items()}
+        print("\n".join(table(rows)))
+    if config.plot is not None:
+        from dynamo.local.replay.plot import draw_rates  # matplotlib is not always there
+
+        draw_rates(list(by_rate.values()), config.plot)
+
+
 def main(arguments: Sequence[str]) -> NoReturn:
     trace = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     flags = arguments if trace is None else arguments[1:]
@@ -61,16 +91,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
         config = load(ReplayConfig, flags, os.environ, program=PROGRAM, description=_DESCRIPTION)
         if config.plot is not None and find_spec("matplotlib") is None:
             raise ConfigError("--plot needs matplotlib: pip install 'dynamo-serving[plot]'")
-        results = replay(trace, config)
-        summaries = {mode: each for mode, (_, each) in results.items()}
-        if config.json:
-            print(msgspec.json.encode(summaries).decode())
+        if config.rates:
+            _replay_at_rates(trace, config)
         else:
-            print("\n".join(table(summaries)))
-        if config.plot is not None:
-            from dynamo.local.replay.plot import draw  # matplotlib is not always there
-
-            draw(results, config.plot)
+            _replay_once(trace, config)
     except (ConfigError, InvalidRequest, OSError, ValueError) as error:
         exit_with(PROGRAM, error)
     sys.exit(0)

@@ -48,6 +48,13 @@ class ReplayConfig:
     )
     requests: int = option(0, env=(), file_key=(), minimum=0, help="Only so many requests from the start of the trace; 0: all.")
     rate: float = option(1.0, env=(), file_key=(), minimum=0.001, help="How much faster than in the trace requests arrive.")
+    rates: tuple[float, ...] = option(
+        (),
+        env=(),
+        file_key=(),
+        repeatable=True,
+        help="Several of these: replay once for each, and plot goodput over the rate of requests.",
+    )
     frontends: int = option(
         1,
         env=(),

@@ -24,6 +24,8 @@ class Figures:
     preempted: int = 0
     good: int = 0
     """Requests completed within the goals for TTFT and mean ITL."""
+    arrivals_s: float = 0.0
+    """When the last request arrived."""
     virtual_s: float = 0.0
     wall_s: float = 0.0
     """What the replay took."""
@@ -62,6 +64,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     goodput_rps: float
     """Requests per second that were completed within the goals."""
     offered_rps: float
+    """Over the whole replay, until the last request is completed."""
+    requests_per_s: float
+    """Until the last request arrives."""
     preempted: int
     pick_p50_us: float
     pick_p99_us: float
@@ -86,6 +91,7 @@ def summary(figures: Figures) -> Summary:
         rejected_share=figures.rejected / figures.requests if figures.requests else 0.0,
         goodput_rps=figures.good / figures.virtual_s if figures.virtual_s else 0.0,
         offered_rps=figures.requests / figures.virtual_s if figures.virtual_s else 0.0,
+        requests_per_s=figures.requests / figures.arrivals_s if figures.arrivals_s else 0.0,
         preempted=figures.preempted,
         pick_p50_us=pick[0] * 1e3,
         pick_p99_us=pick[2] * 1e3,

@@ -97,7 +97,7 @@ class Replay:
         while arrival is not None or steps:
             arrives_at = arrival[1].timestamp / 1e3 / self._config.rate if arrival is not None else float("inf")
             if arrival is not None and (not steps or arrives_at <= steps[0][0]):
-                self._now = arrives_at
+                self._now = self._figures.arrivals_s = arrives_at
                 self._share()
                 worker = self._arrive(*arrival)
                 arrival = next(arrivals, None)

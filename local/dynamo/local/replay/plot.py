@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +43,22 @@ def draw(results: Mapping[str, tuple[Figures, Summary]], path: Path) -> None:
     for position, each in enumerate(summaries.values()):
         panels[1, 2].plot([position - 0.4, position + 0.4], [each.offered_rps] * 2, color="grey", linestyle=":")
     panels[1, 2].set_ylim(top=1.15 * max(1.0, *(each.offered_rps for each in summaries.values())))
+    figure.savefig(path, dpi=110)
+
+
+def draw_rates(summaries: Sequence[Mapping[str, Summary]], path: Path) -> None:
+    """Goodput over the rate of requests, one curve per mode. `summaries`: by mode, one for each rate. Raises as `draw`."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for mode in summaries[0]:
+        results = [each[mode] for each in summaries]
+        offered = [each.requests_per_s for each in results]
+        axes.plot(offered, [each.goodput_rps for each in results], marker="o", label=mode)
+    axes.plot(offered, offered, linestyle=":", color="grey", label="all requests")
+    axes.set(xlabel="requests per second", ylabel="completed within the goals, per second")
+    axes.set_ylim(0.0, 1.25 * max(1.0, *(each.goodput_rps for by_mode in summaries for each in by_mode.values())))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
     figure.savefig(path, dpi=110)
 
 
