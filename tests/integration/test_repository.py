@@ -239,9 +239,9 @@ async def test_all_workers_load_and_unload_and_accepted_requests_finish(
         (slow / "go").touch()
         assert await asyncio.gather(*open_requests) == [[0.0], [1.0]]
         await unloading
-        with pytest.raises(grpc.aio.AioRpcError) as unavailable:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
             await client.infer("slow")
-        assert unavailable.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
         assert await client.infer("only_there", 4.0) == [8.0]
 
         with pytest.raises(grpc.aio.AioRpcError, match=r"1 of 2 workers failed; first: .*not here"):
