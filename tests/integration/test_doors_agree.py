@@ -18,7 +18,7 @@ async def test_rest_and_grpc_give_the_same_responses(etcd_server: EtcdServer, na
     ):
         await front.serves(*NAMES)
         result = await run_client("kserve_doors", front.grpc_target, str(front.http_port))
-        assert sum(line["case"].startswith("refused: ") for line in result) >= 100
+        assert sum(line["case"].startswith("refused: ") for line in result) >= 85
         assert len(result) >= 220
         problems = [f"{line['case']}\n{line['problem']}" for line in result if line["problem"]]
         assert not problems, "\n".join(problems)

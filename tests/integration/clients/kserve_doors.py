@@ -202,7 +202,17 @@ ONLY_GRPC = {
     "raw data for one input too many": "binary tensors are counted by their sizes",
     "raw and typed": "one of two keys, with words of its own",
     "parameter without value": "null, with words of its own",
-    "parameter of an input without value": "null, with words of its own",
+    "version that is no number": "a path with it names nothing",
+    "version of 10 kB": "the path is too long",
+    "classification of 0": "over HTTP it means none",
+    "reserved parameter": "words of its own, as in Triton",
+    "priority as text": "words of its own, as in Triton",
+    "timeout as text": "words of its own, as in Triton",
+    "empty final response as a number": "words of its own, as in Triton",
+    **dict.fromkeys(
+        ("no data at all", "typed with no elements", "typed with too few elements", "typed with too many elements"),
+        "JSON is read before, with sentences that name the element",
+    ),
     "typed FP16": "JSON has numbers for it",
     "typed BF16": "JSON has numbers for it",
     "typed in the wrong field": "JSON has one field",
@@ -276,7 +286,6 @@ def messages() -> Iterator[tuple[str, Any]]:
     request.parameters["i"].int64_param = -(2**63)
     request.parameters["s"].string_param = "größe"
     request.parameters["d"].double_param = 0.1
-    request.parameters["u"].uint64_param = 2**64 - 1
     yield "parameters of all kinds", request
     request = fixed()
     request.parameters["priority"].int64_param = 2
@@ -471,19 +480,10 @@ def _(doors: Doors) -> None:
 REFUSALS: dict[str, Callable[[Any], Any]] = {
     "load_model": lambda c: c.load_model("x"),
     "unload_model": lambda c: c.unload_model("x"),
-    "get_system_shared_memory_status": lambda c: c.get_system_shared_memory_status(),
     "register_system_shared_memory": lambda c: c.register_system_shared_memory("x", "/x", 10),
-    "unregister_system_shared_memory": lambda c: c.unregister_system_shared_memory("x"),
-    "get_cuda_shared_memory_status": lambda c: c.get_cuda_shared_memory_status(),
-    "unregister_cuda_shared_memory": lambda c: c.unregister_cuda_shared_memory(),
-    "get_trace_settings": lambda c: c.get_trace_settings(),
-    "get_trace_settings of a model": lambda c: c.get_trace_settings("types"),
-    "update_log_settings": lambda c: c.update_log_settings({"log_info": True}),
-    "get_log_settings": lambda c: c.get_log_settings(),
     "metadata of an unknown model": lambda c: c.get_model_metadata("nobody"),
     "metadata of an unknown version": lambda c: c.get_model_metadata("types", "2"),
     "config of an unknown model": lambda c: c.get_model_config("nobody"),
-    "config of an unknown version": lambda c: c.get_model_config("types", "latest"),
     "statistics of an unknown model": lambda c: c.get_inference_statistics("nobody"),
     "statistics of an unknown version": lambda c: c.get_inference_statistics("types", "2"),
 }

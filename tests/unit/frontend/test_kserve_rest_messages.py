@@ -184,6 +184,18 @@ def test_sizes_that_do_not_add_up_are_refused(tail: bytes, size: object, words: 
         read(message, tail)
 
 
+def test_an_input_in_shared_memory_leaves_the_binary_data_to_the_others() -> None:
+    shared = {"name": "x", "datatype": "UINT8", "shape": [4], "parameters": {"shared_memory_region": "r"}}
+    binary = {"name": "y", "datatype": "UINT8", "shape": [2], "parameters": {"binary_data_size": 2}}
+    request, _ = read({"inputs": [shared, binary]}, b"ab")
+    assert [bytes(raw) for raw in request.raw_inputs] == [b"ab"]
+
+
+def test_a_dimension_beyond_64_bits_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="a dimension of more than 63 bits"):
+        read({"inputs": [{"name": "x", "datatype": "UINT8", "shape": [2**64], "parameters": {"binary_data_size": 0}}]})
+
+
 def test_a_tensor_is_binary_or_json_but_not_both() -> None:
     tensor = {"name": "x", "datatype": "UINT8", "shape": [1], "data": [1], "parameters": {"binary_data_size": 1}}
     with pytest.raises(InvalidRequest, match="both 'data' and 'binary_data_size'"):
@@ -324,7 +336,7 @@ def test_a_typed_response_is_written_as_well() -> None:
 
 
 def test_parameters_of_all_kinds_go_both_ways() -> None:
-    given_ = {"b": True, "i": -(2**63) + 1, "u": float(2**64), "d": 0.5, "s": "größe"}
+    given_ = {"b": True, "i": -(2**63), "u": float(2**64), "d": 0.5, "s": "größe"}
     request, _ = read({"inputs": [], "parameters": given_})
     message = pb.ModelInferResponse(parameters=request.head.parameters)
     text, _ = write_response(ModelResponse.parse(message.SerializeToString()), OutputForm())

@@ -192,8 +192,8 @@ def _input(
     Returns None for an input in shared memory.
     """
     what = f"input '{tensor.name[:80]}'"
-    kind = datatype_named(tensor.datatype, what)
-    count = element_count(tensor.shape, what)
+    if any(abs(dim) > _MAX_INT64 for dim in tensor.shape):
+        raise InvalidRequest(f"{what} has a dimension of more than 63 bits")
     into = head.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
     for key, value in (tensor.parameters or {}).items():
         if key != "binary_data_size":
@@ -201,8 +201,10 @@ def _input(
     size = _size(tensor)
     if size is None:
         if tensor.data is not msgspec.UNSET:
-            return to_raw(_uncut(tensor.data, arrays), kind, tensor.shape, what)
-        if count and "shared_memory_region" not in into.parameters:  # refused by a later check
+            return to_raw(_uncut(tensor.data, arrays), datatype_named(tensor.datatype, what), tensor.shape, what)
+        if "shared_memory_region" in into.parameters:
+            return None
+        if element_count(tensor.shape, what):
             raise InvalidRequest(f"{what} has no data, neither in contents nor in raw_input_contents")
         return b""
     if tensor.data is not msgspec.UNSET:
@@ -251,8 +253,8 @@ def set_request_parameter(into: InferParameter, key: str, value: object) -> None
             )
         case _ if value is None or isinstance(value, list | dict):
             raise InvalidRequest(f"parameter '{key[:200]}' has invalid type. It should be either 'int', 'bool', or 'string'.")
-        case _ if isinstance(value, int) and abs(value) > _MAX_INT64:
-            into.double_param = float(value) if abs(value) < 2**1000 else math.inf
+        case _ if isinstance(value, int) and not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
+            into.double_param = float(value) if abs(value) < 2**1000 else math.copysign(math.inf, value)
         case _:
             set_parameter(into, key, value)
 
