@@ -354,7 +354,8 @@ async def test_responses_that_nobody_reads_count_against_the_capacity() -> None:
     async with serving(capacity=capacity) as edge, connected(edge.server.port, settings) as client:
         for stream in (1, 3, 5):
             client.send(call(stream, b"%d" % MIB, pairs=to("Large")))
-        assert await client.status(5) == "14"
+        received, _ = await client.response(5)
+        assert (received["grpc-status"], received["retry-after"]) == ("14", "1")
         assert 2 * MIB <= edge.capacity.buffered_bytes < 3 * MIB
         client.send(reset(1), reset(3))
         await until(lambda: edge.capacity.buffered_bytes == 0)

@@ -49,7 +49,13 @@ async def open_grpc(
     services = bounded(services, capacity, config.overload_status, refused)
     services = metered(guarded(services, guard, refused), metrics.grpc)
     async with serve_grpc(
-        config.grpc, services, share_port=share_port, guarded=guard.is_on, capacity=capacity, memory=memory
+        config.grpc,
+        services,
+        share_port=share_port,
+        guarded=guard.is_on,
+        capacity=capacity,
+        memory=memory,
+        overload=config.overload_status,
     ) as server:
         yield server
 

@@ -25,7 +25,7 @@ from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.handlers import Handlers, for_grpcio
 from dynamo.frontend.api.rpc.hardening import make_grpcio_server
 from dynamo.frontend.api.rpc.http2.server import Http2Server
-from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice
+from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice, OverloadStatus
 
 _COMPRESSION_LEVEL = {GrpcCompression.NONE: 0, GrpcCompression.GZIP: 1, GrpcCompression.DEFLATE: 3}
 """gRPC core's low level is gzip and its high one deflate, if the client accepts that, else the other one, else neither. Naming
@@ -92,6 +92,7 @@ async def serve_grpc(
     guarded: bool = False,
     capacity: Capacity | None = None,
     memory: SharedMemory | None = None,
+    overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
 ) -> AsyncIterator[GrpcServer]:
     """Serve `services` (full service name → handlers) until the context is left, which cancels running calls.
 
@@ -102,7 +103,7 @@ async def serve_grpc(
     if options.server is GrpcServerChoice.GRPCIO:
         server = await _start_grpcio(options, services, share_port=share_port, guarded=guarded)
     else:
-        http2 = Http2Server(options, services, capacity or Capacity(), guarded=guarded, memory=memory)
+        http2 = Http2Server(options, services, capacity or Capacity(), guarded=guarded, memory=memory, overload=overload)
         server = await _start_http2(http2, options, share_port=share_port)
     name = GrpcServerChoice.HTTP2 if options.server is GrpcServerChoice.AUTO else options.server
     secured = "TLS" if options.tls_cert_file is not None else "no TLS"

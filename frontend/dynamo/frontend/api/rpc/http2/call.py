@@ -40,8 +40,8 @@ from dynamo.frontend.api.rpc.http2.messages import (
 )
 from dynamo.frontend.api.rpc.http2.sender import Outgoing, Sender
 from dynamo.frontend.api.rpc.http2.windows import ReceiveWindow
-from dynamo.frontend.api.statuses import grpc_status, public_message
-from dynamo.frontend.config import GrpcCompression, GrpcOptions
+from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
+from dynamo.frontend.config import GrpcCompression, GrpcOptions, OverloadStatus
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class CallHost(Protocol):
     sender: Sender
     options: GrpcOptions
     capacity: Capacity
+    overload: OverloadStatus
     peer: str
 
     @property
@@ -325,7 +326,9 @@ class Call:
             self._fail(self._code or grpc.StatusCode.UNKNOWN, self._details, self._trailing)
         except DynamoError as error:
             release(error)
-            self._fail(grpc_status(error), public_message(error))
+            pause_s = retry_after_s(error)
+            metadata = () if pause_s is None else (("retry-after", f"{pause_s:g}"),)
+            self._fail(grpc_status(error, self._host.overload), public_message(error), metadata)
         except ClientGone as error:
             release(error)
         except Exception:

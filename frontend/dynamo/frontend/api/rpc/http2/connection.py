@@ -34,7 +34,7 @@ from dynamo.frontend.api.rpc.http2.headers import CallHeaders, HeaderDecoder, Ma
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory
 from dynamo.frontend.api.rpc.http2.sender import HIGH_WATER_BYTES, Outgoing, Sender
 from dynamo.frontend.api.rpc.http2.windows import Budget, ReceiveWindow, WindowOverflow
-from dynamo.frontend.config import GrpcOptions
+from dynamo.frontend.config import GrpcOptions, OverloadStatus
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class Connections(Protocol):
 
     options: GrpcOptions
     capacity: Capacity
+    overload: OverloadStatus
     deadlines: Deadlines
     read_memory: memoryview
     """Shared by all connections, for what they receive."""
@@ -109,6 +110,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, server: Connections) -> None:
         self.options = server.options
         self.capacity = server.capacity
+        self.overload = server.overload
         self.peer = "unknown"
         self._server = server
         self._transport: asyncio.Transport

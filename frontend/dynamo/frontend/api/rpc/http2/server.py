@@ -32,7 +32,7 @@ from dynamo.frontend.api.rpc.http2.connection import (
 )
 from dynamo.frontend.api.rpc.http2.deadlines import Deadlines, Ending
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory, PlainMemory
-from dynamo.frontend.config import GrpcOptions
+from dynamo.frontend.config import GrpcOptions, OverloadStatus
 
 _CHECK_S: Final = 1.0
 _BACKLOG: Final = 2048
@@ -55,6 +55,7 @@ class Http2Server:
         *,
         guarded: bool = False,
         memory: SharedMemory | None = None,
+        overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
     ) -> None:
         """`guarded`: handlers check their caller before they read, so that messages are taken only after that.
 
@@ -62,6 +63,7 @@ class Http2Server:
         """
         self.options = options
         self.capacity = capacity
+        self.overload = overload
         self._memory = memory
         self.methods = _methods(services, guarded=guarded)
         self.connection_window_bytes = options.initial_connection_window_size or CONNECTION_WINDOW_BYTES
