@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from dynamo.common.errors import DynamoError, InvalidRequest
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
+from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.engine.base import Context
+from dynamo.worker.repository.execution import ModelRequest, ModelResult
 from dynamo.worker.repository.models import RepositoryModels
 from dynamo.worker.repository.sequences import SequenceModel, UnknownSequence
 from tests.support.repositories import infer, infer_all, opened, python_model
@@ -219,6 +223,36 @@ class TritonPythonModel:
             parameters = {"sequence_id": 4, "sequence_start": start}
             responses = await infer_all(models, "many", {"x": np.zeros(1, np.float32)}, parameters=parameters)
             assert [response.outputs["y"].tolist() for response in responses] == [[4.0], [flags]]
+
+
+class Faulty:
+    """An instance that fails unforeseen at first."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
+        self.calls += 1
+        if self.calls == 1:
+            raise ValueError("a defect")
+        return [ModelResult({}) for _ in requests]
+
+    def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        return None
+
+
+async def test_a_defect_fails_the_batch_and_leaves_the_sequence_usable(tmp_path: Path) -> None:
+    config = ModelConfig(name="faulty")
+    config.sequence_batching.max_sequence_idle_microseconds = 60_000_000
+    model = SequenceModel(config, [Faulty()], tmp_path)
+    request = ModelRequest({}, Context("r"), (), {"sequence_id": 1, "sequence_start": True})
+    with pytest.raises(EngineError, match="model 'faulty' failed: ValueError"):
+        await model.respond(request)
+    assert await model.respond(request) == ModelResult({})
+    await model.close()
 
 
 def summing(folder: Path) -> None:

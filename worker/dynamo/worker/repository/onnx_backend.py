@@ -113,10 +113,11 @@ class OnnxModel:
         return ModelResult(outputs)
 
     async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
-        """Run requests of one row each as one batch."""
+        """Run requests of one row each as one batch, or one by one if their shapes differ."""
         loop = asyncio.get_running_loop()
-        if len(requests) == 1:
-            return [ModelResult(await loop.run_in_executor(self._pool, self._run, requests[0].inputs))]
+        shapes = {tuple((name, array.shape) for name, array in request.inputs.items()) for request in requests}
+        if len(requests) == 1 or len(shapes) > 1:
+            return [ModelResult(await loop.run_in_executor(self._pool, self._run, request.inputs)) for request in requests]
         names = requests[0].inputs
         joined = {name: np.concatenate([request.inputs[name] for request in requests]) for name in names}
         outputs = await loop.run_in_executor(self._pool, self._run, joined)

@@ -14,6 +14,7 @@ frontends try other workers.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -31,6 +32,8 @@ from dynamo.worker.repository.execution import ModelRequest, ModelResult, Sequen
 from dynamo.worker.repository.pipeline import NoProcess
 from dynamo.worker.repository.responses import ProcessDied
 from dynamo.worker.repository.sequence_tensors import ControlInputs, States
+
+log = logging.getLogger(__name__)
 
 SequenceId: TypeAlias = int | str
 
@@ -223,6 +226,9 @@ class SequenceModel:
             results = await lane.instance.respond_all(list(self._requests(rows)))
         except DynamoError as error:
             results = [error] * len(rows)
+        except Exception as error:  # a defect of this module or of a backend: callers get an error, and the instance goes on
+            log.exception("a batch of sequences of model '%s' failed unforeseen", self._name)
+            results = [EngineError(f"model '{self._name}' failed: {type(error).__name__}")] * len(rows)
         ran_ns = time.perf_counter_ns() - begun_ns
         died = False
         for row, result in zip(rows, results, strict=True):
