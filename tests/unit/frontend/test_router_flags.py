@@ -203,7 +203,7 @@ CASES = [
     ),
     Case("--router-speculative-ttl-s=0", "DYN_ROUTER_SPECULATIVE_TTL_S=0", siblings, 10, 0),
     Case("--no-router-track-active-blocks", "DYN_ROUTER_TRACK_ACTIVE_BLOCKS=false", held_blocks, "B", "A", also=WEIGHTS),
-    Case("--router-cost=weights", "DYN_ROUTER_COST=weights", held_blocks, "A", "B"),
+    Case("--router-cost=weights", "DYN_ROUTER_COST=weights", cached_but_waiting, "B", "A"),
     Case("--router-track-output-blocks", "DYN_ROUTER_TRACK_OUTPUT_BLOCKS=true", long_answer_ahead, "A", "B", also=WEIGHTS),
     Case("--no-router-assume-kv-reuse", "DYN_ROUTER_ASSUME_KV_REUSE=false", same_prompt_twice, "A", "B", also=WEIGHTS),
     *(

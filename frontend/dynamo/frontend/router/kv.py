@@ -149,10 +149,10 @@ class KvRouter:
         loads = self.loads.read(rows, now)
         overlaps, confirmed = self._overlaps(model, prompt, candidates, now)
         predicted: Predictions | None = None
+        latency = model.latency(rows)
         if config.cost is KvCost.WEIGHTS or not prompt.block_size:
             costs = weighted_costs(config, prompt, loads, overlaps)
         else:
-            latency = model.latency(rows)
             predicted = latency.predict(
                 prompt,
                 loads,
@@ -174,7 +174,7 @@ class KvRouter:
         instance, overlap = candidates[position], overlaps.get(position, 0)
         prefill_tokens = self._book(request, config, prompt, instance.id, overlap, now)
         if predicted is not None:
-            model.latency(rows).placed(prefill_tokens)
+            latency.placed(prefill_tokens)
         if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
             self._predicted.add(instance.id, hashes, now)
             self.loads.share_prompt(instance.id, hashes)
@@ -182,7 +182,7 @@ class KvRouter:
         if explain:
             explanation = _explain(candidates, overlaps, loads, costs, position, busy(loads, self.thresholds.of(request.model)))
             if predicted is not None:
-                explanation = _explain_latency(explanation, candidates, loads, prompt, predicted, model.latency(rows))
+                explanation = _explain_latency(explanation, candidates, loads, prompt, predicted, latency)
         reason = reason or ("kv" if overlap else self._reason_without_overlap())
         ttft_s = None if predicted is None else predicted.ttft_s[position]
         return RoutingDecision(instance, reason, overlap, costs[position], ttft_s, explanation)

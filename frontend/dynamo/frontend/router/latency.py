@@ -58,6 +58,10 @@ class LatencyModel:
     def __init__(self) -> None:
         self.steps = StepModel()
         self._traffic = Traffic()
+        self._output = self.steps.times.output_tokens
+        """The mean of outputs that are limited to `_max_output` tokens, by the times `_output_of`."""
+        self._max_output = 0
+        self._output_of = self.steps.times
         self._prefilling = 0.0
         """The share of its time that an instance computes prompts."""
 
@@ -86,37 +90,40 @@ class LatencyModel:
         batch_s = _BATCH_TOKENS * token
         prompt_s = 0.0 if is_prefilled else prompt.tokens * token
         block_s = 0.0 if is_prefilled else prompt.block_size * token
+        prefills = [prompt_s] * len(loads)
+        if block_s:
+            for position, blocks in overlaps.items():
+                prefills[position] -= blocks * block_s
         costs: list[float] = []
         ttfts: list[float] = []
-        for position, load in enumerate(loads):
-            prefill = prompt_s - overlaps[position] * block_s if position in overlaps else prompt_s
+        for load, prefill in zip(loads, prefills, strict=True):
             requests, tokens = load.requests, load.prefill_tokens
-            if not requests and not tokens:
-                prefill += base
-                costs.append(prefill + output * base + prefill * prefill * arrivals)
-                ttfts.append(prefill)
-                continue
             step = base + sequence * requests + block * load.decode_blocks
             prefill += step
             if tokens:
-                ttft = tokens * token
+                wait = tokens * token
                 progress = now - load.queued_since
                 if progress > 0.0:
-                    ttft -= progress if progress < batch_s else batch_s
-                ttft = prefill + ttft if ttft > 0.0 else prefill
-            else:
+                    wait -= progress if progress < batch_s else batch_s
+                ttft = prefill + wait if wait > 0.0 else prefill
+            elif requests:
                 ttft = prefill + 0.5 * step
+            else:
+                ttft = prefill
             if load.usage > _KV_FULL_FROM:
-                queued = tokens / prompt.block_size
-                ttft += self._wait_for_blocks(load, queued + prompt.blocks - overlaps.get(position, 0), step)
+                ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step)
             costs.append(ttft + output * step + prefill * (requests + arrivals * ttft) + requests * more_s)
             ttfts.append(ttft)
         return Predictions(costs, ttfts)
 
     def _expected_output(self, max_output: int) -> float:
         """Return the mean length of outputs that are limited to `max_output` tokens, if lengths are distributed exponentially."""
-        mean = self.steps.times.output_tokens
-        return mean * (1.0 - math.exp(-max_output / mean)) if max_output else mean
+        times = self.steps.times
+        if max_output != self._max_output or times is not self._output_of:
+            mean = times.output_tokens
+            self._output = mean * (1.0 - math.exp(-max_output / mean)) if max_output else mean
+            self._max_output, self._output_of = max_output, times
+        return self._output
 
     def add_misses(
         self, predicted: Predictions, prompt: Prompt, loads: Sequence[Load], ttft_goal_s: float | None, itl_goal_s: float | None
