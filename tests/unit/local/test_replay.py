@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ from statistics import median
 
 import pytest
 
+from benchmarks.router_oracle import excess, random_case
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.config import KvRouterOptions, RouterOptions, Thresholds
 from dynamo.local.replay.command import main
@@ -216,6 +218,13 @@ def test_kv_is_nowhere_slower_than_the_better_of_the_modes_that_ignore_caches() 
         modes = (ReplayMode.ROUND_ROBIN, ReplayMode.LEAST_LOADED, ReplayMode.KV)
         *others, kv = (summary(Replay(rows, mode, ReplayConfig(workers=3, blocks=400)).run()).e2e_mean_ms for mode in modes)
         assert kv < 1.02 * min(others), workload
+
+
+def test_kv_is_near_the_best_placement_of_a_few_requests() -> None:
+    rng = random.Random(0)
+    cases = [excess(random_case(rng, 6), ReplayMode.KV) for _ in range(6)]
+    assert min(cases) > -1e-9, "nothing is better than the best"
+    assert median(cases) < 0.1
 
 
 def test_a_workload_may_be_made_up_by_flags(capsys: pytest.CaptureFixture[str]) -> None:
