@@ -135,7 +135,8 @@ async def test_a_response_longer_than_the_context_has_room_for_is_rejected() -> 
     async with open_http_edge(respond=Speaker()) as edge:
         error = await edge.error("/v1/completions", {"model": "talker", "prompt": "hello", "max_tokens": 1_000_000})
         assert error["message"] == (
-            "'max_tokens' is 1000000, but the prompt's 5 tokens leave room for 4091 in the model's context of 4096 tokens"
+            "'max_tokens' is 1000000, but the prompt's 5 tokens leave room for 4091; "
+            "this model's maximum context length is 4096 tokens"
         )
         assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
         assert (await edge.post("/v1/completions", {"model": "talker", "prompt": "hello", "max_tokens": 4091})).status_code == 200

@@ -232,11 +232,10 @@ class TextModel:
             raise InvalidRequest(f"'{name}' has the token id {max(ids)}; the model's token ids are 0 to {size - 1}", param=name)
 
     async def _encode(self, text: str, *, special_tokens: bool, cuts: bool = False) -> list[int]:
-        if len(text) > (self._limits.max_prompt_chars if cuts else self._max_chars):
+        most_chars = self._limits.max_prompt_chars if cuts else self._max_chars
+        if len(text) > most_chars:
             raise ContextExceeded(
-                f"the prompt has {len(text)} characters, more than fit into the model's context of "
-                f"{self._info.context_length} tokens or the limit of {self._limits.max_prompt_chars} characters",
-                param="prompt",
+                f"prompt is too long: {len(text)} characters > {most_chars} maximum; {self._context}", param="prompt"
             )
         try:
             most = self._info.context_length * (_CONTEXTS_TO_CUT if cuts else 1)
@@ -268,10 +267,14 @@ class TextModel:
             raise self._no_room(prompt_tokens)
         return room
 
+    @property
+    def _context(self) -> str:
+        """The end of messages about long prompts. Clients that compact or choose a larger model look for these words."""
+        return f"this model's maximum context length is {self._info.context_length} tokens"
+
     def _no_room(self, prompt_tokens: int) -> ContextExceeded:
         return ContextExceeded(
-            f"the prompt has {prompt_tokens} tokens, which leaves no room for a response in the model's context of "
-            f"{self._info.context_length} tokens",
+            f"prompt is too long: {prompt_tokens} tokens > {self._info.context_length - 1} maximum; {self._context}",
             param="prompt",
         )
 
@@ -280,14 +283,13 @@ class TextModel:
         max_tokens = room if stop.max_tokens is None else stop.max_tokens
         if max_tokens > room:
             raise ContextExceeded(
-                f"'max_tokens' is {max_tokens}, but the prompt's {prompt_tokens} tokens leave room for {room} in the model's "
-                f"context of {self._info.context_length} tokens",
+                f"'max_tokens' is {max_tokens}, but the prompt's {prompt_tokens} tokens leave room for {room}; {self._context}",
                 param="max_tokens",
             )
         if stop.max_tokens is None and stop.min_tokens > room:
             raise InvalidRequest(
-                f"min_tokens is {stop.min_tokens}, but the prompt's {prompt_tokens} tokens leave room for {room} in the model's "
-                f"context of {self._info.context_length} tokens",
+                f"min_tokens is {stop.min_tokens}, but the prompt's {prompt_tokens} tokens leave room for {room}; "
+                f"{self._context}",
                 param="min_tokens",
             )
         if stop.ignore_eos:
