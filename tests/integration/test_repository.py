@@ -19,7 +19,7 @@ from tests.support.doors import KeyFile
 from tests.support.fleet import SERVICE
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.repositories import EXAMPLES, python_model
-from tests.support.servers import EtcdServer, NatsServer
+from tests.support.servers import EtcdServer, NatsServer, free_ports
 from tests.support.waiting import until
 
 EXPLICIT = ("--model-control-mode", "explicit")
@@ -37,6 +37,20 @@ class TritonPythonModel:
         while not os.path.exists(os.path.join(folder, "go")) and time.monotonic() < until:
             time.sleep(0.005)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+
+COUNTS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        family = pb_utils.MetricFamily("seen_total", "Requests seen.", pb_utils.MetricFamily.COUNTER)
+        self.seen = family.Metric(labels={"kind": "x"})
+    def execute(self, requests):
+        self.seen.increment(len(requests))
+        value = np.array([self.seen.value()], np.float32)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", value)]) for _ in requests]
 """
 
 
@@ -297,6 +311,28 @@ async def test_a_worker_that_cannot_load_its_repository_fails_to_start_with_the_
     assert status == 2 and "nowhere cannot be read" in output
     status, output = await start("--model-repository", str(tmp_path), "--load-model", "x")
     assert status == 2 and "--load-model needs --model-control-mode explicit" in output
+
+
+@pytest.mark.timeout(60)
+async def test_metrics_of_a_model_are_on_the_page_of_its_worker_while_it_is_loaded(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    python_model(tmp_path, "counts", COUNTS)
+    [port] = free_ports(1)
+    flags = ("--model-repository", str(tmp_path), *EXPLICIT, "--load-model", "counts", "--status-port", str(port))
+    async with (
+        worker(etcd_server, nats_server, namespace, *flags),
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        connect(front) as channel,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as http,
+    ):
+        await front.serves("counts")
+        client = Client(channel)
+        assert [await client.infer("counts"), await client.infer("counts")] == [[1.0], [2.0]]
+        page = (await http.get("/metrics")).text
+        assert '# TYPE seen_total counter\nseen_total{kind="x"} 2.0\n' in page
+        await client.unload("counts")
+        assert "seen_total" not in (await http.get("/metrics")).text
 
 
 @pytest.mark.timeout(60)

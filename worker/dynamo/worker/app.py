@@ -240,6 +240,8 @@ async def open_worker(
         for engine in _listed(engines):
             if memory is not None and isinstance(engine, UsesSharedMemory):
                 engine.use_shared_memory(memory)
+            if isinstance(engine, RepositoryEngine):
+                observers.metrics.include(engine.models.custom_metrics)
         models = await _start_engines(_listed(engines), config, stack)
         observers.status.show_models([model.card.name for model in models])
         nats, etcd = await _connect(config, identity, observers, stack)

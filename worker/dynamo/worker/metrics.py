@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.registry import Collector
 
 from dynamo.common.errors import Code
 from dynamo.common.generation import Summary
@@ -55,6 +56,10 @@ class WorkerMetrics:
         self.link = LinkMetrics(registry, "dynamo_component", labels)
         self.memory = SharedMemoryMetrics(registry, "dynamo_component", labels)
         self._models: dict[str, WorkerModelMetrics] = {}
+
+    def include(self, collector: Collector) -> None:
+        """Show the metrics of a collector beside these."""
+        self._registry.register(collector)
 
     def for_model(self, name: str) -> WorkerModelMetrics:
         """Return the metrics of a model of this instance. Models past the cap share the label `other`, since load requests choose

@@ -22,6 +22,7 @@ from dynamo.common.names import check_name
 from dynamo.common.repository import MAX_REASON_CHARS, NOT_LOADED, UNLOADED, IndexEntry, LoadRequest, ModelState
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.repository.custom_metrics import CustomMetrics
 from dynamo.worker.repository.ensemble import EnsembleBackend, labels_in, models_in
 from dynamo.worker.repository.execution import (
     Executable,
@@ -143,6 +144,11 @@ class RepositoryModels:
     def use_shared_memory(self, memory: SharedMemory) -> None:
         """Let processes of models that are loaded from now on read and write tensors in shared memory."""
         self._python.memory = memory
+
+    @property
+    def custom_metrics(self) -> CustomMetrics:
+        """The metrics that Python models declare themselves."""
+        return self._python.metrics
 
     def attach(self, host: Host) -> None:
         """Report changes to `host` from now on."""

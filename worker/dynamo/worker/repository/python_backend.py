@@ -24,6 +24,7 @@ from dynamo.worker.engine.batching import Batch, Batcher
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.batches import batch_policy, rows_of
+from dynamo.worker.repository.custom_metrics import CustomMetrics, MetricOwner
 from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.model_config import ModelInstance, config_from_json, config_to_json, instances_of
 from dynamo.worker.repository.pb_utils import (
@@ -50,16 +51,23 @@ class PythonBackend:
     def __init__(self, models: ModelRegistry) -> None:
         self.memory: SharedMemory | None = None
         """Of this worker, for the tensors of models that are opened from now on."""
-        self._handlers = CallHandlers(partial(_serve_call, models), partial(_serve_control, models))
+        self.metrics = CustomMetrics()
+        """Of all models."""
+        self._models = models
+
+    def _handlers(self, metrics: MetricOwner) -> CallHandlers:
+        return CallHandlers(partial(_serve_call, self._models), partial(_serve_control, self._models), metrics.carry_out)
 
     async def complete(self, version: Version) -> ModelConfig:
         file = _file_of(version)
-        stub = await open_stub(version.name, self._handlers)
+        metrics = self.metrics.owner()
+        stub = await open_stub(version.name, self._handlers(metrics))
         try:
             await stub.start(file, version.folder)
             completed = await stub.complete(config_to_json(version.config))
         finally:
             await stub.end()
+            metrics.close()
         return config_from_json(completed) if completed else version.config
 
     async def open(self, version: Version) -> PythonModel:
@@ -72,7 +80,11 @@ class PythonBackend:
     async def _open(self, version: Version, groups: Sequence[Sequence[ModelInstance]]) -> Sequence[PythonModel]:
         """Return a model for each group of instances."""
         file = _file_of(version)
-        models = [PythonModel(version, file, self._handlers, self.memory, group) for group in groups]
+        owners = [self.metrics.owner() for _ in groups]
+        models = [
+            PythonModel(version, file, self._handlers(metrics), self.memory, group, metrics)
+            for group, metrics in zip(groups, owners, strict=True)
+        ]
         try:
             await asyncio.gather(*(model.start() for model in models))
         except BaseException:
@@ -100,6 +112,7 @@ class PythonModel:
         handlers: CallHandlers,
         memory: SharedMemory | None,
         instances: Sequence[ModelInstance],
+        metrics: MetricOwner,
     ) -> None:
         self._version = version
         self._file = file
@@ -107,6 +120,7 @@ class PythonModel:
         self._memory = memory
         self._decoupled = version.config.model_transaction_policy.decoupled
         self._instances = instances
+        self._metrics = metrics
         self._pipeline = Pipeline(version.name)
         self._keeping: list[asyncio.Task[None]] = []
         policy = batch_policy(version.config, len(self._instances), ahead=len(self._instances))
@@ -135,6 +149,7 @@ class PythonModel:
         if self._batcher is not None:
             await self._batcher.close()
         await asyncio.gather(*(stub.close() for stub in self._pipeline.processes), *self._keeping, return_exceptions=True)
+        self._metrics.close()
 
     async def _start(self, instance: ModelInstance) -> StubProcess:
         version = self._version

@@ -62,6 +62,7 @@ class Stub:
 
     def __init__(self, connection: socket.socket) -> None:
         self.model_folder = ""
+        self.instance_name = ""
         self._connection = connection
         self._sending = threading.Lock()
         self._held: list[wire.Buffer] = []
@@ -218,7 +219,7 @@ class Stub:
         self.read_beside()
         return progress
 
-    def control(self, control: wire.Control) -> wire.Response:
+    def control(self, control: wire.Control | wire.MetricOrder) -> wire.Response:
         number = next(self._numbers)
         future: Future[wire.Response] = Future()
         with self._lock:
@@ -456,7 +457,7 @@ class ModelProcess:
 
     def _initialize(self, order: wire.Initialize) -> None:
         config = json.loads(order.arguments["model_config"])
-        self._name = order.arguments["model_instance_name"]
+        self._name = self._stub.instance_name = order.arguments["model_instance_name"]
         self._outputs = [output["name"] for output in config["output"]]
         self._bf16 = {tensor["name"] for tensor in config["input"] if tensor["data_type"] == "TYPE_BF16"}
         self._model = self._class()

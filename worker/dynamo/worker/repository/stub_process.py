@@ -117,10 +117,12 @@ class CallWindow:
 
 @dataclass(frozen=True, slots=True)
 class CallHandlers:
-    """Serve the calls and queries of a model. Both run as tasks, which are cancelled when the process ends."""
+    """Serve the calls and queries of a model, as tasks, which are cancelled when the process ends, and its metrics."""
 
     call: Callable[[StubProcess, wire.CallModel, Sequence[memoryview]], Coroutine[None, None, None]]
     control: Callable[[StubProcess, wire.Control], Coroutine[None, None, None]]
+    measure: Callable[[wire.MetricOrder], float]
+    """Carry out an order about a metric, and return its value. Raises InvalidRequest."""
 
 
 class StubProcess:
@@ -346,6 +348,8 @@ class StubProcess:
                 self._begin(message.request.number, self._handlers.call(self, message, raws))
             case wire.Control():
                 self._begin(message.number, self._handlers.control(self, message))
+            case wire.MetricOrder():
+                self._measure(message)
             case wire.CancelRequest():
                 task = self._calls.get(message.number)
                 if task is not None:
@@ -364,6 +368,16 @@ class StubProcess:
                 log.log(message.level, "%s: %s", self._name, message.text)
             case _:
                 raise ValueError(f"unexpected message {type(message).__name__}")
+
+    def _measure(self, order: wire.MetricOrder) -> None:
+        try:
+            response = wire.Response(number=order.number, parameters={"value": self._handlers.measure(order)})
+        except InvalidRequest as error:
+            response = wire.Response(number=order.number, error=str(error))
+        if order.number:
+            self.send(response)
+        elif response.error is not None:
+            log.warning("%s: a metric cannot be changed: %s", self._name, response.error)
 
     def _return(self, done: wire.Done, raws: Sequence[memoryview]) -> None:
         self._is_late = False

@@ -236,6 +236,22 @@ class Control(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults
     dependents: bool = False
 
 
+class MetricOrder(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+    """From the model: declare, change or read a metric of its own. Those with a number get a Response."""
+
+    number: int = 0
+    verb: str
+    """`family`, `series` or `value`, which have a number; `increment`, `set` or `observe`."""
+    family: str
+    kind: str = ""
+    """Of a family: `counter`, `gauge` or `histogram`."""
+    description: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    """Of a series, in order."""
+    buckets: tuple[float, ...] = ()
+    amount: float = 0.0
+
+
 class Log(msgspec.Struct, frozen=True, tag=True):
     level: int
     """A level of the module `logging`."""
@@ -258,6 +274,7 @@ Message: TypeAlias = (
     | Done
     | CallModel
     | Control
+    | MetricOrder
     | Log
 )
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
