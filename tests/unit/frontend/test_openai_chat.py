@@ -439,6 +439,23 @@ async def test_any_tool_is_required_of_the_engine() -> None:
     assert made["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
 
 
+async def test_only_allowed_tools_are_offered_and_required_of_the_engine() -> None:
+    speaker = Speaker(('[{"name":"weather",', '"parameters":{"city": "Rome"}}]'))
+    now = {"type": "function", "function": {"name": "now"}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    async with open_http_edge(respond=speaker) as edge:
+        body = HELLO | {"tools": [WEATHER, now], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+        response = await edge.post(CHAT, body)
+        unknown = await edge.error(CHAT, body | {"tools": [now]})
+    guided = speaker.last.sampling.guided
+    assert guided is not None
+    [choice] = guided["json_schema"]["items"]["anyOf"]
+    assert choice["properties"]["name"] == {"type": "string", "enum": ["weather"]}
+    [made] = response.json()["choices"][0]["message"]["tool_calls"]
+    assert made["function"]["name"] == "weather"
+    assert unknown["message"] == "'tool_choice' names 'weather', which is not in 'tools'"
+
+
 async def test_tools_need_a_model_with_a_tool_parser() -> None:
     async with open_http_edge(chat_card(), chat_card("odd", tool_parser="unheard of"), respond=Speaker()) as edge:
         error = await edge.error(CHAT, HELLO | {"tools": [WEATHER]})

@@ -171,6 +171,15 @@ async def test_a_format_is_requested_from_the_engine() -> None:
     assert body["text"] == text
 
 
+def test_allowed_tools_are_those_of_the_chat_request() -> None:
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}
+    chat = msgspec.convert(HELLO | {"tool_choice": allowed}, ResponsesRequest).to_chat()
+    assert msgspec.to_builtins(chat.tool_choice) == {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]},
+    }
+
+
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [

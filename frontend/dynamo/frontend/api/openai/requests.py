@@ -276,9 +276,17 @@ class ChosenFunction(Struct, kw_only=True, frozen=True):
     name: Name
 
 
-class NamedToolChoice(Struct, kw_only=True, frozen=True):
-    type: Literal["function"]
+class NamedToolChoice(Struct, kw_only=True, frozen=True, tag_field="type", tag="function"):
     function: ChosenFunction
+
+
+class AllowedTools(Struct, kw_only=True, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Meta(min_length=1, max_length=1024)]
+
+
+class AllowedToolChoice(Struct, kw_only=True, frozen=True, tag_field="type", tag="allowed_tools"):
+    allowed_tools: AllowedTools
 
 
 class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True):
@@ -289,7 +297,7 @@ class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     store: bool | None = None

@@ -12,6 +12,8 @@ from dynamo.frontend.api.calls import MAX_ID_CHARS
 from dynamo.frontend.api.openai.requests import (
     INT32,
     INT64,
+    AllowedToolChoice,
+    AllowedTools,
     Bias,
     CalledFunction,
     ChatMessage,
@@ -25,6 +27,7 @@ from dynamo.frontend.api.openai.requests import (
     Json,
     JsonSchemaFormat,
     ModelRequest,
+    Name,
     NamedToolChoice,
     PastToolCall,
     Penalty,
@@ -80,9 +83,13 @@ class ResponseTool(Struct, kw_only=True, frozen=True):
     strict: bool | None = None
 
 
-class ResponseToolChoice(Struct, kw_only=True, frozen=True):
-    type: Literal["function"]
-    name: str
+class ResponseToolChoice(Struct, kw_only=True, frozen=True, tag_field="type", tag="function"):
+    name: Name
+
+
+class AllowedResponseTools(Struct, kw_only=True, frozen=True, tag_field="type", tag="allowed_tools"):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseToolChoice], Meta(min_length=1, max_length=1024)]
 
 
 class TextFormat(Struct, kw_only=True, frozen=True):
@@ -113,7 +120,7 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | AllowedResponseTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -328,11 +335,17 @@ def _tool(tool: ResponseTool, index: int) -> Tool:
 
 
 def _choice(
-    choice: Literal["none", "auto", "required"] | ResponseToolChoice | None,
-) -> Literal["none", "auto", "required"] | NamedToolChoice | None:
+    choice: Literal["none", "auto", "required"] | ResponseToolChoice | AllowedResponseTools | None,
+) -> Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice | None:
     if isinstance(choice, ResponseToolChoice):
-        return NamedToolChoice(type="function", function=ChosenFunction(name=choice.name))
+        return _named(choice)
+    if isinstance(choice, AllowedResponseTools):
+        return AllowedToolChoice(allowed_tools=AllowedTools(mode=choice.mode, tools=list(map(_named, choice.tools))))
     return choice
+
+
+def _named(choice: ResponseToolChoice) -> NamedToolChoice:
+    return NamedToolChoice(function=ChosenFunction(name=choice.name))
 
 
 def _format(format: TextFormat) -> ResponseFormat:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,6 +15,7 @@ from dynamo.common.names import parse_instance
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.json_scan import check_json
 from dynamo.frontend.api.openai.requests import (
+    AllowedToolChoice,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -84,9 +85,9 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
     if request.max_tokens is not None and request.max_tokens != max_tokens:
         raise InvalidRequest("'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
     text = msgspec.structs.replace(text, stop=msgspec.structs.replace(text.stop, max_tokens=max_tokens))
-    tools = tools_to_text(request.tools)
+    tools, choice = _tools_to_call(request)
+    parallel = request.parallel_tool_calls is not False
     forced: ParserKind | None = None
-    choice, parallel = request.tool_choice, request.parallel_tool_calls is not False
     if choice is not None and choice not in ("none", "auto"):
         if not tools:
             raise InvalidRequest("'tool_choice' requires a call, but there are no tools", param="tool_choice")
@@ -235,6 +236,19 @@ def tools_to_text(tools: Sequence[Tool] | None) -> Sequence[Mapping[str, Any]]:
     if len(set(names)) != len(names):
         raise InvalidRequest("two tools have the same name", param="tools")
     return [msgspec.to_builtins(tool) for tool in tools or ()]
+
+
+def _tools_to_call(
+    request: ChatRequest,
+) -> tuple[Sequence[Mapping[str, Any]], Literal["none", "auto", "required"] | NamedToolChoice | None]:
+    """Return the tools that the model may call, and whether it must. Raises InvalidRequest."""
+    tools, choice = tools_to_text(request.tools), request.tool_choice
+    if not isinstance(choice, AllowedToolChoice):
+        return tools, choice
+    allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+    if missing := allowed - {tool["function"]["name"] for tool in tools}:
+        raise InvalidRequest(f"'tool_choice' names '{min(missing)}', which is not in 'tools'", param="tool_choice")
+    return [tool for tool in tools if tool["function"]["name"] in allowed], choice.allowed_tools.mode
 
 
 def call_of(request: TextGenerationRequest, caller: Caller, endpoint: str) -> Call:
