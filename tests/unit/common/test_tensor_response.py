@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dynamo.common.errors import EngineError
+from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import ResponseForm
@@ -101,6 +101,11 @@ def test_the_best_classes_are_named() -> None:
     response = encoded(form("P", top=2), {"P": np.array([0.25, 0.5, 0.5], np.float32)})
     assert (response.outputs[0].datatype, list(response.outputs[0].shape)) == ("BYTES", [2])
     assert decode_bytes(response.raw_output_contents[0], 2) == [b"0.500000:1:dog", b"0.500000:2"]
+
+
+def test_strings_cannot_be_classified() -> None:
+    with pytest.raises(InvalidRequest, match="class result not available for output due to unsupported type 'BYTES'"):
+        encoded(form("S", top=2), {"S": np.array([b"a", b"b"], object)})
 
 
 def test_each_row_of_a_batch_is_classified() -> None:

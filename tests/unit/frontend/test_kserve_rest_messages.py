@@ -59,6 +59,11 @@ def refused(datatype: str, shape: Sequence[int], data: object) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(("datatype", "value"), [("FP32", 1.0), ("BOOL", True), ("BYTES", "a"), ("INT64", 1)])
+def test_a_shape_of_a_tebi_of_elements_costs_no_memory(datatype: str, value: object) -> None:
+    assert "1 elements in its contents where its shape needs 1099511627776" in refused(datatype, [2**40], [value])
+
+
 # Binary tensors
 
 

@@ -107,7 +107,7 @@ instance_group { count: 2 kind: KIND_CPU }
         ('backend: "tensorrt"', "backend 'tensorrt' is not supported"),
         ('platform: "pytorch_libtorch"', "platform 'pytorch_libtorch' is not supported"),
         ('name: "other"', "that of a model named 'other'"),
-        ("max_batch_size: 2 dynamic_batching { preferred_batch_size: [ 4 ] }", "preferred batch size 4"),
+        ("max_batch_size: 2 dynamic_batching { preferred_batch_size: [ 4 ] }", "preferred_batch_size must be from 1 to 2, got 4"),
         ("version_policy { specific { versions: [ 3 ] } }", "version 3"),
         ("this is no configuration", "config.pbtxt is not usable"),
         ("instance_group { kind: KIND_GPU count: 1 }", "requires a GPU"),

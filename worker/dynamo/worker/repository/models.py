@@ -22,6 +22,7 @@ from dynamo.common.names import check_name
 from dynamo.common.repository import MAX_REASON_CHARS, NOT_LOADED, UNLOADED, IndexEntry, LoadRequest, ModelState
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.repository.config_checks import check_settings
 from dynamo.worker.repository.custom_metrics import CustomMetrics
 from dynamo.worker.repository.ensemble import EnsembleBackend, labels_in, models_in
 from dynamo.worker.repository.execution import (
@@ -405,6 +406,7 @@ class RepositoryModels:
             if ignored := ignored_settings(config):
                 log.warning("model %s: its configuration has %s, which is not acted on", request.model, ", ".join(ignored))
             check_tensors(config)
+            check_settings(config)
             fill_defaults(config)
             loaded = await _open_versions(backend, config, folder, versions)
             try:
