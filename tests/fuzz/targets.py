@@ -100,6 +100,8 @@ class _Http2(MessageOwner):
             count = min(len(space), len(rest))
             space[:count] = rest[:count]
             self._reader.buffer_updated(count)
+            while self._reader.is_behind:
+                self._reader.go_on()
             rest = rest[count:]
 
     def preface_received(self) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import struct
-from collections.abc import AsyncIterator
+from asyncio import Event
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from time import monotonic
+from weakref import ref
 
 import grpc
 import pytest
@@ -20,6 +23,7 @@ from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, 
 from dynamo.frontend.api.rpc.http2 import frames
 from dynamo.frontend.api.rpc.http2.frames import ErrorCode, encode_frame, encode_settings
 from dynamo.frontend.api.rpc.http2.server import Http2Server
+from dynamo.frontend.api.rpc.http2.windows import SendWindow
 from dynamo.frontend.config import CapacityOptions, GrpcOptions
 from tests.support.arenas import memory_folder
 from tests.support.http2 import Client, block, call, connected, data, fields, headers, message
@@ -37,10 +41,11 @@ class Service:
         self.running = 0
         self.received: list[int] = []
         self.lent: list[object] = []
+        self.kept: list[Event] = []
 
     def handlers(self) -> dict[str, Handlers]:
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
-        methods = {"Say": self.say, "Wait": self.wait, "Large": self.large, "Lend": self.lend}
+        methods = {"Say": self.say, "Wait": self.wait, "Large": self.large, "Lend": self.lend, "Keep": self.keep}
         unaries = {name: unary(method) for name, method in methods.items()}
         return {"test.Echo": {**unaries, "Read": stream(self.read), "Hold": stream(self.hold)}}
 
@@ -70,6 +75,13 @@ class Service:
         del request
         await self.gate.wait()
         return b""
+
+    async def keep(self, request: Buffer | PendingMessage, context: Context) -> bytes:
+        """Have something that lives as long as the handler's local variables."""
+        local = Event()
+        self.kept.append(local)
+        await self.gate.wait()
+        return b"" if local.is_set() else b"."
 
     async def read(self, unused: object, context: Context) -> None:
         while isinstance(content := await context.read(), bytes | memoryview):
@@ -151,6 +163,75 @@ async def test_a_call_that_was_reset_counts_until_its_handler_has_ended() -> Non
         await until(lambda: edge.service.running == 0)
         client.send(call(9))
         assert await client.status(9) == "0"
+
+
+async def test_a_cancelled_call_keeps_nothing_alive() -> None:
+    gc.disable()
+    try:
+        async with serving() as edge, connected(edge.server.port) as client:
+            client.send(call(1, bytes(5000), pairs=to("Keep")), call(3))
+            assert await client.status(3) == "0"
+            kept = ref(edge.service.kept.pop())
+            client.send(reset(1), call(5))
+            assert await client.status(5) == "0"
+            await until(lambda: kept() is None)
+    finally:
+        gc.enable()
+
+
+async def test_calls_of_a_client_that_does_not_read_end_its_connection() -> None:
+    async with serving(max_concurrent_streams=100) as edge, connected(edge.server.port) as client:
+        client.send(call(1))
+        assert await client.status(1) == "0"
+        (connection,) = edge.server._connections
+        connection.pause_writing()
+        client.send(
+            *(
+                headers(stream, flags=frames.END_HEADERS | frames.END_STREAM, pairs=fields("/no/Such"))
+                for stream in range(3, 2403, 2)
+            )
+        )
+        await ends_with(client, CALM)
+        await edge.assert_serving()
+
+
+async def test_windows_are_resized_once_for_a_frame_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    resized: list[int] = []
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Hold")), call(3))
+        assert await client.status(3) == "0"
+        monkeypatch.setattr(SendWindow, "grow", lambda window, more: resized.append(more))
+        changes = b"".join(struct.pack(">HI", frames.INITIAL_WINDOW_SIZE, 1000 + number) for number in range(2000))
+        client.send(encode_frame(frames.SETTINGS, 0, 0, changes), call(5))
+        assert await client.status(5) == "0"
+        assert resized == [2999 - frames.DEFAULT_WINDOW_BYTES]
+
+
+async def test_one_large_step_of_all_decompressions_is_taken_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = 0
+    taken: list[int] = []
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def steps(message: Buffer, encoding: str) -> Iterator[bytes]:
+        for _ in range(3):
+            taken.append(turns)
+            yield b""
+
+    monkeypatch.setattr("dynamo.frontend.api.rpc.http2.call.inflate_steps", steps)
+    monkeypatch.setattr("dynamo.frontend.api.rpc.http2.call._LONG_STEP_S", -1.0)
+    async with serving() as edge, connected(edge.server.port) as client:
+        counting = asyncio.create_task(count_turns())
+        pairs = to("Say", ("grpc-encoding", "gzip"))
+        client.send(*(headers(stream, pairs=pairs) + data(stream, message(b"x", flag=1)) for stream in range(1, 21, 2)))
+        for stream in range(1, 21, 2):
+            assert await client.status(stream) == "0"
+        counting.cancel()
+    assert len(set(taken)) == len(taken) == 30
 
 
 async def test_a_client_that_cancels_ends_its_handler() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from dataclasses import dataclass, field
+from itertools import count
 
 import pytest
 from hypothesis import given
@@ -81,11 +82,13 @@ def receive(pieces: list[bytes]) -> tuple[Recorder, str]:
         rest = memoryview(piece)
         while len(rest):
             space = reader.get_buffer()
-            count = min(len(space), len(rest))
-            space[:count] = rest[:count]
-            rest = rest[count:]
+            size = min(len(space), len(rest))
+            space[:size] = rest[:size]
+            rest = rest[size:]
             try:
-                reader.buffer_updated(count)
+                reader.buffer_updated(size)
+                while reader.is_behind:
+                    reader.go_on()
             except ConnectionFailure as failure:
                 return recorder, f"{failure.code.name}: {failure}"
     return recorder, ""
@@ -134,6 +137,21 @@ def test_a_frame_is_read_from_each_of_its_parts() -> None:
 )
 def test_bytes_that_are_no_frames_are_refused(stream: bytes, code: ErrorCode) -> None:
     assert receive([stream])[1].startswith(code.name)
+
+
+def test_many_frames_are_read_in_turns() -> None:
+    pings = [encode_frame(frames.PING, 0, 0, bytes((number,)) * 8) for number in range(100)]
+    recorder, ticks = Recorder(), count()
+    reader = FrameReader(recorder, memoryview(bytearray(64 * 1024)), MAX_FRAME, clock=lambda: next(ticks) * 0.001)
+    received = PREFACE + b"".join(pings) + pings[0][:5]
+    reader.get_buffer()[: len(received)] = received
+    reader.buffer_updated(len(received))
+    turns = 1
+    while reader.is_behind:
+        assert len(recorder.events) <= 10 * turns
+        reader.go_on()
+        turns += 1
+    assert [event[3] for event in recorder.events[1:]] == [ping[9:] for ping in pings]
 
 
 def test_the_size_of_a_frame_is_refused_before_it_has_come() -> None:
@@ -221,6 +239,12 @@ GOOD = gzip.compress(b"hello, hello, hello, how are you?")
 def test_what_is_no_gzip_is_refused(bad: bytes) -> None:
     with pytest.raises(CorruptMessage):
         list(inflate_steps(bad, "gzip"))
+
+
+def test_blocks_that_hold_nothing_are_inflated_a_step_at_a_time() -> None:
+    bomb = zlib.compress(b"")[:2] + b"\0\0\0\xff\xff" * 200_000
+    steps = inflate_steps(bomb, "deflate")
+    assert [next(steps) for _ in range(10)] == [b""] * 10
 
 
 def test_a_bomb_is_inflated_a_step_at_a_time() -> None:

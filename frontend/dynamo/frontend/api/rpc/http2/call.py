@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final, NoReturn, Protocol
@@ -52,6 +53,8 @@ _MESSAGE_BYTES: Final = 128
 _GRACE_S: Final = 30.0
 _LEAST_BYTES_PER_S: Final = 1024
 """A message has to arrive this fast after `_GRACE_S`."""
+_LONG_STEP_S: Final = 0.0002
+"""A step of a decompression that takes longer ends the turn of the event loop."""
 
 
 class ClientGone(grpc.aio.BaseError):
@@ -76,6 +79,8 @@ class CallHost(Protocol):
     options: GrpcOptions
     capacity: Capacity
     overload: OverloadStatus
+    inflating: asyncio.Lock
+    """Of the calls of all connections: held for one step of a decompression."""
     peer: str
 
     @property
@@ -335,9 +340,10 @@ class Call:
             if not self.is_cancelled:
                 _log.exception("the handler of %r failed", self)
             self._fail(grpc.StatusCode.INTERNAL, "internal error")
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
+            # Kept by the task, which this call keeps, the error would keep the message until the garbage collector runs.
+            release(error)
             self._fail(grpc.StatusCode.CANCELLED, "the call was cancelled")
-            raise
 
     def _fail(self, status: grpc.StatusCode, text: str, metadata: Metadata = ()) -> None:
         if not self.out.is_over:
@@ -386,19 +392,30 @@ class Call:
         limit, size = self._host.options.max_message_bytes, 0
         pieces: list[bytes] = []
         try:
-            for piece in inflate_steps(message, encoding):
+            steps = inflate_steps(message, encoding)
+            while (piece := await self._inflate_step(steps)) is not None:
                 capacity.hold(len(piece))
                 size += len(piece)
                 pieces.append(piece)
                 if size > limit:
                     raise PayloadTooLarge(f"the decompressed message has over {limit} bytes, which is the limit")
-                if size > STEP_BYTES:
-                    await asyncio.sleep(0)
-            return pieces[0] if len(pieces) == 1 else await _join(pieces, size)
+            if len(pieces) == 1:
+                return pieces[0]
+            async with self._host.inflating:  # for that long a message takes twice its size
+                return await _join(pieces, size)
         except CorruptMessage as error:
             raise InvalidRequest(f"a message cannot be decompressed: {error}") from None
         finally:
             capacity.release(size)
+
+    async def _inflate_step(self, steps: Iterator[bytes]) -> bytes | None:
+        """Return the next piece, None after the last. Of all calls together, one large step is taken in a turn of the loop."""
+        async with self._host.inflating:
+            started_at = monotonic()
+            piece = next(steps, None)
+            if monotonic() - started_at > _LONG_STEP_S:
+                await asyncio.sleep(0)
+            return piece
 
     # Messages of the client
 

@@ -10,7 +10,8 @@ What a client may cost is bounded, with a key or without:
 | SETTINGS | `_SETTINGS` at once, one a second on average | GOAWAY |
 | frames without content between two that have some | `_IDLE_FRAMES` a second | GOAWAY |
 | PINGs while nothing is sent | one in `client_ping_interval_s`, twice more often | GOAWAY |
-| acknowledgements that the client does not read | `_UNREAD_FRAMES` | the connection ends |
+| acknowledgements and calls while the client does not read | `_UNREAD_FRAMES`, and `max_concurrent_streams` | GOAWAY |
+| frames that have come | a few milliseconds, then other connections have their turn | |
 | messages | `max_message_bytes` each, and the capacity together | the call fails |
 | a response that is not read | `_UNREAD_S` without progress | RST_STREAM, or the connection ends |
 """
@@ -74,6 +75,7 @@ class Connections(Protocol):
     options: GrpcOptions
     capacity: Capacity
     overload: OverloadStatus
+    inflating: asyncio.Lock
     deadlines: Deadlines
     read_memory: memoryview
     """Shared by all connections, for what they receive."""
@@ -111,6 +113,7 @@ class Connection(asyncio.BufferedProtocol):
         self.options = server.options
         self.capacity = server.capacity
         self.overload = server.overload
+        self.inflating = server.inflating
         self.peer = "unknown"
         self._server = server
         self._transport: asyncio.Transport
@@ -135,7 +138,7 @@ class Connection(asyncio.BufferedProtocol):
         """Since the last one with content, or the last call of `check`."""
         self._responses_at_check = 0
         self._unread_frames = 0
-        """Control frames that were sent while the client did not read."""
+        """Acknowledgements that were sent, and calls that were opened, while the client did not read."""
         self._ping_strikes = 0
         self._pinged_at = 0.0
         self._responses_at_ping = 0
@@ -199,20 +202,28 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._read_at = self._now
         self._read_bytes += count
-        if self._read_bytes >= _READ_BYTES:
-            self._pause_reading()
         try:
             self._reader.buffer_updated(count)
         except ConnectionFailure as failure:
             self._fail(failure.code, str(failure))
+        if self._closing_at is None and (self._reader.is_behind or self._read_bytes >= _READ_BYTES):
+            self._pause_reading()
 
     def _pause_reading(self) -> None:
         """Let the event loop do something else: it reads from one connection for as long as there is something."""
-        self._read_bytes = 0
         self._transport.pause_reading()
         asyncio.get_running_loop().call_soon(self._resume_reading)
 
     def _resume_reading(self) -> None:
+        if self._closing_at is None and self._reader.is_behind:
+            try:
+                self._reader.go_on()
+            except ConnectionFailure as failure:
+                self._fail(failure.code, str(failure))
+            if self._closing_at is None:
+                asyncio.get_running_loop().call_soon(self._resume_reading)
+                return
+        self._read_bytes = 0
         if not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -400,6 +411,7 @@ class Connection(asyncio.BufferedProtocol):
         if stream <= self._last_stream:
             return self._trailers_received(stream, block, ends=ends)
         self._last_stream = stream
+        self._count_unread()
         try:
             headers = self._decoder.decode(block)
         except MalformedRequest as error:
@@ -493,11 +505,15 @@ class Connection(asyncio.BufferedProtocol):
             raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "too_many_pings")
 
     def _acknowledge(self, frame: bytes) -> None:
+        self._count_unread()
+        self.sender.control(frame)
+
+    def _count_unread(self) -> None:
+        """Count what is responded to at once, whether the client reads or not: failures of calls do not wait for windows."""
         if self.sender.is_paused:
             self._unread_frames += 1
-            if self._unread_frames > _UNREAD_FRAMES:
-                raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "acknowledgements are not read")
-        self.sender.control(frame)
+            if self._unread_frames > _UNREAD_FRAMES + self.options.max_concurrent_streams:
+                raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "responses and acknowledgements are not read")
 
     def _settings_received(self, flags: int, stream: int, payload: bytes) -> None:
         if stream:
@@ -509,16 +525,19 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not self._settings.spend(monotonic()):
             raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "the settings change too often")
+        window = self.sender.initial_window
         for key, value in frames.decode_settings(payload):
-            self._apply_setting(key, value)
+            if key == frames.INITIAL_WINDOW_SIZE:
+                window = _checked_window(value)
+            else:
+                self._apply_setting(key, value)
+        self._resize_windows(window)  # once for a frame: all calls have one
         self._has_settings = True
         self._acknowledge(frames.encode_frame(frames.SETTINGS, frames.ACK, 0))
         self.sender.pump()
 
     def _apply_setting(self, key: int, value: int) -> None:
-        if key == frames.INITIAL_WINDOW_SIZE:
-            self._resize_windows(value)
-        elif key == frames.MAX_FRAME_SIZE:
+        if key == frames.MAX_FRAME_SIZE:
             if not frames.DEFAULT_FRAME_BYTES <= value <= frames.MAX_FRAME_BYTES:
                 raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE is {value}")
             self.sender.max_frame_bytes = value
@@ -528,8 +547,6 @@ class Connection(asyncio.BufferedProtocol):
             raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH is {value}")
 
     def _resize_windows(self, size: int) -> None:
-        if size > frames.MAX_WINDOW_BYTES:
-            raise ConnectionFailure(ErrorCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE is {size}")
         more, self.sender.initial_window = size - self.sender.initial_window, size
         if not more:
             return
@@ -620,6 +637,12 @@ class Connection(asyncio.BufferedProtocol):
             del self._calls[call.stream]
             if self._drains_at is not None:
                 self._close_if_drained()
+
+
+def _checked_window(size: int) -> int:
+    if size > frames.MAX_WINDOW_BYTES:
+        raise ConnectionFailure(ErrorCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE is {size}")
+    return size
 
 
 def _name_of(address: object) -> str:

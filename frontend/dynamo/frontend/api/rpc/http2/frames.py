@@ -6,8 +6,10 @@ into the message's own memory; all other frames are handed over whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from struct import Struct
+from time import monotonic
 from typing import Final, Protocol
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -45,6 +47,8 @@ MAX_STREAM_ID: Final = 2**31 - 1
 _HEAD_BYTES: Final = 9
 _DIRECT_BYTES: Final = 256 * 1024
 """Read at once into a message, so that one connection does not keep the event loop for long."""
+_TURN_S: Final = 0.004
+"""What has come of one connection is read for this long before others have their turn: small frames are many."""
 _HEAD: Final = Struct(">HBBBI")
 """Its size's upper 16 bits and lower 8, kind, flags and stream."""
 _TAIL: Final = Struct(">BBI")
@@ -211,10 +215,13 @@ class FrameReader:
     """Splits what a connection receives into frames."""
 
     __slots__ = (
-        "_direct", "_ends", "_greeted", "_handler", "_left", "_max_bytes", "_padding", "_rest", "_shared", "_sink", "_stream",
+        "_clock", "_direct", "_ends", "_greeted", "_handler", "_left", "_max_bytes", "_padding", "_rest", "_shared", "_sink",
+        "_stream", "is_behind",
     )  # fmt: skip
 
-    def __init__(self, handler: FrameHandler, shared: memoryview, max_frame_bytes: int) -> None:
+    def __init__(
+        self, handler: FrameHandler, shared: memoryview, max_frame_bytes: int, clock: Callable[[], float] = monotonic
+    ) -> None:
         """`shared` is memory for what is received, the same for all connections of a thread: nothing stays in it.
 
         It is larger than `max_frame_bytes`, the bound of frames other than DATA.
@@ -222,8 +229,11 @@ class FrameReader:
         self._handler = handler
         self._shared = shared
         self._max_bytes = max_frame_bytes
+        self._clock = clock
         self._rest = b""
-        """Received bytes of an incomplete frame."""
+        """Received bytes of an incomplete frame, and what else the last turn has left."""
+        self.is_behind = False
+        """The last turn has perhaps left frames: `go_on` reads them, and has to before more is received."""
         self._greeted = False
         self._sink: DataSink | None = None
         """Of the DATA frame whose payload is being received."""
@@ -262,9 +272,17 @@ class FrameReader:
         if not self._left and not self._padding:
             self._end_data()
 
+    def go_on(self) -> None:
+        """Read what the last turn has left, for one turn. Raises ConnectionFailure."""
+        rest = self._rest
+        self._shared[: len(rest)] = rest
+        self._parse(len(rest))
+
     def _parse(self, end: int) -> None:
-        buffer, handler = self._shared, self._handler
+        buffer, handler, clock = self._shared, self._handler, self._clock
         self._rest = b""
+        self.is_behind = False
+        ends_at = clock() + _TURN_S
         position = 0
         if self._sink is not None:
             position = self._continue_data(0, end)
@@ -290,6 +308,9 @@ class FrameReader:
                     break
                 position = begin + size
                 handler.frame_received(kind, flags, stream, bytes(buffer[begin:position]))
+            if clock() > ends_at:
+                self.is_behind = True
+                break
         if position < end:
             self._rest = bytes(buffer[position:end])
 

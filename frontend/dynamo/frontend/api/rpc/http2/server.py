@@ -64,6 +64,7 @@ class Http2Server:
         self.options = options
         self.capacity = capacity
         self.overload = overload
+        self.inflating = asyncio.Lock()
         self._memory = memory
         self.methods = _methods(services, guarded=guarded)
         self.connection_window_bytes = options.initial_connection_window_size or CONNECTION_WINDOW_BYTES
