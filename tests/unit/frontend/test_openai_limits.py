@@ -95,6 +95,7 @@ def test_every_field_of_openai_is_declared(ours: type[msgspec.Struct], theirs: t
         ),
         ({"functions": []}, "functions", "'functions' is deprecated; use 'tools'"),
         ({"modalities": ["audio"]}, "modalities", "responses are text; 'modalities' must be [\"text\"]"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice.type", "'tool_choice.type' must not be 'mcp'"),
         ({"tool_choice": "required"}, "tool_choice", "'tool_choice' requires a call, but there are no tools"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "'guided_regex' and 'guided_choice' cannot be combined"),
         ({"guided_json": "{"}, "guided_json", None),
