@@ -436,7 +436,7 @@ class FakeVocabulary:
     def token_bytes(self, token: int) -> bytes | None:
         return None
 
-    def check_ids(self, tokens: Sequence[int]) -> None:
+    def check_ids(self, tokens: Sequence[int], param: str = "prompt", /) -> None:
         return
 
 

@@ -262,6 +262,16 @@ async def test_invalid_tokens_are_rejected(path: str, body: dict[str, Any], stat
         await edge.error(path, body, status)
 
 
+async def test_a_token_outside_the_vocabulary_is_named_with_its_field() -> None:
+    async with open_http_edge() as edge:
+        errors = [
+            await edge.error("/detokenize", {"model": "talker", "tokens": [99999]}),
+            await edge.error("/v1/completions", {"model": "talker", "prompt": [99999]}),
+        ]
+    assert [error["param"] for error in errors] == ["tokens", "prompt"]
+    assert errors[0]["message"].startswith("'tokens' has the token id 99999;")
+
+
 async def test_long_texts_are_tokenized_and_detokenized_as_short_ones_are() -> None:
     text = "né " * 5000
     async with open_http_edge() as edge:

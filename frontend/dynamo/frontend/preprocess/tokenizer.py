@@ -109,16 +109,16 @@ class Tokenizer:
             ids.insert(0, self._bos)
         return ids
 
-    def check_ids(self, tokens: Sequence[int]) -> None:
-        """Raises InvalidRequest unless all of `tokens`, of which there is at least one, are in the vocabulary."""
+    def check_ids(self, tokens: Sequence[int], param: str = "prompt") -> None:
+        """Raises InvalidRequest about `param` unless all of `tokens`, of which there is at least one, are in the vocabulary."""
         try:
             least, most = min(tokens), max(tokens)
         except TypeError:
-            raise InvalidRequest("the prompt's token ids must be integers", param="prompt") from None
+            raise InvalidRequest(f"the token ids in '{param}' must be integers", param=param) from None
         if least < 0 or most >= self.vocabulary_size:
             wrong = least if least < 0 else most
             raise InvalidRequest(
-                f"the prompt has the token id {wrong}; the model's token ids are 0 to {self.vocabulary_size - 1}", param="prompt"
+                f"'{param}' has the token id {wrong}; the model's token ids are 0 to {self.vocabulary_size - 1}", param=param
             )
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:

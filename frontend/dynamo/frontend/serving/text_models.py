@@ -55,7 +55,7 @@ class Vocabulary(Protocol):
         """Return a token as the vocabulary has it, such as `ĠHello`."""
         ...
 
-    def check_ids(self, tokens: Sequence[int], /) -> None:
+    def check_ids(self, tokens: Sequence[int], param: str = "prompt", /) -> None:
         """Raise InvalidRequest if one of `tokens`, which are not empty, is not in the vocabulary."""
         ...
 

@@ -104,6 +104,6 @@ class Detokenize:
             model = name_or_only_model(self._edge.plane, exchange.account, request.model)
             vocabulary = (await self._edge.plane.text_model(exchange.account, model)).tokenizer
             if tokens:
-                vocabulary.check_ids(tokens)
+                vocabulary.check_ids(tokens, "tokens")
             decoded = await vocabulary.decode_prompt(tokens, skip_special_tokens=request.skip_special_tokens is True)
         await exchange.respond(msgspec.json.encode(Detokenized(decoded)))
