@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.util import find_spec
@@ -20,15 +20,17 @@ from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
-from dynamo.worker.config import EngineKind
+from dynamo.worker.config import EngineKind, RemoteOptions
 from dynamo.worker.engine.base import Context, Engine, EngineLoad, HasFiles, TracksKv
-from dynamo.worker.engines import make_engine
+from dynamo.worker.engine.sim.engine import SimEngine
+from dynamo.worker.engines import make_engine, make_remote
 from tests.support.tiny_llama import make_tiny_llama
+from tests.support.vllm_server import MAX_LOGPROBS, serve_vllm
 
 pytestmark = [pytest.mark.real_model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 CONTEXT, SEQUENCES = 512, 2
-ENGINES = ["sim", "llama", *(["vllm"] if find_spec("vllm") else [])]
+ENGINES = ["sim", "llama", "remote", *(["vllm"] if find_spec("vllm") else [])]
 GREEDY = Sampling(temperature=0.0)
 WAIT_S = 60.0
 
@@ -52,16 +54,29 @@ class Started:
 
     @property
     def kv(self) -> TracksKv:
-        assert isinstance(self.engine, TracksKv)
+        if not isinstance(self.engine, TracksKv):
+            pytest.skip("its server does not say what it has cached")
         return self.engine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
 async def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Started]:
-    engine = make(request.param, tmp_path_factory.mktemp("model"))
-    card = await engine.start()
-    yield Started(request.param, engine, card)
-    await engine.close()
+    async with made(request.param, tmp_path_factory.mktemp("model")) as engine:
+        card = await engine.start()
+        yield Started(request.param, engine, card)
+        await engine.close()
+
+
+@asynccontextmanager
+async def made(kind: str, folder: Path) -> AsyncIterator[Engine]:
+    """An engine, not started, with the server that it may need."""
+    if kind != "remote":
+        yield make(kind, folder)
+        return
+    sim = make("sim", folder)
+    assert isinstance(sim, SimEngine)
+    async with serve_vllm(sim, folder, CONTEXT) as server:
+        yield make_remote(server.url, RemoteOptions(), max_num_seqs=SEQUENCES)
 
 
 def make(kind: str, folder: Path) -> Engine:
@@ -120,7 +135,8 @@ async def test_the_card_holds_what_frontends_and_routers_need(started: Started) 
     files = {sha256(file).hexdigest() for file in started.engine.files()}
     assert {llm.tokenizer, llm.chat_template} == files
     assert (started.card.kind, llm.context_length, llm.max_num_seqs) == (ModelKind.LLM, CONTEXT, SEQUENCES)
-    assert llm.block_size > 0 and llm.total_blocks * llm.block_size >= CONTEXT
+    if isinstance(started.engine, TracksKv):
+        assert llm.block_size > 0 and llm.total_blocks * llm.block_size >= CONTEXT
 
 
 async def test_an_engine_shows_its_model_in_a_debugger(started: Started) -> None:
@@ -184,13 +200,15 @@ async def test_each_choice_ends_once_and_a_seed_repeats_them_all(started: Starte
 async def test_logprobs_name_the_chosen_token_and_then_the_requested_number_of_alternatives(
     started: Started, alternatives: int
 ) -> None:
+    # A server gives no more than its limit, which counts the chosen token if it is one of the likeliest.
+    expected = min(alternatives + 1, MAX_LOGPROBS) if started.kind == "remote" else alternatives + 1
     result = await generate(started.engine, make_request(started.noise(7, 20), 6, logprobs=alternatives))
     for delta in result.deltas:
         assert delta.logprobs is not None
         assert [step[0][0] for step in delta.logprobs] == list(delta.tokens)
         for step in delta.logprobs:
             values = [value for _, value in step]
-            assert len({token for token, _ in step}) == len(step) == alternatives + 1
+            assert len({token for token, _ in step}) == len(step) == expected
             assert values[0] <= 0 and values == sorted(values, reverse=True), "greedy: the chosen one is the likeliest"
     assert all(delta.logprobs is None for delta in (await generate(started.engine, make_request(started.noise(7, 20), 6))).deltas)
 
@@ -236,7 +254,8 @@ async def test_requests_beyond_the_batch_size_wait(started: Started) -> None:
     assert max(load.running for load in loads) == SEQUENCES
     [full, *_] = [load for load in loads if load.running == SEQUENCES]
     assert full.waiting == 2
-    assert 0 < full.active_blocks <= full.total_blocks
+    if isinstance(engine, TracksKv):
+        assert 0 < full.active_blocks <= full.total_blocks
     assert full.queued_prefill_tokens >= 40
     await until(lambda: (engine.load().running, engine.load().waiting) == (0, 0))
 
@@ -297,15 +316,16 @@ async def test_a_salt_keeps_prompts_apart(started: Started) -> None:
         assert started.kind == "llama", error  # refused: it could not keep them apart
         return
     assert (await generate(started.engine, salted)).summary.cached_tokens >= 2 * 32
+    kv = started.kv.kv
     block = sequence_hashes(pack_tokens(prompt), started.llm.block_size, space_hash("", "tenant"))[0]
-    await until(lambda: block in started.kv.kv)
+    await until(lambda: block in kv)
 
 
 async def test_a_closed_engine_takes_nothing(tmp_path: Path, started: Started) -> None:
     if started.kind == "vllm":
         pytest.skip("a second one would take half a minute; see test_vllm_engine")
-    engine = make(started.kind, tmp_path)
-    await engine.start()
-    await engine.close()
-    with pytest.raises(DynamoError):
-        await generate(engine, make_request([120]))
+    async with made(started.kind, tmp_path) as engine:
+        await engine.start()
+        await engine.close()
+        with pytest.raises(DynamoError):
+            await generate(engine, make_request([120]))

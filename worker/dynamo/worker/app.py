@@ -47,7 +47,7 @@ from dynamo.common.tracing import Tracing, open_tracing
 from dynamo.worker.cards import CardFinisher
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, MayFail, TracksKv, UsesSharedMemory
-from dynamo.worker.engines import AnyEngine, make_engine, make_repository, split_repositories
+from dynamo.worker.engines import AnyEngine, make_engine, make_remote, make_repository, split_repositories
 from dynamo.worker.metrics import WorkerMetrics
 from dynamo.worker.publisher import KvPublishers, publishing
 from dynamo.worker.registration import Registered, Registration
@@ -83,18 +83,19 @@ async def run(config: WorkerConfig) -> None:
 
     An engine that does not start, or dies, ends the process with status 1.
     """
-    if not config.models and not config.repository.folders:
-        raise ConfigError("--model is required: name what to serve, or set DYN_MODEL; or name a --model-repository")
+    if not config.models and not config.repository.folders and not config.remote.urls:
+        raise ConfigError("--model is required: name what to serve, or set DYN_MODEL; or name a --model-repository or a --url")
     started = count(1)
+    instances = len(config.remote.urls) or config.num_workers
 
     def freeze_at_last(worker: Worker) -> None:
-        if next(started) == config.num_workers:
+        if next(started) == instances:
             freeze_garbage()
 
     try:
         check_nats(config.nats)  # before models are loaded, which may take minutes
         check_etcd(config.etcd)
-        fleet = [_make_engines(config) for _ in range(config.num_workers)]
+        fleet = [_make_engines(config, position) for position in range(instances)]
         async with running(Trimmer().run(), "freed memory"):
             await serve_fleet(fleet, config, on_started=freeze_at_last)
     except (InvalidRequest, Unsupported, Unavailable) as error:
@@ -104,7 +105,8 @@ async def run(config: WorkerConfig) -> None:
         raise SystemExit(1) from error
 
 
-def _make_engines(config: WorkerConfig) -> list[AnyEngine]:
+def _make_engines(config: WorkerConfig, position: int) -> list[AnyEngine]:
+    """Return the engines of one instance of this process."""
     models, folders = split_repositories(zip(config.models, config.names, strict=True), config.engine)
     engines: list[AnyEngine] = [
         make_engine(
@@ -120,6 +122,16 @@ def _make_engines(config: WorkerConfig) -> list[AnyEngine]:
         )
         for model, name in models
     ]
+    if config.remote.urls:
+        engines.append(
+            make_remote(
+                config.remote.urls[position],
+                config.remote,
+                name=next(iter(config.model_names), ""),
+                context_length=config.context_length,
+                max_num_seqs=config.max_num_seqs,
+            )
+        )
     if folders := (*config.repository.folders, *folders):
         engines.append(make_repository(config.repository, folders, config.drain_timeout_s))
     return engines

@@ -25,6 +25,7 @@ class EngineKind(StrEnum):
     SIM = "sim"
     REPOSITORY = "repository"
     VLLM = "vllm"
+    REMOTE = "remote"
 
 
 def parse_endpoint(text: str) -> Endpoint:
@@ -178,6 +179,33 @@ class TextOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteOptions:
+    """Engine servers that run elsewhere, for the remote engine."""
+
+    urls: tuple[str, ...] = option(
+        (),
+        flags=("--url",),
+        env=("DYN_REMOTE_URL",),
+        repeatable=True,
+        metavar="URL",
+        help="An engine server such as `vllm serve`, instead of --model; given several times, each gets an instance of its own.",
+    )
+    tokenizer: Path | None = option(
+        None,
+        flags=("--tokenizer",),
+        metavar="PATH",
+        help="The model's folder, or its tokenizer.json, .model or .gguf file; default: the folder that the server names.",
+    )
+    api_key: str | None = option(None, secret=True, help="Key that the servers demand.")
+    timeout_s: float = option(
+        120.0,
+        minimum=1,
+        maximum=86_400,
+        help="Longest silence of a server during a response; after it the request continues elsewhere.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """A worker: loads models and serves them to all frontends of its namespace."""
 
@@ -276,6 +304,7 @@ class WorkerConfig:
         help="Record KV events in JetStream, so that frontends with the same option start without querying each worker.",
     )
     text: TextOptions = group("Language models", prefix="text", default=TextOptions)
+    remote: RemoteOptions = group("Remote engine", prefix="remote", default=RemoteOptions)
     repository: RepositoryOptions = group("Model repository", prefix="repository", default=RepositoryOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
     etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)
@@ -287,7 +316,11 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if len(set(self.model_names)) != len(self.model_names):
             raise ValueError("--model-name gives one name twice")
-        if self.model_names and len(self.models) != 1 and len(self.model_names) != len(self.models):
+        if self.remote.urls and (self.models or self.num_workers > 1 or self.engine not in (None, EngineKind.REMOTE)):
+            raise ValueError("--url takes the place of --model and --num-workers, and needs --engine remote or none")
+        if self.engine is EngineKind.REMOTE and not self.remote.urls:
+            raise ValueError("--engine remote needs --url")
+        if self.model_names and not self._has_one_model and len(self.model_names) != len(self.models):
             raise ValueError(f"--model-name is given {len(self.model_names)} times for {len(self.models)} --model")
 
     @property
@@ -298,7 +331,11 @@ class WorkerConfig:
     @property
     def aliases(self) -> tuple[str, ...]:
         """Other names of the only model."""
-        return self.model_names[1:] if len(self.models) == 1 else ()
+        return self.model_names[1:] if self._has_one_model else ()
+
+    @property
+    def _has_one_model(self) -> bool:
+        return len(self.models) == 1 or bool(self.remote.urls)
 
     @property
     def served_endpoint(self) -> Endpoint:

@@ -10,6 +10,7 @@
 | a `.gguf` file, `smollm2` | llama |
 | a folder of folders with `config.pbtxt` | repository: see `dynamo.worker.repository` |
 | a folder with a `config.json`, as Hugging Face has them | vllm |
+| none, with `--url http://…` | remote |
 | `sim`, `sim:blocks=512,block_size=16,speedup=0,…` | sim: a simulated engine; see `sim_config` for what can be set |
 """
 
@@ -24,11 +25,13 @@ from tokenizers import Tokenizer
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import Role
 from dynamo.common.repository import ControlMode
-from dynamo.worker.config import EngineKind, RepositoryOptions
+from dynamo.worker.config import EngineKind, RemoteOptions, RepositoryOptions
 from dynamo.worker.engine.base import Engine, TensorEngine
 from dynamo.worker.engine.declaration import PBTXT_SUFFIX, YAML_SUFFIXES, Declaration, read_declaration
 from dynamo.worker.engine.echo import CHAT_TEMPLATE, EchoTensors, EchoTokens, byte_tokenizer, echo_declaration, parse_tensors
 from dynamo.worker.engine.python import PythonEngine
+from dynamo.worker.engine.remote.engine import RemoteEngine
+from dynamo.worker.engine.remote.http import HttpClient
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.engine.sim.scheduler import SchedulerConfig
 from dynamo.worker.engine.sim.script import CALLS_TEMPLATE
@@ -36,6 +39,7 @@ from dynamo.worker.engine.sim.timing import TimingModel
 from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.repository.layout import is_repository
 from dynamo.worker.repository.models import RepositorySettings
+from dynamo.worker.tokenizers.folder import TextFiles, read_folder
 from dynamo.worker.tokenizers.gguf import GgufModel
 from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
 
@@ -119,6 +123,30 @@ def make_engine(
             return SimEngine(sim_config(settings, name, max_num_seqs, context_length, role, speedup_ratio))
         case EngineKind.VLLM:
             return _make_vllm(model, name, engine_args, role or Role.AGGREGATED, max_num_seqs, context_length)
+        case EngineKind.REMOTE:
+            raise InvalidRequest(f"a remote engine is named by --url, not by --model {model}")
+
+
+def make_remote(
+    url: str, options: RemoteOptions, *, name: str = "", context_length: int | None = None, max_num_seqs: int | None = None
+) -> RemoteEngine:
+    """Return an engine for the server at `url`, not started. Raises InvalidRequest for a URL or tokenizer that cannot be used."""
+    return RemoteEngine(
+        HttpClient(url, key=options.api_key, timeout_s=options.timeout_s),
+        name=name,
+        files=None if options.tokenizer is None else _read_text_files(options.tokenizer),
+        context_length=context_length,
+        max_num_seqs=max_num_seqs,
+    )
+
+
+def _read_text_files(path: Path) -> TextFiles:
+    if path.is_dir():
+        return read_folder(path)
+    try:
+        return TextFiles(read_tokenizer(path))
+    except OSError as error:
+        raise InvalidRequest(f"the tokenizer {path} cannot be read: {error}") from error
 
 
 def split_repositories(
