@@ -183,7 +183,7 @@ async def test_calls_of_a_client_that_does_not_read_end_its_connection() -> None
     async with serving(max_concurrent_streams=100) as edge, connected(edge.server.port) as client:
         client.send(call(1))
         assert await client.status(1) == "0"
-        (connection,) = edge.server._connections
+        (connection,) = edge.server.connections
         connection.pause_writing()
         client.send(
             *(
@@ -238,9 +238,9 @@ async def test_a_client_that_cancels_ends_its_handler() -> None:
     async with serving() as edge, connected(edge.server.port) as client:
         client.send(headers(1, pairs=to("Hold")), call(3))
         assert await client.status(3) == "0"
-        assert len(edge.server._calls) == 1
+        assert len(edge.server.calls) == 1
         client.send(reset(1))
-        await until(lambda: not edge.server._calls)
+        await until(lambda: not edge.server.calls)
 
 
 async def test_a_lost_connection_ends_its_handlers_and_gives_back_what_they_hold() -> None:
@@ -250,7 +250,7 @@ async def test_a_lost_connection_ends_its_handlers_and_gives_back_what_they_hold
             client.send(headers(3), data(3, message(b"", size=MIB), ends=False), call(5))
             assert await client.status(5) == "0"
             assert edge.capacity.buffered_bytes > MIB
-        await until(lambda: not edge.server._calls and not edge.capacity.buffered_bytes)
+        await until(lambda: not edge.server.calls and not edge.capacity.buffered_bytes)
 
 
 @pytest.mark.parametrize("method", ["Hold", "Say"])
@@ -259,7 +259,7 @@ async def test_a_deadline_ends_a_call(method: str) -> None:
         client.send(headers(1, pairs=to(method, ("grpc-timeout", "50m"))))
         received, _ = await client.response(1)
         assert received["grpc-status"] == "4"
-        await until(lambda: not edge.server._calls)
+        await until(lambda: not edge.server.calls)
 
 
 async def test_deadlines_that_did_not_pass_are_forgotten() -> None:
@@ -450,7 +450,7 @@ async def test_connections_beyond_the_limit_are_closed() -> None:
         async with connected(edge.server.port) as third:
             assert await third.frame() is None
         first.close()
-        await until(lambda: len(edge.server._connections) == 1)
+        await until(lambda: len(edge.server.connections) == 1)
         await edge.assert_serving()
 
 
@@ -459,8 +459,8 @@ async def test_connections_beyond_the_limit_are_closed() -> None:
 
 async def test_a_connection_that_does_not_greet_is_closed() -> None:
     async with serving() as edge, connected(edge.server.port, greet=False) as client:
-        await until(lambda: len(edge.server._connections) == 1)
-        (connection,) = edge.server._connections
+        await until(lambda: len(edge.server.connections) == 1)
+        (connection,) = edge.server.connections
         connection.check(monotonic() + 9)
         assert (await client.frame()) is not None
         connection.check(monotonic() + 11)
@@ -470,13 +470,13 @@ async def test_a_connection_that_does_not_greet_is_closed() -> None:
 async def greeted(edge: Edge, client: Client) -> None:
     client.send(call(1))
     assert await client.status(1) == "0"
-    assert len(edge.server._connections) == 1
+    assert len(edge.server.connections) == 1
 
 
 async def test_a_silent_connection_is_pinged_and_closed_if_it_does_not_respond() -> None:
     async with serving(keepalive_s=60, keepalive_timeout_s=20) as edge, connected(edge.server.port) as client:
         await greeted(edge, client)
-        (connection,) = edge.server._connections
+        (connection,) = edge.server.connections
         connection.check(monotonic() + 61)
         ping = await client.next_of(frames.PING)
         assert ping is not None
@@ -492,7 +492,7 @@ async def test_a_message_that_arrives_too_slowly_fails_its_call() -> None:
     async with serving() as edge, connected(edge.server.port) as client:
         client.send(headers(1), data(1, message(b"abc", size=MIB), ends=False), call(3))
         assert await client.status(3) == "0"
-        (connection,) = edge.server._connections
+        (connection,) = edge.server.connections
         connection.check(monotonic() + 20)
         client.send(call(5))
         assert await client.status(5) == "0"
@@ -505,7 +505,7 @@ async def test_a_response_that_is_not_read_is_dropped_in_the_end() -> None:
     async with serving() as edge, connected(edge.server.port, {frames.INITIAL_WINDOW_SIZE: 10}) as client:
         client.send(call(1, b"100000", pairs=to("Large")))
         assert await client.next_of(frames.DATA) is not None
-        (connection,) = edge.server._connections
+        (connection,) = edge.server.connections
         connection.check(monotonic() + 290)
         assert edge.capacity.buffered_bytes == 100_005
         connection.check(monotonic() + 310)
@@ -517,7 +517,7 @@ async def test_an_old_connection_is_drained_by_two_goaways_and_loses_no_call() -
     async with serving(max_connection_age_s=100) as edge, connected(edge.server.port) as client:
         client.send(headers(1, pairs=to("Hold")), call(3))
         assert await client.status(3) == "0"
-        (connection,) = edge.server._connections
+        (connection,) = edge.server.connections
         connection.check(monotonic() + 111)
         first = await client.next_of(frames.GOAWAY)
         assert first is not None
@@ -542,9 +542,9 @@ async def test_a_response_of_a_handler_that_ignores_its_end_is_not_sent() -> Non
         client.send(call(1, pairs=to("Wait")))
         await until(lambda: edge.service.running == 1)
         client.send(reset(1))
-        await until(lambda: any(call.is_cancelled for call in edge.server._calls))
+        await until(lambda: any(call.is_cancelled for call in edge.server.calls))
         edge.service.gate.set()
-        await until(lambda: not edge.server._calls)
+        await until(lambda: not edge.server.calls)
         client.send(call(3))
         while (frame := await client.next_of(frames.HEADERS)) is not None and frame.stream != 3:
             raise AssertionError("the cancelled call got a response")
@@ -577,7 +577,7 @@ async def test_calls_that_outlast_a_stop_are_unavailable() -> None:
         received, _ = await client.response(1)
         assert (received["grpc-status"], received["grpc-message"]) == ("14", "the server is shutting down")
         await stopping
-        assert not edge.server._calls
+        assert not edge.server.calls
 
 
 # Shared memory

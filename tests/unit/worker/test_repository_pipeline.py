@@ -161,9 +161,9 @@ async def test_a_slow_execution_holds_up_no_request_that_another_process_can_tak
 
 
 def processes(models: RepositoryModels, model: str) -> Sequence[StubProcess]:
-    executable = models.find(model)._versions["1"]
+    executable = models.find(model).versions["1"]
     assert isinstance(executable, PythonModel)
-    return executable._pipeline.processes
+    return executable.processes
 
 
 async def blocked(models: RepositoryModels, folder: Path) -> asyncio.Task[dict[str, object]]:
@@ -228,7 +228,7 @@ async def test_a_process_that_dies_after_a_withdrawal_fails_only_what_it_had_beg
         values = range(1, 60)
         assert await outcomes(models, "fast", values) == [{"y": [2.0 * value]} for value in values]
         [late] = [process for process in processes(models, "fast") if process.load]
-        os.kill(late._process.pid, signal.SIGKILL)
+        os.kill(late.pid, signal.SIGKILL)
         while begun(folder)[-2] < 2:
             await asyncio.sleep(0.001)
         (folder / "go").touch()

@@ -79,7 +79,7 @@ async def until_unknown(models: RepositoryModels, id: int) -> None:
 
 
 def sequences_of(models: RepositoryModels, model: str = "told") -> SequenceModel:
-    executable = models.find(model)._versions["1"]
+    executable = models.find(model).versions["1"]
     assert isinstance(executable, SequenceModel)
     return executable
 

@@ -44,7 +44,7 @@ class LoadedModel:
         self._files = files
         self.config = config
         self.card = make_card(config, folder, tuple(versions), labels)
-        self._versions = versions
+        self.versions = versions
         self._reshape = Reshape(config)
         self._inputs = {spec.name: spec for spec in self.card.inputs}
         self._outputs = {spec.name: spec for spec in self.card.outputs}
@@ -55,7 +55,7 @@ class LoadedModel:
         self._idle.set()
 
     def __repr__(self) -> str:
-        return f"<LoadedModel {self.name}, versions={list(self._versions)}, open_requests={self._open}>"
+        return f"<LoadedModel {self.name}, versions={list(self.versions)}, open_requests={self._open}>"
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class LoadedModel:
 
     def check(self, request: ModelRequest, version: str) -> None:
         """Check a request as frontends check those from outside. Raises InvalidRequest, ModelNotFound."""
-        if version and version not in self._versions:
+        if version and version not in self.versions:
             raise ModelNotFound(self.name, version)
         for name, array in request.inputs.items():
             spec = self._inputs.get(name)
@@ -114,7 +114,7 @@ class LoadedModel:
 
     def _executable(self, context: Context) -> Executable:
         context.version = context.version or self.card.versions[-1]
-        executable = self._versions.get(context.version)
+        executable = self.versions.get(context.version)
         if executable is None:
             raise ModelNotFound(self.name, context.version)
         return executable
@@ -170,7 +170,7 @@ class LoadedModel:
         await self._idle.wait()
 
     async def close(self) -> None:
-        await asyncio.gather(*(executable.close() for executable in self._versions.values()))
+        await asyncio.gather(*(executable.close() for executable in self.versions.values()))
         await self._files.aclose()
 
 

@@ -126,6 +126,10 @@ class PythonModel:
         policy = batch_policy(version.config, len(self._instances), ahead=len(self._instances))
         self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
 
+    @property
+    def processes(self) -> Sequence[StubProcess]:
+        return self._pipeline.processes
+
     def __repr__(self) -> str:
         return f"<PythonModel {self._version.name}/{self._version.version}, {self._pipeline}>"
 
@@ -148,7 +152,7 @@ class PythonModel:
             task.cancel()
         if self._batcher is not None:
             await self._batcher.close()
-        await asyncio.gather(*(stub.close() for stub in self._pipeline.processes), *self._keeping, return_exceptions=True)
+        await asyncio.gather(*(stub.close() for stub in self.processes), *self._keeping, return_exceptions=True)
         self._metrics.close()
 
     async def _start(self, instance: ModelInstance) -> StubProcess:

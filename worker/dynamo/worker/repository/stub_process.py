@@ -166,7 +166,11 @@ class StubProcess:
 
     def __repr__(self) -> str:
         state = f"alive={self.is_alive}, load={self.load}, requests={len(self._responses)}, calls={len(self._calls)}"
-        return f"<StubProcess {self._process.pid} of {self._name}, {state}>"
+        return f"<StubProcess {self.pid} of {self._name}, {state}>"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def is_alive(self) -> bool:

@@ -75,11 +75,11 @@ class Http2Server:
         self._loop = asyncio.get_running_loop()
         self.deadlines = Deadlines(self._loop, _expired)
         self._max_connections = min(options.max_connections, max(16, raise_open_files() - OTHER_FILES))
-        self._connections: set[Connection] = set()
+        self.connections: set[Connection] = set()
         self._empty = asyncio.Event()
         """There are no connections."""
         self._empty.set()
-        self._calls: set[Call] = set()
+        self.calls: set[Call] = set()
         """Those whose handlers run."""
         self._listener: asyncio.Server | None = None
         self._checks: asyncio.Task[None] | None = None
@@ -100,7 +100,7 @@ class Http2Server:
         while True:
             await asyncio.sleep(_CHECK_S)
             now = monotonic()
-            for connection in list(self._connections):
+            for connection in list(self.connections):
                 connection.check(now)
 
     async def stop(self, grace_s: float | None) -> None:
@@ -110,7 +110,7 @@ class Http2Server:
         self._stopped = True
         if self._listener is not None:
             self._listener.close()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.start_draining()
         if grace_s:
             with suppress(TimeoutError):
@@ -120,15 +120,15 @@ class Http2Server:
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WRITES_S if grace_s else 0):
                 await self._empty.wait()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.abort()
         if self._checks is not None:
             self._checks.cancel()
         self.deadlines.close()
 
     async def _end_calls(self) -> None:
-        tasks = [call.task for call in self._calls if call.task is not None]
-        for call in list(self._calls):
+        tasks = [call.task for call in self.calls if call.task is not None]
+        for call in list(self.calls):
             call.end(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
         if tasks:
             await asyncio.wait(tasks)
@@ -147,20 +147,20 @@ class Http2Server:
 
     def opened(self, connection: Connection) -> bool:
         """Count a new connection; False if there are too many."""
-        self._connections.add(connection)
+        self.connections.add(connection)
         self._empty.clear()
-        return len(self._connections) <= self._max_connections
+        return len(self.connections) <= self._max_connections
 
     def closed(self, connection: Connection) -> None:
-        self._connections.discard(connection)
-        if not self._connections:
+        self.connections.discard(connection)
+        if not self.connections:
             self._empty.set()
 
     def call_started(self, call: Call) -> None:
-        self._calls.add(call)
+        self.calls.add(call)
 
     def call_done(self, call: Call) -> None:
-        self._calls.discard(call)
+        self.calls.discard(call)
 
 
 def _expired(call: Ending) -> None:
