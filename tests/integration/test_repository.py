@@ -18,7 +18,7 @@ from tests.integration.test_kserve_grpc import run_client
 from tests.support.doors import KeyFile
 from tests.support.fleet import SERVICE
 from tests.support.processes import FrontendProcess, frontend, worker
-from tests.support.repositories import EXAMPLES, python_model
+from tests.support.repositories import EXAMPLES, X_TO_Y, python_model
 from tests.support.servers import EtcdServer, NatsServer, free_ports
 from tests.support.waiting import until
 
@@ -309,6 +309,8 @@ async def test_a_worker_that_cannot_load_its_repository_fails_to_start_with_the_
     assert status == 2 and "model 'broken' of the repository cannot be loaded" in output and "no weights" in output
     status, output = await start("--model-repository", str(tmp_path / "nowhere"))
     assert status == 2 and "nowhere cannot be read" in output
+    status, output = await start("--model-repository", str(tmp_path), "--response-cache-byte-size", "-1")
+    assert status == 2 and "response-cache-byte-size" in output
     status, output = await start("--model-repository", str(tmp_path), "--load-model", "x")
     assert status == 2 and "--load-model needs --model-control-mode explicit" in output
 
@@ -333,6 +335,31 @@ async def test_metrics_of_a_model_are_on_the_page_of_its_worker_while_it_is_load
         assert '# TYPE seen_total counter\nseen_total{kind="x"} 2.0\n' in page
         await client.unload("counts")
         assert "seen_total" not in (await http.get("/metrics")).text
+
+
+@pytest.mark.timeout(60)
+async def test_equal_requests_get_cached_responses_and_are_counted_as_in_triton(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    python_model(tmp_path, "counts", COUNTS, X_TO_Y + "response_cache { enable: true }\n")
+    [port] = free_ports(1)
+    flags = ("--model-repository", str(tmp_path), "--response-cache-byte-size", "1MiB", "--status-port", str(port))
+    async with (
+        worker(etcd_server, nats_server, namespace, *flags),
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        connect(front) as channel,
+        httpx2.AsyncClient(timeout=10) as http,
+    ):
+        await front.serves("counts")
+        client = Client(channel)
+        assert [await client.infer("counts", value) for value in (1.0, 2.0, 1.0, 1.0)] == [[1.0], [2.0], [1.0], [1.0]]
+        stats = (await http.get(f"http://127.0.0.1:{front.http_port}/v2/models/counts/stats")).json()["model_stats"][0]
+        counts = {name: int(duration["count"]) for name, duration in stats["inference_stats"].items() if duration}
+        assert (int(stats["inference_count"]), int(stats["execution_count"])) == (2, 2)
+        assert counts["success"] == counts["queue"] == 4 and counts["compute_infer"] == 2
+        assert counts["cache_hit"] == counts["cache_miss"] == 2
+        page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+        assert "nv_cache_num_hits 2.0\n" in page and "nv_cache_num_entries 2.0\n" in page
 
 
 @pytest.mark.timeout(60)

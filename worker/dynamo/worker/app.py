@@ -254,6 +254,8 @@ async def open_worker(
                 engine.use_shared_memory(memory)
             if isinstance(engine, RepositoryEngine):
                 observers.metrics.include(engine.models.custom_metrics)
+                if engine.models.cache is not None:
+                    observers.metrics.include(engine.models.cache)
         models = await _start_engines(_listed(engines), config, stack)
         observers.status.show_models([model.card.name for model in models])
         nats, etcd = await _connect(config, identity, observers, stack)

@@ -120,6 +120,14 @@ class RepositoryOptions:
         help="Fail requests whose Python model gives outputs in another datatype or shape than declared, or not at all. Off, "
         "they are logged, counted and passed on, as Triton does.",
     )
+    cache_bytes: int = option(
+        0,
+        flags=("--response-cache-byte-size",),
+        env=("DYN_RESPONSE_CACHE_BYTE_SIZE",),
+        parse=parse_bytes,
+        minimum=0,
+        help="Bytes of the cache for responses of models with response_cache { enable: true }; 0: there is none.",
+    )
     path_roots: tuple[str, ...] = option(
         (),
         flags=("--model-path-root",),

@@ -177,6 +177,7 @@ def make_repository(options: RepositoryOptions, folders: tuple[Path, ...], drain
         path_roots=options.path_roots,
         path_max_bytes=options.path_max_bytes,
         on_request=options.control_mode is ControlMode.EXPLICIT,
+        cache_bytes=options.cache_bytes,
     )
     return RepositoryEngine(settings, options.control_mode, options.load, exit_on_error=options.exit_on_error)
 

@@ -5,6 +5,7 @@ Counting is a few integer additions per request; the message is built only when 
 - `success`, `fail`: requests that succeeded, or ended with an error; from arrival to the end. A cancelled request is neither:
   it counts under `response_stats[index of the response it was waiting for].cancel`.
 - `queue`, `compute_input`, `compute_infer`, `compute_output`: one count per successful request, as engines report it.
+- `cache_hit`, `cache_miss`: lookups in the response cache. A hit is a success with a queue, and is not computed.
 - `inference_count` counts rows of successful requests, `execution_count` runs of the model; a batch of several requests is one
   run. Their ratio is the average batch size.
 - `response_stats` holds one entry per index of a response of decoupled models, which may send many.
@@ -89,22 +90,27 @@ class VersionStatistics:
         self.inferences = 0
         self.executions = 0
         self.fail = Duration()
-        self._succeeded = _Compute()
-        self._succeeded_ns = 0
-        self._queue_ns = 0
+        self._success = Duration()
+        self._queue = Duration()
+        self._cache_hit = Duration()
+        self._cache_miss = Duration()
+        self._computed = _Compute()
         self._last_inference_ms = 0
         self._batches: dict[int, _Compute] = {}
         self._responses: dict[int, _Response] = {}
 
     def succeeded(self, total_ns: int, timings: RequestTimings) -> None:
         """Count a request that succeeded, `total_ns` after it arrived."""
+        self._success.add(total_ns)
+        self._queue.add(timings.queue_ns)
+        self._last_inference_ms = time.time_ns() // 1_000_000
+        self._looked_up(timings)
+        if timings.cache_hit_ns:
+            return
         rest_ns = total_ns - timings.queue_ns - timings.input_ns - timings.output_ns
         infer_ns = timings.infer_ns or max(0, rest_ns)
-        self._succeeded_ns += total_ns
-        self._queue_ns += timings.queue_ns
-        self._succeeded.add(timings.input_ns, infer_ns, timings.output_ns)
+        self._computed.add(timings.input_ns, infer_ns, timings.output_ns)
         self.inferences += timings.rows
-        self._last_inference_ms = time.time_ns() // 1_000_000
         if timings.batched:
             self.executed(timings)
         else:
@@ -113,6 +119,7 @@ class VersionStatistics:
     def failed(self, total_ns: int, timings: RequestTimings) -> None:
         """Count a request that ended with an error."""
         self.fail.add(total_ns)
+        self._looked_up(timings)
         if timings.batched:
             self.executed(timings)
 
@@ -121,6 +128,13 @@ class VersionStatistics:
         self._response(responses).cancel.add(waited_ns)
         if timings.batched:
             self.executed(timings)
+
+    def _looked_up(self, timings: RequestTimings) -> None:
+        """Count the lookup in the response cache, if there was one."""
+        if timings.cache_hit_ns:
+            self._cache_hit.add(timings.cache_hit_ns)
+        elif timings.cache_miss_ns:
+            self._cache_miss.add(timings.cache_miss_ns)
 
     def executed(self, timings: RequestTimings) -> None:
         """Count the execution that a request is accounted for, if any: it ran, however the request ended."""
@@ -142,7 +156,7 @@ class VersionStatistics:
         self._response(index).fail.add(ns)
 
     def to_message(self) -> ModelStatistics:
-        succeeded = self._succeeded
+        computed = self._computed
         return ModelStatistics(
             name=self.name,
             version=self.version,
@@ -150,14 +164,14 @@ class VersionStatistics:
             inference_count=self.inferences,
             execution_count=self.executions,
             inference_stats=InferStatistics(
-                success=succeeded.total(self._succeeded_ns),
+                success=self._success.to_message(),
                 fail=self.fail.to_message(),
-                queue=succeeded.total(self._queue_ns),
-                compute_input=succeeded.total(succeeded.input_ns),
-                compute_infer=succeeded.total(succeeded.infer_ns),
-                compute_output=succeeded.total(succeeded.output_ns),
-                cache_hit=StatisticDuration(),
-                cache_miss=StatisticDuration(),
+                queue=self._queue.to_message(),
+                compute_input=computed.total(computed.input_ns),
+                compute_infer=computed.total(computed.infer_ns),
+                compute_output=computed.total(computed.output_ns),
+                cache_hit=self._cache_hit.to_message(),
+                cache_miss=self._cache_miss.to_message(),
             ),
             batch_stats=[
                 InferBatchStatistics(

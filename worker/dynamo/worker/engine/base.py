@@ -42,6 +42,10 @@ class RequestTimings:
     """
     batched: bool = False
     """Whether the engine sets `execution_rows` itself."""
+    cache_hit_ns: int = 0
+    """Finding the response in a cache; above 0 only if it was there, and then nothing was computed."""
+    cache_miss_ns: int = 0
+    """Not finding it there, and adding it; above 0 only if it was not there."""
 
 
 @dataclass(slots=True)

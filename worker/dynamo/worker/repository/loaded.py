@@ -19,6 +19,7 @@ from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.declaration import from_model_config
 from dynamo.worker.repository.execution import Arrays, Executable, ModelRequest, ModelResult, Streams, closing
 from dynamo.worker.repository.model_config import Reshape
+from dynamo.worker.repository.response_cache import ModelCache
 
 OnMismatch: TypeAlias = Callable[[str, str], None]
 """Called with a model and a sentence about outputs of it that are not as declared. What it raises fails the request."""
@@ -45,6 +46,7 @@ class LoadedModel:
         self.config = config
         self.card = make_card(config, folder, tuple(versions), labels)
         self.versions = versions
+        self._cache: ModelCache | None = None
         self._reshape = Reshape(config)
         self._inputs = {spec.name: spec for spec in self.card.inputs}
         self._outputs = {spec.name: spec for spec in self.card.outputs}
@@ -56,6 +58,10 @@ class LoadedModel:
 
     def __repr__(self) -> str:
         return f"<LoadedModel {self.name}, versions={list(self.versions)}, open_requests={self._open}>"
+
+    def keep_responses(self, cache: ModelCache) -> None:
+        """Respond to equal requests from `cache`, from now on. It is closed with the model."""
+        self._cache = cache
 
     @property
     def name(self) -> str:
@@ -92,10 +98,24 @@ class LoadedModel:
         executable = self._executable(request.context)
         self._begin()
         try:
-            response = await executable.respond(self._reshaped(request))
-            return ModelResult(self._checked(response.outputs, request.outputs), response.parameters)
+            if self._cache is None:
+                return await self._computed(executable, request)
+            return await self._cached(self._cache, executable, request)
         finally:
             self._end()
+
+    async def _computed(self, executable: Executable, request: ModelRequest) -> ModelResult:
+        response = await executable.respond(self._reshaped(request))
+        return ModelResult(self._checked(response.outputs, request.outputs), response.parameters)
+
+    async def _cached(self, cache: ModelCache, executable: Executable, request: ModelRequest) -> ModelResult:
+        """Return a response of the cache, which has outputs only, or compute it and keep those."""
+        key, outputs = await cache.find(request, request.outputs or self._outputs)
+        if outputs is not None:
+            return ModelResult(outputs)
+        response = await self._computed(executable, request)
+        await cache.insert(key, response.outputs, request.context.timings)
+        return response
 
     async def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         """Do the same as `respond`, for decoupled models and others."""
@@ -171,6 +191,8 @@ class LoadedModel:
 
     async def close(self) -> None:
         await asyncio.gather(*(executable.close() for executable in self.versions.values()))
+        if self._cache is not None:
+            self._cache.close()
         await self._files.aclose()
 
 

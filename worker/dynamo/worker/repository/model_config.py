@@ -136,13 +136,13 @@ def check_tensors(config: ModelConfig) -> None:
             )
 
 
-def ignored_settings(config: ModelConfig) -> list[str]:
+def ignored_settings(config: ModelConfig, *, has_cache: bool) -> list[str]:
     """Return the settings of a configuration that are not supported and without which results are the same."""
     batching = config.dynamic_batching
     sequences = config.sequence_batching
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     settings = {
-        "response_cache": config.response_cache.enable,
+        "response_cache": config.response_cache.enable and not has_cache,
         "model_repository_agents": bool(config.model_repository_agents.agents),
         "cc_model_filenames": bool(config.cc_model_filenames),
         "rate_limiter": any(group.HasField("rate_limiter") for group in config.instance_group),

@@ -48,6 +48,7 @@ from dynamo.worker.repository.model_config import (
 )
 from dynamo.worker.repository.onnx_backend import OnnxBackend
 from dynamo.worker.repository.python_backend import PythonBackend
+from dynamo.worker.repository.response_cache import ResponseCache
 from dynamo.worker.repository.sequences import SequenceModel
 from dynamo.worker.repository.source import ModelPaths, temporary_folder, write_files
 from dynamo.worker.repository.warmup import warm_up
@@ -95,6 +96,8 @@ class RepositorySettings:
     """Whether requests may load and unload models."""
     strict_outputs: bool = False
     """Whether a request fails whose model gives outputs that are not as declared."""
+    cache_bytes: int = 0
+    """Of the response cache; 0: there is none."""
 
 
 @dataclass(slots=True)
@@ -131,6 +134,7 @@ class RepositoryModels:
         self._retiring = Tasks()
         self._lock = asyncio.Lock()
         self._host: Host | None = None
+        self.cache = ResponseCache(settings.cache_bytes) if settings.cache_bytes else None
         self._python = PythonBackend(self)
         self._backends: dict[str, ModelBackend] = {
             "onnxruntime": OnnxBackend(settings.default_max_batch_size if settings.auto_complete else 0),
@@ -403,7 +407,7 @@ class RepositoryModels:
                 config = await backend.complete(Version(config.name, versions[-1], config, folder))
                 config.name = request.model
             check_supported(config)
-            if ignored := ignored_settings(config):
+            if ignored := ignored_settings(config, has_cache=self.cache is not None):
                 log.warning("model %s: its configuration has %s, which is not acted on", request.model, ", ".join(ignored))
             check_tensors(config)
             check_settings(config)
@@ -413,6 +417,8 @@ class RepositoryModels:
                 labels = labels_in(config, {name: self._loaded[name].card for name in models_in(config)})
                 model = LoadedModel(config, folder, loaded, files, self._on_mismatch, labels)
                 await warm_up(model, folder)
+                if self.cache is not None and config.response_cache.enable:
+                    model.keep_responses(self.cache.for_model())
             except BaseException:
                 await asyncio.gather(*(executable.close() for executable in loaded.values()))
                 raise

@@ -1,0 +1,190 @@
+"""The response cache of a worker: which requests are equal, what it holds, and what the statistics say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamo.common.errors import DynamoError
+from dynamo.common.repository import LoadRequest
+from dynamo.worker.engine.base import Context, RequestTimings
+from dynamo.worker.repository.execution import ModelRequest
+from dynamo.worker.repository.models import RepositoryModels
+from dynamo.worker.repository.response_cache import ResponseCache
+from dynamo.worker.statistics import VersionStatistics
+from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
+
+CACHED = X_TO_Y + "response_cache { enable: true }\n"
+COUNTS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    runs = 0
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            self.runs += 1
+            value = request.inputs()[0].as_numpy()
+            if value[0] < 0:
+                raise ValueError("negative")
+            y = pb_utils.Tensor("y", np.array([self.runs], np.float32))
+            responses.append(pb_utils.InferenceResponse([y], parameters={"run": self.runs}))
+        return responses
+"""
+
+
+def request(inputs: dict[str, Any], version: str = "1") -> ModelRequest:
+    arrays = {name: np.asarray(value) for name, value in inputs.items()}
+    return ModelRequest(arrays, Context("c", version=version, timings=RequestTimings()))
+
+
+async def run(models: RepositoryModels, *values: float, **more: Any) -> float:
+    [run] = (await infer(models, "counts", x(*values), **more))["y"]
+    return float(run)
+
+
+async def test_an_equal_request_gets_the_response_of_the_first(tmp_path: Path) -> None:
+    python_model(tmp_path, "counts", COUNTS, CACHED)
+    async with opened(tmp_path, "counts", cache_bytes=2**20) as models:
+        assert [await run(models, 1), await run(models, 2), await run(models, 1)] == [1, 2, 1]
+        assert await run(models, 1, parameters={"a": 1}, outputs=["y"]) == 1, "as there"
+        assert await run(models, 1, 0) == 3, "another shape"
+
+
+async def test_a_model_that_does_not_ask_for_it_is_not_cached(tmp_path: Path) -> None:
+    python_model(tmp_path, "counts", COUNTS)
+    async with opened(tmp_path, "counts", cache_bytes=2**20) as models:
+        assert [await run(models, 1), await run(models, 1)] == [1, 2]
+
+
+async def test_without_a_cache_the_setting_is_ignored_with_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    python_model(tmp_path, "counts", COUNTS, CACHED)
+    async with opened(tmp_path, "counts") as models:
+        assert [await run(models, 1), await run(models, 1)] == [1, 2]
+    assert "has response_cache, which is not acted on" in caplog.text
+
+
+async def test_each_warm_up_runs(tmp_path: Path) -> None:
+    sample = 'inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 1 ] zero_data: true } }'
+    python_model(tmp_path, "counts", COUNTS, CACHED + f'model_warmup [ {{ name: "zeros" batch_size: 1 count: 3 {sample} }} ]')
+    async with opened(tmp_path, "counts", cache_bytes=2**20) as models:
+        assert await run(models, 0) == 4
+
+
+async def test_errors_are_not_kept(tmp_path: Path) -> None:
+    python_model(tmp_path, "counts", COUNTS, CACHED)
+    async with opened(tmp_path, "counts", cache_bytes=2**20) as models:
+        for _ in range(2):
+            with pytest.raises(DynamoError, match="negative"):
+                await run(models, -1)
+        assert await run(models, 1) == 3
+
+
+async def test_a_model_that_is_loaded_again_gets_no_responses_of_its_former_self(tmp_path: Path) -> None:
+    python_model(tmp_path, "counts", COUNTS, CACHED)
+    async with opened(tmp_path, "counts", cache_bytes=2**20) as models:
+        assert await run(models, 1) == 1
+        python_model(tmp_path, "counts", COUNTS.replace("runs = 0", "runs = 10"), CACHED)
+        await models.load_model(LoadRequest(model="counts"))
+        assert await run(models, 1) == 11
+        await models.unload_model("counts")
+        assert "used=0, entries=0" in repr(models.cache)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"x": np.array([1], np.int32)}, {"x": np.array([1], np.uint32)}),
+        ({"x": np.zeros(4, np.int8)}, {"x": np.zeros((2, 2), np.int8)}),
+        ({"x": np.zeros(1, np.int8)}, {"y": np.zeros(1, np.int8)}),
+        ({"x": np.array([b"ab", b""], object)}, {"x": np.array([b"a", b"b"], object)}),
+        ({"x": np.array([1], np.int8), "y": np.array([2], np.int8)}, {"x": np.array([2], np.int8), "y": np.array([1], np.int8)}),
+    ],
+)
+async def test_requests_that_differ_have_other_keys(first: dict[str, Any], second: dict[str, Any]) -> None:
+    cache = ResponseCache(2**20).for_model()
+    keys = [(await cache.find(request(inputs), ["y"]))[0] for inputs in (first, second)]
+    assert keys[0] != keys[1]
+
+
+async def test_versions_requested_outputs_and_models_have_responses_of_their_own() -> None:
+    whole = ResponseCache(2**20)
+    one, other = whole.for_model(), whole.for_model()
+    inputs = {"x": np.array([1])}
+    keys = [
+        (await one.find(request(inputs), ["y"]))[0],
+        (await one.find(request(inputs, "2"), ["y"]))[0],
+        (await one.find(request(inputs), ["y", "z"]))[0],
+        (await other.find(request(inputs), ["y"]))[0],
+    ]
+    assert len(set(keys)) == 4
+    assert (await one.find(request(inputs), ["z", "y"]))[0] == keys[2], "in any order"
+
+
+async def test_the_least_recently_used_make_room_and_what_is_too_large_is_not_kept() -> None:
+    whole = ResponseCache(5000)
+    cache, timings = whole.for_model(), RequestTimings()
+    kilobyte = {"y": np.zeros(1000, np.int8)}
+    keys = [(await cache.find(request({"x": np.array([number])}), ["y"]))[0] for number in range(4)]
+    for key in keys[:3]:
+        await cache.insert(key, kilobyte, timings)
+    assert whole.find(keys[0]) is not None
+    await cache.insert(keys[3], kilobyte, timings)
+    assert [whole.find(key) is not None for key in keys] == [True, False, True, True]
+    await cache.insert(keys[1], {"y": np.zeros(5000, np.int8)}, timings)
+    assert [whole.find(key) is not None for key in keys] == [True, False, True, True]
+    await cache.insert(keys[1], {"y": np.array([b"x" * 1000] * 4, object)}, timings)
+    assert [whole.find(key) is not None for key in keys] == [False, True, False, False], "strings count with their contents"
+
+
+async def test_what_is_kept_is_a_copy(tmp_path: Path) -> None:
+    cache, timings = ResponseCache(2**24).for_model(), RequestTimings()
+    for size in (4, 2**20):
+        asked = request({"x": np.zeros(size, np.int8)})
+        key, _ = await cache.find(asked, ["y"])
+        output = np.ones(size, np.int8)
+        await cache.insert(key, {"y": output}, timings)
+        output[:] = 7
+        _, outputs = await cache.find(asked, ["y"])
+        assert outputs is not None and outputs["y"].max() == 1
+
+
+async def test_a_response_that_comes_after_its_model_is_closed_is_not_kept() -> None:
+    whole = ResponseCache(2**20)
+    cache = whole.for_model()
+    key, _ = await cache.find(request({"x": np.array([1])}), ["y"])
+    cache.close()
+    await cache.insert(key, {"y": np.array([1])}, RequestTimings())
+    assert whole.find(key) is None
+
+
+def test_a_hit_is_a_success_that_is_not_computed() -> None:
+    statistics = VersionStatistics("m", "1")
+    statistics.succeeded(100, RequestTimings(cache_miss_ns=5, queue_ns=1))
+    statistics.succeeded(10, RequestTimings(cache_hit_ns=3))
+    statistics.failed(10, RequestTimings(cache_miss_ns=2))
+    message = statistics.to_message()
+    stats = message.inference_stats
+    assert (message.inference_count, message.execution_count) == (1, 1)
+    assert (stats.success.count, stats.queue.count, stats.compute_infer.count) == (2, 2, 1)
+    assert (stats.success.ns, stats.queue.ns) == (110, 1)
+    assert (stats.cache_hit.count, stats.cache_hit.ns) == (1, 3)
+    assert (stats.cache_miss.count, stats.cache_miss.ns) == (2, 7)
+
+
+async def test_the_cache_shows_its_counts() -> None:
+    whole = ResponseCache(2**20)
+    cache = whole.for_model()
+    asked = request({"x": np.array([1])})
+    key, _ = await cache.find(asked, ["y"])
+    await cache.insert(key, {"y": np.array([1])}, RequestTimings())
+    await cache.find(asked, ["y"])
+    shown = {metric.name: metric.samples[0].value for metric in whole.collect()}
+    assert shown["nv_cache_num_entries"] == shown["nv_cache_num_hits"] == shown["nv_cache_num_misses"] == 1
+    assert shown["nv_cache_num_lookups"] == 2 and shown["nv_cache_num_evictions"] == 0 and 0 < shown["nv_cache_util"] < 0.01
