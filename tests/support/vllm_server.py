@@ -1,6 +1,7 @@
 """A server that speaks what the remote engine uses of `vllm serve`, as its sources of August 2026 have it (`entrypoints/openai`).
 
-GET /v1/models (`max_model_len`, `root`), POST /v1/completions with `stream`, `return_token_ids` and `return_tokens_as_token_ids`.
+GET /health and /v1/models (`max_model_len`, `root`); POST /v1/completions with `stream`, `return_token_ids` and
+`return_tokens_as_token_ids`.
 A simulated engine generates. A request whose connection ends is aborted. `max_tokens` is 16 by default, and logprobs end at 20.
 """
 
@@ -30,6 +31,8 @@ class VllmServer:
     context_length: int = 512
     port: int = 0
     is_ready: bool = True
+    is_dead: bool = False
+    """Its engine process has died: completions fail, and /health has status 503."""
     refusals: list[tuple[int, str]] = field(default_factory=list)
     """Status and message of the next responses to completions."""
     lost_after: int | None = None
@@ -71,6 +74,10 @@ class VllmServer:
         length = next((int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0)
         body = await reader.readexactly(length)
         match head.split(b" ")[:2]:
+            case [b"GET", b"/health"]:
+                await _send(writer, 503 if self.is_dead else 200, {})
+            case [b"POST", b"/v1/completions"] if self.is_dead:
+                await _send(writer, 500, {"error": {"message": "EngineCore encountered an issue", "code": 500}})
             case [b"GET", b"/v1/models"] if self.is_ready:
                 await _send(writer, 200, self._models())
             case [b"POST", b"/v1/completions"] if self.refusals:

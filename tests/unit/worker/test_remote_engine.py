@@ -129,6 +129,12 @@ async def test_a_server_that_is_gone_is_unavailable_until_it_is_back(server: Vll
         assert isinstance((await generate(engine))[-1], Summary)
 
 
+async def test_a_server_whose_engine_has_died_is_unavailable(server: VllmServer, engine: RemoteEngine) -> None:
+    server.is_dead = True
+    with pytest.raises(Unavailable, match="is unhealthy: EngineCore"):
+        await generate(engine)
+
+
 async def test_a_worker_waits_for_its_server(server: VllmServer, caplog: pytest.LogCaptureFixture) -> None:
     server.is_ready = False
     engine = RemoteEngine(HttpClient(server.url, timeout_s=10))
@@ -218,6 +224,8 @@ def unusable_events() -> Iterator[tuple[bytes, type[DynamoError]]]:
     yield event(token_ids=[], finish_reason="abort"), Unavailable
     yield b'{"error": {"message": "no", "code": 400}}', InvalidRequest
     yield b'{"error": {"message": "no", "code": 500}}', EngineError
+    yield b'{"error": {"message": "no", "code": null, "type": "invalid_request_error"}}', InvalidRequest
+    yield b'{"error": {"message": "no", "code": "unavailable", "type": "service_unavailable"}}', Unavailable
 
 
 @pytest.mark.parametrize(("data", "error"), [*unusable_events()])

@@ -20,6 +20,14 @@ _SERVER_LOGPROBS = 20
 """Logprobs that a server allows unless configured otherwise."""
 _ID_PREFIX = "token_id:"
 _MAX_MESSAGE_CHARS = 1000
+_STATUSES = {
+    "invalid_request_error": 400,
+    "rate_limit_error": 429,
+    "not_implemented": 501,
+    "service_unavailable": 503,
+    "timeout": 504,
+}
+"""By the types of errors of servers whose error codes are words, as OpenAI's are."""
 
 
 class Logprobs(msgspec.Struct):
@@ -46,6 +54,7 @@ class Usage(msgspec.Struct):
 
 class Error(msgspec.Struct):
     message: str = ""
+    type: str = ""
     code: int | str | None = None
 
 
@@ -150,7 +159,7 @@ class StreamReader:
         except (msgspec.MsgspecError, RecursionError) as error:
             raise EngineError(f"the server sent an event that cannot be read: {error}") from error
         if chunk.error is not None:
-            raise to_error(_status(chunk.error), chunk.error.message)
+            raise _stream_error(chunk.error)
         if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
             self._cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens or 0
         return [delta for choice in chunk.choices if (delta := self._delta(choice)) is not None]
@@ -222,9 +231,11 @@ def _reason(name: str | None) -> FinishReason | None:
             return FinishReason.STOP
 
 
-def _status(error: Error) -> int:
+def _stream_error(error: Error) -> DynamoError:
+    """Return our error for one that ends a stream. A server that has begun a response is not too busy for it, but lost it."""
     code = str(error.code)
-    return int(code) if code.isdecimal() else 500
+    status = int(code) if code.isdecimal() else _STATUSES.get(error.type, 500)
+    return to_error(502 if status == 503 else status, error.message)
 
 
 def read_failure(status: int, body: bytes, retry_after: str = "") -> DynamoError:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LONGEST_PAUSE_S = 5.0
+_HEALTH_S = 5.0
 _PATH = "/v1/completions"
 _DONE = b"[DONE]"
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -141,6 +142,10 @@ class RemoteEngine:
             if not reader.has_finished:
                 raise Unavailable(f"the server at {self._client} ended its response early")
             yield reader.summary()
+        except EngineError as error:
+            if await self._is_healthy():
+                raise
+            raise Unavailable(f"the server at {self._client} is unhealthy: {error}") from error
         finally:
             self._open -= open_choices
             self._prefilling -= prefilling
@@ -164,6 +169,15 @@ class RemoteEngine:
                     if event == _DONE:
                         return
                     yield event
+
+    async def _is_healthy(self) -> bool:
+        """Return what `/health` says; servers without it are healthy. vLLM fails each request once its engine process died."""
+        try:
+            async with asyncio.timeout(_HEALTH_S):
+                status, _ = await self._client.fetch("GET", "/health")
+        except (TimeoutError, Unavailable, EngineError):
+            return False
+        return status < 500
 
     async def _when_ready(self, call: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `call`, repeated while the server cannot be reached or takes no requests, as when it starts."""
