@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from dynamo.common.background import running
 from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, ModelNotFound, PayloadTooLarge, Unsupported
 from dynamo.common.message_json import to_json
-from dynamo.common.repository import ControlMode, LoadRequest, ModelState
+from dynamo.common.repository import ControlMode, IndexEntry, LoadRequest, ModelState
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.control import RepositoryControl
 from dynamo.worker.repository.engine import RepositoryEngine
@@ -541,9 +541,13 @@ async def test_a_request_may_bring_the_whole_model(tmp_path: Path) -> None:
         await models.load_model(LoadRequest(model="sent", config=json.dumps({"backend": "onnxruntime"}), files=files))
         assert await infer(models, "sent", x(1)) == {"y": [9.0]}
         await models.unload_model("sent")
-        assert models.index() == ()
+        unloaded = (IndexEntry(name="sent", version="1", state=ModelState.UNAVAILABLE, reason="unloaded"),)
+        assert models.index() == unloaded
         with pytest.raises(InvalidRequest, match="config"):
             await models.load_model(LoadRequest(model="sent", files=files))
+        with pytest.raises(ModelNotFound):
+            await models.load_model(LoadRequest(model="sent"))
+        assert [entry.name for entry in models.index()] == ["sent"]
 
 
 @pytest.mark.parametrize("name", ["1/" + "n" * 256, "1/" + "n/" * 5000, "1"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 
 _LOADS_AT_ONCE = 4
 _MAX_MISMATCHES = 16
+_MAX_SENT = 1000
 """Log lines about outputs of one model that are not as declared."""
 
 
@@ -123,6 +125,8 @@ class RepositoryModels:
         self._paths = ModelPaths(settings.path_roots, settings.path_max_bytes)
         self._loaded: dict[str, LoadedModel] = {}
         self._states: dict[str, _State] = {}
+        self._sent: deque[str] = deque(maxlen=_MAX_SENT)
+        """Models that are unloaded and in no folder: they were sent with their files, or loaded from a path."""
         self._wanted: set[str] = set()
         """Models that were loaded for their own sake, not for that of an ensemble."""
         self._suspended: set[str] = set()
@@ -203,7 +207,7 @@ class RepositoryModels:
         indexed = set(self._states)
         for name in names - indexed:
             self._states[name] = _State()
-        for name in indexed - names - self._loaded.keys():
+        for name in indexed - names - self._loaded.keys() - set(self._sent):
             del self._states[name]
         return indexed != set(self._states)
 
@@ -382,6 +386,9 @@ class RepositoryModels:
             log.error("model '%s' cannot be loaded again, and serves on as it is: %s", name, reason)
             return
         log.error("model '%s' cannot be loaded: %s", name, reason)
+        if name in self._sent:
+            self._states[name] = _State(reason=UNLOADED)
+            return
         if not self._folders_of(name):  # the files came with the request, whose caller gets the error
             self._states.pop(name, None)
             return
@@ -537,6 +544,8 @@ class RepositoryModels:
         del self._loaded[name]
         self._overrides.pop(name, None)
         self._states[name] = _State(ModelState.UNAVAILABLE, reason, model.card.versions)
+        if name not in self._sent and not self._folders_of(name):
+            self._sent.append(name)  # the index goes on to say that it is unloaded, so that frontends need not remember it
         self.rescan()
         log.info("model %s is unloaded", name)
         if dependents:
@@ -552,6 +561,8 @@ class RepositoryModels:
         async with self._lock:
             self._wanted.discard(name)
             await self._unload(name, "its folder was removed")
+            if name in self._sent:
+                self._sent.remove(name)
             self._states.pop(name, None)
             await self._publish()
 

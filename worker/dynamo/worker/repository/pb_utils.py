@@ -331,7 +331,7 @@ class InferenceRequest:
 
     def parameters(self) -> str:
         """The parameters as JSON."""
-        return json.dumps(self._head.parameters)
+        return json.dumps(self._head.parameters, separators=(",", ":"))
 
     def preferred_memory(self) -> PreferredMemory | None:
         return self._preferred_memory

@@ -34,13 +34,19 @@ class KserveServer:
         self, plane: DataPlane, account: Account, model: str, changes: Mapping[str, Values]
     ) -> dict[str, list[str]]:
         """Change trace settings of a model, or of the server if it is empty. Return all. Raises InvalidRequest, Unsupported."""
-        if model:
-            try:
-                plane.card(account, model)
-            except ModelNotFound as error:
-                raise InvalidRequest(f"Request for unknown model : {error.model}") from error
+        check_traced(plane, account, model)
         self.trace.change(model, changes)
         return self.trace.read(model)
+
+
+def check_traced(plane: DataPlane, account: Account, model: str) -> None:
+    """Raises InvalidRequest if there is no such model; an empty name stands for the server."""
+    if not model:
+        return
+    try:
+        plane.card(account, model)
+    except ModelNotFound as error:
+        raise InvalidRequest(f"Request for unknown model : {error.model}") from error
 
 
 def check_cuda(region: str) -> None:

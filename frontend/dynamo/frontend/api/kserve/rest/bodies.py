@@ -38,10 +38,11 @@ def split(body: bytes, json_length: str | None) -> Parts:
     if json_length is None:
         return Parts(body, whole[len(body) :], is_raw=False)
     text = json_length.strip()
-    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS and int(text) <= len(body)):
-        raise InvalidRequest(
-            f"the header Inference-Header-Content-Length is {text[:40]!r}; it must be between 0 and the body's {len(body)} bytes"
-        )
+    digits = text[1:] if text[:1] in ("-", "+") else text
+    if not (digits.isascii() and digits.isdecimal()):
+        raise InvalidRequest(f"the header Inference-Header-Content-Length is {text[:40]!r}, which is no integer")
+    if len(digits) > _MAX_DIGITS or not 0 <= int(text) <= len(body):
+        raise InvalidRequest(f"inference header size should be in range (0, {len(body)}), got: {text[:40]}")
     length = int(text)
     json = body if length == len(body) else body[:length]
     return Parts(json, whole[length:], is_raw=length == 0)

@@ -17,7 +17,7 @@ import orjson
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import MAX_PARAMETERS, MAX_TENSORS, TensorRequest
-from dynamo.common.tensors import Buffer, datatype_named
+from dynamo.common.tensors import Buffer, datatype_named, element_count
 from dynamo.frontend.api.kserve.rest.elements import to_raw
 from dynamo.frontend.api.kserve.rest.requests import set_parameter
 from dynamo.protos.inference_pb2 import ModelInferRequest
@@ -78,6 +78,8 @@ def _tensor(head: ModelInferRequest, spec: TensorSpec, value: object) -> Buffer:
     what = f"input '{spec.name}'"
     elements = value if isinstance(value, list) else [value]
     shape = _fitted(spec.shape, len(elements))
+    if element_count(shape, what) != len(elements):
+        raise InvalidRequest(f"The schema can not convert {what} to tensor with proper shape", param=spec.name)
     raw = to_raw(elements, datatype_named(spec.datatype, what), shape, what)
     head.inputs.add(name=spec.name, datatype=spec.datatype, shape=shape)
     return raw

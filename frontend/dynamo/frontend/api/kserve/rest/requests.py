@@ -102,6 +102,8 @@ def _json_request(parts: Parts, model: str, version: str, max_depth: int, max_va
     body = cut_arrays(parts.json)
     check_json(body.text, max_depth=max_depth, max_values=max_values)
     message = _decode(body.text, max_depth)
+    if _may_repeat_keys(body.text, message):
+        message = _decode_first(body.text)
     head = ModelInferRequest(model_name=model, model_version=version, id=message.id or "")
     usual = False
     for key, value in (message.parameters or {}).items():
@@ -123,7 +125,7 @@ def _json_request(parts: Parts, model: str, version: str, max_depth: int, max_va
     own: dict[str, bool] = {}
     for output in message.outputs or ():
         _output(head, output, own)
-    return TensorRequest.build(head, raws), OutputForm(usual, own)
+    return TensorRequest.build(head, raws), OutputForm(usual and not message.outputs, own)
 
 
 def _decode(body: bytes, max_depth: int) -> InferRequest[msgspec.Raw] | InferRequest[Any]:
@@ -140,6 +142,34 @@ def _decode(body: bytes, max_depth: int) -> InferRequest[msgspec.Raw] | InferReq
     except RecursionError:
         raise _too_deep(max_depth) from None
     return decoded
+
+
+def _may_repeat_keys(text: bytes, message: InferRequest[Any]) -> bool:
+    """Return whether an object may have a key twice. Texts that look like keys make it so, too."""
+    inputs, outputs = len(message.inputs), len(message.outputs or ())
+    most = {
+        b'"id"': 1,
+        b'"inputs"': 1,
+        b'"outputs"': 1,
+        b'"data"': inputs,
+        b'"shape"': inputs,
+        b'"datatype"': inputs,
+        b'"name"': inputs + outputs,
+        b'"parameters"': 1 + inputs + outputs,
+    }
+    return any(text.count(key) > number for key, number in most.items())
+
+
+def _decode_first(body: bytes) -> InferRequest[Any]:
+    """Decode JSON that `_decode` takes; of members with the same key the first counts, as in Triton."""
+    try:
+        return msgspec.convert(json.loads(body, object_pairs_hook=_first_members), InferRequest[Any])
+    except msgspec.ValidationError as wrong:
+        raise invalid(str(wrong)) from None
+
+
+def _first_members(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    return dict(reversed(members))
 
 
 async def read_object(exchange: Exchange, body: bytes) -> dict[str, Any]:
@@ -251,8 +281,6 @@ def set_request_parameter(into: InferParameter, key: str, value: object) -> None
             raise InvalidRequest(
                 "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
             )
-        case _ if value is None or isinstance(value, list | dict):
-            raise InvalidRequest(f"parameter '{key[:200]}' has invalid type. It should be either 'int', 'bool', or 'string'.")
         case _ if isinstance(value, int) and not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
             into.double_param = float(value) if abs(value) < 2**1000 else math.copysign(math.inf, value)
         case _:
@@ -273,12 +301,19 @@ def set_parameter(into: InferParameter, key: str, value: object, what: str = "")
         case str():
             into.string_param = value
         case _:
+            if not what and not isinstance(value, int):
+                raise InvalidRequest(
+                    f"parameter '{key[:200]}' has invalid type. It should be either 'int', 'bool', or 'string'.", param=key[:80]
+                )
             of = f" of {what}" if what else ""
             why = "a number of at most 64 bits" if isinstance(value, int) else "a string, a number, true or false"
             raise InvalidRequest(f"parameter '{key[:80]}'{of} must be {why}")
 
 
 # Raw requests
+
+_UNNAMED = "[request id: <id_unknown>]"
+"""How Triton's words begin about a request without an id, which a raw one is."""
 
 
 def _raw_request(data: memoryview, card: ModelCard, model: str, version: str) -> TensorRequest:
@@ -292,7 +327,7 @@ def _raw_request(data: memoryview, card: ModelCard, model: str, version: str) ->
     raw: Buffer = data
     if not kind.size:
         if own not in ([1], [-1]):
-            raise InvalidRequest(f"{what} is BYTES of shape {own}; a raw request can only be one element, of shape [1]")
+            raise InvalidRequest(f"{_UNNAMED} For BYTE datatype raw {what}, the model must have input shape [1]")
         own = [1]
         raw = encode_bytes([bytes(data)])
     elif len(variable) > 1:
@@ -300,9 +335,11 @@ def _raw_request(data: memoryview, card: ModelCard, model: str, version: str) ->
     elif variable:
         own[variable[0]] = 1
         each = expected_bytes(kind, element_count(own, what), what)
-        if not each or len(data) % each:
-            raise InvalidRequest(f"{what} has {len(data)} bytes of raw data, which is not a multiple of {each}")
-        own[variable[0]] = len(data) // each
+        own[variable[0]] = len(data) // each if each else 0
+    if kind.size and (expected := expected_bytes(kind, element_count(own, what), what)) != len(data):
+        raise InvalidRequest(
+            f"{_UNNAMED} input byte size mismatch for input 'raw_input' for model '{model}'. Expected {expected}, got {len(data)}"
+        )
     head = ModelInferRequest(model_name=model, model_version=version)
     head.inputs.add(name=spec.name, datatype=spec.datatype, shape=(*batch, *own))
     return TensorRequest.build(head, [raw])
@@ -312,5 +349,8 @@ def _only_input(card: ModelCard) -> TensorSpec:
     inputs = TEXT_INPUTS if card.kind is ModelKind.LLM and not card.inputs else card.inputs
     needed = inputs if len(inputs) == 1 else tuple(spec for spec in inputs if not spec.optional)
     if len(needed) != 1:
-        raise InvalidRequest(f"a raw request is one input, but model '{card.name}' has {len(inputs)}")
+        raise InvalidRequest(
+            f"{_UNNAMED} Raw request must only have 1 input (found 1) to be deduced but got {len(inputs)} inputs in "
+            f"'{card.name}' model configuration"
+        )
     return needed[0]
