@@ -359,6 +359,7 @@ async def test_equal_requests_get_cached_responses_and_are_counted_as_in_triton(
         assert counts["success"] == counts["queue"] == 4 and counts["compute_infer"] == 2
         assert counts["cache_hit"] == counts["cache_miss"] == 2
         page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+        assert 'nv_cache_num_hits_per_model{model="counts",version="1"} 2.0\n' in page
         assert "nv_cache_num_hits 2.0\n" in page and "nv_cache_num_entries 2.0\n" in page
 
 

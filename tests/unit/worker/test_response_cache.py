@@ -36,6 +36,8 @@ class TritonPythonModel:
         return responses
 """
 
+CONTEXT = Context("c", version="1", timings=RequestTimings())
+
 
 def request(inputs: dict[str, Any], version: str = "1") -> ModelRequest:
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
@@ -108,14 +110,14 @@ async def test_a_model_that_is_loaded_again_gets_no_responses_of_its_former_self
     ],
 )
 async def test_requests_that_differ_have_other_keys(first: dict[str, Any], second: dict[str, Any]) -> None:
-    cache = ResponseCache(2**20).for_model()
+    cache = ResponseCache(2**20).for_model("m")
     keys = [(await cache.find(request(inputs), ["y"]))[0] for inputs in (first, second)]
     assert keys[0] != keys[1]
 
 
 async def test_versions_requested_outputs_and_models_have_responses_of_their_own() -> None:
     whole = ResponseCache(2**20)
-    one, other = whole.for_model(), whole.for_model()
+    one, other = whole.for_model("m"), whole.for_model("m")
     inputs = {"x": np.array([1])}
     keys = [
         (await one.find(request(inputs), ["y"]))[0],
@@ -129,27 +131,27 @@ async def test_versions_requested_outputs_and_models_have_responses_of_their_own
 
 async def test_the_least_recently_used_make_room_and_what_is_too_large_is_not_kept() -> None:
     whole = ResponseCache(5000)
-    cache, timings = whole.for_model(), RequestTimings()
+    cache = whole.for_model("m")
     kilobyte = {"y": np.zeros(1000, np.int8)}
     keys = [(await cache.find(request({"x": np.array([number])}), ["y"]))[0] for number in range(4)]
     for key in keys[:3]:
-        await cache.insert(key, kilobyte, timings)
+        await cache.insert(key, kilobyte, CONTEXT)
     assert whole.find(keys[0]) is not None
-    await cache.insert(keys[3], kilobyte, timings)
+    await cache.insert(keys[3], kilobyte, CONTEXT)
     assert [whole.find(key) is not None for key in keys] == [True, False, True, True]
-    await cache.insert(keys[1], {"y": np.zeros(5000, np.int8)}, timings)
+    await cache.insert(keys[1], {"y": np.zeros(5000, np.int8)}, CONTEXT)
     assert [whole.find(key) is not None for key in keys] == [True, False, True, True]
-    await cache.insert(keys[1], {"y": np.array([b"x" * 1000] * 4, object)}, timings)
+    await cache.insert(keys[1], {"y": np.array([b"x" * 1000] * 4, object)}, CONTEXT)
     assert [whole.find(key) is not None for key in keys] == [False, True, False, False], "strings count with their contents"
 
 
 async def test_what_is_kept_is_a_copy(tmp_path: Path) -> None:
-    cache, timings = ResponseCache(2**24).for_model(), RequestTimings()
+    cache = ResponseCache(2**24).for_model("m")
     for size in (4, 2**20):
         asked = request({"x": np.zeros(size, np.int8)})
         key, _ = await cache.find(asked, ["y"])
         output = np.ones(size, np.int8)
-        await cache.insert(key, {"y": output}, timings)
+        await cache.insert(key, {"y": output}, CONTEXT)
         output[:] = 7
         _, outputs = await cache.find(asked, ["y"])
         assert outputs is not None and outputs["y"].max() == 1
@@ -157,10 +159,10 @@ async def test_what_is_kept_is_a_copy(tmp_path: Path) -> None:
 
 async def test_a_response_that_comes_after_its_model_is_closed_is_not_kept() -> None:
     whole = ResponseCache(2**20)
-    cache = whole.for_model()
+    cache = whole.for_model("m")
     key, _ = await cache.find(request({"x": np.array([1])}), ["y"])
     cache.close()
-    await cache.insert(key, {"y": np.array([1])}, RequestTimings())
+    await cache.insert(key, {"y": np.array([1])}, CONTEXT)
     assert whole.find(key) is None
 
 
@@ -180,11 +182,13 @@ def test_a_hit_is_a_success_that_is_not_computed() -> None:
 
 async def test_the_cache_shows_its_counts() -> None:
     whole = ResponseCache(2**20)
-    cache = whole.for_model()
+    cache = whole.for_model("m")
     asked = request({"x": np.array([1])})
     key, _ = await cache.find(asked, ["y"])
-    await cache.insert(key, {"y": np.array([1])}, RequestTimings())
+    await cache.insert(key, {"y": np.array([1])}, CONTEXT)
     await cache.find(asked, ["y"])
+    await whole.for_model("m").find(asked, ["y"])  # the same model, loaded again
     shown = {metric.name: metric.samples[0].value for metric in whole.collect()}
-    assert shown["nv_cache_num_entries"] == shown["nv_cache_num_hits"] == shown["nv_cache_num_misses"] == 1
-    assert shown["nv_cache_num_lookups"] == 2 and shown["nv_cache_num_evictions"] == 0 and 0 < shown["nv_cache_util"] < 0.01
+    assert shown["nv_cache_num_entries"] == shown["nv_cache_num_hits"] == shown["nv_cache_num_hits_per_model"] == 1
+    assert shown["nv_cache_num_misses"] == shown["nv_cache_num_misses_per_model"] == 2
+    assert shown["nv_cache_num_lookups"] == 3 and shown["nv_cache_num_evictions"] == 0 and 0 < shown["nv_cache_util"] < 0.01

@@ -114,7 +114,7 @@ class LoadedModel:
         if outputs is not None:
             return ModelResult(outputs)
         response = await self._computed(executable, request)
-        await cache.insert(key, response.outputs, request.context.timings)
+        await cache.insert(key, response.outputs, request.context)
         return response
 
     async def run(self, request: ModelRequest) -> AsyncIterator[ModelResult]:

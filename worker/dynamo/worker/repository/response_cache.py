@@ -19,7 +19,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from dynamo.common.tensors import Array
-from dynamo.worker.engine.base import RequestTimings
+from dynamo.worker.engine.base import Context
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.execution import Arrays, ModelRequest
 
@@ -48,13 +48,17 @@ class ResponseCache(Collector):
         self._used_bytes = 0
         self._hits = self._misses = self._evictions = 0
         self._numbers = itertools.count(1)
+        self._models: dict[int, ModelCache] = {}
+        """Those that are not closed, by number."""
 
     def __repr__(self) -> str:
         return f"<ResponseCache of {self._max_bytes} bytes, used={self._used_bytes}, entries={len(self._entries)}>"
 
-    def for_model(self) -> ModelCache:
+    def for_model(self, name: str) -> ModelCache:
         """Return the part of one loaded model. Close it."""
-        return ModelCache(self, next(self._numbers))
+        number = next(self._numbers)
+        model = self._models[number] = ModelCache(self, name, number)
+        return model
 
     def find(self, key: bytes) -> Arrays | None:
         entry = self._entries.get(key)
@@ -82,7 +86,9 @@ class ResponseCache(Collector):
         if (entry := self._entries.pop(key, None)) is not None:
             self._used_bytes -= entry.size
 
-    def remove_all(self, prefix: bytes) -> None:
+    def drop(self, number: int, prefix: bytes) -> None:
+        """Forget a model, and the responses whose keys begin with `prefix`."""
+        self._models.pop(number, None)
         for key in [key for key in self._entries if key.startswith(prefix)]:
             self.remove(key)
 
@@ -99,13 +105,51 @@ class ResponseCache(Collector):
             metric = Metric(name, help, "gauge")
             metric.add_sample(name, {}, value)
             yield metric
+        yield from self._collect_models()
+
+    def _collect_models(self) -> Iterable[Metric]:
+        """Yield what each model has counted since it was loaded; a former self of it may still be open."""
+        lookups: dict[tuple[str, str], Lookups] = {}
+        for model in list(self._models.values()):
+            for version, counted in list(model.lookups.items()):
+                lookups[model.name, version] = lookups.get((model.name, version), Lookups()).plus(counted)
+        shown: tuple[tuple[str, str, Callable[[Lookups], int]], ...] = (
+            ("nv_cache_num_hits_per_model", "Cache hits of a model.", lambda counts: counts.hits),
+            ("nv_cache_num_misses_per_model", "Cache misses of a model.", lambda counts: counts.misses),
+            ("nv_cache_hit_duration_per_model", "Microseconds of cache hits of a model.", lambda counts: counts.hit_ns // 1000),
+            ("nv_cache_miss_duration_per_model", "Microseconds of cache misses.", lambda counts: counts.miss_ns // 1000),
+        )
+        for name, help, read in shown:
+            metric = Metric(name, help, "unknown")  # a counter would have to end with _total
+            for (model_name, version), counts in sorted(lookups.items()):
+                metric.add_sample(name, {"model": model_name, "version": version}, read(counts))
+            yield metric
+
+
+@dataclass(slots=True)
+class Lookups:
+    """How often responses of one version of a model were found and not found, and the time that this took."""
+
+    hits: int = 0
+    misses: int = 0
+    hit_ns: int = 0
+    miss_ns: int = 0
+
+    def plus(self, other: Lookups) -> Lookups:
+        return Lookups(
+            self.hits + other.hits, self.misses + other.misses, self.hit_ns + other.hit_ns, self.miss_ns + other.miss_ns
+        )
 
 
 class ModelCache:
     """The responses of one loaded model, which do not outlive it."""
 
-    def __init__(self, cache: ResponseCache, number: int) -> None:
+    def __init__(self, cache: ResponseCache, name: str, number: int) -> None:
+        self.name = name
+        self.lookups: dict[str, Lookups] = {}
+        """By version."""
         self._cache = cache
+        self._number = number
         self._prefix = number.to_bytes(8, "big")
         self._is_closed = False
 
@@ -116,22 +160,33 @@ class ModelCache:
         size = sum(array.nbytes for array in request.inputs.values())
         key = self._prefix + await _beside(size, lambda: _digest(request, wanted))
         found = self._cache.find(key)
-        _count(request.context.timings, start, is_hit=found is not None)
+        taken_ns = _taken_ns(start)
+        lookups = self.lookups.setdefault(request.context.version, Lookups())
+        if found is not None:
+            request.context.timings.cache_hit_ns += taken_ns
+            lookups.hits += 1
+            lookups.hit_ns += taken_ns
+        else:
+            request.context.timings.cache_miss_ns += taken_ns
+            lookups.misses += 1
+            lookups.miss_ns += taken_ns
         return key, found
 
-    async def insert(self, key: bytes, outputs: Arrays, timings: RequestTimings) -> None:
-        """Keep a copy of outputs, whose memory may be used for other things later."""
+    async def insert(self, key: bytes, outputs: Arrays, context: Context) -> None:
+        """Keep a copy of outputs, whose memory may be used for other things later. `context`: of the request that missed."""
         start = time.perf_counter_ns()
         size = _ENTRY_BYTES + sum(map(_size, outputs.values()))
         if self._cache.fits(size):
             kept = await _beside(size, lambda: {name: _copied(array) for name, array in outputs.items()})
             if not self._is_closed:
                 self._cache.insert(key, kept, size)
-        _count(timings, start, is_hit=False)
+        taken_ns = _taken_ns(start)
+        context.timings.cache_miss_ns += taken_ns
+        self.lookups.setdefault(context.version, Lookups()).miss_ns += taken_ns
 
     def close(self) -> None:
         self._is_closed = True
-        self._cache.remove_all(self._prefix)
+        self._cache.drop(self._number, self._prefix)
 
 
 def _digest(request: ModelRequest, wanted: Sequence[str]) -> bytes:
@@ -155,12 +210,9 @@ def _copied(array: Array) -> Array:
     return copied
 
 
-def _count(timings: RequestTimings, start_ns: int, *, is_hit: bool) -> None:
-    taken_ns = max(1, time.perf_counter_ns() - start_ns)
-    if is_hit:
-        timings.cache_hit_ns += taken_ns
-    else:
-        timings.cache_miss_ns += taken_ns
+def _taken_ns(start_ns: int) -> int:
+    """Return the time since `start_ns`, at least 1: above 0 means that there was a lookup."""
+    return max(1, time.perf_counter_ns() - start_ns)
 
 
 async def _beside(size: int, work: Callable[[], T]) -> T:
