@@ -66,5 +66,7 @@ async def here(repository: Path, models: Sequence[str]) -> AsyncIterator[Server]
     """Run a frontend and a worker of this project."""
     flags = ["--model-repository", str(repository), "--model-control-mode", "explicit"]
     flags += [f"--load-model={model}" for model in models]
+    [metrics] = free_ports(1)
+    flags += ["--status-port", str(metrics)]
     async with ours(models=(), worker_flags=flags, wait_for=models, frontend_flags=["--server-name", "triton"]) as system:
-        yield Server(system.grpc_port, system.http_port, system.http_port)
+        yield Server(system.grpc_port, system.http_port, metrics)

@@ -13,10 +13,12 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferRequest
-from dynamo.worker.engine.base import Context, Engine, EngineLoad, TensorEngine, TensorResponse
+from dynamo.worker.engine.base import Context, Engine, EngineLoad, RequestTimings, TensorEngine, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors
 from dynamo.worker.metrics import WorkerMetrics
 from dynamo.worker.serve import ServedModel, Service
+from dynamo.worker.statistics import VersionStatistics
+from dynamo.worker.triton_metrics import TritonMetrics
 from tests.support.incoming import FakeIncoming
 
 LABELS = {
@@ -149,3 +151,35 @@ def test_language_models_that_share_a_label_add_up(registry: CollectorRegistry, 
         model.generated(summary)
     worker.for_model("a").generated(summary)
     assert read("output_tokens_total", model="other") == 6
+
+
+async def test_statistics_are_shown_under_triton_s_names(registry: CollectorRegistry) -> None:
+    served = service(registry, EchoTensors(), tensor_card())
+    registry.register(TritonMetrics(served.version_statistics))
+    await served.infer(FakeIncoming(infer_request()))
+    [version] = served.version_statistics()
+    version.failed(5_000, RequestTimings())
+    version.cancelled(5_000, 0, RequestTimings())
+
+    def shown(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"nv_inference_{name}", {"model": "m", "version": "1", **labels})
+
+    assert (shown("request_success"), shown("count"), shown("exec_count")) == (1, 1, 1)
+    assert (shown("request_failure", reason="OTHER"), shown("request_failure", reason="CANCELED")) == (1, 1)
+    inference = version.inference()
+    assert shown("request_duration_us") == inference.success.ns // 1000
+    assert shown("queue_duration_us") == inference.queue.ns // 1000
+    assert shown("compute_infer_duration_us") == inference.compute_infer.ns // 1000
+
+
+def test_versions_past_the_cap_share_a_label() -> None:
+    versions = [VersionStatistics(f"m{number}", "1") for number in range(5)]
+    for version in versions:
+        version.succeeded(1_000_000, RequestTimings())
+    registry = CollectorRegistry()
+    registry.register(TritonMetrics(lambda: versions, max_versions=2))
+    counts = {
+        labels: registry.get_sample_value("nv_inference_count", dict(zip(("model", "version"), labels, strict=True)))
+        for labels in (("m0", "1"), ("m1", "1"), ("m2", "1"), ("other", "other"))
+    }
+    assert counts == {("m0", "1"): 1, ("m1", "1"): 1, ("m2", "1"): None, ("other", "other"): 3}

@@ -6,6 +6,7 @@
 | `config` | `WorkerConfig` |
 | `serve` | what is done with each request, written once for all engines |
 | `engine.batching` | dynamic batching for tensor models |
+| `triton_metrics` | these under Triton's names, for Prometheus |
 | `statistics` | counts and durations per model version, for Triton's `ModelStatistics` |
 | `metrics`, `spans`, `status` | the same for Prometheus, for traces, and the port that shows it |
 | `request_record` | counts each request in all three, once |

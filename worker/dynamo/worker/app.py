@@ -56,6 +56,7 @@ from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.serve import ServedModel, Service, check_names
 from dynamo.worker.sleep import Sleeper
 from dynamo.worker.status import Status, serve_status
+from dynamo.worker.triton_metrics import TritonMetrics
 
 log = logging.getLogger(__name__)
 
@@ -404,6 +405,7 @@ async def _open_service(
 ) -> Service:
     """Return the service of `models` once their files are in the object store. The files are stored again after a reconnect."""
     service = Service(models, observers.metrics, observers.tracing, publishers.accepted)
+    observers.metrics.include(TritonMetrics(service.version_statistics))
     stack.push_async_callback(service.close)
     await _store_files(models, nats)
     await stack.enter_async_context(running(_store_files_again(service, nats), "model files"))

@@ -182,6 +182,11 @@ class Service:
                     self._llm.pop(name, None)
                     self._left.add(name)
 
+    def version_statistics(self) -> Iterator[VersionStatistics]:
+        """Yield the statistics of each version of each model that is served."""
+        for model in self.models:
+            yield from model.statistics.values()
+
     def count_output_mismatch(self, model: str) -> None:
         """Count a response of `model` with an output other than declared."""
         if (measured := self._measured.get(model)) is not None:

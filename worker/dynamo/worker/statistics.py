@@ -155,24 +155,33 @@ class VersionStatistics:
         """Count a decoupled request that failed before its response number `index`."""
         self._response(index).fail.add(ns)
 
-    def to_message(self) -> ModelStatistics:
+    @property
+    def cancellations(self) -> int:
+        """How many requests were cancelled."""
+        return sum(response.cancel.count for response in tuple(self._responses.values()))
+
+    def inference(self) -> InferStatistics:
+        """Return the counts and times of all requests. Safe to call on any thread."""
         computed = self._computed
+        return InferStatistics(
+            success=self._success.to_message(),
+            fail=self.fail.to_message(),
+            queue=self._queue.to_message(),
+            compute_input=computed.total(computed.input_ns),
+            compute_infer=computed.total(computed.infer_ns),
+            compute_output=computed.total(computed.output_ns),
+            cache_hit=self._cache_hit.to_message(),
+            cache_miss=self._cache_miss.to_message(),
+        )
+
+    def to_message(self) -> ModelStatistics:
         return ModelStatistics(
             name=self.name,
             version=self.version,
             last_inference=self._last_inference_ms,
             inference_count=self.inferences,
             execution_count=self.executions,
-            inference_stats=InferStatistics(
-                success=self._success.to_message(),
-                fail=self.fail.to_message(),
-                queue=self._queue.to_message(),
-                compute_input=computed.total(computed.input_ns),
-                compute_infer=computed.total(computed.infer_ns),
-                compute_output=computed.total(computed.output_ns),
-                cache_hit=self._cache_hit.to_message(),
-                cache_miss=self._cache_miss.to_message(),
-            ),
+            inference_stats=self.inference(),
             batch_stats=[
                 InferBatchStatistics(
                     batch_size=size,
