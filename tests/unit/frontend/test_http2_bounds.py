@@ -179,6 +179,19 @@ async def test_a_cancelled_call_keeps_nothing_alive() -> None:
         gc.enable()
 
 
+async def test_a_lost_connection_keeps_nothing_alive() -> None:
+    gc.disable()
+    try:
+        async with serving() as edge:
+            async with connected(edge.server.port) as client:
+                client.send(headers(1, pairs=to("Hold")), headers(3), data(3, message(b"", size=MIB), ends=False), call(5))
+                assert await client.status(5) == "0"
+                (connection,) = map(ref, edge.server.connections)
+            await until(lambda: connection() is None)
+    finally:
+        gc.enable()
+
+
 async def test_calls_of_a_client_that_does_not_read_end_its_connection() -> None:
     async with serving(max_concurrent_streams=100) as edge, connected(edge.server.port) as client:
         client.send(call(1))

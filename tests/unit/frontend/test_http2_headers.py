@@ -50,6 +50,22 @@ def test_a_repeated_block_is_decoded_once_until_the_table_changes() -> None:
     assert decoder.decode(block()) is not first
 
 
+def test_a_block_may_begin_with_two_updates_of_the_tables_size() -> None:
+    decoder = HeaderDecoder(LIMIT)
+    assert decoder.decode(b"\x20\x3f\xe1\x1f" + block()).path == PATH.encode()
+
+
+@pytest.mark.parametrize("updates", [b"\x20" * 3, b"\x3f\xe1\x1f\x20\x3f\xe1\x1f", b"\x3e" * 10_000])
+def test_more_than_two_updates_of_the_tables_size_are_refused_before_they_are_decoded(
+    updates: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(hpack.Decoder, "decode")
+    with pytest.raises(ConnectionFailure) as caught:
+        HeaderDecoder(LIMIT).decode(updates + block())
+    assert caught.value.code == ErrorCode.COMPRESSION_ERROR
+    assert "over two updates" in str(caught.value)
+
+
 def test_decoded_headers_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     HeaderDecoder(LIMIT).decode(hpack.Encoder().encode([*fields(), ("authorization", "Bearer secret")]))

@@ -5,6 +5,7 @@ What a client may cost is bounded, with a key or without:
 | what | bound | past it |
 |---|---|---|
 | header blocks | `max_metadata_bytes`, encoded and decoded | GOAWAY |
+| updates of the header table's size at the start of a block | 2 | GOAWAY |
 | calls at once, those that were reset and whose handlers still run included | `max_concurrent_streams` | RST_STREAM |
 | streams that were reset, by the client or for a fault of its | `_RESETS` at once, `_RESETS_PER_S` on average | GOAWAY |
 | SETTINGS | `_SETTINGS` at once, one a second on average | GOAWAY |
@@ -193,6 +194,9 @@ class Connection(asyncio.BufferedProtocol):
         for call in list(self._calls.values()):
             call.cancel()
         self._calls = {call.stream: call for call in self._calls.values() if call.task is not None and not call.task.done()}
+        # The connection goes with its last reference, without the garbage collector. Neither is needed any more.
+        del self._reader
+        self.sender.close()
 
     def get_buffer(self, hint: int) -> memoryview:
         return self._reader.get_buffer() if self._closing_at is None else self._server.read_memory

@@ -28,6 +28,8 @@ _TABLE_BYTES: Final = 4096
 """HTTP/2's default for the table of either side, which neither our settings nor our blocks change."""
 _MAX_CACHED_BLOCKS: Final = 64
 _MAX_CACHED_BYTES: Final = 1024
+_MANY_UPDATES: Final = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*+[\x00-\x7f]){3}")
+"""The start of a block with more updates of the table's size than the two that RFC 7541 (4.2) has a use for."""
 _TIMEOUT: Final = re.compile(r"(\d{1,8})([HMSmun])", re.ASCII)
 _UNIT_S: Final = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
@@ -102,6 +104,10 @@ class HeaderDecoder:
             _check_field(name, value)
 
     def _decode(self, block: bytes) -> list[tuple[bytes, bytes]]:
+        if _MANY_UPDATES.match(block):
+            raise ConnectionFailure(
+                ErrorCode.COMPRESSION_ERROR, "a header block begins with over two updates of the table's size"
+            )
         before = self._table()
         try:
             fields = [(name, value) for name, value in self._decoder.decode(block, raw=True)]

@@ -102,6 +102,11 @@ class Sender:
         self._ready: dict[Outgoing, None] = {}
         """Those that wait, and whose own window is open, in the order of their turns."""
 
+    def close(self) -> None:
+        """Nothing is sent any more, and nobody is told of ends."""
+        self._ended = _ignore
+        self._ready.clear()
+
     def control(self, frames: bytes) -> None:
         """Send frames that no window applies to."""
         self._transport.write(frames)
@@ -255,3 +260,7 @@ class Sender:
             if not out.drained.done():
                 out.drained.set_result(None)
             out.drained = None
+
+
+def _ignore(out: Outgoing) -> None:
+    pass
