@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterator
 
+from dynamo.protos.model_config_pb2 import ModelConfig
 from tests.differential.cases import all_cases
 from tests.differential.compare import Part, accepted_differences, compare
 from tests.differential.doors import Response
@@ -39,3 +42,17 @@ def test_times_and_the_name_of_the_server_are_no_differences() -> None:
 def test_all_parts_of_a_response_are_compared() -> None:
     one = Response("200", "", {"id": "1"}, {"content-type": "text/plain"})
     assert compare(one, Response("400", "no", {"id": "2"}, {})) == set(Part)
+
+
+def config_fields() -> Iterator[str]:
+    """Yield the fields of a configuration, and those of the messages in it."""
+    for field in ModelConfig.DESCRIPTOR.fields:
+        yield field.name
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            yield from (f"{field.name}.{own.name}" for own in field.message_type.fields)
+
+
+def test_the_page_says_of_each_field_of_a_configuration_what_happens_to_it() -> None:
+    section = PAGE.read_text().partition("## Every field of a configuration\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| `([\w.]+)` \| .+ \|$", section, re.MULTILINE)
+    assert sorted(listed) == sorted(config_fields())
