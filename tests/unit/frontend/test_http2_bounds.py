@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import gzip
+import itertools
 import struct
 from asyncio import Event
 from collections.abc import AsyncIterator, Iterator
@@ -486,6 +487,13 @@ async def greeted(edge: Edge, client: Client) -> None:
     assert len(edge.server.connections) == 1
 
 
+def check_after(edge: Edge, *seconds: float) -> None:
+    """Let the server check its only connection at these times from now."""
+    (connection,) = edge.server.connections
+    for second in seconds:
+        connection.check(monotonic() + second)
+
+
 async def test_a_silent_connection_is_pinged_and_closed_if_it_does_not_respond() -> None:
     async with serving(keepalive_s=60, keepalive_timeout_s=20) as edge, connected(edge.server.port) as client:
         await greeted(edge, client)
@@ -505,23 +513,79 @@ async def test_a_message_that_arrives_too_slowly_fails_its_call() -> None:
     async with serving() as edge, connected(edge.server.port) as client:
         client.send(headers(1), data(1, message(b"abc", size=MIB), ends=False), call(3))
         assert await client.status(3) == "0"
-        (connection,) = edge.server.connections
-        connection.check(monotonic() + 20)
+        check_after(edge, 0, 9)
         client.send(call(5))
         assert await client.status(5) == "0"
-        connection.check(monotonic() + 40)
+        check_after(edge, 11)
         assert await client.status(1) == "4"
         assert edge.capacity.buffered_bytes == 0
 
 
-async def test_a_response_that_is_not_read_is_dropped_in_the_end() -> None:
-    async with serving() as edge, connected(edge.server.port, {frames.INITIAL_WINDOW_SIZE: 10}) as client:
+async def test_a_message_that_stops_after_much_of_it_fails_its_call() -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(headers(1), data(1, message(b"", size=MIB), ends=False))
+        client.send(*(data(1, bytes(16_000), ends=False) for _ in range(4)), call(3))
+        assert await client.status(3) == "0"
+        check_after(edge, 0, 11)
+        assert await client.status(1) == "4"
+        assert edge.capacity.buffered_bytes == 0
+
+
+async def test_a_message_that_arrives_in_time_is_waited_for() -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        whole = message(bytes(48_000))
+        client.send(headers(1), data(1, whole[:5], ends=False))
+        for number, at in enumerate(range(5, len(whole), 12_000)):
+            check_after(edge, 11 * number)
+            client.send(data(1, whole[at : at + 12_000], ends=at + 12_000 >= len(whole)), call(3 + 2 * number))
+            assert await client.status(3 + 2 * number) == "0"
+        assert edge.capacity.buffered_bytes == 0
+
+
+@pytest.mark.parametrize("begun", [b"", b"\0\0"])
+@pytest.mark.parametrize("guarded", [False, True])
+async def test_a_unary_call_without_a_message_fails(guarded: bool, begun: bytes) -> None:
+    async with serving(guarded=guarded) as edge, connected(edge.server.port) as client:
+        client.send(headers(1), data(1, begun, ends=False), call(3))
+        assert await client.status(3) == "0"
+        check_after(edge, 0, 11)
+        assert await client.status(1) == "4"
+
+
+async def test_a_stream_may_be_silent_between_messages() -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Read")), data(1, message(b"abc"), ends=False), call(3))
+        assert await client.status(3) == "0"
+        check_after(edge, 0, 11, 1000)
+        client.send(data(1, message(b"")))
+        assert await client.status(1) == "0"
+        assert edge.service.received == [3, 0]
+
+
+async def test_a_response_that_is_read_byte_by_byte_is_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count(monotonic(), 100)
+    now = next(seconds)
+    monkeypatch.setattr("dynamo.frontend.api.rpc.http2.connection.monotonic", lambda: now)
+    async with serving(keepalive_s=1000) as edge, connected(edge.server.port, {frames.INITIAL_WINDOW_SIZE: 10}) as client:
         client.send(call(1, b"100000", pairs=to("Large")))
         assert await client.next_of(frames.DATA) is not None
         (connection,) = edge.server.connections
-        connection.check(monotonic() + 290)
+        for now in itertools.islice(seconds, 4):
+            connection.check(now)
+            client.send(encode_frame(frames.WINDOW_UPDATE, 0, 1, struct.pack(">I", 1)))
+            frame = await client.next_of(frames.DATA, frames.RST_STREAM)
+        assert frame is not None
+        assert (frame.kind, frame.word) == (frames.RST_STREAM, ErrorCode.CANCEL)
+        await until(lambda: edge.capacity.buffered_bytes == 0)
+
+
+async def test_a_response_that_is_not_read_is_dropped_in_the_end() -> None:
+    async with serving(keepalive_s=1000) as edge, connected(edge.server.port, {frames.INITIAL_WINDOW_SIZE: 10}) as client:
+        client.send(call(1, b"100000", pairs=to("Large")))
+        assert await client.next_of(frames.DATA) is not None
+        check_after(edge, 0, 299)
         assert edge.capacity.buffered_bytes == 100_005
-        connection.check(monotonic() + 310)
+        check_after(edge, 301)
         await ends_by(client, 1, ErrorCode.CANCEL)
         await until(lambda: edge.capacity.buffered_bytes == 0)
 

@@ -70,7 +70,7 @@ STEPS = st.one_of(
 @given(st.lists(STEPS, max_size=40), st.integers(0, 70_000))
 def test_windows_are_kept_and_everything_arrives_in_order(steps: list[tuple[str, int, int]], initial: int) -> None:
     wire, capacity = Wire(), Capacity()
-    sender = Sender(wire, capacity, lambda: 0.0, lambda out: None)
+    sender = Sender(wire, capacity, lambda out: None)
     outs = {stream: Outgoing(stream, initial) for stream in STREAMS}
     wire.windows = dict.fromkeys(STREAMS, initial)
     sent = dict.fromkeys(STREAMS, b"")
@@ -123,7 +123,7 @@ def test_windows_are_kept_and_everything_arrives_in_order(steps: list[tuple[str,
 
 def test_a_long_response_that_waits_counts_or_is_refused_before_anything_is_sent() -> None:
     wire, capacity = Wire(), Capacity(CapacityOptions(max_buffered_bytes=2**20))
-    sender = Sender(wire, capacity, lambda: 0.0, lambda out: None)
+    sender = Sender(wire, capacity, lambda out: None)
     first, second = Outgoing(1, 0), Outgoing(3, 0)
     sender.send(first, bytes(700_000))
     assert capacity.buffered_bytes == 700_005
@@ -136,7 +136,7 @@ def test_a_long_response_that_waits_counts_or_is_refused_before_anything_is_sent
 
 def test_streams_take_turns() -> None:
     wire = Wire()
-    sender = Sender(wire, Capacity(), lambda: 0.0, lambda out: None)
+    sender = Sender(wire, Capacity(), lambda out: None)
     outs = [Outgoing(stream, 2**24) for stream in (1, 3)]
     wire.windows = {1: 2**24, 3: 2**24}
     sender.is_paused = True
@@ -157,7 +157,7 @@ def test_a_response_that_fits_is_one_write() -> None:
         def write(self, data: Buffer) -> None:
             writes.append(bytes(data))
 
-    sender = Sender(Counting(), Capacity(), lambda: 0.0, lambda out: None)
+    sender = Sender(Counting(), Capacity(), lambda out: None)
     sender.respond(Outgoing(1, 65_535), b"hello", ())
     assert len(writes) == 1
 

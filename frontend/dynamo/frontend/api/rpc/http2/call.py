@@ -40,7 +40,7 @@ from dynamo.frontend.api.rpc.http2.messages import (
     inflate_steps,
 )
 from dynamo.frontend.api.rpc.http2.sender import Outgoing, Sender
-from dynamo.frontend.api.rpc.http2.windows import ReceiveWindow
+from dynamo.frontend.api.rpc.http2.windows import Pace, ReceiveWindow
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, OverloadStatus
 
@@ -50,9 +50,9 @@ _UNCOUNTED_BYTES: Final = 1024
 """Messages of unary calls up to this size, health checks among them, do not depend on the capacity."""
 _MESSAGE_BYTES: Final = 128
 """What a message in the queue of a stream takes besides its content."""
-_GRACE_S: Final = 30.0
-_LEAST_BYTES_PER_S: Final = 1024
-"""A message has to arrive this fast after `_GRACE_S`."""
+_ARRIVAL_S: Final = 10.0
+_UNREAD_S: Final = 300.0
+"""Periods over which the least pace applies to a message that is due, and to a response."""
 _LONG_STEP_S: Final = 0.0002
 """A step of a decompression that takes longer ends the turn of the event loop."""
 
@@ -129,12 +129,12 @@ class Call:
     __slots__ = (
         "__weakref__",
         "_arrival",
-        "_begun_at",
         "_code",
         "_details",
         "_held_bytes",
         "_host",
         "_method",
+        "_pace",
         "_problem",
         "_queue",
         "_queued_bytes",
@@ -176,8 +176,8 @@ class Call:
         self._queued_bytes = 0
         self._held_bytes = 0
         """Of messages, counted against the capacity."""
-        self._begun_at = 0.0
-        """When the message began that is arriving."""
+        self._pace: Pace | None = None
+        """Of the message that is due, since the first check that has seen it."""
         self._arrival: asyncio.Future[None] | None = None
         self._problem: DynamoError | None = None
         self._code: grpc.StatusCode | None = None
@@ -235,11 +235,33 @@ class Call:
         self._stop()
 
     def is_stuck(self, now: float) -> bool:
-        """Return whether a message arrives too slowly."""
-        missing = self._reader.missing
-        if not missing or not self._is_accepted:
+        """Return whether a message arrives too slowly. Called about once a second."""
+        if not self._awaits_message:
+            self._pace = None
+        elif self._pace is None:
+            self._pace = Pace(self._reader.total, now, _ARRIVAL_S)
+        else:
+            return self._pace.is_too_slow(self._reader.total, now)
+        return False
+
+    def is_unread(self, now: float) -> bool:
+        """Return whether the client reads the response too slowly. Called about once a second."""
+        out = self.out
+        if not out.pieces:
             return False
-        return self._reader.received < (now - self._begun_at - _GRACE_S) * _LEAST_BYTES_PER_S
+        if out.pace is None:
+            out.pace = Pace(out.sent_bytes, now, _UNREAD_S)
+        return out.pace.is_too_slow(out.sent_bytes, now)
+
+    @property
+    def _awaits_message(self) -> bool:
+        """Whether the client has to send: the rest of a message that has begun, or the only one of a unary call."""
+        if self.is_half_closed or self.out.is_over or not self._is_accepted or self._problem is not None:
+            return False
+        if not self._reader.is_between_messages:
+            return True
+        is_reading = self._arrival is not None and not self._arrival.done()
+        return not self._method.reads_stream and (self.task is None or is_reading)
 
     def _stop(self) -> None:
         self._reader.drop()
@@ -270,12 +292,12 @@ class Call:
         return True
 
     def message_memory(self, size: int) -> MessageMemory:
-        self._begun_at = monotonic()
         if more := self.window.grant(size):
             self._host.grant(self.stream, more)
         return self._host.allocate(size)
 
     def message_received(self, message: Buffer, *, is_compressed: bool) -> None:
+        self._pace = None
         if self.task is None and not is_compressed:
             return self._start(message)
         self._queue.append((message, is_compressed))

@@ -14,7 +14,9 @@ What a client may cost is bounded, with a key or without:
 | acknowledgements and calls while the client does not read | `_UNREAD_FRAMES`, and `max_concurrent_streams` | GOAWAY |
 | frames that have come | a few milliseconds, then other connections have their turn | |
 | messages | `max_message_bytes` each, and the capacity together | the call fails |
-| a response that is not read | `_UNREAD_S` without progress | RST_STREAM, or the connection ends |
+| a message that is due | 1 KiB a second, averaged over 10 s | the call fails |
+| a response that is not read | 1 KiB a second, averaged over 300 s | RST_STREAM |
+| a connection of which nothing is read | `_UNREAD_S` | it is closed |
 """
 
 from __future__ import annotations
@@ -173,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         self.peer = _name_of(transport.get_extra_info("peername"))
-        self.sender = Sender(self._transport, self.capacity, monotonic, self._response_ended)
+        self.sender = Sender(self._transport, self.capacity, self._response_ended)
         secured = transport.get_extra_info("ssl_object")
         if not self._server.opened(self) or (secured is not None and secured.selected_alpn_protocol() != "h2"):
             self._closing_at = self._now
@@ -268,7 +270,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _check_calls(self, now: float) -> None:
         for call in list(self._calls.values()):
-            if call.out.is_waiting and now - call.out.moved_at > _UNREAD_S:
+            if call.is_unread(now):
                 self._reset(call.stream, ErrorCode.CANCEL)
             elif call.is_stuck(now):
                 call.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the message arrives too slowly")

@@ -87,7 +87,7 @@ class MessageOwner(Protocol):
 class MessageReader:
     """Cuts the DATA of one call into messages. It is a `DataSink`."""
 
-    __slots__ = ("_flag", "_is_refused", "_memory", "_owner", "_prefix", "_view", "received", "size")
+    __slots__ = ("_flag", "_is_refused", "_memory", "_owner", "_prefix", "_view", "received", "size", "total")
 
     def __init__(self, owner: MessageOwner) -> None:
         self._owner: MessageOwner | None = owner
@@ -103,6 +103,8 @@ class MessageReader:
         self.size = 0
         """Of the message that is arriving, and how much of it has been `received`."""
         self.received = 0
+        self.total = 0
+        """Received of all messages that did not arrive in one piece."""
 
     @property
     def is_between_messages(self) -> bool:
@@ -156,6 +158,7 @@ class MessageReader:
 
     def filled(self, count: int) -> None:
         self.received += count
+        self.total += count
         if self.received < self.size:
             return
         memory = self._memory

@@ -25,7 +25,7 @@ from dynamo.frontend.api.rpc.http2.frames import (
 )
 from dynamo.frontend.api.rpc.http2.headers import HeaderEncoder, Metadata
 from dynamo.frontend.api.rpc.http2.messages import PREFIX, PREFIX_BYTES
-from dynamo.frontend.api.rpc.http2.windows import SendWindow
+from dynamo.frontend.api.rpc.http2.windows import Pace, SendWindow
 
 _COPIED_BYTES: Final = 16 * 1024
 """Up to this size one buffer is faster than several."""
@@ -47,8 +47,9 @@ class Outgoing:
         "encoding",
         "held_bytes",
         "is_over",
-        "moved_at",
+        "pace",
         "pieces",
+        "sent_bytes",
         "stream",
         "trailers",
         "window",
@@ -65,15 +66,13 @@ class Outgoing:
         self.drained: asyncio.Future[None] | None = None
         """Done when there are no pieces; the writer waits for it."""
         self.held_bytes = 0
-        self.moved_at = 0.0
-        """When something of it was sent last; meaningful while something waits."""
+        self.sent_bytes = 0
+        """Of what had to wait."""
+        self.pace: Pace | None = None
+        """Of what waits, since the first check that has seen it."""
         self.is_over = False
         """The last frame has been sent, or none will be."""
         self._has_begun = False
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self.pieces)
 
 
 class Sender:
@@ -83,7 +82,6 @@ class Sender:
         self,
         transport: asyncio.WriteTransport,
         capacity: Capacity,
-        clock: Callable[[], float],
         ended: Callable[[Outgoing], None],
     ) -> None:
         """`ended` is called when the last frame of a response has been sent."""
@@ -97,7 +95,6 @@ class Sender:
         """A number that grows with each write of a response."""
         self._transport = transport
         self._capacity = capacity
-        self._clock = clock
         self._ended = ended
         self._ready: dict[Outgoing, None] = {}
         """Those that wait, and whose own window is open, in the order of their turns."""
@@ -183,7 +180,6 @@ class Sender:
             self._wait_for_turn(out)
 
     def _wait_for_turn(self, out: Outgoing) -> None:
-        out.moved_at = self._clock()
         self._ready[out] = None
         self.pump()
 
@@ -210,8 +206,7 @@ class Sender:
             if room <= 0:
                 break
             sent_bytes += self._add_frame(out, frames, room)
-        if sent_bytes:
-            out.moved_at = self._clock()
+        out.sent_bytes += sent_bytes
         if not out.pieces:
             self._drained(out)
             if out.trailers is not None:
@@ -256,6 +251,7 @@ class Sender:
     def _drained(self, out: Outgoing) -> None:
         self._capacity.release(out.held_bytes)
         out.held_bytes = 0
+        out.pace = None
         if out.drained is not None:
             if not out.drained.done():
                 out.drained.set_result(None)

@@ -1,10 +1,12 @@
-"""Flow control (RFC 9113, 5.2): how much each side may send, of one stream and of the connection."""
+"""How much, how often and how slowly either side may act: flow control (RFC 9113, 5.2), budgets and the least pace."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from dynamo.frontend.api.rpc.http2.frames import MAX_WINDOW_BYTES
+
+_LEAST_BYTES_PER_S: Final = 1024
 
 
 class WindowOverflow(Exception):
@@ -67,3 +69,24 @@ class Budget:
         self._left = min(self._burst, self._left + (now - self._at) * self._per_s) - 1
         self._at = now
         return self._left >= 0
+
+
+class Pace:
+    """Whether bytes move fast enough: at least `_LEAST_BYTES_PER_S`, averaged over each period of `period_s`."""
+
+    __slots__ = ("_moved", "_period_s", "_since")
+
+    def __init__(self, moved: int, now: float, period_s: float) -> None:
+        """`moved`: the count of bytes at the moment `now`."""
+        self._moved = moved
+        self._since = now
+        self._period_s: Final = period_s
+
+    def is_too_slow(self, moved: int, now: float) -> bool:
+        """Take note of the count; return whether a period ends now in which too little has moved."""
+        elapsed_s = now - self._since
+        if elapsed_s < self._period_s:
+            return False
+        is_slow = moved - self._moved < elapsed_s * _LEAST_BYTES_PER_S
+        self._moved, self._since = moved, now
+        return is_slow
