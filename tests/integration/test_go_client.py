@@ -47,4 +47,4 @@ async def test_the_client_in_go_streams_a_chat_asks_a_classifier_and_says_what_i
         assert (status, errors) == (0, "")
         assert "digit [7]" in output
         status, output, errors = await run(*where, "-classify", "nobody")
-        assert (status, errors.strip()) == (1, "404: model 'nobody' is not found")
+        assert (status, errors.strip()) == (1, "404: Request for unknown model: 'nobody' is not found")

@@ -34,6 +34,7 @@ from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.explain import ExplainingRouter
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.measured import MeasuredRouter
+from dynamo.frontend.router.sequences import SequenceRouter
 from dynamo.protos import inference_pb2 as pb
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import WorkerConfig
@@ -150,10 +151,11 @@ async def deployment(etcd: EtcdServer, nats: NatsServer, namespace: str, workers
 
 
 def router_inside(door: Door) -> Router:
-    """The one that is neither there to measure nor to explain."""
-    measured = door.frontend.plane.router
-    assert isinstance(measured, MeasuredRouter) and isinstance(measured.inner, ExplainingRouter)
-    return measured.inner.inner
+    """The one that is not there to measure, to explain, or for sequences."""
+    router = door.frontend.plane.router
+    while isinstance(router, MeasuredRouter | ExplainingRouter | SequenceRouter):
+        router = router.inner
+    return router
 
 
 def sessions_of(door: Door) -> SessionRouter:

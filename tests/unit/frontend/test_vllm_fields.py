@@ -244,15 +244,21 @@ async def test_reasoning_has_both_of_its_names(stream: bool) -> None:
         assert "".join(message.get(name) or "" for message in messages) == "why"
 
 
-async def test_a_call_that_was_cut_off_is_left_out() -> None:
+async def test_a_call_that_was_cut_off_is_left_out_unless_the_request_named_its_function() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    choice = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "f"}}}
-    async with open_http_edge(respond=Speaker(('{"a',), FinishReason.LENGTH)) as edge:
-        cut = (await edge.post(CHAT, HELLO | choice)).json()["choices"][0]
-    async with open_http_edge(respond=Speaker(('{"a": 1}',), FinishReason.LENGTH)) as edge:
-        whole = (await edge.post(CHAT, HELLO | choice)).json()["choices"][0]
+    required = {"tools": [tool], "tool_choice": "required"}
+    named = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "f"}}}
+
+    async def first_choice(written: str, choice: dict[str, Any]) -> Any:
+        async with open_http_edge(respond=Speaker((written,), FinishReason.LENGTH)) as edge:
+            return (await edge.post(CHAT, HELLO | choice)).json()["choices"][0]
+
+    cut = await first_choice('[{"name": "f", "parameters": {"a', required)
     assert (cut["finish_reason"], "tool_calls" in cut["message"]) == ("length", False)
+    whole = await first_choice('[{"name": "f", "parameters": {"a": 1}}', required)
     assert whole["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    kept = await first_choice('{"a', named)
+    assert kept["message"]["tool_calls"][0]["function"]["arguments"] == '{"a'
 
 
 async def test_a_role_of_its_own_is_the_templates_affair() -> None:

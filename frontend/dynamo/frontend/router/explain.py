@@ -86,7 +86,7 @@ class ExplainingRouter(RouterWrapper):
             instance=f"{decision.instance.id:x}",
             reason=decision.reason,
             overlap_blocks=decision.overlap_blocks,
-            cost=round(decision.cost, 3),
+            cost=round(decision.cost, 6),
             ttft_ms=None if decision.ttft_s is None else round(decision.ttft_s * 1e3, 1),
             instances=len(candidates),
             candidates=decision.candidates,

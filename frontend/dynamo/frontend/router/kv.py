@@ -368,7 +368,7 @@ def _explain(
     return [
         {
             "instance": f"{candidates[position].id:x}",
-            "cost": round(costs[position], 3),
+            "cost": round(costs[position], 6),
             "overlap_blocks": overlaps.get(position, 0),
             "prefill_tokens": loads[position].prefill_tokens,
             "decode_blocks": loads[position].decode_blocks,

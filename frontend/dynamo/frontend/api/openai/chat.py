@@ -14,7 +14,7 @@ from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import ChatChunks, Details, Head, encode, finish_reason, token_ids
 from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_running_usage, wants_usage, write_stream
 from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, chat_logprobs, prompt_logprobs
-from dynamo.frontend.api.openai.requests import ChatRequest
+from dynamo.frontend.api.openai.requests import ChatRequest, NamedToolChoice
 from dynamo.frontend.api.openai.response_objects import (
     ChatChoice,
     ChatCompletion,
@@ -136,6 +136,7 @@ class ChatCompletions:
             running_usage=[generation.prompt_tokens] if wants_running_usage(request) else None,
             reasoning=request.include_reasoning is not False,
             echo=[echo] if request.echo and (echo := last_words(request)) else (),
+            partial_calls=isinstance(request.tool_choice, NamedToolChoice),  # as in vllm serve
         )
 
 
@@ -201,7 +202,7 @@ class ChatChoiceBuilder:
             raise EngineError("the engine ended without finishing its response")
         content = "".join(self._content)
         whole = [(name, "".join(arguments)) for name, arguments in self._calls]
-        if self._reason is FinishReason.LENGTH:  # the last one may have been cut off, and nobody can call that
+        if self._reason is FinishReason.LENGTH and not self._details.partial_calls:  # the last one may have been cut off
             whole = [(name, arguments) for name, arguments in whole if _is_json(arguments)]
         calls = [ResponseToolCall(new_tool_call_id(), Function(name, arguments)) for name, arguments in whole]
         reasoning = "".join(self._reasoning)

@@ -65,7 +65,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
-    """What the chunks of a stream have besides text."""
+    """What chunks and whole responses have besides text."""
 
     texts: TokenTexts | None = None
     """For log probabilities; None: there are none."""
@@ -78,6 +78,8 @@ class Details:
     reasoning: bool = True
     echo: Sequence[str] = ()
     """Text in front of each choice."""
+    partial_calls: bool = False
+    """Whole responses keep a call that was cut off."""
 
     @property
     def is_plain(self) -> bool:

@@ -116,8 +116,9 @@ def embeds_texts(card: ModelCard) -> bool:
 
 def _text_input(card: ModelCard) -> TensorSpec | None:
     """Return the input for texts; None if the model has none, or needs others."""
-    required = [spec for spec in card.inputs if not spec.optional]
-    candidates = required or [spec for spec in card.inputs if spec.datatype == "BYTES"]
+    candidates = [spec for spec in card.inputs if not spec.optional]
+    if not candidates and _token_input(card) is not None:
+        candidates = [spec for spec in card.inputs if spec.datatype == "BYTES"]
     return candidates[0] if [spec.datatype for spec in candidates] == ["BYTES"] else None
 
 
