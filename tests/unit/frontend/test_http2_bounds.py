@@ -6,6 +6,7 @@ import asyncio
 import gc
 import gzip
 import itertools
+import ssl
 import struct
 from asyncio import Event
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ from weakref import ref
 
 import grpc
 import pytest
+import trustme
 
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.shared_memory.sharing import SharedMemory
@@ -106,12 +108,17 @@ class Edge:
 
 @asynccontextmanager
 async def serving(
-    *, guarded: bool = False, capacity: CapacityOptions | None = None, memory: SharedMemory | None = None, **options: object
+    *,
+    guarded: bool = False,
+    capacity: CapacityOptions | None = None,
+    memory: SharedMemory | None = None,
+    tls: ssl.SSLContext | None = None,
+    **options: object,
 ) -> AsyncIterator[Edge]:
     service = Service()
     settings = GrpcOptions(port=0, **options)  # type: ignore[arg-type]
     server = Http2Server(settings, service.handlers(), Capacity(capacity), guarded=guarded, memory=memory)
-    await server.listen(open_listener("127.0.0.1", 0, flag="--grpc-port"), None)
+    await server.listen(open_listener("127.0.0.1", 0, flag="--grpc-port"), tls)
     try:
         yield Edge(server, service)
     finally:
@@ -188,6 +195,25 @@ async def test_a_lost_connection_keeps_nothing_alive() -> None:
                 client.send(headers(1, pairs=to("Hold")), headers(3), data(3, message(b"", size=MIB), ends=False), call(5))
                 assert await client.status(5) == "0"
                 (connection,) = map(ref, edge.server.connections)
+            await until(lambda: connection() is None)
+    finally:
+        gc.enable()
+
+
+async def test_a_lost_connection_of_tls_keeps_nothing_alive() -> None:
+    authority = trustme.CA()
+    ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(ours)
+    authority.configure_trust(theirs)
+    for context in (ours, theirs):
+        context.set_alpn_protocols(["h2"])
+    gc.disable()
+    try:
+        async with serving(tls=ours) as edge:
+            _, writer = await asyncio.open_connection("127.0.0.1", edge.server.port, ssl=theirs)
+            await until(lambda: len(edge.server.connections) == 1)
+            (connection,) = map(ref, edge.server.connections)
+            writer.close()
             await until(lambda: connection() is None)
     finally:
         gc.enable()

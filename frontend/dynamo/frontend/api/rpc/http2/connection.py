@@ -36,7 +36,7 @@ from dynamo.frontend.api.rpc.http2.deadlines import Deadlines
 from dynamo.frontend.api.rpc.http2.frames import DISCARD, ConnectionFailure, DataSink, ErrorCode, FrameReader
 from dynamo.frontend.api.rpc.http2.headers import CallHeaders, HeaderDecoder, MalformedRequest, Refusal
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory
-from dynamo.frontend.api.rpc.http2.sender import HIGH_WATER_BYTES, Outgoing, Sender
+from dynamo.frontend.api.rpc.http2.sender import GONE, HIGH_WATER_BYTES, Outgoing, Sender
 from dynamo.frontend.api.rpc.http2.windows import Budget, ReceiveWindow, WindowOverflow
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 
@@ -120,7 +120,7 @@ class Connection(asyncio.BufferedProtocol):
         self.peer = "unknown"
         self._server = server
         self._transport: asyncio.Transport
-        self._reader = FrameReader(self, server.read_memory, max(frames.DEFAULT_FRAME_BYTES, self.options.max_metadata_bytes))
+        self._reader: FrameReader
         self._decoder = HeaderDecoder(self.options.max_metadata_bytes)
         self._calls: dict[int, Call] = {}
         """By stream. A call that was reset stays until its handler has ended."""
@@ -174,6 +174,8 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        longest = max(frames.DEFAULT_FRAME_BYTES, self.options.max_metadata_bytes)
+        self._reader = FrameReader(self, self._server.read_memory, longest)
         self.peer = _name_of(transport.get_extra_info("peername"))
         self.sender = Sender(self._transport, self.capacity, self._response_ended)
         secured = transport.get_extra_info("ssl_object")
@@ -196,8 +198,9 @@ class Connection(asyncio.BufferedProtocol):
         for call in list(self._calls.values()):
             call.cancel()
         self._calls = {call.stream: call for call in self._calls.values() if call.task is not None and not call.task.done()}
-        # The connection goes with its last reference, without the garbage collector. Neither is needed any more.
+        # The connection goes with its last reference, without the garbage collector. None of these is needed any more.
         del self._reader
+        self._transport = GONE
         self.sender.close()
 
     def get_buffer(self, hint: int) -> memoryview:

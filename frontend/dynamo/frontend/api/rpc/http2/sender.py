@@ -38,6 +38,25 @@ _TURN_BYTES: Final = 256 * 1024
 HIGH_WATER_BYTES: Final = 512 * 1024
 
 
+class _Gone(asyncio.Transport):
+    """Takes the place of a lost connection's transport: that of TLS holds the connection for as long as it lives."""
+
+    def is_closing(self) -> bool:
+        return True
+
+    def write(self, data: Buffer) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+GONE: Final = _Gone()
+
+
 class Outgoing:
     """The response of one stream: what of it has not been sent."""
 
@@ -102,6 +121,7 @@ class Sender:
     def close(self) -> None:
         """Nothing is sent any more, and nobody is told of ends."""
         self._ended = _ignore
+        self._transport = GONE
         self._ready.clear()
 
     def control(self, frames: bytes) -> None:
