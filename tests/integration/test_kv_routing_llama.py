@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from dynamo.frontend.config import KvCost
 from dynamo.worker.engine.llama import LlamaEngine
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.sim_fleet import SimFleet, prompt
@@ -25,7 +26,8 @@ async def test_a_prompt_goes_to_the_worker_whose_slot_has_its_prefix(
     async with AsyncExitStack() as stack:
         for _ in range(2):
             await stack.enter_async_context(fleet.worker())
-        await stack.enter_async_context(fleet.frontend())
+        # By weights: so short a prompt costs next to nothing in seconds.
+        await stack.enter_async_context(fleet.frontend(cost=KvCost.WEIGHTS))
         first = [await fleet.generate(prompt(number)) for number in range(4)]
         assert all(overlap == 0 and summary.cached_tokens < 16 for _, overlap, summary in first)
         await until(fleet.is_exact)

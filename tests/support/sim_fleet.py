@@ -11,7 +11,7 @@ from dynamo.common.generation import Sampling, Stop, Summary
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
-from dynamo.frontend.config import FrontendConfig, HttpOptions, KvRouterOptions, RouterMode, RouterOptions
+from dynamo.frontend.config import FrontendConfig, HttpOptions, KvCost, KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import RouterWrapper
 from dynamo.frontend.router.kv import KvRouter
@@ -75,13 +75,18 @@ class SimFleet:
 
     @asynccontextmanager
     async def frontend(
-        self, *, replica_sync: bool = False, snapshot_threshold: int = 10_000, reset_states: bool = False
+        self,
+        *,
+        replica_sync: bool = False,
+        snapshot_threshold: int = 10_000,
+        reset_states: bool = False,
+        cost: KvCost | None = None,
     ) -> AsyncIterator[int]:
         """One more frontend for the body; its position."""
         options = RouterOptions(
             mode=RouterMode.KV,
             replica_sync=replica_sync,
-            kv=KvRouterOptions(speculative_ttl_s=0),
+            kv=KvRouterOptions(speculative_ttl_s=0, cost=cost),
             durable_kv_events=self.durable,
             snapshot_threshold=snapshot_threshold,
             reset_states=reset_states,

@@ -86,4 +86,4 @@ async def test_a_response_has_an_id_when_the_caller_was_not_identified(headers: 
     if headers and headers[0][1] == b"mine-1":
         assert ids == [b"mine-1"] * 3
     else:
-        assert len(set(ids)) == 3 and all(len(made_up) == 24 for made_up in ids)
+        assert len(set(ids)) == 3 and all(len(made_up) == 32 for made_up in ids)

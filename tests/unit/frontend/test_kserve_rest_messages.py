@@ -236,6 +236,13 @@ def test_the_first_of_members_with_the_same_key_counts(repeated: str) -> None:
     assert bytes(request.raw_inputs[0]) == b"\1\0\0\0"
 
 
+@pytest.mark.parametrize("data", [b'["\xf0x"]', b"[" * 5000 + b"]" * 5000])
+def test_members_with_the_same_key_around_data_that_is_no_json_are_refused(data: bytes) -> None:
+    body = b'{"id":"a","id":"b","inputs":[{"name":"x","datatype":"BYTES","shape":[1],"data":' + data + b"}]}"
+    with pytest.raises(InvalidRequest):
+        read_request(Parts(body, memoryview(b""), is_raw=False), CARD, "m", "", 20)
+
+
 def test_the_header_length_may_be_the_whole_body_or_nothing_of_it() -> None:
     assert split(b"{}", "2") == Parts(b"{}", memoryview(b""), is_raw=False)
     assert split(b"{}", None) == Parts(b"{}", memoryview(b""), is_raw=False)

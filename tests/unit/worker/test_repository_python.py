@@ -33,6 +33,7 @@ from dynamo.worker.repository.execution import ModelRequest, ModelResult, Versio
 from dynamo.worker.repository.python_backend import PythonBackend
 from dynamo.worker.repository.responses import MAX_UNREAD
 from tests.support.repositories import X_TO_Y, infer, infer_all, opened, python_model, x
+from tests.support.waiting import until
 
 HEAD = """
 import asyncio, json, os, threading, time
@@ -222,7 +223,8 @@ async def test_a_response_sender_refuses_what_triton_s_does(tmp_path: Path, capl
     python_model(tmp_path, "sender", code, X_TO_Y.replace('"y" data_type: TYPE_FP32', '"y" data_type: TYPE_STRING'))
     async with opened(tmp_path, "sender") as models:
         assert await infer(models, "sender", x(1)) == {"y": [b"kept"]}
-        [said] = [record.getMessage() for record in caplog.records if " | " in record.getMessage()]
+        await until(lambda: any(" | " in record.getMessage() for record in caplog.records))
+    [said] = [record.getMessage() for record in caplog.records if " | " in record.getMessage()]
     assert said.removeprefix("sender: ").split(" | ") == [
         "TritonModelException: Inference Response object must be provided when the response flags is set to zero.",
         "TritonModelException: Unable to send response. Unsupported flag provided.",

@@ -163,9 +163,11 @@ def _may_repeat_keys(text: bytes, message: InferRequest[Any]) -> bool:
 def _decode_first(body: bytes) -> InferRequest[Any]:
     """Decode JSON that `_decode` takes; of members with the same key the first counts, as in Triton."""
     try:
-        return msgspec.convert(json.loads(body, object_pairs_hook=_first_members), InferRequest[Any])
+        return msgspec.convert(json.loads(body.decode(), object_pairs_hook=_first_members), InferRequest[Any])
     except msgspec.ValidationError as wrong:
         raise invalid(str(wrong)) from None
+    except (ValueError, RecursionError) as wrong:  # inside of data, which was not decoded before
+        raise InvalidRequest(f"the body is not JSON: {wrong}") from None
 
 
 def _first_members(members: list[tuple[str, Any]]) -> dict[str, Any]:
