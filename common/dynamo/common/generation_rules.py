@@ -53,6 +53,18 @@ def check_features(request: GenerateRequest, engine: str, supported: Collection[
             raise InvalidRequest(f"{feature} is not supported by the {engine} engine", param=feature)
 
 
+def check_prompt(request: GenerateRequest, context_length: int) -> None:
+    """Raises InvalidRequest for a prompt without tokens, or one that fills the model's context."""
+    tokens = request.prompt_tokens
+    if not tokens:
+        raise InvalidRequest("the prompt has no tokens", param="prompt")
+    if tokens >= context_length:
+        raise InvalidRequest(
+            f"the prompt has {tokens} tokens, which leaves no room for output in a context of {context_length} tokens",
+            param="prompt",
+        )
+
+
 def check_request(request: GenerateRequest) -> None:
     """Raises InvalidRequest, with the field as `param`, for the first parameter that is out of range."""
     check_sampling(request.sampling)

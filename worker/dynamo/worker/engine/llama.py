@@ -39,6 +39,7 @@ from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.llama_cache import PrefixCacheMirror
 from dynamo.worker.engine.llama_request import Options, check_request, pass_options, sampling_options
 from dynamo.worker.engine.llama_stream import CompletionChunk, Step, TokenReader, TokenVocabulary, decode_chunk
+from dynamo.worker.engine.open_requests import empty_response
 from dynamo.worker.engine.steps import StepCounter
 from dynamo.worker.tokenizers.gguf import GgufModel
 from dynamo.worker.tokenizers.sentencepiece import CONTROL
@@ -332,9 +333,8 @@ class LlamaEngine:
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
         check_request(request, vocabulary_size=len(self._vocabulary), context_length=self._context_length)
         if request.stop.max_tokens == 0:
-            for index in range(request.n):
-                yield Delta(index=index, finish_reason=FinishReason.LENGTH)
-            yield Summary(prompt_tokens=request.prompt_tokens)
+            for part in empty_response(request):
+                yield part
             return
         mailbox = _Mailbox()
         choices = await self._begin(request, mailbox)

@@ -38,10 +38,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded, Unavailable, Unsupported
-from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
+from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
 from dynamo.worker.engine.base import Context, EngineLoad
+from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.steps import StepCounter
 from dynamo.worker.engine.vllm_request import MAX_LOGPROBS, OutputReader, check_request, sampling_settings, structured_settings
 from dynamo.worker.kv.ports import free_ports
@@ -184,17 +185,14 @@ class VllmEngine:
         self._total_blocks = 0
         self._traced = False
         self._numbers = count()
-        self._open = 0
-        """Choices of requests that have not ended."""
-        self._prefilling = 0
-        """Prompt tokens of requests without a token so far."""
+        self._requests = OpenRequests()
         self._stats = _EngineStats(self._stepped)
         self._callbacks: list[Callable[[], None]] = []
         self._stack = AsyncExitStack()
         self.kv = KvState()
 
     def __repr__(self) -> str:
-        return f"<VllmEngine {self._name}, open={self._open}>"
+        return f"<VllmEngine {self._name}, open={self._requests.choices}>"
 
     async def start(self) -> ModelCard:
         """Start vLLM. Raises InvalidRequest for a model or settings that it cannot serve, EngineError when it fails to start."""
@@ -281,30 +279,22 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
         check_request(request, context_length=self._context_length, ranks=self._ranks)
         if request.stop.max_tokens == 0:
-            for index in range(request.n):
-                yield Delta(index=index, finish_reason=FinishReason.LENGTH)
-            yield Summary(prompt_tokens=request.prompt_tokens)
+            for part in empty_response(request):
+                yield part
             return
         reader = OutputReader(request, self._eos)
-        open_choices, prefilling = request.n, request.prompt_tokens
-        self._open += open_choices
-        self._prefilling += prefilling
         try:
-            async with aclosing(self._start_request(request, context)) as outputs:
-                async for output in outputs:
-                    self._prefilling -= prefilling
-                    prefilling = 0
-                    for delta in reader.read(output):
-                        if delta.finish_reason is not None:
-                            open_choices -= 1
-                            self._open -= 1
-                        yield delta
-            yield reader.summary()
+            with self._requests.opened(request) as opened:
+                async with aclosing(self._start_request(request, context)) as outputs:
+                    async for output in outputs:
+                        opened.prefilled()
+                        for delta in reader.read(output):
+                            opened.generated(delta)
+                            yield delta
+                yield reader.summary()
         except (EngineDeadError, EngineGenerateError, VLLMClientError, GracefulHTTPError, ValueError) as error:
             raise _to_error(error) from error
         finally:
-            self._open -= open_choices
-            self._prefilling -= prefilling
             self._stepped()
 
     def _start_request(self, request: GenerateRequest, context: Context) -> Any:
@@ -331,16 +321,16 @@ class VllmEngine:
 
     def load(self) -> EngineLoad:
         """Return the load. vLLM reports after steps only, so requests that ended since the last one are subtracted."""
-        if not self._open:
+        if not self._requests.choices:
             return EngineLoad(total_blocks=self._total_blocks, step_ms=self._stats.step_ms, totals=self._stats.counter.totals)
-        running = min(sum(self._stats.running.values()), self._open)
+        running = min(sum(self._stats.running.values()), self._requests.choices)
         per_rank = self._total_blocks / self._ranks
         return EngineLoad(
-            waiting=self._open - running,
+            waiting=self._requests.choices - running,
             running=running,
             active_blocks=round(sum(self._stats.kv_usage.values()) * per_rank),
             total_blocks=self._total_blocks,
-            queued_prefill_tokens=self._prefilling,
+            queued_prefill_tokens=self._requests.prefilling_tokens,
             step_ms=self._stats.step_ms,
             totals=self._stats.counter.totals,
         )

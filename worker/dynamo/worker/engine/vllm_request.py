@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo.common.errors import EngineError, InvalidRequest, Unavailable
+from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
-from dynamo.common.generation_rules import Feature, check_features
+from dynamo.common.generation_rules import Feature, check_features, check_prompt
+from dynamo.worker.engine.open_requests import read_finish_reason
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 128
@@ -62,14 +63,7 @@ class RequestOutput(Protocol):
 
 def check_request(request: GenerateRequest, *, context_length: int, ranks: int) -> None:
     """Raises InvalidRequest for a request that vLLM would misunderstand or not bound."""
-    tokens = request.prompt_tokens
-    if not tokens:
-        raise InvalidRequest("the prompt has no tokens", param="prompt")
-    if tokens >= context_length:
-        raise InvalidRequest(
-            f"the prompt has {tokens} tokens, which leaves no room for output in a context of {context_length} tokens",
-            param="prompt",
-        )
+    check_prompt(request, context_length)
     _between("n", request.n, 1, MAX_CHOICES)
     _between("logprobs", request.logprobs, 0, MAX_LOGPROBS)
     _between("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
@@ -204,7 +198,7 @@ class OutputReader:
         if (alternatives := self._request.logprobs) is not None and choice.logprobs is not None:
             alternatives = len(self._request.logprob_token_ids) or alternatives
             logprobs = [_step(step, alternatives) for step in choice.logprobs]
-        reason, stop_token = _reason(choice.finish_reason), None
+        reason, stop_token = read_finish_reason(choice.finish_reason, "vLLM"), None
         if reason is FinishReason.STOP and tokens and tokens[-1] in self._stops:
             stop_token = tokens.pop()
             logprobs = logprobs and logprobs[: len(tokens)]
@@ -212,20 +206,6 @@ class OutputReader:
             return None
         self._output_tokens += len(tokens)
         return Delta(tuple(tokens), choice.index, reason, logprobs, stop_token)
-
-
-def _reason(name: str | None) -> FinishReason | None:
-    match name:
-        case None:
-            return None
-        case "length":
-            return FinishReason.LENGTH
-        case "abort":
-            raise Unavailable("vLLM gave the request up")  # it was put to sleep, or shuts down
-        case "error":
-            raise EngineError("vLLM failed on the request")
-        case _:
-            return FinishReason.STOP
 
 
 def _step(step: Mapping[int, Logprob], alternatives: int) -> list[tuple[int, float]]:

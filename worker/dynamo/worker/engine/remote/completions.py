@@ -9,8 +9,9 @@ import msgspec
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded, PayloadTooLarge, Unavailable, Unsupported
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
-from dynamo.common.generation_rules import Feature, check_features
+from dynamo.common.generation_rules import Feature, check_features, check_prompt
 from dynamo.common.generation_rules import check_request as check_ranges
+from dynamo.worker.engine.open_requests import read_finish_reason
 from dynamo.worker.engine.vllm_request import structured_settings
 
 _SUPPORTED = frozenset(
@@ -74,14 +75,7 @@ _failure_decoder = msgspec.json.Decoder(Failure)
 
 def check_request(request: GenerateRequest, context_length: int) -> None:
     """Raises InvalidRequest for a request that the server would misunderstand or not bound."""
-    tokens = request.prompt_tokens
-    if not tokens:
-        raise InvalidRequest("the prompt has no tokens", param="prompt")
-    if tokens >= context_length:
-        raise InvalidRequest(
-            f"the prompt has {tokens} tokens, which leaves no room for output in a context of {context_length} tokens",
-            param="prompt",
-        )
+    check_prompt(request, context_length)
     check_ranges(request)
     check_features(request, "remote", _SUPPORTED)
     if request.data_parallel_rank:
@@ -179,7 +173,7 @@ class StreamReader:
             raise EngineError("the server sent no token ids, although 'return_token_ids' is set")
         self._prefill_ms = self._prefill_ms or (time.monotonic() - self._started_at) * 1e3
         tokens = choice.token_ids
-        reason, stop_token = _reason(choice.finish_reason), None
+        reason, stop_token = read_finish_reason(choice.finish_reason, "the server"), None
         if reason is FinishReason.STOP and tokens and (tokens[-1] in self._stops or tokens[-1] == choice.stop_reason):
             stop_token, tokens = tokens[-1], tokens[:-1]
         if reason is not None:
@@ -213,22 +207,6 @@ def _token_id(name: str) -> int:
     if number == name or not number.isdecimal():
         raise EngineError(f"the server names a token {name[:40]!r} although 'return_tokens_as_token_ids' is set")
     return int(number)
-
-
-def _reason(name: str | None) -> FinishReason | None:
-    match name:
-        case None:
-            return None
-        case "length":
-            return FinishReason.LENGTH
-        case "content_filter":
-            return FinishReason.CONTENT_FILTER
-        case "abort":
-            raise Unavailable("the server gave the request up")  # it was put to sleep, or shuts down
-        case "error":
-            raise EngineError("the server failed on the request")
-        case _:
-            return FinishReason.STOP
 
 
 def _stream_error(error: Error) -> DynamoError:

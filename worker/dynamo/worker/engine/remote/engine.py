@@ -17,9 +17,10 @@ from typing import TypeVar
 import msgspec
 
 from dynamo.common.errors import EngineError, InvalidRequest, Overloaded, Unavailable
-from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
+from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.worker.engine.base import Context, EngineLoad
+from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.remote.completions import StreamReader, check_request, read_failure, request_body
 from dynamo.worker.engine.remote.http import HttpClient
 from dynamo.worker.tokenizers.folder import TextFiles, read_folder
@@ -75,13 +76,10 @@ class RemoteEngine:
         self._limit = 0
         self._eos: frozenset[int] = frozenset()
         self._is_closed = False
-        self._open = 0
-        """Choices of requests that have not ended."""
-        self._prefilling = 0
-        """Prompt tokens of requests without a token so far."""
+        self._requests = OpenRequests()
 
     def __repr__(self) -> str:
-        return f"<RemoteEngine {self._name or self._model} at {self._client}, open={self._open}>"
+        return f"<RemoteEngine {self._name or self._model} at {self._client}, open={self._requests.choices}>"
 
     async def start(self) -> ModelCard:
         """Wait for the server, and have it generate one token. Raises InvalidRequest for a server that cannot be used."""
@@ -120,40 +118,32 @@ class RemoteEngine:
             raise Unavailable("the engine is closed")
         check_request(request, self._limit)
         if request.stop.max_tokens == 0:
-            for index in range(request.n):
-                yield Delta(index=index, finish_reason=FinishReason.LENGTH)
-            yield Summary(prompt_tokens=request.prompt_tokens)
+            for part in empty_response(request):
+                yield part
             return
         body = request_body(request, self._model, self._limit)
         reader = StreamReader(request, self._eos)
-        open_choices, prefilling = request.n, request.prompt_tokens
-        self._open += open_choices
-        self._prefilling += prefilling
-        try:
-            async with aclosing(self._events(body, context)) as events:
-                async for event in events:
-                    self._prefilling -= prefilling
-                    prefilling = 0
-                    for delta in reader.read(event):
-                        if delta.finish_reason is not None:
-                            open_choices -= 1
-                            self._open -= 1
-                        yield delta
-            if not reader.has_finished:
-                raise Unavailable(f"the server at {self._client} ended its response early")
-            yield reader.summary()
-        except EngineError as error:
-            if await self._is_healthy():
-                raise
-            raise Unavailable(f"the server at {self._client} is unhealthy: {error}") from error
-        finally:
-            self._open -= open_choices
-            self._prefilling -= prefilling
+        with self._requests.opened(request) as opened:
+            try:
+                async with aclosing(self._events(body, context)) as events:
+                    async for event in events:
+                        opened.prefilled()
+                        for delta in reader.read(event):
+                            opened.generated(delta)
+                            yield delta
+                if not reader.has_finished:
+                    raise Unavailable(f"the server at {self._client} ended its response early")
+                yield reader.summary()
+            except EngineError as error:
+                if await self._is_healthy():
+                    raise
+                raise Unavailable(f"the server at {self._client} is unhealthy: {error}") from error
 
     def load(self) -> EngineLoad:
         """Return the load by this worker's requests: the server may have others."""
-        running = min(self._open, self._max_num_seqs or self._open)
-        return EngineLoad(waiting=self._open - running, running=running, queued_prefill_tokens=self._prefilling)
+        choices = self._requests.choices
+        running = min(choices, self._max_num_seqs or choices)
+        return EngineLoad(waiting=choices - running, running=running, queued_prefill_tokens=self._requests.prefilling_tokens)
 
     async def close(self) -> None:
         self._is_closed = True
