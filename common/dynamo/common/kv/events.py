@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, islice
+from operator import add, sub
 
 import msgspec
+from msgspec.structs import astuple
 from xxhash import xxh3_64_intdigest
 
 from dynamo.common.kv.hashes import HASH_BYTES, pack_hashes, unpack_hashes
@@ -70,26 +72,10 @@ class StepTotals(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that these had generated."""
 
     def __add__(self, other: StepTotals) -> StepTotals:
-        return StepTotals(
-            self.steps + other.steps,
-            self.seconds + other.seconds,
-            self.prefill_tokens + other.prefill_tokens,
-            self.sequences + other.sequences,
-            self.blocks + other.blocks,
-            self.finished + other.finished,
-            self.generated + other.generated,
-        )
+        return StepTotals(*map(add, astuple(self), astuple(other)))
 
     def __sub__(self, other: StepTotals) -> StepTotals:
-        return StepTotals(
-            self.steps - other.steps,
-            self.seconds - other.seconds,
-            self.prefill_tokens - other.prefill_tokens,
-            self.sequences - other.sequences,
-            self.blocks - other.blocks,
-            self.finished - other.finished,
-            self.generated - other.generated,
-        )
+        return StepTotals(*map(sub, astuple(self), astuple(other)))
 
 
 NO_STEPS = StepTotals()

@@ -210,7 +210,7 @@ class Replay:
             total_blocks=scheduler.blocks.total,
             queued_prefill_tokens=scheduler.queued_prefill_tokens,
             kv_number=worker.state.number,
-            totals=scheduler.counter.totals,
+            totals=scheduler.totals,
             accepted=pack_hashes(worker.accepted_before + worker.accepted),
         )
         worker.accepted_before, worker.accepted = worker.accepted, []

@@ -33,14 +33,13 @@ import xllamacpp
 
 from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, Overloaded, Unavailable
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
-from dynamo.common.kv.events import KvState
+from dynamo.common.kv.events import NO_STEPS, KvState, StepTotals
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.llama_cache import PrefixCacheMirror
 from dynamo.worker.engine.llama_request import Options, check_request, pass_options, sampling_options
 from dynamo.worker.engine.llama_stream import CompletionChunk, Step, TokenReader, TokenVocabulary, decode_chunk
 from dynamo.worker.engine.open_requests import empty_response
-from dynamo.worker.engine.steps import StepCounter
 from dynamo.worker.tokenizers.gguf import GgufModel
 from dynamo.worker.tokenizers.sentencepiece import CONTROL
 
@@ -253,7 +252,7 @@ class LlamaEngine:
         self._running: set[_ChoiceRun] = set()
         self._ended_work = _NO_WORK
         """Of choices that have ended."""
-        self._counter = StepCounter()
+        self._totals = NO_STEPS
         self._callbacks: list[Callable[[], None]] = []
         self.kv = KvState()
         self._kept = PrefixCacheMirror(self.kv, BLOCK_TOKENS, slots=self._slots, aside_tokens=0)
@@ -406,15 +405,17 @@ class LlamaEngine:
         llama.cpp computes one batch after the other for all slots but does not report them. What it computed meanwhile for all
         choices took as long as this one was in its slot, so these sums also tell how long a step takes.
         """
-        counter, work, before = self._counter, self._work(), choice.work_before
+        work, before = self._work(), choice.work_before
         steps = len(choice.tokens) + -(-choice.prefilled_tokens // PREFILL_TOKENS)
-        counter.steps += steps
-        counter.seconds += time.monotonic() - choice.started
-        counter.prefill_tokens += work.prefilled - before.prefilled
-        counter.sequences += work.generated - before.generated
-        counter.blocks += steps * self.load().active_blocks
-        counter.finished += 1
-        counter.generated += len(choice.tokens)
+        self._totals += StepTotals(
+            steps=steps,
+            seconds=time.monotonic() - choice.started,
+            prefill_tokens=work.prefilled - before.prefilled,
+            sequences=work.generated - before.generated,
+            blocks=steps * self.load().active_blocks,
+            finished=1,
+            generated=len(choice.tokens),
+        )
 
     def _ended(self, choice: _ChoiceRun, loop: asyncio.AbstractEventLoop) -> None:
         if choice.tokens:
@@ -436,7 +437,7 @@ class LlamaEngine:
             active_blocks=sum(-(-tokens // BLOCK_TOKENS) for tokens in running),
             total_blocks=self._total_blocks,
             queued_prefill_tokens=sum(choice.request.prompt_tokens for choice in unprefilled),
-            totals=self._counter.totals,
+            totals=self._totals,
         )
 
     @property

@@ -39,11 +39,10 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded, Unavailable, Unsupported
 from dynamo.common.generation import Delta, GenerateRequest, Summary
-from dynamo.common.kv.events import KvState
+from dynamo.common.kv.events import NO_STEPS, KvState, StepTotals
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
-from dynamo.worker.engine.steps import StepCounter
 from dynamo.worker.engine.vllm_request import MAX_LOGPROBS, OutputReader, check_request, sampling_settings, structured_settings
 from dynamo.worker.kv.ports import free_ports
 from dynamo.worker.kv.vllm_subscriber import KvSource, following
@@ -67,7 +66,7 @@ class _EngineStats:
         self._on_step = on_step
         self._stepped_at: dict[int, float] = {}
         """By rank; none while it has nothing to do."""
-        self.counter = StepCounter()
+        self.totals = NO_STEPS
 
     # What vLLM calls: it makes a logger for each rank by calling the factory, which is this object itself.
 
@@ -91,15 +90,17 @@ class _EngineStats:
         self._on_step()
 
     def _count(self, seconds: float, scheduler_stats: Any, iteration_stats: Any) -> None:
-        counter, cached = self.counter, scheduler_stats.prefix_cache_stats
-        counter.steps += 1
-        counter.seconds += seconds
-        # vLLM counts cached tokens when a prompt is scheduled, and the prompt when all of it is computed.
-        counter.prefill_tokens += iteration_stats.num_prompt_tokens - (cached.hits if cached is not None else 0)
-        counter.sequences += iteration_stats.num_generation_tokens
-        counter.blocks += round(scheduler_stats.kv_cache_usage * self.rank_blocks)
-        counter.finished += len(iteration_stats.finished_requests)
-        counter.generated += sum(request.num_generation_tokens for request in iteration_stats.finished_requests)
+        cached = scheduler_stats.prefix_cache_stats
+        self.totals += StepTotals(
+            steps=1,
+            seconds=seconds,
+            # vLLM counts cached tokens when a prompt is scheduled, and the prompt when all of it is computed.
+            prefill_tokens=iteration_stats.num_prompt_tokens - (cached.hits if cached is not None else 0),
+            sequences=iteration_stats.num_generation_tokens,
+            blocks=round(scheduler_stats.kv_cache_usage * self.rank_blocks),
+            finished=len(iteration_stats.finished_requests),
+            generated=sum(request.num_generation_tokens for request in iteration_stats.finished_requests),
+        )
 
     def log_engine_initialized(self) -> None:
         """Does nothing: load reports say it."""
@@ -322,7 +323,7 @@ class VllmEngine:
     def load(self) -> EngineLoad:
         """Return the load. vLLM reports after steps only, so requests that ended since the last one are subtracted."""
         if not self._requests.choices:
-            return EngineLoad(total_blocks=self._total_blocks, step_ms=self._stats.step_ms, totals=self._stats.counter.totals)
+            return EngineLoad(total_blocks=self._total_blocks, step_ms=self._stats.step_ms, totals=self._stats.totals)
         running = min(sum(self._stats.running.values()), self._requests.choices)
         per_rank = self._total_blocks / self._ranks
         return EngineLoad(
@@ -332,7 +333,7 @@ class VllmEngine:
             total_blocks=self._total_blocks,
             queued_prefill_tokens=self._requests.prefilling_tokens,
             step_ms=self._stats.step_ms,
-            totals=self._stats.counter.totals,
+            totals=self._stats.totals,
         )
 
     def on_step(self, callback: Callable[[], None]) -> None:

@@ -154,7 +154,7 @@ class SimEngine:
             total_blocks=sum(scheduler.blocks.total for scheduler in schedulers),
             queued_prefill_tokens=sum(rank.scheduler.queued_prefill_tokens + rank.computing_tokens for rank in self._ranks),
             step_ms=max((rank.step_ms for rank in self._ranks), default=0.0),
-            totals=sum((scheduler.counter.totals for scheduler in schedulers), NO_STEPS),
+            totals=sum((scheduler.totals for scheduler in schedulers), NO_STEPS),
         )
 
     def on_step(self, callback: Callable[[], None]) -> None:

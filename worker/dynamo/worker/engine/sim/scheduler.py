@@ -23,11 +23,11 @@ import numpy as np
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import FinishReason
+from dynamo.common.kv.events import NO_STEPS, StepTotals
 from dynamo.common.kv.hashes import TOKEN_BYTES, sequence_hashes
 from dynamo.worker.engine.sim.blocks import BlockManager
 from dynamo.worker.engine.sim.timing import TimingModel
 from dynamo.worker.engine.sim.tokens import START, advance, advance_all, next_token
-from dynamo.worker.engine.steps import StepCounter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class Scheduler:
         """Most important first, then oldest first."""
         self._waiting: list[tuple[int, int, Sequence]] = []
         """A heap of (-priority, order, sequence)."""
-        self.counter = StepCounter()
+        self.totals = NO_STEPS
         """The steps that took time."""
         self._order = 0
         self._keep_free = int(config.watermark * config.total_blocks)
@@ -217,14 +217,15 @@ class Scheduler:
         return result
 
     def _count(self, result: StepResult, blocks: int) -> None:
-        counter = self.counter
-        counter.steps += 1
-        counter.seconds += result.duration_s
-        counter.prefill_tokens += result.prefill_tokens
-        counter.sequences += result.decoding
-        counter.blocks += blocks
-        counter.finished += len(result.finished)
-        counter.generated += sum(sequence.generated for sequence in result.finished)
+        self.totals += StepTotals(
+            steps=1,
+            seconds=result.duration_s,
+            prefill_tokens=result.prefill_tokens,
+            sequences=result.decoding,
+            blocks=blocks,
+            finished=len(result.finished),
+            generated=sum(sequence.generated for sequence in result.finished),
+        )
 
     def _schedule_running(self, now: float, result: StepResult, batch: list[tuple[Sequence, int]]) -> int:
         """Schedule the running sequences. Return the rest of the token budget."""
