@@ -11,6 +11,8 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, Overloaded
@@ -35,6 +37,18 @@ from dynamo.frontend.router.weights import weighted_costs
 _WORTH_GUESSING = 8
 """A decision is added to the predicted index if at least one in this many of the prompt's blocks is not confirmed by events of
 its instance. Below that, requests that share the prefix find the instance by the confirmed blocks anyway."""
+
+_OVERRIDDEN = {
+    "overlap_score_weight": "overlap_score_weight",
+    "overlap_score_credit": "overlap_score_weight",
+    "prefill_load_scale": "prefill_load_scale",
+    "router_temperature": "temperature",
+    "ttft_goal": "ttft_goal_s",
+    "itl_goal": "itl_goal_s",
+}
+"""Settings of one request → the options that they change."""
+_WEIGHTS = frozenset({"overlap_score_weight", "prefill_load_scale"})
+"""Options that only the cost by weights has: a request that changes one is routed by it."""
 
 
 class _Model:
@@ -180,9 +194,9 @@ class KvRouter:
             self.loads.share_prompt(instance.id, hashes)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
-            explanation = _explain(candidates, overlaps, loads, costs, position, busy(loads, self.thresholds.of(request.model)))
-            if predicted is not None:
-                explanation = _explain_latency(explanation, candidates, loads, prompt, predicted, latency)
+            busy_ones = busy(loads, self.thresholds.of(request.model))
+            latencies = None if predicted is None else partial(_latencies, prompt, loads, predicted, latency)
+            explanation = _explain(candidates, overlaps, loads, costs, position, busy_ones, latencies)
         reason = reason or ("kv" if overlap else self._reason_without_overlap())
         ttft_s = None if predicted is None else predicted.ttft_s[position]
         return RoutingDecision(instance, reason, overlap, costs[position], ttft_s, explanation)
@@ -306,29 +320,12 @@ class KvRouter:
 
 def _overridden(config: KvRouterOptions, overrides: Mapping[str, float]) -> KvRouterOptions:
     """Return the settings of a request that changes some of them. Names of other settings are left to other routers."""
-    weight, scale, temperature = config.overlap_score_weight, config.prefill_load_scale, config.temperature
-    cost, ttft_goal_s, itl_goal_s = config.cost, config.ttft_goal_s, config.itl_goal_s
-    for name, value in overrides.items():
-        match name:
-            case "overlap_score_weight" | "overlap_score_credit":
-                weight, cost = check_weight(name, value), KvCost.WEIGHTS
-            case "prefill_load_scale":
-                scale, cost = check_weight(name, value), KvCost.WEIGHTS
-            case "router_temperature":
-                temperature = check_weight(name, value)
-            case "ttft_goal":
-                ttft_goal_s = check_weight(name, value)
-            case "itl_goal":
-                itl_goal_s = check_weight(name, value)
-    return replace(
-        config,
-        cost=cost,
-        overlap_score_weight=weight,
-        prefill_load_scale=scale,
-        temperature=temperature,
-        ttft_goal_s=ttft_goal_s,
-        itl_goal_s=itl_goal_s,
-    )
+    changed: dict[str, Any] = {
+        _OVERRIDDEN[name]: check_weight(name, value) for name, value in overrides.items() if name in _OVERRIDDEN
+    }
+    if not _WEIGHTS.isdisjoint(changed):
+        changed["cost"] = KvCost.WEIGHTS
+    return replace(config, **changed)
 
 
 def _check_goals(
@@ -364,6 +361,7 @@ def _explain(
     costs: Sequence[float],
     chosen: int,
     busy_ones: Sequence[bool] | None,
+    latencies: Callable[[int], Mapping[str, float]] | None,
 ) -> list[Mapping[str, float | int | str]]:
     return [
         {
@@ -375,24 +373,15 @@ def _explain(
             "kv_usage": round(loads[position].usage, 4),
             "requests": loads[position].requests,
             **({"busy": True} if busy_ones is not None and busy_ones[position] else {}),
+            **({} if latencies is None else latencies(position)),
         }
         for position in shown(costs, chosen)
     ]
 
 
-def _explain_latency(
-    explanation: Sequence[Mapping[str, float | int | str]],
-    candidates: Sequence[Instance],
-    loads: Sequence[Load],
-    prompt: Prompt,
-    predicted: Predictions,
-    latency: LatencyModel,
-) -> list[Mapping[str, float | int | str]]:
-    """Return the explanation with the predicted latencies on each candidate."""
-    positions = {f"{candidate.id:x}": position for position, candidate in enumerate(candidates)}
-    explained: list[Mapping[str, float | int | str]] = []
-    for entry in explanation:
-        position = positions[str(entry["instance"])]
-        ttft_ms, itl_ms = predicted.ttft_s[position] * 1e3, latency.itl_s(prompt, loads[position]) * 1e3
-        explained.append({**entry, "ttft_ms": round(ttft_ms, 1), "itl_ms": round(itl_ms, 2)})
-    return explained
+def _latencies(
+    prompt: Prompt, loads: Sequence[Load], predicted: Predictions, latency: LatencyModel, position: int
+) -> Mapping[str, float]:
+    """Return the predicted latencies on a candidate."""
+    itl_s = latency.itl_s(prompt, loads[position])
+    return {"ttft_ms": round(predicted.ttft_s[position] * 1e3, 1), "itl_ms": round(itl_s * 1e3, 2)}
