@@ -10,7 +10,6 @@ Triton, and the CPU time of a request in each process: `server` is the worker or
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -21,10 +20,10 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.deployment import System, logs_on_timeout, ours, process, ready
+from benchmarks.deployment import System, ours
 from benchmarks.kserve import ECHO_MODEL, Case, run
 from benchmarks.measuring import Result, add_round_flags, children, chosen_cases, median, percentile, print_errors, table
-from dynamo.local.servers import free_ports
+from benchmarks.tritonserver import add_triton_flag, packages_of, tritonserver
 
 REPOSITORY = Path(__file__).parent / "repository"
 TRITON, ECHO, PYTHON = "triton", "ours, echo", "ours, python"
@@ -57,30 +56,14 @@ AIMS = {
 
 
 @asynccontextmanager
-async def triton(environment: Path, packages: Path) -> AsyncIterator[System]:
-    """Run tritonserver out of a virtual environment and its folder of packages, with the models of `REPOSITORY`."""
-    server = packages / "pytriton" / "tritonserver"
-    http, grpc, metrics = free_ports(3)
+async def triton(packages: Path) -> AsyncIterator[System]:
+    """Run Triton with a copy of the models of `REPOSITORY`, where Python may write its caches."""
     with tempfile.TemporaryDirectory(prefix="bench-triton-") as folder:
         repository = Path(folder) / "models"
-        shutil.copytree(REPOSITORY, repository)  # where Python may write its caches
-        command = [
-            *(str(server / "bin" / "tritonserver"), "--model-repository", str(repository)),
-            *("--backend-directory", str(server / "backends")),
-            *("--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)),
-            *(f"--{port}-address=127.0.0.1" for port in ("http", "grpc", "metrics")),
-        ]
-        env = {
-            **os.environ,
-            "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
-            "LD_LIBRARY_PATH": str(packages / "nvidia_pytriton.libs"),
-            "PYTHONPATH": str(packages),
-        }
-        async with process(command, env, Path(folder) / "triton.log") as child:
-            with logs_on_timeout(Path(folder)):
-                for model in ("echo", "classifier"):
-                    await ready(grpc, model)
-            yield System(TRITON, grpc, http, {"server": child.pid, **_models(child.pid)})
+        shutil.copytree(REPOSITORY, repository)
+        async with tritonserver(packages, repository, ("echo", "classifier")) as server:
+            pid = server.process.pid
+            yield System(TRITON, server.grpc, server.http, {"server": pid, **_models(pid)})
 
 
 @asynccontextmanager
@@ -131,7 +114,7 @@ async def main(arguments: argparse.Namespace) -> None:
     cases = chosen_cases(CASES, arguments)
     results: list[Result] = []
     async with AsyncExitStack() as stack:
-        systems = [await stack.enter_async_context(triton(arguments.triton, arguments.packages))]
+        systems = [await stack.enter_async_context(triton(arguments.packages))]
         systems += await stack.enter_async_context(our_systems())
         for number in range(arguments.rounds):
             for case in cases:
@@ -146,11 +129,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.triton", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--triton", metavar="PATH", type=Path, required=True, help="virtual environment with nvidia-pytriton")
+    add_triton_flag(parser)
     add_round_flags(parser, rounds=5)
     parsed = parser.parse_args()
-    parsed.triton = parsed.triton.absolute()
-    parsed.packages = next(parsed.triton.glob("lib/python3*/site-packages/pytriton"), parsed.triton).parent
-    if not (parsed.packages / "pytriton").is_dir():
-        parser.error(f"--triton: {parsed.triton} is no virtual environment with the package nvidia-pytriton")
+    parsed.packages = packages_of(parser, parsed.triton)
     uvloop.run(main(parsed))

@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
+from benchmarks.tritonserver import add_triton_flag, packages_of
 from tests.differential.cases import Case, all_cases
 from tests.differential.compare import (
     Difference,
@@ -123,14 +124,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.differential", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--triton", metavar="PATH", type=Path, required=True, help="virtual environment with nvidia-pytriton")
+    add_triton_flag(parser)
     parser.add_argument("--case", metavar="PATTERN", action="append", help="run only the cases whose names match")
     parser.add_argument("--recording", metavar="FILE", type=Path, help="Triton's responses: read if there, else written")
     arguments = parser.parse_args()
-    packages = next(arguments.triton.absolute().glob("lib/python3*/site-packages/pytriton"), None)
-    if packages is None:
-        parser.error(f"--triton: {arguments.triton} is no virtual environment with the package nvidia-pytriton")
-    arguments.packages = packages.parent
+    arguments.packages = packages_of(parser, arguments.triton)
     return arguments
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.deployment import logs_on_timeout, ours, process, ready
+from benchmarks.deployment import ours
+from benchmarks.tritonserver import tritonserver
 from dynamo.local.servers import free_ports
 
 
@@ -38,27 +37,9 @@ class Server:
 @asynccontextmanager
 async def triton(packages: Path, repository: Path, models: Sequence[str]) -> AsyncIterator[Server]:
     """Run the tritonserver among the Python packages in the folder `packages`."""
-    server = packages / "pytriton" / "tritonserver"
-    environment = packages.parents[2]
-    http, grpc, metrics = free_ports(3)
-    with tempfile.TemporaryDirectory(prefix="differential-triton-") as folder:
-        command = [
-            *(str(server / "bin" / "tritonserver"), "--model-repository", str(repository)),
-            *("--backend-directory", str(server / "backends"), "--model-control-mode", "explicit"),
-            *(f"--load-model={model}" for model in models),
-            *("--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)),
-            *(f"--{port}-address=127.0.0.1" for port in ("http", "grpc", "metrics")),
-        ]
-        env = {
-            **os.environ,
-            "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
-            "LD_LIBRARY_PATH": str(packages / "nvidia_pytriton.libs"),
-            "PYTHONPATH": str(packages),
-        }
-        async with process(command, env, Path(folder) / "triton.log") as child:
-            with logs_on_timeout(Path(folder)):
-                await asyncio.gather(*(ready(grpc, model) for model in models))
-            yield Server(grpc, http, metrics, child)
+    flags = ("--model-control-mode", "explicit", *(f"--load-model={model}" for model in models))
+    async with tritonserver(packages, repository, models, *flags) as server:
+        yield Server(server.grpc, server.http, server.metrics, server.process)
 
 
 @asynccontextmanager
