@@ -23,7 +23,6 @@ from dynamo.worker.engine.declaration import Declaration, Tensor
 MAX_REPEATS = 10_000
 MAX_DELAY_MS = 600_000
 CONTEXT_LENGTH = 131_072
-DEFAULT_MAX_TOKENS = 128
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_scan import NODE_VALUES, check_json, scan_json, too_deep
+from dynamo.frontend.api.http.json_scan import scan_json, too_deep
 
 T = TypeVar("T")
 
@@ -73,11 +73,6 @@ def _infinite(body: bytes, problem: str) -> InvalidRequest | None:
     name = key.group(1).decode(errors="replace") if key else ""
     what = f"'{name}'" if name else "a number"
     return InvalidRequest(f"{what} must be a finite number, got {word.group().decode()}", param=name or None)
-
-
-def check_depth(body: bytes, max_depth: int) -> None:
-    """Raises InvalidRequest if `body`, which is JSON, nests arrays and objects deeper than `max_depth`."""
-    check_json(body, max_depth=max_depth, max_values=NODE_VALUES * len(body))
 
 
 def invalid(problem: str, params: Mapping[str, str] | None = None) -> InvalidRequest:

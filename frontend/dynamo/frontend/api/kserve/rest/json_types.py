@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from dynamo.common.errors import InvalidRequest
@@ -31,12 +30,6 @@ def as_unsigned(value: object, key: str = "") -> int:
 def as_array(value: object, key: str = "") -> list[Any]:
     if not isinstance(value, list):
         raise _wrong("non-array as array", key)
-    return value
-
-
-def as_object(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidRequest("attempt to get members for non-object")
     return value
 
 
