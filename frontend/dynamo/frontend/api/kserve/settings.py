@@ -10,6 +10,8 @@ from dynamo.common.errors import InvalidRequest, Unsupported
 
 _LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _UINT32 = 2**32
+TRACE_NUMBERS = ("trace_rate", "trace_count", "log_frequency")
+"""Trace settings with one number each."""
 Values = Sequence[str] | None
 """The values of a setting; None resets it."""
 
@@ -50,7 +52,7 @@ class TraceSettings:
         if "trace_file" in settings:
             raise Unsupported("trace file location can not be updated through network protocol")
         changes: dict[str, str | None] = {}
-        for key in ("trace_rate", "trace_count", "log_frequency"):
+        for key in TRACE_NUMBERS:
             if key in settings:
                 changes[key] = _number(key, settings[key])
         levels = settings.get("trace_level") or ()
@@ -87,7 +89,7 @@ def _number(key: str, values: Values) -> str | None:
 
 
 LogValue = bool | int | str
-_FLAGS = ("log_info", "log_warning", "log_error")
+LOG_FLAGS = ("log_info", "log_warning", "log_error")
 _FORMATS = ("default", "ISO8601")
 
 
@@ -118,7 +120,7 @@ class LogSettings:
         """Change all of `settings`, or none. Unknown ones are ignored. Raises InvalidRequest, Unsupported."""
         if "log_file" in settings:
             raise Unsupported("log file location can not be updated through network protocol")
-        for key in _FLAGS:
+        for key in LOG_FLAGS:
             if not isinstance(settings.get(key, True), bool):
                 raise InvalidRequest(f"expect boolean for '{key}'")
         level = settings.get("log_verbose_level", self.log_verbose_level)
@@ -129,7 +131,7 @@ class LogSettings:
             raise InvalidRequest("expect string for 'log_format'")
         if form not in _FORMATS:
             raise InvalidRequest(f"invalid argument for log_format, got: {form[:40]}")
-        for key in _FLAGS:
+        for key in LOG_FLAGS:
             setattr(self, key, settings.get(key, getattr(self, key)))
         self.log_verbose_level = level if level < _UINT32 // 2 else 0
         self.log_format = form

@@ -11,7 +11,7 @@ from dynamo.frontend.api.kserve.rest.json_types import as_array, as_boolean, as_
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import read_object
 from dynamo.frontend.api.kserve.server import NO_CUDA, KserveServer, check_cuda, check_traced
-from dynamo.frontend.api.kserve.settings import LogValue, Values
+from dynamo.frontend.api.kserve.settings import LOG_FLAGS, TRACE_NUMBERS, LogValue, Values
 from dynamo.frontend.api.kserve.words import check_version
 
 
@@ -85,11 +85,11 @@ def _trace_values(key: str, value: object) -> Values:
         return None
     if key == "trace_level":
         return [as_string(level) for level in as_array(value)]
-    return [as_string(value)] if key in ("trace_rate", "trace_count", "log_frequency") else ()
+    return [as_string(value)] if key in TRACE_NUMBERS else ()
 
 
 def _log_value(key: str, value: object) -> LogValue:
-    if key in ("log_info", "log_warning", "log_error"):
+    if key in LOG_FLAGS:
         return as_boolean(value)
     if key == "log_verbose_level":
         return as_unsigned(value)
