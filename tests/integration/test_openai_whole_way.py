@@ -68,6 +68,46 @@ async def test_the_models_output_is_the_same_on_every_path(
 
 
 @pytest.mark.timeout(120)
+async def test_a_model_that_takes_text_is_served_over_every_protocol(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    async with (
+        worker(etcd_server, nats_server, namespace, "--model", f"{EXAMPLES}/shout.py:Shout"),
+        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        client(front) as ours,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30) as http,
+    ):
+        await front.serves("shout")
+        capitals = "WHAT IS THE CAPITAL OF FRANCE?"
+        chat = await ours.chat.completions.create(model="shout", messages=USER)
+        assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == (capitals, "stop")
+        assert chat.usage is not None
+        assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (6, 6)
+        stream = await ours.completions.create(model="shout", prompt="one two three", max_tokens=2, stream=True)
+        chunks = [chunk.choices[0] async for chunk in stream]
+        assert ["".join(chunk.text for chunk in chunks), chunks[-1].finish_reason] == ["ONE TWO", "length"]
+        stopped = await ours.completions.create(model="shout", prompt="one two three", stop="TWO")
+        assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("ONE ", "stop")
+        assert (await ours.responses.create(model="shout", input="Hi")).output_text == "HI"
+        async with AsyncAnthropic(base_url=f"http://127.0.0.1:{front.http_port}", api_key="none") as theirs:
+            message = await theirs.messages.create(model="shout", max_tokens=8, messages=[{"role": "user", "content": "Hi"}])
+        assert message.content[0].text == "HI"  # type: ignore[union-attr]
+        inputs = [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["read me"]}]
+        kserve = (await http.post("/v2/models/shout/infer", json={"inputs": inputs})).json()
+        assert kserve["outputs"][0]["data"] == ["READ ME"]
+
+        tool: Any = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+        asking: Any = [{"role": "user", "content": "use clock"}]
+        called = await ours.chat.completions.create(model="shout", messages=asking, tools=[tool])
+        assert [call.function.name for call in called.choices[0].message.tool_calls or []] == ["clock"]  # type: ignore[union-attr]
+        picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        seen: Any = [{"role": "user", "content": [{"type": "text", "text": "see"}, picture]}]
+        assert (await ours.chat.completions.create(model="shout", messages=seen)).choices[0].message.content == "SEE"
+        with pytest.raises(BadRequestError, match="does not support 'logprobs'"):
+            await ours.chat.completions.create(model="shout", messages=USER, logprobs=True)
+
+
+@pytest.mark.timeout(120)
 async def test_a_real_embedding_model_measures_similarity_in_every_encoding(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:

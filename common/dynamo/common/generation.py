@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from dynamo.common.errors import InvalidRequest
+
 
 class FinishReason(StrEnum):
     STOP = "stop"
@@ -33,6 +35,40 @@ def unpack_tokens(data: bytes) -> array[int]:
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens
+
+
+class TextPrompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an engine gets that takes text instead of tokens. Exactly one of `prompt` and `messages` is set.
+
+    The fields are sent in this order, so that the turns of a conversation begin alike, by which routers find its cache.
+    """
+
+    tools: list[dict[str, Any]] = []
+    template_variables: dict[str, Any] = {}
+    """What a request sets for the chat template."""
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    """As in OpenAI's chat completions, but with `{"type": "media", "index": 0, …}` for the first of `GenerateRequest.media`."""
+
+
+def pack_text(prompt: TextPrompt) -> bytes:
+    """Return a prompt in the form that is sent and hashed: JSON, with spaces up to a multiple of four bytes.
+
+    Counted as tokens of four bytes each it has about as many as the text.
+    """
+    packed = msgspec.json.encode(prompt)
+    return packed + b" " * (-len(packed) % 4)
+
+
+def unpack_text(data: bytes) -> TextPrompt:
+    """Inverse of `pack_text`. Raises InvalidRequest for anything else."""
+    try:
+        return _text_decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRequest(f"the model takes text, and the request's prompt is none: {error}", param="prompt") from error
+
+
+_text_decoder = msgspec.json.Decoder(TextPrompt)
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,7 +103,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     model: str
     prompt: bytes
-    """Token ids, see `pack_tokens`."""
+    """Token ids, see `pack_tokens`; for a model that takes text, see `pack_text`."""
     sampling: Sampling = Sampling()
     stop: Stop = Stop()
     n: int = 1
@@ -98,7 +134,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt, in tokens."""
+        """Length of the prompt, in tokens; for a model that takes text, an estimate."""
         return len(self.prompt) // 4
 
 
@@ -113,6 +149,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One entry per token of `tokens`: (token id, log probability), the token first, then the best alternatives."""
     stop_token: int | None = None
     """The stop token that ended the choice, if one did; it is not part of `tokens`."""
+    text: str = ""
+    """What a model that takes text generated, instead of `tokens`."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

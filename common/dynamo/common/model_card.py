@@ -9,6 +9,9 @@ import msgspec
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.names import check_name
 
+TAKES_TEXT = "text"
+"""Stands for the tokenizer of a model whose engine has its own, and exchanges text."""
+
 
 class ModelKind(StrEnum):
     """The kind of requests a model takes."""
@@ -42,8 +45,9 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What frontends need to turn text into tokens and back, and routers to choose an instance."""
 
     context_length: int
+    """0 if it is not known, which only a model that takes text may leave open."""
     tokenizer: str
-    """Object-store key of the tokenizer file (`tokenizer.json`), its sha256."""
+    """Object-store key of the tokenizer file (`tokenizer.json`), its sha256; or TAKES_TEXT."""
     chat_template: str = ""
     """Object-store key of the Jinja chat template; empty if the model has none."""
     bos_token: str = ""
@@ -62,6 +66,11 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """LoRA adapters that requests may name as models of their own."""
     modalities: tuple[str, ...] = ()
     """Content parts besides text that the engine takes: `image`, `audio`."""
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether the engine takes prompts and conversations as text, and generates text; see `TextPrompt`."""
+        return self.tokenizer == TAKES_TEXT
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

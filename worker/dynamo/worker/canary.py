@@ -16,13 +16,14 @@ import msgspec
 
 from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded
-from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, pack_tokens
+from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, TextPrompt, pack_text, pack_tokens
 from dynamo.worker.engine.base import Context, Engine
 
 log = logging.getLogger(__name__)
 
 _TOKEN = 1
 """Part of every vocabulary. A prompt this short leaves no full block in a prefix cache."""
+_TEXT = TextPrompt(messages=[{"role": "user", "content": "Hi"}])
 _GIVEN_UP_S = 30.0
 """After this time the probe is given up and the engine aborts it."""
 _LOOK_S = 0.1
@@ -32,12 +33,12 @@ _CLOSE_S = 2.0
 class Canary:
     """Probes one language model."""
 
-    def __init__(self, model: str, engine: Engine) -> None:
+    def __init__(self, model: str, engine: Engine, *, takes_text: bool = False) -> None:
         self.progress = 0
         """To be incremented with each delta of the engine."""
         self._request = GenerateRequest(
             model=model,
-            prompt=pack_tokens((_TOKEN,)),
+            prompt=pack_text(_TEXT) if takes_text else pack_tokens((_TOKEN,)),
             sampling=Sampling(temperature=0.0),
             stop=Stop(max_tokens=1, ignore_eos=True),
         )

@@ -48,6 +48,8 @@ class CardFinisher:
         if card.llm is None:
             return FinishedCard(card, files)
         llm = card.llm
+        if self._template is not None and llm.takes_text:
+            raise InvalidRequest(f"model '{card.name}' takes text, which its own server renders: it takes no --chat-template")
         if self._template is not None:
             digest = sha256(self._template).hexdigest()
             files = [*(file for file in files if not _is_named(llm.chat_template, file)), self._template]
@@ -57,7 +59,7 @@ class CardFinisher:
 
     def _with_parsers(self, name: str, llm: LlmInfo, files: Sequence[bytes]) -> LlmInfo:
         """Return `llm` with parsers, and log which: the operator's choice, else the engine's, else by the chat template."""
-        if not llm.chat_template:
+        if not llm.chat_template and not llm.takes_text:
             return llm
         template = next((file for file in files if _is_named(llm.chat_template, file)), b"").decode(errors="replace")
         tool_parser, reasoning_parser = self._options.tool_parser, self._options.reasoning_parser

@@ -6,7 +6,7 @@
 | `echo:NAME=DATATYPE[dims],…` | echo with these inputs |
 | `echo:file.yaml`, `echo:config.pbtxt` | echo with the inputs that the file declares |
 | `echo:llm`, `echo:llm:tokenizer.json` | echo as a language model, of bytes or of that tokenizer's tokens: see `read_tokenizer` |
-| `module:Class`, `path/to/file.py:Class` | python |
+| `module:Class`, `path/to/file.py:Class` | python: of tensors, or with `generate` a language model that takes text |
 | a `.gguf` file, `smollm2` | llama |
 | a folder of folders with `config.pbtxt` | repository: see `dynamo.worker.repository` |
 | a folder with a `config.json`, as Hugging Face has them | vllm |
@@ -30,12 +30,14 @@ from dynamo.worker.engine.base import Engine, TensorEngine
 from dynamo.worker.engine.declaration import PBTXT_SUFFIX, YAML_SUFFIXES, Declaration, read_declaration
 from dynamo.worker.engine.echo import CHAT_TEMPLATE, EchoTensors, EchoTokens, byte_tokenizer, echo_declaration, parse_tensors
 from dynamo.worker.engine.python import PythonEngine
+from dynamo.worker.engine.python_text import PythonTextEngine, generates_text
 from dynamo.worker.engine.remote.engine import RemoteEngine
 from dynamo.worker.engine.remote.http import HttpClient
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.engine.sim.scheduler import SchedulerConfig
 from dynamo.worker.engine.sim.script import CALLS_TEMPLATE
 from dynamo.worker.engine.sim.timing import TimingModel
+from dynamo.worker.engine.user_class import load_class
 from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.repository.layout import is_repository
 from dynamo.worker.repository.models import RepositorySettings
@@ -113,7 +115,7 @@ def make_engine(
         case EngineKind.ECHO:
             return _make_echo(model.removeprefix("echo").removeprefix(":"), name)
         case EngineKind.PYTHON:
-            return PythonEngine.load(model, name=name)
+            return _make_python(model, name, context_length)
         case EngineKind.LLAMA:
             return _make_llama(model, name, threads, max_num_seqs, context_length)
         case EngineKind.REPOSITORY:
@@ -268,6 +270,13 @@ def _make_echo(what: str, name: str) -> AnyEngine:
     elif what:
         declaration = echo_declaration(parse_tensors(what))
     return EchoTensors(declaration, name=name)
+
+
+def _make_python(target: str, name: str, context_length: int | None) -> AnyEngine:
+    model_class, _ = load_class(target)
+    if generates_text(model_class):
+        return PythonTextEngine(model_class, name=name, context_length=context_length)
+    return PythonEngine.load(target, name=name)
 
 
 def _make_llama(model: str, name: str, threads: int | None, max_num_seqs: int | None, context_length: int | None) -> AnyEngine:

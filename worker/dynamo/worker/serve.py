@@ -163,7 +163,7 @@ class Service:
             self._measured[card.name] = self._metrics.for_model(card.name)
             self._measured[card.name].follow(engine)
         if llm is not None and former is None:
-            self._canaries[card.name] = Canary(card.name, llm)
+            self._canaries[card.name] = Canary(card.name, llm, takes_text=card.llm is not None and card.llm.takes_text)
         for name in model.names:
             self._left.discard(name)
             if tensor is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Protocol
 
 from dynamo.common.generation import Delta, FinishReason
@@ -39,15 +40,13 @@ class Detokenizer:
         prompt: Sequence[int] = (),
     ) -> None:
         """`eos_token_ids` end a choice without becoming its `stop_reason`. Only the last CONTEXT_TOKENS of `prompt` matter."""
-        stops = tuple(_Pattern(text) for text in dict.fromkeys(stop_strings) if text)
-        first = re.compile(f"[{re.escape(''.join(stop.text[0] for stop in stops))}]") if stops else None
+        make_stopper = stopper_maker(stop_strings)
         self._include_stop_string = include_stop_string
         self._eos_token_ids = eos_token_ids
         self._min_tokens = min_tokens
         self._running: dict[int, _ChoiceState] = {}
         for index in range(n):
-            stopper = _Stopper(stops, first) if first is not None else None
-            self._running[index] = _ChoiceState(_text(tokenizer, prompt, skip_special_tokens), stopper)
+            self._running[index] = _ChoiceState(_text(tokenizer, prompt, skip_special_tokens), make_stopper())
 
     def __repr__(self) -> str:
         return f"Detokenizer(running choices {sorted(self._running)})"
@@ -80,7 +79,7 @@ class Detokenizer:
             return choice.release(index, text, tokens, delta.logprobs)
         return TextDelta(index, text, tokens, None, delta.logprobs)
 
-    def _feed_until_stop(self, choice: _ChoiceState, stopper: _Stopper, delta: Delta) -> TextDelta | None:
+    def _feed_until_stop(self, choice: _ChoiceState, stopper: Stopper, delta: Delta) -> TextDelta | None:
         certain: list[str] = []
         for count, token in enumerate(delta.tokens, 1):
             choice.seen += 1
@@ -120,7 +119,7 @@ class Detokenizer:
 class _ChoiceState:
     __slots__ = ("_logprobs", "seen", "stopper", "text", "tokens")
 
-    def __init__(self, text: _Text, stopper: _Stopper | None) -> None:
+    def __init__(self, text: _Text, stopper: Stopper | None) -> None:
         self.text = text
         self.stopper = stopper
         self.seen = 0
@@ -258,7 +257,15 @@ class _Pattern:
         return matched + (self.text[matched] == character)
 
 
-class _Stopper:
+def stopper_maker(stop_strings: Sequence[str]) -> Callable[[], Stopper | None]:
+    """Return what makes a new `Stopper` for each choice, or None if there are no stop strings."""
+    stops = tuple(_Pattern(text) for text in dict.fromkeys(stop_strings) if text)
+    if not stops:
+        return lambda: None
+    return partial(Stopper, stops, re.compile(f"[{re.escape(''.join(stop.text[0] for stop in stops))}]"))
+
+
+class Stopper:
     """Searches the text of one choice, cut anywhere, for stop strings.
 
     The stop string that is complete first wins; of several that end together, the longest.

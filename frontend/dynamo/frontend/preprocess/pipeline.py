@@ -22,6 +22,7 @@ from dynamo.common.generation_rules import check_request
 from dynamo.common.model_card import ModelCard
 from dynamo.common.parser_names import GENERIC
 from dynamo.frontend.config import TextLimits
+from dynamo.frontend.preprocess.checks import check_length, check_text_request, with_checked_content
 from dynamo.frontend.preprocess.detokenize import CONTEXT_TOKENS, Detokenizer
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.template import ChatTemplate
@@ -33,7 +34,6 @@ from dynamo.frontend.preprocess.tools.prompt import in_plain_messages
 
 MAX_PROMPT_LOGPROBS = 65_536
 """Of all tokens of a prompt and their alternatives; they come in one piece."""
-_MAX_STOP_STRING_CHARS = 1024
 _MAX_ARGUMENT_VALUES = 100_000
 """Of the tool calls in a conversation together."""
 _MANY_PARTS = 128
@@ -46,13 +46,6 @@ _CONTEXTS_TO_CUT = 16
 _CONTINUE = "[goes on here]"
 """Marks the end of the message that the response continues, while the template is rendered."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-_MODALITIES = {
-    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
-    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
-    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
-}
-"""The modality that a model needs for content parts of these types."""
-
 __all__ = ["Detokenizer", "TextModel", "Tokenizer"]
 
 
@@ -86,7 +79,7 @@ class TextModel:
 
         Raises InvalidRequest, for example for a prompt that is too long for the model.
         """
-        self._check(request)
+        check_text_request(request, self._info, self._limits)
         tokens = await self._tokens(request)
         sampling = request.sampling
         self._check_ids("logit_bias", sampling.logit_bias or ())
@@ -145,12 +138,7 @@ class TextModel:
         if template is None:
             raise InvalidRequest(f"model '{self._name}' has no chat template; send a prompt", param="messages")
         messages = request.messages or ()
-        if not messages:
-            raise InvalidRequest("the conversation has no messages", param="messages")
-        if len(messages) > self._limits.max_messages:
-            raise InvalidRequest(
-                f"got {len(messages)} messages; at most {self._limits.max_messages} are allowed", param="messages"
-            )
+        check_length(messages, self._limits)
         _check_arguments(messages)
         shaped = [_message(message, self._info.modalities) for message in messages]
         if request.continues_last:
@@ -243,23 +231,6 @@ class TextModel:
         except TooManyTokens as error:
             raise self._no_room(error.count) from None
 
-    def _check(self, request: TextRequest) -> None:
-        if (request.prompt is None) == (request.messages is None):
-            raise InvalidRequest("give either a prompt or messages", param="prompt")
-        for part in request.media:
-            _check_part(part.get("type"), self._info.modalities)
-        if len(request.stop_strings) > self._limits.max_stop_strings:
-            raise InvalidRequest(
-                f"got {len(request.stop_strings)} stop strings; at most {self._limits.max_stop_strings} are allowed",
-                param="stop",
-            )
-        for string in request.stop_strings:
-            if not 0 < len(string) <= _MAX_STOP_STRING_CHARS:
-                raise InvalidRequest(
-                    f"a stop string has {len(string)} characters; it must have 1 to {_MAX_STOP_STRING_CHARS}",
-                    param="stop",
-                )
-
     def _check_room(self, prompt_tokens: int) -> int:
         """Return the number of tokens left for the response. Raises ContextExceeded if there are none."""
         room = self._info.context_length - prompt_tokens
@@ -300,21 +271,11 @@ class TextModel:
 
 def _message(message: Mapping[str, Any], modalities: Collection[str]) -> dict[str, Any]:
     """Return `message` in the shape that templates expect: content of a text-only model is one string, arguments are objects."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequest("each message must be an object with a 'role'", param="messages")
-    result = dict(message)
-    content = result.get("content")
-    if isinstance(content, list | tuple):
-        if modalities:
-            for part in content:
-                if not isinstance(part, str):
-                    _check_part(part.get("type") if isinstance(part, Mapping) else None, modalities)
-        else:
-            result["content"] = "\n".join(map(_text_part, content))
+    result = with_checked_content(message, modalities)
     reasoning = result.get("reasoning_content") or result.get("reasoning")
     if reasoning:
         result["reasoning_content"] = reasoning  # where most templates read it
-    if content is None:  # a message of calls alone: templates add it to text
+    if result.get("content") is None:  # a message of calls alone: templates add it to text
         result["content"] = ""
     if isinstance(calls := result.get("tool_calls"), list | tuple):
         result["tool_calls"] = [_tool_call(call) for call in calls]
@@ -329,22 +290,6 @@ def _with_marker(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] != "assistant" or not isinstance(content, str) or not content.strip():
         raise InvalidRequest("only a last message that is a text of the assistant can be continued", param="messages")
     return {**message, "content": content.rstrip() + _CONTINUE}
-
-
-def _check_part(kind: object, modalities: Collection[str]) -> None:
-    if kind != "text" and (not isinstance(kind, str) or _MODALITIES.get(kind) not in modalities):
-        supported = ", ".join(("text", *sorted(modalities)))
-        raise InvalidRequest(f"the model supports {supported}; got a content part of type {kind!r:.80}", param="messages")
-
-
-def _text_part(part: object) -> str:
-    if isinstance(part, str):
-        return part
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if not isinstance(text, str):
-        kind = part.get("type", "unknown") if isinstance(part, Mapping) else type(part).__name__
-        raise InvalidRequest(f"the model supports text only; got a content part of type {kind!r:.80}", param="messages")
-    return text
 
 
 def _is_short(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -20,6 +20,7 @@ from dynamo.frontend.preprocess.shared import Shared
 
 if TYPE_CHECKING:  # heavy; a fleet of tensor models does without
     from dynamo.frontend.preprocess.pipeline import TextModel
+    from dynamo.frontend.preprocess.plain import PlainTextModel
     from dynamo.frontend.preprocess.template import ChatTemplate
     from dynamo.frontend.preprocess.tokenizer import Tokenizer
 
@@ -79,9 +80,11 @@ class TextFiles:
         """Estimated memory of the tokenizers that are loaded."""
         return self._tokenizers.used_bytes
 
-    def loaded(self, card: ModelCard) -> TextModel | None:
+    def loaded(self, card: ModelCard) -> TextModel | PlainTextModel | None:
         """Return the text side of a language model if all of it is in memory."""
         assert card.llm is not None
+        if card.llm.takes_text:
+            return self._plain_model(card)
         tokenizer = self._tokenizers.get(_tokenizer_key(card.llm))
         if tokenizer is None:
             return None
@@ -93,6 +96,8 @@ class TextFiles:
     async def prepare(self, card: ModelCard) -> None:
         """Fetch the files of a language model, and load the first few. Raises Unavailable, or EngineError for invalid ones."""
         assert card.llm is not None
+        if card.llm.takes_text:
+            return
         tokenizer, template = _tokenizer_key(card.llm), _template_key(card.llm)
         if _is_early(tokenizer, self._tokenizers):
             await self._tokenizers.load(tokenizer)
@@ -105,9 +110,11 @@ class TextFiles:
         else:
             await self._fetch(template.file)
 
-    async def load(self, card: ModelCard) -> TextModel:
+    async def load(self, card: ModelCard) -> TextModel | PlainTextModel:
         """Return the text side of a language model. Raises Unavailable, and EngineError for a file that is invalid."""
         assert card.llm is not None
+        if card.llm.takes_text:
+            return self._plain_model(card)
         tokenizer = await self._tokenizers.load(_tokenizer_key(card.llm))
         template = await self._templates.load(_template_key(card.llm)) if card.llm.chat_template else None
         return self._text_model(card, tokenizer, template)
@@ -121,6 +128,11 @@ class TextFiles:
         from dynamo.frontend.preprocess.pipeline import TextModel
 
         return TextModel(card, tokenizer, template, self._options.limits, self._offload)
+
+    def _plain_model(self, card: ModelCard) -> PlainTextModel:
+        from dynamo.frontend.preprocess.plain import PlainTextModel
+
+        return PlainTextModel(card, self._options.limits, self._offload)
 
     async def _fetch(self, key: str) -> None:
         async with self._fetches:  # each holds a file in memory

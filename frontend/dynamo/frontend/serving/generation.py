@@ -5,7 +5,7 @@ The tokens are those of an undisturbed run if the next token depends only on the
 engines that derive randomness from seed and position. An engine that draws from one stream of random numbers per request begins
 that stream anew, and presence or frequency penalties count only tokens generated since. Completion choices are moved separately:
 each goes on as a request for one choice, which says which it is. Structured output is not moved but fails, since an engine would
-begin its grammar anew in the middle.
+begin its grammar anew in the middle. Nor are models that take text: what they generated so far is no part of their prompt.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Generation:
         """Set if another instance computed the prompt."""
         self._texts = texts
         self._metrics = metrics
-        self._migration_limit = migration_limit
+        self._takes_text = card.llm is not None and card.llm.takes_text
+        self._migration_limit = 0 if self._takes_text else migration_limit
         self._card = card
         self._request = request
         self._call = scope.call
@@ -344,7 +345,7 @@ class Generation:
             if delta.index not in unfinished:
                 raise EngineError("the engine went on with a choice that it had finished, or that was not requested")
             tokens = delta.tokens
-            count += len(tokens)
+            count += len(tokens) or bool(delta.text)
             received[delta.index].extend(tokens)
             if delta.finish_reason is not None:
                 unfinished.remove(delta.index)
@@ -368,6 +369,12 @@ class Generation:
         prompt_tokens = self._scope.input_tokens
         if summary is None:  # cut off here, or lost: what only the engine knows stays unknown
             summary = Summary(prompt_tokens=prompt_tokens, output_tokens=self._scope.output_tokens)
+        elif self._takes_text:  # its engine may not count tokens
+            summary = msgspec.structs.replace(
+                summary,
+                prompt_tokens=summary.prompt_tokens or prompt_tokens,
+                output_tokens=summary.output_tokens or self._scope.output_tokens,
+            )
         elif self._migrated:  # the last instance counts tokens of the response as prompt
             summary = msgspec.structs.replace(
                 summary,

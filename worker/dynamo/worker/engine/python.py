@@ -33,7 +33,6 @@ import asyncio
 import contextvars
 import inspect
 import logging
-import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -54,7 +53,7 @@ from dynamo.protos.inference_pb2 import InferParameter, ModelInferResponse
 from dynamo.worker.engine.base import Buffer, Context, TensorResponse
 from dynamo.worker.engine.batching import Batch, Batcher, Tensors
 from dynamo.worker.engine.declaration import Batching, Declaration, Tensor
-from dynamo.worker.engine.user_class import declaration_of, load_class
+from dynamo.worker.engine.user_class import call_hook, declaration_of, guarded, load_class, snake_case
 
 __all__ = ["Batching", "Declaration", "InferContext", "InvalidRequest", "PythonEngine", "Tensor"]
 
@@ -108,10 +107,10 @@ class PythonEngine:
         return cls(model_class, name=name, file=file)
 
     async def start(self) -> Sequence[ModelCard]:
-        self._model = await asyncio.to_thread(_guarded, self._make)
-        await _hook(self._model, "load")
+        self._model = await asyncio.to_thread(guarded, self._make)
+        await call_hook(self._model, "load")
         declaration = declaration_of(self._model, self._file)
-        card = declaration.to_card(self._name or declaration.name or _snake(type(self._model).__name__))
+        card = declaration.to_card(self._name or declaration.name or snake_case(type(self._model).__name__))
         self._caller = _Caller(self._model, card, declaration)
         if declaration.batching is not None:
             try:
@@ -155,7 +154,7 @@ class PythonEngine:
         if self._batcher is not None:
             await self._batcher.close()
         if self._model is not None:
-            await _hook(self._model, "close")
+            await call_hook(self._model, "close")
         if self._caller is not None:
             self._caller.close()
 
@@ -417,30 +416,3 @@ def read_inputs(request: TensorRequest, *, aligned: bool = True) -> dict[str, Ar
 def _value(parameter: InferParameter) -> Parameter:
     value: Parameter = getattr(parameter, parameter.WhichOneof("parameter_choice") or "string_param")
     return value
-
-
-async def _hook(model: Any, name: str) -> None:
-    """Call a user's `load` or `close`, if there is one: in a thread unless it is async."""
-    hook = getattr(model, name, None)
-    if hook is None:
-        return
-    if inspect.iscoroutinefunction(hook):
-        await hook()
-    else:
-        await asyncio.to_thread(_guarded, hook)
-
-
-def _guarded(work: Callable[[], T]) -> T:
-    """Call `work` in a thread. Raises EngineError for an error that could not leave the thread, such as SystemExit."""
-    try:
-        return work()
-    except Exception as error:
-        if isinstance(error, StopIteration):
-            raise EngineError("a model raised StopIteration") from error
-        raise
-    except BaseException as error:
-        raise EngineError(f"a model raised {type(error).__name__}: {error}") from error
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

@@ -1,15 +1,19 @@
-"""Finds a user's class by its name, and what it declares about itself."""
+"""A user's class: found by its name, what it declares about itself, and its hooks."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
+import inspect
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.declaration import (
     PBTXT_SUFFIX,
@@ -18,6 +22,8 @@ from dynamo.worker.engine.declaration import (
     from_model_config,
     read_declaration,
 )
+
+T = TypeVar("T")
 
 _ATTRIBUTES = ("name", "max_batch_size", "decoupled", "versions", "batching", "concurrency")
 
@@ -96,3 +102,30 @@ def declaration_of(model: Any, file: Path | None) -> Declaration:
         if path.is_file():
             return read_declaration(path)
     raise InvalidRequest(f"{kind} declares no inputs and outputs, and no file beside it does")
+
+
+async def call_hook(model: Any, name: str) -> None:
+    """Call a user's `load` or `close`, if there is one: in a thread unless it is async."""
+    hook = getattr(model, name, None)
+    if hook is None:
+        return
+    if inspect.iscoroutinefunction(hook):
+        await hook()
+    else:
+        await asyncio.to_thread(guarded, hook)
+
+
+def guarded(work: Callable[[], T]) -> T:
+    """Call `work` in a thread. Raises EngineError for an error that could not leave the thread, such as SystemExit."""
+    try:
+        return work()
+    except Exception as error:
+        if isinstance(error, StopIteration):
+            raise EngineError("a model raised StopIteration") from error
+        raise
+    except BaseException as error:
+        raise EngineError(f"a model raised {type(error).__name__}: {error}") from error
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

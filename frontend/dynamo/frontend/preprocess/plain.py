@@ -1,0 +1,195 @@
+"""The text side of a model whose engine takes text and generates text: neither tokenizer nor chat template are needed here.
+
+The engine gets the conversation itself, in OpenAI's form. Tools are passed on to engines that write calls in a format with a
+parser of its own; for all others, and for calls that are required, they are described in the system message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any, Never
+
+import msgspec
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, TextPrompt, pack_text
+from dynamo.common.generation_rules import check_request
+from dynamo.common.model_card import ModelCard
+from dynamo.common.parser_names import GENERIC
+from dynamo.frontend.config import TextLimits
+from dynamo.frontend.preprocess.checks import check_length, check_text_request, with_checked_content
+from dynamo.frontend.preprocess.detokenize import stopper_maker
+from dynamo.frontend.preprocess.offload import Offload
+from dynamo.frontend.preprocess.text import ContextExceeded, TextDelta, TextRequest
+from dynamo.frontend.preprocess.tools.prompt import in_plain_messages
+
+_MANY_MESSAGES = 128
+"""Longer conversations, and those with media, are packed in a thread."""
+
+
+class PlainTextModel:
+    """The text pipeline of one model card whose engine takes text. Requests may use it concurrently."""
+
+    template_source = ""
+
+    def __init__(self, card: ModelCard, limits: TextLimits, offload: Offload) -> None:
+        assert card.llm is not None
+        self._name = card.name
+        self._info = card.llm
+        self._limits = limits
+        self._offload = offload
+        self.tokenizer = NoVocabulary(card.name)
+
+    def __repr__(self) -> str:
+        return f"PlainTextModel({self._name!r})"
+
+    async def to_generate(self, request: TextRequest) -> GenerateRequest:
+        """Return `request` with its prompt as text. Raises InvalidRequest, also for what needs token ids."""
+        check_text_request(request, self._info, self._limits)
+        self._check_needs(request)
+        is_long = len(request.messages or ()) > _MANY_MESSAGES or bool(request.media)
+        prompt = await self._offload.run_if(is_long, self._pack, request)
+        generate = GenerateRequest(
+            model=request.model,
+            prompt=prompt,
+            sampling=request.sampling,
+            stop=request.stop,
+            n=request.n,
+            cache_salt=request.cache_salt,
+            media=request.media,
+        )
+        check_request(generate)
+        return generate
+
+    def detokenizer(self, request: TextRequest, prompt: GenerateRequest) -> PlainDetokenizer:
+        return PlainDetokenizer(prompt.n, request.stop_strings, request.include_stop_string)
+
+    async def render(self, request: TextRequest) -> str:
+        """Raises InvalidRequest: only the engine knows the text that the model gets."""
+        self._needs_tokens("the text of a rendered conversation")
+
+    def _pack(self, request: TextRequest) -> bytes:
+        if request.messages is None:
+            if len(request.prompt or "") > self._limits.max_prompt_chars:
+                raise ContextExceeded(
+                    f"prompt is too long: {len(request.prompt or '')} characters > {self._limits.max_prompt_chars} maximum",
+                    param="prompt",
+                )
+            assert isinstance(request.prompt, str)
+            return pack_text(TextPrompt(prompt=request.prompt))
+        check_length(request.messages, self._limits)
+        messages: Sequence[Mapping[str, Any]] = [
+            with_checked_content(message, self._info.modalities) for message in request.messages
+        ]
+        tools = request.tools
+        if self._info.tool_parser == GENERIC or request.sampling.guided is not None:
+            messages, tools = in_plain_messages(messages, tools), ()
+        prompt = TextPrompt(
+            tools=list(map(dict, tools)),
+            template_variables=dict(request.chat_template_kwargs),
+            messages=_with_places(messages),
+        )
+        return pack_text(prompt)
+
+    def _check_needs(self, request: TextRequest) -> None:
+        """Raises InvalidRequest for a setting that needs tokens or the template, which only the engine has."""
+        needs = {
+            "prompt": request.prompt is not None and not isinstance(request.prompt, str),
+            "chat_template": bool(request.chat_template),
+            "continue_final_message": request.continues_last,
+            "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
+            "bad_words": bool(request.bad_words),
+            "logprobs": request.logprobs is not None,
+            "prompt_logprobs": request.prompt_logprobs is not None,
+        }
+        for param, is_needed in needs.items():
+            if is_needed:
+                what = "a prompt in token ids" if param == "prompt" else f"'{param}'"
+                self._needs_tokens(what, param)
+
+    def _needs_tokens(self, what: str, param: str | None = None) -> Never:
+        raise InvalidRequest(f"model '{self._name}' takes text and generates text: it does not support {what}", param=param)
+
+
+def _with_places(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which media, sent beside them, have left their number and, for routers, their digest."""
+    number = 0
+    result = []
+    for message in messages:
+        content = message.get("content")
+        shaped = dict(message)
+        if isinstance(content, list | tuple):
+            parts: list[Any] = []
+            for part in content:
+                if isinstance(part, str) or part["type"] == "text":
+                    parts.append(part)
+                    continue
+                digest = sha256(msgspec.json.encode(part)).hexdigest()
+                parts.append({"type": "media", "index": number, "sha256": digest})
+                number += 1
+            shaped["content"] = parts
+        result.append(shaped)
+    return result
+
+
+class PlainDetokenizer:
+    """Passes the text of one request's choices on, up to a stop string."""
+
+    def __init__(self, n: int, stop_strings: Sequence[str], include_stop_string: bool) -> None:
+        make_stopper = stopper_maker(stop_strings)
+        self._running = {index: make_stopper() for index in range(n)}
+        self._include_stop_string = include_stop_string
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice has finished."""
+        return not self._running
+
+    def feed(self, delta: Delta) -> TextDelta | None:
+        """Return new text, or the end of a choice; None for text that may turn out to be a stop string."""
+        if delta.index not in self._running:
+            return None
+        text, stopper = delta.text, self._running[delta.index]
+        if stopper is not None:
+            text = stopper.push(text)
+            if stopper.hit is not None:
+                del self._running[delta.index]
+                text += stopper.hit if self._include_stop_string else ""
+                return TextDelta(delta.index, text, (), FinishReason.STOP, None, stopper.hit)
+            if delta.finish_reason is not None:
+                text += stopper.held
+        if delta.finish_reason is not None:
+            del self._running[delta.index]
+        elif not text:
+            return None
+        return TextDelta(delta.index, text, (), delta.finish_reason)
+
+
+class NoVocabulary:
+    """Stands for the tokenizer of a model that takes text: requests that need one are refused."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    async def encode(self, text: str, *, special_tokens: bool, max_tokens: int | None = None) -> list[int]:
+        self._refuse()
+
+    def decode(self, tokens: list[int], /, *, skip_special_tokens: bool) -> str:
+        """Return no text: the end of a prompt is not that of the text which the model gets."""
+        return ""
+
+    async def decode_prompt(self, tokens: Sequence[int], /, *, skip_special_tokens: bool) -> str:
+        self._refuse()
+
+    def token_bytes(self, token: int, /) -> bytes | None:
+        return None
+
+    def token_name(self, token: int, /) -> str:
+        self._refuse()
+
+    def check_ids(self, tokens: Sequence[int], param: str = "prompt", /) -> None:
+        self._refuse()
+
+    def _refuse(self) -> Never:
+        raise InvalidRequest(f"model '{self._model}' takes text and generates text: its tokens are not known here", param="model")
