@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -116,7 +117,7 @@ def check_supported(config: ModelConfig) -> None:
             raise InvalidRequest(f"tensor '{tensor.name}' is a shape tensor or allows ragged batches: not supported")
     if config.max_batch_size < 0:
         raise InvalidRequest(f"max_batch_size is {config.max_batch_size}")
-    if len(list(instances_of(config))) > MAX_INSTANCES:
+    if any(islice(instances_of(config), MAX_INSTANCES, None)):
         raise InvalidRequest(f"more than {MAX_INSTANCES} instances are declared")
 
 
