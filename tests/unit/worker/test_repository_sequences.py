@@ -59,7 +59,7 @@ class TritonPythonModel:
 """
 
 
-async def ask(models: RepositoryModels, id: int | str, flags: str = "", value: float = 0.0, model: str = "told") -> Any:
+async def send(models: RepositoryModels, id: int | str, flags: str = "", value: float = 0.0, model: str = "reporter") -> Any:
     """Send a request of a sequence; return what the model was given. `flags`: "s" for START, "e" for END."""
     parameters = {"sequence_id": id, "sequence_start": "s" in flags, "sequence_end": "e" in flags}
     shape = (1, 1) if models.find(model).card.max_batch_size else (1,)
@@ -71,71 +71,73 @@ async def until_unknown(models: RepositoryModels, id: int) -> None:
     """Send requests of a sequence until the worker does not know it."""
     while True:
         try:
-            await ask(models, id)
+            await send(models, id)
         except UnknownSequence:
             return
         except DynamoError:
             continue  # what failed with the process
 
 
-def sequences_of(models: RepositoryModels, model: str = "told") -> SequenceModel:
+def sequences_of(models: RepositoryModels, model: str = "reporter") -> SequenceModel:
     executable = models.find(model).versions["1"]
     assert isinstance(executable, SequenceModel)
     return executable
 
 
-def told(repository: Path, batching: str = f"sequence_batching {{ {CONTROLS} }}", more: str = "") -> Path:
-    return python_model(repository, "told", ABOUT, f"{TENSORS}\n{batching}\n{more}")
+def make_reporter(repository: Path, batching: str = f"sequence_batching {{ {CONTROLS} }}", more: str = "") -> Path:
+    return python_model(repository, "reporter", ABOUT, f"{TENSORS}\n{batching}\n{more}")
 
 
-async def test_a_model_is_told_where_in_its_sequence_a_request_is(tmp_path: Path) -> None:
-    told(tmp_path)
-    async with opened(tmp_path, "told") as models:
-        told_of = [await ask(models, 5, flags) for flags in ("s", "", "e", "se")]
-    assert [[about[name] for name in ("START", "END", "READY", "ID", "id", "flags")] for about in told_of] == [
+async def test_a_model_sees_where_in_its_sequence_a_request_is(tmp_path: Path) -> None:
+    make_reporter(tmp_path)
+    async with opened(tmp_path, "reporter") as models:
+        reports = [await send(models, 5, flags) for flags in ("s", "", "e", "se")]
+    assert [[about[name] for name in ("START", "END", "READY", "ID", "id", "flags")] for about in reports] == [
         [1.0, False, 1, 5, 5, 1],
         [0.0, False, 1, 5, 5, 0],
         [0.0, True, 1, 5, 5, 2],
         [1.0, True, 1, 5, 5, 3],
     ]
-    assert {tuple(about["shape"]) for about in told_of} == {(1,)}
+    assert {tuple(about["shape"]) for about in reports} == {(1,)}
 
 
 async def test_requests_outside_of_a_sequence_are_refused_in_triton_s_words(tmp_path: Path) -> None:
-    told(tmp_path, more="max_batch_size: 2")
-    unknown = "inference request for sequence 7 to model 'told' must specify the START flag on the first request of the sequence"
-    async with opened(tmp_path, "told") as models:
+    make_reporter(tmp_path, more="max_batch_size: 2")
+    unknown = (
+        "inference request for sequence 7 to model 'reporter' must specify the START flag on the first request of the sequence"
+    )
+    async with opened(tmp_path, "reporter") as models:
         with pytest.raises(InvalidRequest, match="must specify a non-zero or non-empty correlation ID"):
-            await ask(models, 0, "s")
+            await send(models, 0, "s")
         with pytest.raises(UnknownSequence, match=unknown) as caught:
-            await ask(models, 7)
+            await send(models, 7)
         assert caught.value.retryable, "another worker may know it"
-        await ask(models, 7, "se")
+        await send(models, 7, "se")
         with pytest.raises(UnknownSequence, match=unknown):
-            await ask(models, 7)
+            await send(models, 7)
         two_rows = {"x": np.zeros((2, 1), np.float32)}
         with pytest.raises(InvalidRequest, match="must specify batch-size 1 due to requirements of sequence batcher"):
-            await infer(models, "told", two_rows, parameters={"sequence_id": 1, "sequence_start": True})
+            await infer(models, "reporter", two_rows, parameters={"sequence_id": 1, "sequence_start": True})
 
 
 async def test_sequences_may_have_names(tmp_path: Path) -> None:
-    told(tmp_path, f"sequence_batching {{ {CONTROLS.replace('TYPE_UINT64', 'TYPE_STRING')} }}")
-    async with opened(tmp_path, "told") as models:
-        assert (await ask(models, "first", "s"))["id"] == "first"
-        assert (await ask(models, "first", "e"))["flags"] == 2
+    make_reporter(tmp_path, f"sequence_batching {{ {CONTROLS.replace('TYPE_UINT64', 'TYPE_STRING')} }}")
+    async with opened(tmp_path, "reporter") as models:
+        assert (await send(models, "first", "s"))["id"] == "first"
+        assert (await send(models, "first", "e"))["flags"] == 2
 
 
 async def test_direct_sequences_keep_their_row_and_rows_below_it_are_not_ready(tmp_path: Path) -> None:
-    folder = told(tmp_path, more="max_batch_size: 3")
-    async with opened(tmp_path, "told") as models, asyncio.timeout(60):
-        rows = [await ask(models, id, "s") for id in (1, 2, 3)]
+    folder = make_reporter(tmp_path, more="max_batch_size: 3")
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+        rows = [await send(models, id, "s") for id in (1, 2, 3)]
         assert [(about["row"], about["rows"]) for about in rows] == [(0, 1), (1, 2), (2, 3)]
-        again = await ask(models, 2)
+        again = await send(models, 2)
         assert (again["row"], again["rows"], again["ID"], again["READY"], again["shape"]) == (1, 2, 2, 1, [1, 1])
-        busy = asyncio.create_task(ask(models, 1, value=1.0))
-        while not (folder / "begun-told_0").exists():
+        busy = asyncio.create_task(send(models, 1, value=1.0))
+        while not (folder / "begun-reporter_0").exists():
             await asyncio.sleep(0.002)
-        waiting = [asyncio.create_task(ask(models, id)) for id in (1, 3)]
+        waiting = [asyncio.create_task(send(models, id)) for id in (1, 3)]
         await asyncio.sleep(0)
         (folder / "go").touch()
         together = [await request for request in (busy, *waiting)]
@@ -143,36 +145,38 @@ async def test_direct_sequences_keep_their_row_and_rows_below_it_are_not_ready(t
 
 
 async def test_a_sequence_without_a_slot_waits_for_the_end_of_another(tmp_path: Path) -> None:
-    told(tmp_path, f"sequence_batching {{ {CONTROLS} max_sequence_idle_microseconds: 60000000 }}", "instance_group { count: 2 }")
-    async with opened(tmp_path, "told") as models, asyncio.timeout(60):
-        placed = [await ask(models, id, "s") for id in (1, 2)]
-        assert {about["on"] for about in placed} == {"told_0_0", "told_0_1"}
-        third = asyncio.create_task(ask(models, 3, "s"))
+    make_reporter(
+        tmp_path, f"sequence_batching {{ {CONTROLS} max_sequence_idle_microseconds: 60000000 }}", "instance_group { count: 2 }"
+    )
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+        placed = [await send(models, id, "s") for id in (1, 2)]
+        assert {about["on"] for about in placed} == {"reporter_0_0", "reporter_0_1"}
+        third = asyncio.create_task(send(models, 3, "s"))
         for _ in range(3):
-            assert {(await ask(models, id))["on"] for id in (1,)} == {placed[0]["on"]}, "a sequence stays on its instance"
+            assert {(await send(models, id))["on"] for id in (1,)} == {placed[0]["on"]}, "a sequence stays on its instance"
         assert not third.done()
-        await ask(models, 2, "e")
+        await send(models, 2, "e")
         assert (await third)["on"] == placed[1]["on"]
 
 
 async def test_an_idle_sequence_ends_and_frees_its_slot(tmp_path: Path) -> None:
-    told(tmp_path, f"sequence_batching {{ {CONTROLS} max_sequence_idle_microseconds: 20000 }}")
-    async with opened(tmp_path, "told") as models, asyncio.timeout(60):
-        await ask(models, 1, "s")
-        await ask(models, 2, "s")  # waits until the first is idle
+    make_reporter(tmp_path, f"sequence_batching {{ {CONTROLS} max_sequence_idle_microseconds: 20000 }}")
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+        await send(models, 1, "s")
+        await send(models, 2, "s")  # waits until the first is idle
         with pytest.raises(UnknownSequence):
-            await ask(models, 1)
+            await send(models, 1)
 
 
 async def test_the_oldest_requests_of_several_sequences_are_batched(tmp_path: Path) -> None:
     strategy = "oldest { max_candidate_sequences: 4 } max_sequence_idle_microseconds: 60000000"
-    folder = told(tmp_path, f"sequence_batching {{ {strategy} {CONTROLS} }}", "max_batch_size: 2")
-    async with opened(tmp_path, "told") as models, asyncio.timeout(60):
-        busy = asyncio.create_task(ask(models, 9, "s", value=1.0))
-        while not (folder / "begun-told_0").exists():
+    folder = make_reporter(tmp_path, f"sequence_batching {{ {strategy} {CONTROLS} }}", "max_batch_size: 2")
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+        busy = asyncio.create_task(send(models, 9, "s", value=1.0))
+        while not (folder / "begun-reporter_0").exists():
             await asyncio.sleep(0.002)
-        waiting = [asyncio.create_task(ask(models, id, "s")) for id in (1, 2, 3)]
-        second = asyncio.create_task(ask(models, 1))
+        waiting = [asyncio.create_task(send(models, id, "s")) for id in (1, 2, 3)]
+        second = asyncio.create_task(send(models, 1))
         await asyncio.sleep(0)
         (folder / "go").touch()
         rows = [(about["row"], about["rows"]) for about in await asyncio.gather(busy, *waiting, second)]
@@ -180,26 +184,28 @@ async def test_the_oldest_requests_of_several_sequences_are_batched(tmp_path: Pa
 
 
 async def test_the_death_of_a_process_ends_its_sequences_and_no_others(tmp_path: Path) -> None:
-    told(tmp_path, f"sequence_batching {{ {CONTROLS} max_sequence_idle_microseconds: 60000000 }}", "instance_group { count: 2 }")
-    async with opened(tmp_path, "told") as models, asyncio.timeout(60):
-        first, second = [await ask(models, id, "s") for id in (1, 2)]
+    make_reporter(
+        tmp_path, f"sequence_batching {{ {CONTROLS} max_sequence_idle_microseconds: 60000000 }}", "instance_group { count: 2 }"
+    )
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+        first, second = [await send(models, id, "s") for id in (1, 2)]
         os.kill(first["pid"], signal.SIGKILL)
         await until_unknown(models, 1)
-        assert (await ask(models, 2))["pid"] == second["pid"]
+        assert (await send(models, 2))["pid"] == second["pid"]
 
 
 async def test_a_request_whose_caller_leaves_does_not_hold_up_its_sequence(tmp_path: Path) -> None:
-    folder = told(tmp_path)
-    async with opened(tmp_path, "told") as models, asyncio.timeout(60):
-        busy = asyncio.create_task(ask(models, 1, "s", value=1.0))
-        while not (folder / "begun-told_0").exists():
+    folder = make_reporter(tmp_path)
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+        busy = asyncio.create_task(send(models, 1, "s", value=1.0))
+        while not (folder / "begun-reporter_0").exists():
             await asyncio.sleep(0.002)
-        left = asyncio.create_task(ask(models, 1))
+        left = asyncio.create_task(send(models, 1))
         await asyncio.sleep(0)
         left.cancel()
         (folder / "go").touch()
         await busy
-        assert (await ask(models, 1, "e"))["END"] is True
+        assert (await send(models, 1, "e"))["END"] is True
         assert "sequences=0, waiting=0" in repr(sequences_of(models))
 
 
@@ -313,9 +319,9 @@ async def test_onnx_models_get_the_state_that_their_last_response_of_the_sequenc
 async def test_an_id_that_the_control_input_cannot_hold_is_cut_as_in_triton(
     tmp_path: Path, datatype: str, id: int | str, given: int
 ) -> None:
-    told(tmp_path, f"sequence_batching {{ {CONTROLS.replace('UINT64', datatype)} }}")
-    async with opened(tmp_path, "told") as models:
-        about = await ask(models, id, "se")
+    make_reporter(tmp_path, f"sequence_batching {{ {CONTROLS.replace('UINT64', datatype)} }}")
+    async with opened(tmp_path, "reporter") as models:
+        about = await send(models, id, "se")
     assert (about["ID"], about["id"]) == (given, id)
 
 
@@ -343,6 +349,6 @@ async def test_an_id_that_the_control_input_cannot_hold_is_cut_as_in_triton(
     ],
 )
 async def test_a_wrong_configuration_names_its_field(tmp_path: Path, batching: str, reason: str) -> None:
-    told(tmp_path, f"sequence_batching {{ {batching} }}")
+    make_reporter(tmp_path, f"sequence_batching {{ {batching} }}")
     async with opened(tmp_path) as models:
-        assert reason in str((await models.load_all(["told"]))["told"])
+        assert reason in str((await models.load_all(["reporter"]))["reporter"])
