@@ -104,9 +104,6 @@ class _Http2(MessageOwner):
                 self._reader.go_on()
             rest = rest[count:]
 
-    def preface_received(self) -> None:
-        pass
-
     def skipped(self) -> None:
         pass
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Any
+import os
+from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import grpc.aio
 import pytest
 
 from tests.support.fleet import Client, Fleet, Text, connect, echo_request, text_request
+from tests.support.gate import GATE, open_gate
 from tests.support.servers import EtcdServer, NatsServer
 
 SIM = ("--model", "sim:blocks=4000,speedup=4,seed=3")
 MIGRATIONS = "dynamo_frontend_model_migration_total"
 RETRIES = "dynamo_frontend_retries_total"
-ABANDONED_AFTER_S = 8.0
-"""A hung instance is probed after 2 s of silence, and given up 5 s later; both are looked at each half second."""
 
 
 async def test_streams_of_a_killed_worker_go_on_elsewhere_without_a_seam(
@@ -54,10 +54,10 @@ async def test_requests_held_by_a_killed_worker_are_answered_by_another(
                     dying.kill()
                 await load.completed(200)
             assert load.failures == []
-            assert load.longest_s < 5
+        assert 0 < await fleet.frontends[0].metric(RETRIES) <= 2 * 24
 
 
-async def test_a_dead_worker_is_tried_once_and_with_none_left_clients_hear_so_at_once(
+async def test_a_dead_worker_is_tried_once_and_with_none_left_requests_are_refused_before_their_deadline(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with Fleet(etcd_server, nats_server, namespace) as fleet:
@@ -76,10 +76,8 @@ async def test_a_dead_worker_is_tried_once_and_with_none_left_clients_hear_so_at
             await fleet.workers[2].killed()
             sentences = []
             for _ in range(2):
-                begun = time.monotonic()
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await client.infer(echo_request())
-                assert time.monotonic() - begun < 1.0
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
                 sentences.append(refused.value.details())
             assert sentences[0] == f"instance {fleet.workers[2].instance} is gone"
@@ -113,15 +111,16 @@ async def test_a_worker_that_leaves_under_load_hands_over_everything(
 
 @pytest.mark.parametrize("server", ["grpcio", "http2"])
 async def test_a_frontend_that_leaves_under_load_finishes_what_it_has_and_takes_nothing_new(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: str
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path, server: str
 ) -> None:
-    async with Fleet(etcd_server, nats_server, namespace, ("--model", "echo", *SIM)) as fleet:
+    os.mkfifo(gate := tmp_path / "gate")
+    async with Fleet(etcd_server, nats_server, namespace, ("--model", "echo", *SIM, *GATE)) as fleet:
         await fleet.start(workers=1, frontends=2, frontend_flags=("--grpc-server", server, "--settle-s", "1"))
         leaving, staying = fleet.frontends
         async with leaving.client() as old, connect(leaving.target, staying.target) as both:
             text = Text()
             async with both.load(8) as load, asyncio.TaskGroup() as tasks:
-                slow = tasks.create_task(old.infer(echo_request(delay_ms=2500)))
+                slow = tasks.create_task(old.infer(echo_request(model="gate", until=str(gate))))
                 tasks.create_task(old.text(text_request("a long story", 400), text))
                 await text.at_least(2)
                 await load.completed(100)
@@ -129,14 +128,14 @@ async def test_a_frontend_that_leaves_under_load_finishes_what_it_has_and_takes_
                 await leaving.process.logged("stopping")
                 status, health = await leaving.process.health()
                 assert (status, health["status"]) == (503, "shutting_down")
-                assert not slow.done()
                 await leaving.process.logged("draining")
-                async with leaving.client() as late:
+                async with leaving.client() as late, asyncio.timeout(30):
                     with pytest.raises(grpc.aio.AioRpcError) as refused:
-                        await send_until(slow, late)  # the port closes a moment after the word in the log
+                        await infer_on(late)  # the port closes a moment after the word in the log
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-                assert not slow.done()
                 await load.completed(100)
+                assert not slow.done()
+                open_gate(gate)
             assert (await slow).id == "1"
             assert text.reason == "length"
             assert await leaving.process.ended() == 0
@@ -151,7 +150,7 @@ async def test_a_frontend_that_leaves_under_load_finishes_what_it_has_and_takes_
             assert codes <= {"UNAVAILABLE"}  # it knows no GOAWAY: until it ends it refuses, which clients may retry
 
 
-async def test_a_hung_worker_costs_a_few_seconds_but_no_request_and_repeats_nothing_when_it_wakes(
+async def test_a_hung_worker_costs_no_request_gets_no_more_and_repeats_nothing_when_it_wakes(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with Fleet(etcd_server, nats_server, namespace, ("--model", "echo", *SIM)) as fleet:
@@ -167,14 +166,12 @@ async def test_a_hung_worker_costs_a_few_seconds_but_no_request_and_repeats_noth
                     tasks.create_task(client.text(story, text))
                 await asyncio.gather(*(text.at_least(5) for text in texts))
                 fleet.pause(hung.pid)
-                begun = time.monotonic()
                 await asyncio.gather(*(client.infer(echo_request()) for _ in range(20)))
-                assert time.monotonic() - begun < ABANDONED_AFTER_S + 1
             assert [text.text for text in texts] == [expected] * 2
-            assert max(text.longest_silence_s for text in texts) < ABANDONED_AFTER_S + 1
-            begun = time.monotonic()
-            await asyncio.gather(*(client.infer(echo_request()) for _ in range(20)))  # it gets no requests any more
-            assert time.monotonic() - begun < 1
+            retries = await front.metric(RETRIES)
+            assert retries > 0
+            await asyncio.gather(*(client.infer(echo_request()) for _ in range(20)))
+            assert await front.metric(RETRIES) == retries
             served = (await fleet.statistics(healthy)).inference_count
             assert served == 40
             fleet.resume(hung.pid)
@@ -184,6 +181,7 @@ async def test_a_hung_worker_costs_a_few_seconds_but_no_request_and_repeats_noth
             assert (await fleet.statistics(hung, "sim")).response_stats["0"].success.count <= 1
 
 
-async def send_until(done: asyncio.Task[Any], client: Client) -> None:
-    while not done.done():
+async def infer_on(client: Client) -> NoReturn:
+    """Send one request after the other, until one fails."""
+    while True:
         await client.infer(echo_request())

@@ -232,10 +232,8 @@ async def test_a_killed_worker_costs_no_unary_request_and_none_left_is_unavailab
         last.process.kill()
         await last.ended()
         async with connected(front.grpc_target) as (channel,):
-            begun = asyncio.get_running_loop().time()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await infer(channel)
-            assert asyncio.get_running_loop().time() - begun < 5.0
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert caught.value.details()
 

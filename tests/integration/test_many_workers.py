@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import httpx2
 import pytest
@@ -36,7 +35,6 @@ async def test_a_hundred_workers_in_one_process_register_and_serve(
         nats=NatsOptions(servers=(nats_server.url,)),
     )
     model = ("--model", "sim:blocks=64", "--speedup-ratio", "0")
-    begun = time.monotonic()
     async with (
         serve_frontend(config) as frontend,
         worker(etcd_server, nats_server, namespace, *model, "--num-workers", str(COUNT)) as process,
@@ -53,7 +51,6 @@ async def test_a_hundred_workers_in_one_process_register_and_serve(
 
         served = await asyncio.gather(*(generate(number) for number in range(2 * COUNT)))
         assert {served.count(instance) for instance in served} == {2}, "each of them took two requests"
-        assert time.monotonic() - begun < 15
         process.terminate()
         assert await process.ended() == 0
         await until(lambda: not frontend.plane.models.instances("sim"))

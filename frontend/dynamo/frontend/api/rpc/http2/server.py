@@ -146,10 +146,10 @@ class Http2Server:
         return float("inf") if age_s is None else age_s * random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
 
     def opened(self, connection: Connection) -> bool:
-        """Count a new connection; False if there are too many."""
+        """Count a new connection; False if there are too many, or the server has stopped, as it may during a handshake."""
         self.connections.add(connection)
         self._empty.clear()
-        return len(self.connections) <= self._max_connections
+        return not self._stopped and len(self.connections) <= self._max_connections
 
     def closed(self, connection: Connection) -> None:
         self.connections.discard(connection)
