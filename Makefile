@@ -9,6 +9,7 @@
 # make drill        one fault after the other in real processes under load, and what callers see (25 minutes); FLAGS="nats etcd" for a part
 # make kills        processes that share memory are killed at 400 random moments of requests (a minute); KILLS=1000 for more of each
 # make differential the same 4,000 requests to a real Triton and to this project (3 minutes); TRITON: an environment with nvidia-pytriton
+# make triton-examples  Triton's own Python client examples, unmodified, against both (a minute); EXAMPLES: src/python/examples of its client repository
 # make lint         format, rules, types, import contracts
 # make docs         pages and tables that are generated from the code
 # make bench        benchmarks, ten minutes; FLAGS="kserve --help" for one of them
@@ -30,7 +31,7 @@ VLLM := .venv-vllm
 VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/integration/test_vllm_whole_way.py
 VLLM_FLAGS ?= -k "vllm"
 
-.PHONY: help run test unit integration test-vllm test-clients lint format docs bench profile setup clean simulate fuzz drill soak kills differential
+.PHONY: help run test unit integration test-vllm test-clients lint format docs bench profile setup clean simulate fuzz drill soak kills differential triton-examples
 
 help:
 	@sed -n 's/^# \?//; /^$$/q; p' $(firstword $(MAKEFILE_LIST))
@@ -66,6 +67,9 @@ drill: $(VENV)/.dev
 
 differential: $(VENV)/.dev
 	$(BIN)/python -m tests.differential --triton $(TRITON) $(FLAGS)
+
+triton-examples: $(VENV)/.dev
+	$(BIN)/python -m tests.differential.examples --triton $(TRITON) --examples $(EXAMPLES) $(FLAGS)
 
 kills: $(VENV)/.dev
 	KILLS=$(or $(KILLS),200) $(BIN)/python -m pytest tests/integration/test_shared_memory_processes.py

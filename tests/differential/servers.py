@@ -23,12 +23,12 @@ class Server:
     process: asyncio.subprocess.Process | None = None
     """Its process, if a request may end it."""
 
-    async def has_ended(self) -> bool:
+    async def has_ended(self, within_s: float = 10) -> bool:
         """Return whether the server has ended, after a connection to it broke."""
         if self.process is None:
             return False
         try:
-            await asyncio.wait_for(self.process.wait(), 10)
+            await asyncio.wait_for(self.process.wait(), within_s)
         except TimeoutError:
             return False
         return True

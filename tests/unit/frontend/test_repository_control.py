@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -27,9 +28,15 @@ from dynamo.frontend.security.accounts import ANONYMOUS
 EXPLICIT = ControlMode.EXPLICIT
 
 
-def registered(number: int, mode: ControlMode = EXPLICIT, revision: int = 1, state: str = "UNAVAILABLE") -> KeyValue:
+def registered(
+    number: int,
+    mode: ControlMode = EXPLICIT,
+    revision: int = 1,
+    state: str = "UNAVAILABLE",
+    others: tuple[IndexEntry, ...] = (),
+) -> KeyValue:
     endpoint, id_ = Endpoint(), InstanceId(number)
-    entries = (IndexEntry(name="m", version="1", state=ModelState(state)),)
+    entries = (IndexEntry(name="m", version="1", state=ModelState(state)), *others)
     instance = RepositoryInstance(id=id_, endpoint=endpoint, subject=endpoint.rpc_subject(id_), mode=mode, entries=entries)
     return KeyValue(instance.key, instance.encode(), revision)
 
@@ -55,11 +62,13 @@ class FakeEtcd:
 class FakeModels:
     def __init__(self) -> None:
         self.serving: list[int] = []
+        self.late: set[str] = set()
+        """Models that the directory does not show yet."""
         self.tell: Callable[[], None] = lambda: None
 
     def instances(self, name: str) -> Sequence[Instance]:
         endpoint, card = Endpoint(), ModelCard(name=name, kind=ModelKind.TENSOR)
-        ids = map(InstanceId, self.serving)
+        ids = [] if name in self.late else map(InstanceId, self.serving)
         return [Instance(id=i, endpoint=endpoint, subject=endpoint.rpc_subject(i), card=card, started_at=0) for i in ids]
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -111,6 +120,8 @@ class Fleet:
         self.mode = mode
         self.models = FakeModels()
         self.requests: list[tuple[int, str]] = []
+        self.etcd = FakeEtcd()
+        self.registers_after_load: KeyValue | None = None
 
     async def request(self, instance: InstanceId, subject: str, verb: str, body: Any, deadline: float) -> bytes:
         assert subject == Endpoint().rpc_subject(instance)
@@ -119,15 +130,15 @@ class Fleet:
         if error is not None:
             raise error
         self.models.serving = [*self.models.serving, instance] if verb == "repository_load" else []
+        if self.registers_after_load is not None:
+            self.etcd.listing = Listing((self.registers_after_load,), self.registers_after_load.mod_revision)
         self.models.tell()
         return b""
 
     async def repository(self) -> Repository:
         kvs = tuple(registered(number, self.mode) for number in range(1, len(self.errors) + 1))
-        etcd = FakeEtcd(Reset(kvs, 1))
-        view = RepositoryView(etcd, "dynamo")  # type: ignore[arg-type]
-        for change in etcd.changes:
-            view.apply(change)
+        view = RepositoryView(self.etcd, "dynamo")  # type: ignore[arg-type]
+        view.apply(Reset(kvs, 1))
         return Repository(view, self.request, self.models, 5.0)
 
 
@@ -142,6 +153,22 @@ async def test_a_model_is_loaded_by_every_worker_that_has_it(errors: tuple[Dynam
     assert fleet.requests == [(number, "repository_load") for number in range(1, len(errors) + 1)]
     await repository.unload(ANONYMOUS, UnloadRequest(model="m"))
     assert fleet.models.serving == []
+
+
+async def test_a_load_returns_when_the_ensembles_that_came_back_with_the_model_are_visible() -> None:
+    fleet = Fleet(None)
+    repository = await fleet.repository()
+    ensemble = IndexEntry(name="ensemble", version="1", state=ModelState.READY)
+    fleet.registers_after_load = registered(1, revision=9, state="READY", others=(ensemble,))
+    fleet.models.late = {"ensemble"}
+    loading = asyncio.ensure_future(repository.load(ANONYMOUS, LoadRequest(model="m")))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert fleet.models.serving == [1]
+    assert not loading.done()
+    fleet.models.late.clear()
+    fleet.models.tell()
+    await loading
 
 
 @pytest.mark.parametrize(

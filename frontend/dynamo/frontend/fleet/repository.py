@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -165,17 +165,28 @@ class Repository:
     async def load(self, account: Account, request: LoadRequest) -> None:
         """Load a model. Returns when every worker that has the model serves it; raises the DynamoError of one that fails."""
         account.permit(request.model)
+        before = self._loaded()
         try:
             done = await self._send_to_all(request.model, LOAD, msgspec.msgpack.encode(request))
         except ModelNotFound as error:
             raise EngineError(f"failed to load '{error.model}', failed to poll from model repository") from error
-        await self._wait_until_visible(lambda: done <= {instance.id for instance in self._models.instances(request.model)})
+        await self._wait_until_visible(before, dict.fromkeys(((worker, request.model) for worker in done), True))
 
     async def unload(self, account: Account, request: UnloadRequest) -> None:
         """Unload a model. Returns when no worker serves it and its accepted requests are done. Raises DynamoError."""
         account.permit(request.model)
+        before = self._loaded()
         done = await self._send_to_all(request.model, UNLOAD, msgspec.msgpack.encode(request))
-        await self._wait_until_visible(lambda: done.isdisjoint(instance.id for instance in self._models.instances(request.model)))
+        await self._wait_until_visible(before, dict.fromkeys(((worker, request.model) for worker in done), False))
+
+    def _loaded(self) -> set[tuple[InstanceId, str]]:
+        """Return which worker says that it has loaded which model."""
+        return {
+            (worker.id, entry.name)
+            for worker in self._view.instances()
+            for entry in worker.entries
+            if entry.state is ModelState.READY
+        }
 
     async def _send_to_all(self, model: str, verb: str, body: bytes) -> set[InstanceId]:
         """Send a request to all workers, and return the ids of those that succeeded."""
@@ -204,11 +215,23 @@ class Repository:
             return _Outcome(worker, error)
         return _Outcome(worker, None)
 
-    async def _wait_until_visible(self, is_visible: Callable[[], bool]) -> None:
-        """Wait until the directory shows the change, so that the caller's next request sees it."""
+    async def _wait_until_visible(
+        self, before: Set[tuple[InstanceId, str]], requested: Mapping[tuple[InstanceId, str], bool]
+    ) -> None:
+        """Wait until the directory shows what has changed, so that the caller's next request sees it.
+
+        `requested`: whether a worker serves the model of the request. Other models may have changed with it, as an ensemble does
+        with its parts: those that these workers say they have loaded, and had not `before`, or the other way round.
+        """
+        workers, now = {worker for worker, _ in requested}, self._loaded()
+        expected = {change: change in now for change in now ^ before if change[0] in workers} | dict(requested)
+
+        def is_served(instance: InstanceId, model: str) -> bool:
+            return any(serving.id == instance for serving in self._models.instances(model))
+
         try:
             async with asyncio.timeout(_SEEN_S):
-                while not is_visible():
+                while any(is_served(*change) is not served for change, served in expected.items()):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:

@@ -82,15 +82,17 @@ class Declaration:
     model_config: bytes = b""
     """A serialized ModelConfig, if it was declared by one."""
 
-    def to_card(self, name: str) -> ModelCard:
-        """Return a model card. Raises InvalidRequest, naming the tensor, if the declaration contradicts itself."""
+    def to_card(self, name: str, *, needs_outputs: bool = True) -> ModelCard:
+        """Return a model card. Raises InvalidRequest, naming the tensor, if the declaration contradicts itself, or declares no
+        outputs where it needs some.
+        """
         if self.max_batch_size < 0:
             raise InvalidRequest(f"model '{name}' declares the max_batch_size {self.max_batch_size}")
         if self.batching is not None and not self.max_batch_size:
             raise InvalidRequest(f"model '{name}' declares dynamic batching but no max_batch_size")
         if self.batching is not None and self.decoupled:
             raise InvalidRequest(f"model '{name}' cannot be decoupled and batch dynamically")
-        if not self.outputs:
+        if needs_outputs and not self.outputs:
             raise InvalidRequest(f"model '{name}' declares no outputs")
         return ModelCard(
             name=name,

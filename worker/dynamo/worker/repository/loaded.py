@@ -223,7 +223,10 @@ def make_card(
         plain.ClearField("dynamic_batching")  # requests of a decoupled model are run one by one
     declaration = from_model_config(plain, folder)
     serialized = config.SerializeToString(deterministic=True)
-    card = replace(declaration, versions=versions, model_config=serialized).to_card(config.name)
+    card = replace(declaration, versions=versions, model_config=serialized).to_card(
+        config.name,
+        needs_outputs=config.backend != "python",  # whose outputs need not be those that are declared
+    )
     if config.HasField("sequence_batching"):
         card = msgspec.structs.replace(card, has_sequences=True)
     if not labels:

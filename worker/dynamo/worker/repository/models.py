@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dynamo.common.background import Tasks
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, Unavailable, Unsupported
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, Unavailable, Unsupported, from_wire
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import check_name
 from dynamo.common.repository import MAX_REASON_CHARS, NOT_LOADED, UNLOADED, IndexEntry, LoadRequest, ModelState
@@ -315,6 +315,8 @@ class RepositoryModels:
                 raise InvalidRequest(
                     f"load failed for model '{request.model}': version {version} is at UNAVAILABLE state: Internal: {error};"
                 ) from error
+            except InvalidRequest as error:
+                raise from_wire(error.code, f"failed to load '{request.model}', {error}", error.retryable) from error
             finally:
                 await self._publish()
         return loaded.card.versions
@@ -448,7 +450,7 @@ class RepositoryModels:
             if not request.config:
                 raise InvalidRequest("a request with files of the model needs the parameter 'config', too")
             folder = await files.enter_async_context(temporary_folder())
-            await write_files(request.files, folder)
+            await write_files(request.model, request.files, folder)
             return folder
         if request.path:
             where = await self._paths.find(request.path)

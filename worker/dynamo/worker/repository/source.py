@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from dynamo.common.errors import Forbidden, InvalidRequest, PayloadTooLarge, Unsupported
+from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, PayloadTooLarge, Unsupported
 from dynamo.worker.paths import MAX_PATH_CHARS, relative_path
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,15 @@ async def temporary_folder() -> AsyncIterator[Path]:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-async def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write files to a folder. Raises InvalidRequest for a path that leads out of `folder`."""
+class FilesNotWritten(DynamoError):
+    """The files of a load request cannot be written. An internal error, as in Triton, though most often their names are wrong."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"failed to load '{model}', failed to poll from model repository: its files cannot be written: {reason}")
+
+
+async def write_files(model: str, files: Mapping[str, bytes], folder: Path) -> None:
+    """Write the files of a model to `folder`. Raises FilesNotWritten, and InvalidRequest for a path that leads out of it."""
     paths = {relative_path(name): data for name, data in files.items()}
 
     def write() -> None:
@@ -42,7 +49,7 @@ async def write_files(files: Mapping[str, bytes], folder: Path) -> None:
     try:
         await asyncio.to_thread(write)
     except OSError as error:
-        raise InvalidRequest(f"the files of the request contradict each other: {error.strerror or error}") from error
+        raise FilesNotWritten(model, error.strerror or str(error)) from error
 
 
 class ModelPaths:
