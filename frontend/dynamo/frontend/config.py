@@ -362,7 +362,8 @@ class TextOptions:
         minimum=0,
         maximum=2**40,
         metavar="SIZE",
-        help="Memory for tokenizers, shared by models and loaded at first use. Beyond it, those that are not in use are evicted.",
+        help="Memory for tokenizers, shared by models and loaded when a model appears. Beyond it, they are loaded at first use, "
+        "and those that are not in use are evicted.",
     )
     request_template: Path | None = option(
         None,

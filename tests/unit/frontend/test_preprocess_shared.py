@@ -77,7 +77,6 @@ async def test_the_least_recently_used_values_are_evicted_beyond_the_bound() -> 
     assert values.get("a") is not None
     await values.load("c")
     assert ["a" in values, "b" in values, "c" in values] == [True, False, True]
-    assert values.used_bytes == 20
 
 
 async def test_values_in_use_stay_however_many_there_are_until_they_are_given_back() -> None:
@@ -85,12 +84,20 @@ async def test_values_in_use_stay_however_many_there_are_until_they_are_given_ba
     values = shared(maker)
     used = [await values.load(name) for name in "abcd"]
     assert len(values) == 4
-    assert values.used_bytes == 40
     assert await values.load("a") is used[0]
     used.clear()
     await values.load("e")
     assert len(values) == 2
     assert maker.calls == ["a", "b", "c", "d", "e"]
+
+
+async def test_there_is_room_while_another_value_of_that_size_evicts_none() -> None:
+    values = shared(Maker())
+    assert values.has_room
+    await values.load("a")
+    assert values.has_room
+    await values.load("b")
+    assert not values.has_room
 
 
 async def test_closing_stops_what_is_being_made() -> None:

@@ -11,11 +11,15 @@ from dynamo.common.errors import EngineError, Unavailable
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.frontend.config import TextOptions
 from dynamo.frontend.preprocess.text import TextRequest
-from dynamo.frontend.preprocess.text_files import LOADED_EARLY, TextFiles, open_text_files
+from dynamo.frontend.preprocess.text_files import TextFiles, open_text_files
+from dynamo.frontend.preprocess.tokenizer import Tokenizer
 from dynamo.worker.engine.echo import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 """What is evicted must go by its reference count."""
+
+
+TOKENIZER_BYTES = Tokenizer(byte_tokenizer(), fast=False).size_bytes
 
 
 class Files:
@@ -64,17 +68,28 @@ async def test_models_that_differ_in_their_template_only_share_the_tokenizer() -
         assert [await first.render(request), await second.render(request)] == ["1", "2"]
 
 
-async def test_the_first_tokenizers_are_loaded_early_and_the_others_only_fetched() -> None:
+async def test_tokenizers_and_templates_are_loaded_before_a_request_needs_them_while_there_is_room() -> None:
     files = Files()
-    cards = [card(f"m{number}", f"t{number}") for number in range(LOADED_EARLY + 2)]
-    async with open_text_files(files, TextOptions()) as texts:
+    cards = [card(f"m{number}", f"t{number}", f"c{number}") for number in range(5)]
+    options = TextOptions(tokenizer_cache_bytes=int(3.5 * TOKENIZER_BYTES), fast_tokenizer=False)
+    async with open_text_files(files, options) as texts:
         await asyncio.gather(*map(texts.prepare, cards))
-        loaded = [card.name for card in cards if texts.loaded(card) is not None]
-        assert loaded == [f"m{number}" for number in range(LOADED_EARLY)]
-        assert files.fetched == [f"t{number}" for number in range(LOADED_EARLY, LOADED_EARLY + 2)]
-        last = cards[-1]
-        await texts.load(last)
-        assert texts.loaded(last) is not None
+        assert sorted(files.fetched) == sorted(f"{kind}{number}" for kind in "tc" for number in range(5))
+        assert sorted(files.read) == ["c0", "c1", "c2", "c3", "c4", "t0", "t1", "t2"]
+        assert [card.name for card in cards if texts.loaded(card) is not None] == ["m0", "m1", "m2"]
+        await texts.load(cards[-1])
+        assert texts.loaded(cards[-1]) is not None
+
+
+async def test_preparing_a_model_evicts_no_tokenizer_and_loads_none_twice() -> None:
+    files = Files()
+    options = TextOptions(tokenizer_cache_bytes=int(1.5 * TOKENIZER_BYTES), fast_tokenizer=False)
+    async with open_text_files(files, options) as texts:
+        for name, file in (("a", "t1"), ("b", "t2"), ("c", "t1")):
+            await texts.prepare(card(name, file))
+        assert files.read == ["t1"]
+        assert texts.loaded(card("a", "t1")) is not None
+        assert texts.loaded(card("b", "t2")) is None
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -100,7 +115,6 @@ async def test_a_tokenizer_that_was_evicted_is_loaded_again() -> None:
         for key in ("t1", "t2", "t1"):
             await texts.load(card("a", key))
         assert files.read == ["t1", "t2", "t1"]
-        assert texts.tokenizers_bytes > 0
 
 
 async def test_a_file_that_cannot_be_read_spoils_what_needs_it_only() -> None:

@@ -27,7 +27,7 @@ class Shared(Generic[K, V]):
         self._values: dict[K, V] = {}
         """In order of use, the last used one at the end."""
         self._making: dict[K, asyncio.Task[V]] = {}
-        self._bytes = 0
+        self._bytes = self._largest_bytes = 0
 
     def __repr__(self) -> str:
         return f"Shared({len(self._values)} values of {self._bytes} bytes, {len(self._making)} being made)"
@@ -41,9 +41,9 @@ class Shared(Generic[K, V]):
         return key in self._values or key in self._making
 
     @property
-    def used_bytes(self) -> int:
-        """The sizes of all values, added up."""
-        return self._bytes
+    def has_room(self) -> bool:
+        """Whether a value as large as the largest so far fits without an eviction."""
+        return self._bytes + self._largest_bytes < self._max_bytes
 
     def get(self, key: K) -> V | None:
         """Return a value if it is there."""
@@ -75,8 +75,10 @@ class Shared(Generic[K, V]):
     def _made(self, key: K, task: asyncio.Task[V]) -> None:
         del self._making[key]
         if not task.cancelled() and task.exception() is None:  # a failure is for those who await it, if there are any
+            size = self._size_of(task.result())
             self._values[key] = task.result()
-            self._bytes += self._size_of(task.result())
+            self._bytes += size
+            self._largest_bytes = max(self._largest_bytes, size)
             self._evict()
 
     def _evict(self) -> None:
