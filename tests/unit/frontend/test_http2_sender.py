@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import hpack
 import pytest
@@ -53,6 +53,21 @@ class Wire(asyncio.WriteTransport):
                 self.ended.add(stream)
 
 
+class Turns:
+    """In place of an event loop: what it was to call soon is called when a turn ends."""
+
+    def __init__(self) -> None:
+        self._soon: list[Callable[[], None]] = []
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        self._soon.append(function)
+
+    def end(self) -> None:
+        soon, self._soon = self._soon, []
+        for function in soon:
+            function()
+
+
 def prefixed(content: bytes) -> bytes:
     return b"\0" + len(content).to_bytes(4, "big") + content
 
@@ -64,13 +79,14 @@ STEPS = st.one_of(
     st.tuples(st.just("pause"), st.just(0), st.integers(0, 1)),
     st.tuples(st.just("finish"), st.sampled_from(STREAMS), st.integers(0, 3)),
     st.tuples(st.just("drop"), st.sampled_from(STREAMS), st.just(0)),
+    st.tuples(st.just("turn"), st.just(0), st.just(0)),
 )
 
 
 @given(st.lists(STEPS, max_size=40), st.integers(0, 70_000))
 def test_windows_are_kept_and_everything_arrives_in_order(steps: list[tuple[str, int, int]], initial: int) -> None:
-    wire, capacity = Wire(), Capacity()
-    sender = Sender(wire, capacity, lambda out: None)
+    wire, capacity, turns = Wire(), Capacity(), Turns()
+    sender = Sender(wire, capacity, lambda out: None, turns.call_soon)
     outs = {stream: Outgoing(stream, initial) for stream in STREAMS}
     wire.windows = dict.fromkeys(STREAMS, initial)
     sent = dict.fromkeys(STREAMS, b"")
@@ -96,6 +112,8 @@ def test_windows_are_kept_and_everything_arrives_in_order(steps: list[tuple[str,
             grow(stream, number)
         elif what == "pause":
             pause(bool(number))
+        elif what == "turn":
+            turns.end()
         elif stream not in finished and stream not in dropped:
             if what == "send":
                 content = bytes((len(sent[stream]) % 251,)) * number
@@ -110,6 +128,7 @@ def test_windows_are_kept_and_everything_arrives_in_order(steps: list[tuple[str,
     pause(False)
     for stream in (0, *STREAMS):
         grow(stream, 2**24)
+    turns.end()
     for stream in STREAMS:
         received = bytes(wire.data.get(stream, b""))
         assert sent[stream].startswith(received)
@@ -122,13 +141,14 @@ def test_windows_are_kept_and_everything_arrives_in_order(steps: list[tuple[str,
 
 
 def test_a_long_response_that_waits_counts_or_is_refused_before_anything_is_sent() -> None:
-    wire, capacity = Wire(), Capacity(CapacityOptions(max_buffered_bytes=2**20))
-    sender = Sender(wire, capacity, lambda out: None)
+    wire, capacity, turns = Wire(), Capacity(CapacityOptions(max_buffered_bytes=2**20)), Turns()
+    sender = Sender(wire, capacity, lambda out: None, turns.call_soon)
     first, second = Outgoing(1, 0), Outgoing(3, 0)
     sender.send(first, bytes(700_000))
     assert capacity.buffered_bytes == 700_005
     with pytest.raises(Overloaded):
         sender.respond(second, bytes(700_000), ())
+    turns.end()
     assert 3 not in wire.blocks
     sender.drop(first)
     assert capacity.buffered_bytes == 0
@@ -136,7 +156,7 @@ def test_a_long_response_that_waits_counts_or_is_refused_before_anything_is_sent
 
 def test_streams_take_turns() -> None:
     wire = Wire()
-    sender = Sender(wire, Capacity(), lambda out: None)
+    sender = Sender(wire, Capacity(), lambda out: None, Turns().call_soon)
     outs = [Outgoing(stream, 2**24) for stream in (1, 3)]
     wire.windows = {1: 2**24, 3: 2**24}
     sender.is_paused = True
@@ -150,16 +170,48 @@ def test_streams_take_turns() -> None:
     assert abs(len(wire.data[1]) - len(wire.data[3])) <= 2**18
 
 
-def test_a_response_that_fits_is_one_write() -> None:
-    writes: list[bytes] = []
+class Counting(Wire):
+    """A wire that counts writes."""
 
-    class Counting(Wire):
-        def write(self, data: Buffer) -> None:
-            writes.append(bytes(data))
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = 0
 
-    sender = Sender(Counting(), Capacity(), lambda out: None)
+    def write(self, data: Buffer) -> None:  # type: ignore[override]
+        self.writes += 1
+        super().write(data)
+
+
+def test_responses_of_one_turn_are_one_write() -> None:
+    wire, turns = Counting(), Turns()
+    sender = Sender(wire, Capacity(), lambda out: None, turns.call_soon)
+    wire.windows = dict.fromkeys(STREAMS, 65_535)
+    for stream in STREAMS:
+        sender.respond(Outgoing(stream, 65_535), b"hello", ())
+    assert not wire.writes
+    turns.end()
+    assert wire.writes == 1
+    assert wire.ended == set(STREAMS)
+
+
+def test_a_response_leaves_at_once_when_its_connection_waits_for_no_other() -> None:
+    wire, turns = Counting(), Turns()
+    sender = Sender(wire, Capacity(), lambda out: sender.flush(), turns.call_soon)
+    wire.windows = {1: 65_535}
     sender.respond(Outgoing(1, 65_535), b"hello", ())
-    assert len(writes) == 1
+    assert wire.writes == 1
+    turns.end()
+    assert wire.writes == 1
+
+
+def test_a_long_response_takes_what_waits_along_at_once() -> None:
+    wire, turns = Counting(), Turns()
+    sender = Sender(wire, Capacity(), lambda out: None, turns.call_soon)
+    wire.windows = dict.fromkeys((1, 3), 65_535)
+    sender.respond(Outgoing(1, 65_535), b"hello", ())
+    sender.respond(Outgoing(3, 65_535), bytes(40_000), ())
+    assert wire.writes == 1
+    assert wire.data.keys() == {1, 3}
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 30_000))))

@@ -345,9 +345,12 @@ class Call:
                 return  # the handler has not minded that it was cancelled
             if method.writes_stream:
                 sender.finish(self.out, 0, "", self._trailing)
+            elif encoding := self._response_encoding():
+                await self._respond_deflated(response, encoding)
             else:
-                await self._respond(response)
-            await self._drained()
+                sender.respond(self.out, response, self._trailing)
+            if self.out.pieces:
+                await self._drained()
         except grpc.aio.AbortError as error:
             release(error)
             self._fail(self._code or grpc.StatusCode.UNKNOWN, self._details, self._trailing)
@@ -371,13 +374,12 @@ class Call:
         if not self.out.is_over:
             self._host.sender.fail(self.out, status.value[0], text, metadata)
 
-    async def _respond(self, response: Buffer) -> None:
-        encoding = self._response_encoding()
-        if encoding:
-            deflated = await self._deflate(response, encoding)
-            if len(deflated) < len(response):
-                return self._host.sender.respond(self.out, deflated, self._trailing, is_compressed=True)
-        self._host.sender.respond(self.out, response, self._trailing)
+    async def _respond_deflated(self, response: Buffer, encoding: str) -> None:
+        """Send a response compressed, if that makes it smaller."""
+        deflated = await self._deflate(response, encoding)
+        is_compressed = len(deflated) < len(response)
+        message = deflated if is_compressed else response
+        self._host.sender.respond(self.out, message, self._trailing, is_compressed=is_compressed)
 
     async def _drained(self) -> None:
         """Return when all that was sent has left for the transport, or will not be sent."""

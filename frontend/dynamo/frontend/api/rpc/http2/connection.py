@@ -177,7 +177,7 @@ class Connection(asyncio.BufferedProtocol):
         longest = max(frames.DEFAULT_FRAME_BYTES, self.options.max_metadata_bytes)
         self._reader = FrameReader(self, self._server.read_memory, longest)
         self.peer = _name_of(transport.get_extra_info("peername"))
-        self.sender = Sender(self._transport, self.capacity, self._response_ended)
+        self.sender = Sender(self._transport, self.capacity, self._response_ended, asyncio.get_running_loop().call_soon)
         secured = transport.get_extra_info("ssl_object")
         if not self._server.opened(self) or (secured is not None and secured.selected_alpn_protocol() != "h2"):
             self._closing_at = self._now
@@ -607,12 +607,15 @@ class Connection(asyncio.BufferedProtocol):
         if not call.is_half_closed:
             self._remember_reset(out.stream)
             self.sender.control(frames.encode_reset(out.stream, ErrorCode.NO_ERROR))
+        if not self._calls:
+            self.sender.flush()
         if self._drains_at is not None:
             self._close_if_drained()
 
     def _fail(self, code: ErrorCode, text: str) -> None:
         _log.debug("%r is closed: %s", self, text)
         self.sender.control(frames.encode_goaway(self._last_stream, code, text))
+        self.sender.flush()
         self._closing_at = self._now
         if self._transport.can_write_eof():
             self._transport.write_eof()  # closed with unread data, the connection would be reset, and the GOAWAY lost
@@ -624,6 +627,7 @@ class Connection(asyncio.BufferedProtocol):
     def _close(self) -> None:
         """Close when all that was sent has left."""
         self._closing_at = self._now
+        self.sender.flush()
         self._transport.close()
 
     # Called by calls

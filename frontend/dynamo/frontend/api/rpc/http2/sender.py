@@ -1,7 +1,9 @@
 """What one connection sends: responses in the order of their streams' turns, within the client's windows.
 
-A response that fits into the windows goes out in one write, without a copy if it is large. What does not fit waits in its
-`Outgoing`. While the client does not read, nothing is handed to the transport, and long responses count against the capacity.
+Frames leave with all others of their event-loop turn in one write, since each write is a system call and wakes the client; at
+once when they are many bytes, or when the connection has no open call left whose response they could wait for. A response that
+fits into the windows is not copied if it is large. What does not fit waits in its `Outgoing`. While the client does not read,
+nothing is handed to the transport, and long responses count against the capacity.
 """
 
 from __future__ import annotations
@@ -102,8 +104,9 @@ class Sender:
         transport: asyncio.WriteTransport,
         capacity: Capacity,
         ended: Callable[[Outgoing], None],
+        call_soon: Callable[[Callable[[], None]], object],
     ) -> None:
-        """`ended` is called when the last frame of a response has been sent."""
+        """`ended` is called when the last frame of a response has been sent; `call_soon` is the event loop's."""
         self.encoder = HeaderEncoder()
         self.window = SendWindow(DEFAULT_WINDOW_BYTES)
         self.initial_window = DEFAULT_WINDOW_BYTES
@@ -113,8 +116,13 @@ class Sender:
         self.responses = 0
         """A number that grows with each write of a response."""
         self._transport = transport
+        self._call_soon = call_soon
         self._capacity = capacity
         self._ended = ended
+        self._unsent: list[Buffer] = []
+        """Frames of this turn of the event loop, and about how many bytes they are."""
+        self._unsent_bytes = 0
+        self._is_scheduled = False
         self._ready: dict[Outgoing, None] = {}
         """Those that wait, and whose own window is open, in the order of their turns."""
 
@@ -122,11 +130,37 @@ class Sender:
         """Nothing is sent any more, and nobody is told of ends."""
         self._ended = _ignore
         self._transport = GONE
+        self._unsent.clear()
         self._ready.clear()
 
     def control(self, frames: bytes) -> None:
         """Send frames that no window applies to."""
-        self._transport.write(frames)
+        self._unsent.append(frames)
+        self._added(len(frames))
+
+    def flush(self) -> None:
+        """Hand all frames to the transport."""
+        unsent, size = self._unsent, self._unsent_bytes
+        if not unsent:
+            return
+        self._unsent, self._unsent_bytes = [], 0
+        if size <= _COPIED_BYTES:
+            self._transport.write(b"".join(unsent))
+        else:
+            self._transport.writelines(unsent)
+
+    def _added(self, size: int) -> None:
+        """Have the `size` bytes sent that were added to the unsent frames."""
+        self._unsent_bytes += size
+        if self._unsent_bytes > _COPIED_BYTES:
+            self.flush()  # may pause
+        elif not self._is_scheduled:
+            self._is_scheduled = True
+            self._call_soon(self._turn_ended)
+
+    def _turn_ended(self) -> None:
+        self._is_scheduled = False
+        self.flush()
 
     def respond(self, out: Outgoing, response: Buffer, metadata: Metadata, *, is_compressed: bool = False) -> None:
         """Send the only message of a successful response, and its trailers. Raises Overloaded, before anything is sent."""
@@ -143,18 +177,21 @@ class Sender:
         stream, encoder = out.stream, self.encoder
         head = encoder.response()
         ok = encoder.trailers(0, "", metadata) if metadata else encoder.success()
+        end = encode_header_block(stream, END_STREAM, ok, self.max_frame_bytes)
         start = (
             frame_head(len(head), HEADERS, END_HEADERS, stream),
             head,
             frame_head(total, DATA, 0, stream),
             PREFIX.pack(0, size),
         )
-        end = encode_header_block(stream, END_STREAM, ok, self.max_frame_bytes)
         if size <= _COPIED_BYTES:
-            self._transport.write(b"".join((*start, response, end)))
+            self._unsent.append(b"".join((*start, response, end)))
         else:
-            self._transport.writelines((b"".join(start), response, end))
+            self._unsent += (b"".join(start), response, end)
+        self._unsent_bytes += size + len(end)
         self._ended(out)
+        if self._unsent:
+            self._added(0)
 
     def send(self, out: Outgoing, message: Buffer, *, is_compressed: bool = False) -> None:
         """Send a message as soon as the windows allow. Raises Overloaded, before anything of it is sent."""
@@ -183,7 +220,7 @@ class Sender:
         if out._has_begun:
             return self.finish(out, status, text, metadata)
         block = self.encoder.failure(status, text, metadata, http_status)
-        self._transport.write(encode_header_block(out.stream, END_STREAM, block, self.max_frame_bytes))
+        self.control(encode_header_block(out.stream, END_STREAM, block, self.max_frame_bytes))
         self._over(out)
 
     def drop(self, out: Outgoing, *, is_over: bool = True) -> None:
@@ -215,7 +252,8 @@ class Sender:
                 ready[out] = None
             if frames:
                 self.responses += 1
-                self._transport.writelines(frames)  # may pause
+                self._unsent += frames
+                self._added(sum(map(len, frames)))  # may pause
 
     def _take_turn(self, out: Outgoing, frames: list[Buffer]) -> None:
         """Add frames of a response for one turn."""
@@ -259,7 +297,8 @@ class Sender:
         encoder = self.encoder
         block = encoder.trailers(status, text, metadata) if status or metadata else encoder.success()
         frames.append(encode_header_block(out.stream, END_STREAM, block, self.max_frame_bytes))
-        self._transport.writelines(frames)  # what `ended` may send has to follow
+        self._unsent += frames
+        self._added(sum(map(len, frames)))  # what `ended` may send has to follow
         frames.clear()
         self._over(out)
 
