@@ -6,11 +6,11 @@ from hashlib import sha256
 import pytest
 from tokenizers import Tokenizer
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferRequest
-from dynamo.worker.engine.base import Context, Engine, HasFiles, TensorEngine
+from dynamo.worker.engine.base import Context, Engine, HasFiles, RespondsOnce, TensorEngine
 from dynamo.worker.engine.declaration import Declaration, Tensor
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens, echo_declaration, parse_tensors
 
@@ -26,6 +26,7 @@ async def generate(engine: EchoTokens, prompt: list[int], stop: Stop = Stop(), n
 
 def test_the_echo_engines_are_engines() -> None:
     assert isinstance(EchoTensors(), TensorEngine)
+    assert isinstance(EchoTensors(), RespondsOnce)
     assert isinstance(EchoTokens(), Engine)
     assert isinstance(EchoTokens(), HasFiles)
 
@@ -66,6 +67,17 @@ async def test_repeat_gives_several_responses_and_is_bounded() -> None:
     head.parameters["repeat"].uint64_param = 2**63
     with pytest.raises(InvalidRequest, match="repeat"):
         await anext(engine.infer(TensorRequest.build(head), Context("r")))
+
+
+async def test_a_model_that_is_not_decoupled_responds_once_or_fails() -> None:
+    head = ModelInferRequest()
+    head.inputs.add(name="INPUT0", datatype="INT8", shape=[2])
+    engine = EchoTensors()
+    response = await engine.respond(TensorRequest.build(head, [b"ab"]), Context("r"))
+    assert response.raw_outputs == [b"ab"]
+    head.parameters["repeat"].int64_param = 2
+    with pytest.raises(EngineError, match="not declared as decoupled"):
+        await engine.respond(TensorRequest.build(head, [b"ab"]), Context("r"))
 
 
 async def test_repeat_that_is_no_integer_is_refused() -> None:

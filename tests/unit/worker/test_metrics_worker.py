@@ -55,6 +55,9 @@ class Broken(EchoTensors):
         raise EngineError("out of memory")
         yield TensorResponse()
 
+    async def respond(self, request: TensorRequest, context: Context) -> TensorResponse:
+        raise EngineError("out of memory")
+
 
 @pytest.fixture
 def registry() -> CollectorRegistry:

@@ -11,7 +11,7 @@ import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from hashlib import sha256
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.generation_rules import Feature, check_features
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
@@ -84,26 +84,41 @@ class EchoTensors:
         return [self._declaration.to_card(self._name)]
 
     async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
-        request_head = request.head
-        repeat, delay_s = 1, 0.0
-        if request_head.parameters:
-            repeat = _parameter(request_head, "repeat", 1, MAX_REPEATS)
-            delay_s = _parameter(request_head, "delay_ms", 0, MAX_DELAY_MS) / 1000
+        repeat, delay_s = _behaviour(request.head)
         for _ in range(repeat):
             if delay_s:
                 await asyncio.sleep(delay_s)
-            head = ModelInferResponse()
-            for tensor in request_head.inputs:
-                output = head.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-                if not request.raw_inputs:
-                    output.contents.CopyFrom(tensor.contents)
-            if request_head.parameters:
-                for key, value in request_head.parameters.items():
-                    head.parameters[key].CopyFrom(value)
-            yield TensorResponse(head, list(request.raw_inputs))
+            yield _echo(request)
+
+    async def respond(self, request: TensorRequest, context: Context) -> TensorResponse:
+        repeat, delay_s = _behaviour(request.head)
+        if repeat != 1:
+            raise EngineError(f"parameter 'repeat' is {repeat}, but model '{self._name}' is not declared as decoupled")
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        return _echo(request)
 
     async def close(self) -> None:
         return
+
+
+def _behaviour(request: ModelInferRequest) -> tuple[int, float]:
+    """Return the number of responses that a request wants, and the seconds before each."""
+    if not request.parameters:
+        return 1, 0.0
+    return _parameter(request, "repeat", 1, MAX_REPEATS), _parameter(request, "delay_ms", 0, MAX_DELAY_MS) / 1000
+
+
+def _echo(request: TensorRequest) -> TensorResponse:
+    head = ModelInferResponse()
+    for tensor in request.head.inputs:
+        output = head.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        if not request.raw_inputs:
+            output.contents.CopyFrom(tensor.contents)
+    if request.head.parameters:
+        for key, value in request.head.parameters.items():
+            head.parameters[key].CopyFrom(value)
+    return TensorResponse(head, list(request.raw_inputs))
 
 
 def _parameter(request: ModelInferRequest, name: str, default: int, most: int) -> int:
