@@ -153,7 +153,11 @@ class DataPlane:
         with RequestScope(model.metrics, card.name, name, call, self._tracing) as scope:
             if card.decoupled:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-            await self._checks.run_if(model.checker.is_slow(request), model.checker.check, request)
+            checker = model.checker
+            if checker.is_slow(request):
+                await self._checks.run(checker.check, request)
+            else:
+                checker.check(request)
             response = await self._dispatcher.call(_infer(request, model, name, version), scope.call)
             scope.succeed()
             return response

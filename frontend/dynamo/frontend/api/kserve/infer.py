@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge, Unsupported
@@ -34,18 +34,21 @@ def call_for(request: TensorRequest, card: ModelCard, caller: Caller, request_ty
     )
 
 
-async def infer(plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call) -> Buffer:
+def infer(plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call) -> Awaitable[Buffer]:
     """Return the response to a request for any kind of model, a serialized ModelInferResponse. Raises DynamoError."""
-    match card.kind:
-        case ModelKind.TENSOR:
-            return await plane.infer(request, call)
-        case ModelKind.LLM:
-            if wants_stream(request):
-                raise InvalidRequest("ModelInfer returns one response; omit 'streaming', or use ModelStreamInfer")
-            texts = to_text_requests(request, card)
-            return TextResponses(request, card, texts).complete(await all_text(plane, texts, call))
-        case _:
-            raise Unsupported(f"model '{card.name}' is of kind {card.kind.value}, which KServe requests cannot use")
+    if card.kind is ModelKind.TENSOR:
+        return plane.infer(request, call)
+    if card.kind is ModelKind.LLM:
+        return _complete(plane, request, card, call)
+    raise Unsupported(f"model '{card.name}' is of kind {card.kind.value}, which KServe requests cannot use")
+
+
+async def _complete(plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call) -> Buffer:
+    """Return the whole texts that a language model generates."""
+    if wants_stream(request):
+        raise InvalidRequest("ModelInfer returns one response; omit 'streaming', or use ModelStreamInfer")
+    texts = to_text_requests(request, card)
+    return TextResponses(request, card, texts).complete(await all_text(plane, texts, call))
 
 
 async def all_text(plane: DataPlane, texts: Sequence[TextRequest], call: Call) -> list[list[TextDelta]]:

@@ -28,9 +28,11 @@ Places = Mapping[str, Place]
 
 def is_placed(head: ModelInferRequest) -> bool:
     """Return whether any tensor of a request is in shared memory."""
-    return any(tensor.parameters and not SHARED_MEMORY.isdisjoint(tensor.parameters) for tensor in head.inputs) or any(
-        output.parameters and not SHARED_MEMORY.isdisjoint(output.parameters) for output in head.outputs
-    )
+    for tensor in head.inputs:
+        if (parameters := tensor.parameters) and not SHARED_MEMORY.isdisjoint(parameters):
+            return True
+    outputs = head.outputs  # which most requests leave out
+    return bool(outputs) and any(output.parameters and not SHARED_MEMORY.isdisjoint(output.parameters) for output in outputs)
 
 
 def fetch(request: TensorRequest, regions: Regions) -> tuple[TensorRequest, Places]:

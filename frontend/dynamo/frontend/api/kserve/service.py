@@ -29,7 +29,7 @@ from dynamo.frontend.api.kserve.repository_requests import check_repository, loa
 from dynamo.frontend.api.kserve.server import NO_CUDA, KserveServer, check_cuda
 from dynamo.frontend.api.kserve.stream import KserveStream
 from dynamo.frontend.api.kserve.words import check_version, kserve_message
-from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_buffer, read_message
+from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import grpc_status, log_failure, retry_after_s
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
@@ -120,7 +120,8 @@ class KserveService:
         try:
             caller = _caller(self._account(), context, progress)
             request_id, explanation = caller.request_id, caller.explanation
-            request = TensorRequest.parse(await read_buffer(message), self._scanner)
+            data = await message.read() if isinstance(message, PendingMessage) else message
+            request = TensorRequest.parse(data, self._scanner)
             card = self._plane.card(caller.account, request.head.model_name, check_version(request.head.model_version))
             call = call_for(request, card, caller, RequestType.UNARY)
             request_id = call.request_id
