@@ -253,8 +253,7 @@ def to_numpy(raw: Buffer, datatype: str, shape: Sequence[int], what: str = "a te
         octets = np.frombuffer(raw, np.uint8)
         flags = octets != 0 if octets.max() > 1 else octets.view(np.bool_)
         return flags.reshape(shape)
-    array = np.frombuffer(raw, kind.dtype).reshape(shape)
-    return array if array.flags.writeable is False else _read_only(array)
+    return _read_only(np.ndarray(shape, kind.dtype, raw))
 
 
 def _read_only(array: Array) -> Array:
@@ -296,8 +295,12 @@ def from_numpy(array: Array, datatype: str = "") -> tuple[str, Buffer]:
 
 
 def _memory(array: Array, dtype: np.dtype[Any]) -> Buffer:
-    ready = np.ascontiguousarray(array, dtype)
-    return ready.reshape(-1).view(np.uint8).data if ready.size else b""
+    return octets_of(np.ascontiguousarray(array, dtype))
+
+
+def octets_of(array: Array) -> Buffer:
+    """Return the bytes of an array of numbers that is contiguous, where they lie."""
+    return np.frombuffer(array, np.uint8).data if array.size else b""
 
 
 # Typed contents

@@ -103,3 +103,13 @@ def test_releasing_what_is_not_in_use_is_an_error() -> None:
     units.release(start)
     with pytest.raises(KeyError):
         units.release(start)
+
+
+def test_many_returned_runs_become_blocks_again() -> None:
+    units = Units(1024)
+    starts = [units.allocate(1) for _ in range(1024)]
+    for start in starts:
+        assert start is not None
+        units.release(start)
+    assert units.free == 1024
+    assert blocks_of(units) == [1024]
