@@ -49,7 +49,7 @@ def test_dlpack_does_not_copy() -> None:
 
 def test_bf16_goes_and_comes_by_dlpack_and_is_float32_in_numpy() -> None:
     values = np.array([[1.0, -2.5, np.inf], [np.nan, 3.0e38, 1.00390625]], np.float32)
-    tensor = Tensor.received("x", values, "TYPE_BF16")
+    tensor = Tensor.received("x", values, is_bf16=True)
     capsule = tensor.to_dlpack()
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)

@@ -118,16 +118,20 @@ class Tensor:
         if not name:
             raise TritonModelException("Tensor name cannot be an empty string.")
         self._name = name
+        datatype_of(array)
         self._array: Array = np.asarray(array, order="C")
-        self._datatype = datatype_of(array)
+        self._is_bf16 = False
 
     @classmethod
-    def received(cls, name: str, array: Array, datatype: str = "") -> Tensor:
-        """Make a tensor of an array with a datatype that is not known to need a check."""
+    def received(cls, name: str, array: Array, *, is_bf16: bool = False) -> Tensor:
+        """Make a tensor of an array that needs no check."""
         tensor = cls.__new__(cls)
-        tensor._name, tensor._array = name, array
-        tensor._datatype = datatype or datatype_of(array)
+        tensor._name, tensor._array, tensor._is_bf16 = name, array, is_bf16
         return tensor
+
+    @property
+    def _datatype(self) -> str:
+        return _BF16 if self._is_bf16 else datatype_of(self._array)
 
     @classmethod
     def from_dlpack(cls, name: str, tensor: Any) -> Tensor:
@@ -141,7 +145,9 @@ class Tensor:
             ) from error
         except ValueError as error:
             raise TritonModelException(f"tensor '{name}' cannot be read by DLPack: {error}") from error
-        return cls.received(name, np.asarray(array, order="C"), _BF16 if is_bf16 else "")
+        array = np.asarray(array, order="C")
+        datatype_of(array)
+        return cls.received(name, array, is_bf16=is_bf16)
 
     def to_dlpack(self) -> Any:
         return self.__dlpack__()
@@ -149,7 +155,7 @@ class Tensor:
     def __dlpack__(self, *, stream: object = None) -> Any:
         if self._datatype == "TYPE_STRING":
             raise TritonModelException("DLPack does not have support for string tensors.")
-        return dlpack.to_dlpack(self._array, is_bf16=self._datatype == _BF16)
+        return dlpack.to_dlpack(self._array, is_bf16=self._is_bf16)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)
@@ -213,10 +219,15 @@ class InferenceResponse:
         if self._error is not None:
             head = wire.Response(number=number, error=self._error.message(), code=self._error.code(), final=final)
             return head, []
-        packed = [wire.pack(tensor.name(), tensor.as_numpy()) for tensor in self._tensors]
-        outputs = tuple(lend(number, head, raw) for head, raw in packed)
-        raws = [raw for head, (_, raw) in zip(outputs, packed, strict=True) if head.place is None]
-        return wire.Response(number=number, outputs=outputs, final=final, parameters=self._parameters), raws
+        outputs: list[wire.TensorHead] = []
+        raws: list[wire.Buffer] = []
+        for tensor in self._tensors:
+            packed, raw = wire.pack(tensor.name(), tensor.as_numpy())
+            output = lend(number, packed, raw)
+            outputs.append(output)
+            if output.place is None:
+                raws.append(raw)
+        return wire.Response(number=number, outputs=tuple(outputs), final=final, parameters=self._parameters), raws
 
 
 def _tensors_of(tensors: Sequence[Tensor]) -> list[Tensor]:

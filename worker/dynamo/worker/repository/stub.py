@@ -72,7 +72,10 @@ class Stub:
         self._numbers = itertools.count(1)
         self._calls: dict[int, CallInProgress] = {}
         self._pending: dict[int, Future[wire.Response]] = {}
-        self._open: dict[int, _Window] = {}
+        self._open: set[int] = set()
+        """The requests that have not ended."""
+        self._windows: dict[int, _Window] = {}
+        """Of those that have sent a response through a sender, or have got credit."""
         self._cancelled: set[int] = set()
         self._credit = threading.Condition(self._lock)
         """Notified when a window grows or a request is cancelled."""
@@ -140,14 +143,19 @@ class Stub:
 
     def over(self, number: int) -> None:
         with self._lock:
-            self._open.pop(number, None)
+            self._open.discard(number)
             self._cancelled.discard(number)
-            self._credit.notify_all()
+            if self._windows.pop(number, None) is not None:
+                self._credit.notify_all()
         if self._memory is not None:
             self._memory.forget_room(number)
 
     def is_cancelled(self, number: int) -> bool:
         return number in self._cancelled
+
+    def is_unwanted(self, order: wire.Execute) -> bool:
+        """Return whether all requests were cancelled."""
+        return bool(self._cancelled) and all(head.number in self._cancelled for head in order.requests)
 
     def use_memory(self, settings: wire.Memory) -> None:
         """Offer the worker outputs in shared memory, and read inputs there."""
@@ -190,9 +198,9 @@ class Stub:
     def wait_for_credit(self, number: int) -> None:
         """Return when the caller of a request has room for a response, or has left. Does not block an event loop."""
         with self._credit:
-            window = self._open.get(number)
-            if window is None:
+            if number not in self._open:
                 return
+            window = self._windows.setdefault(number, _Window())
             if window.sent >= window.allowed and not _in_event_loop():
                 self.read_beside()
                 self._credit.wait_for(
@@ -339,7 +347,7 @@ class Stub:
             case wire.Execute():
                 with self._lock:
                     for head in message.requests:
-                        self._open[head.number] = _Window()
+                        self._open.add(head.number)
                         if head.room is not None and self._memory is not None:
                             self._memory.offer_room(head.number, head.room)
                 self._orders.append((message, raws))
@@ -350,7 +358,8 @@ class Stub:
                         self._credit.notify_all()
             case wire.ResponseCredit():
                 with self._lock:
-                    if (window := self._open.get(message.number)) is not None:
+                    if message.number in self._open:
+                        window = self._windows.setdefault(message.number, _Window())
                         window.allowed = max(window.allowed, message.total)
                         self._credit.notify_all()
             case wire.Response():
@@ -376,7 +385,7 @@ class Stub:
 
 def _to_tensors(heads: Sequence[wire.TensorHead], raws: Sequence[memoryview], bf16: Collection[str] = ()) -> list[Tensor]:
     return [
-        Tensor.received(head.name, wire.unpack(head, raw), "TYPE_BF16" if head.name in bf16 else "")
+        Tensor.received(head.name, wire.unpack(head, raw), is_bf16=head.name in bf16)
         for head, raw in zip(heads, raws, strict=True)
     ]
 
@@ -411,14 +420,14 @@ class ModelProcess:
                 continue
             order, raws = following
             match order:
+                case wire.Execute():
+                    self._execute(order, raws)
                 case wire.Start():
                     self._report(partial(self._start, order))
                 case wire.Complete():
                     self._report(partial(self._complete, order.config))
                 case wire.Initialize():
                     self._report(partial(self._initialize, order))
-                case wire.Execute():
-                    self._execute(order, raws)
                 case wire.Finalize():
                     self._report(self._finalize)
                 case _:
@@ -472,7 +481,7 @@ class ModelProcess:
     # Requests
 
     def _execute(self, order: wire.Execute, raws: Sequence[memoryview]) -> None:
-        if all(self._stub.is_cancelled(head.number) for head in order.requests):
+        if self._stub.is_unwanted(order):
             return self._skip(order, wire.Done(number=order.number))
         if order.is_retry:
             self._stub.flush()
@@ -515,10 +524,10 @@ class ModelProcess:
             returned = self._model.execute(requests)
         except BaseException as error:  # whatever it raises is the request's failure, not the end of the process
             return self._failed(call, error)
-        if inspect.isawaitable(returned):
-            self._follow(call, returned)
-        else:
+        if isinstance(returned, list) or not inspect.isawaitable(returned):
             self._returned(call, returned)
+        else:
+            self._follow(call, returned)
 
     def _follow(self, call: _Call, work: Any) -> None:
         """Await an `async` execute. For a decoupled model the next one may run beside it."""
@@ -558,8 +567,7 @@ class ModelProcess:
     def _finish(self, call: _Call, returned: Any) -> None:
         """Collect the responses that `execute` returned."""
         senders = call.senders
-        may_be_none = [sender.taken or request.is_rescheduled for sender, request in zip(senders, call.requests, strict=True)]
-        if returned is None and (self._decoupled or all(may_be_none)):
+        if returned is None and (self._decoupled or all(map(_may_be_none, senders, call.requests))):
             return
         if self._decoupled:
             raise pb_utils.TritonModelException("execute of a decoupled model must return None and use response senders")
@@ -570,8 +578,8 @@ class ModelProcess:
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
                 f"InferenceRequest(s) size is:{len(senders)}, and InferenceResponse(s) size is:{len(returned)}"
             )
-        for sender, response, may_be in zip(senders, returned, may_be_none, strict=True):
-            if response is None and may_be:
+        for sender, request, response in zip(senders, call.requests, returned, strict=True):
+            if response is None and _may_be_none(sender, request):
                 continue
             if not isinstance(response, InferenceResponse):
                 raise pb_utils.TritonModelException(
@@ -605,6 +613,11 @@ class _Call:
     start_ns: int = field(default_factory=time.perf_counter_ns)
     responses: list[wire.Response] = field(default_factory=list)
     buffers: list[wire.Buffer] = field(default_factory=list)
+
+
+def _may_be_none(sender: InferenceResponseSender, request: InferenceRequest) -> bool:
+    """Return whether `execute` may return None in place of the response to a request."""
+    return sender.taken or request.is_rescheduled
 
 
 def _in_event_loop() -> bool:

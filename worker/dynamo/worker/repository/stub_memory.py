@@ -13,10 +13,10 @@ import os
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +66,19 @@ class _Inputs:
 
 
 @dataclass(slots=True)
+class _Part:
+    """Tensors of a request in the same pages."""
+
+    arena: str
+    begin: int
+    """Where the first of these pages begins."""
+    end: int
+    """Where the last one ends."""
+    tensors: list[tuple[wire.TensorHead, int]]
+    """Each with its position in the file."""
+
+
+@dataclass(slots=True)
 class _Room:
     position: int
     """Where the next output goes, after its gap."""
@@ -93,7 +106,7 @@ class StubMemory:
         self._directory = Path(settings.directory)
         self._on_release = on_release
         self._inputs: dict[str, _Inputs] = {}
-        self._parts: Counter[int] = Counter()
+        self._parts: dict[int, int] = {}
         """How many parts of its inputs each execution has, while arrays of them exist."""
         self._counting = threading.RLock()
         self._outputs: Arena | None = None
@@ -126,47 +139,48 @@ class StubMemory:
         Raises KeyError for an arena that is gone.
         """
         views: dict[tuple[int, str], memoryview] = {}
-        self._parts[execution] += 1  # for this call
+        parts = [(request.number, part) for request in requests for part in _parts_of(request.inputs)]
+        with self._counting:
+            self._parts[execution] = len(parts)
+        unheld = len(parts)
         try:
-            for request in requests:
-                for part in _parts_of(request.inputs):
-                    self._take_part(execution, request.number, part, views)
+            for request, part in parts:
+                if self._take_part(execution, request, part, views):
+                    unheld -= 1
         finally:
-            self._drop_part(execution)
+            if unheld:
+                self._drop_parts(execution, unheld)
         return views
 
-    def _take_part(
-        self, execution: int, request: int, part: list[wire.TensorHead], views: dict[tuple[int, str], memoryview]
-    ) -> None:
-        arena, _ = _place(part[0])
-        inputs = self._inputs[arena]
-        begin, end = _extent(part)
+    def _take_part(self, execution: int, request: int, part: _Part, views: dict[tuple[int, str], memoryview]) -> bool:
+        """Add views of the tensors of a part, or copies; return whether they are views."""
+        inputs = self._inputs[part.arena]
+        begin, end = part.begin, part.end
         if begin < 0 or end > inputs.bytes:
-            raise KeyError(arena)
+            raise KeyError(part.arena)
         if inputs.overlaps(begin, end):  # with other arrays of the model: what it does to those must not show in these
-            for tensor in part:
+            for tensor, position in part.tensors:
                 copy = bytearray(tensor.size)
-                os.preadv(inputs.descriptor, [copy], _place(tensor)[1])
+                os.preadv(inputs.descriptor, [copy], position)
                 views[request, tensor.name] = memoryview(copy)
-            return
+            return False
         region = np.frombuffer(inputs.map, np.uint8, end - begin, begin)
-        with self._counting:
-            self._parts[execution] += 1
         inputs.held[begin] = end, weakref.ref(region, partial(self._release, inputs, begin, end, execution))
-        for tensor in part:
-            first = _place(tensor)[1] - begin
-            views[request, tensor.name] = region[first : first + tensor.size].data
+        whole = region.data
+        for tensor, position in part.tensors:
+            views[request, tensor.name] = whole[position - begin : position - begin + tensor.size]
+        return True
 
     def _release(self, inputs: _Inputs, begin: int, end: int, execution: int, _: object) -> None:
         """Called in whichever thread drops the last array."""
         if inputs.may_be_changed(begin, end):
             inputs.map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
         del inputs.held[begin]
-        self._drop_part(execution)
+        self._drop_parts(execution, 1)
 
-    def _drop_part(self, execution: int) -> None:
+    def _drop_parts(self, execution: int, count: int) -> None:
         with self._counting:
-            self._parts[execution] -= 1
+            self._parts[execution] -= count
             is_last = not self._parts[execution]
             if is_last:
                 del self._parts[execution]
@@ -260,26 +274,18 @@ def _open_pagemap() -> int | None:
         return None
 
 
-def _parts_of(tensors: Sequence[wire.TensorHead]) -> list[list[wire.TensorHead]]:
+def _parts_of(tensors: Sequence[wire.TensorHead]) -> list[_Part]:
     """Return the tensors in shared memory, grouped by the pages that they share."""
-    parts: list[list[wire.TensorHead]] = []
-    for tensor in sorted((tensor for tensor in tensors if tensor.place is not None), key=_place):
-        arena, position = _place(tensor)
-        if parts and _place(parts[-1][0])[0] == arena and position < _extent(parts[-1])[1]:
-            parts[-1].append(tensor)
+    parts: list[_Part] = []
+    placed = [(tensor.place.arena, tensor.place.position, tensor) for tensor in tensors if tensor.place is not None]
+    if len(placed) > 1:
+        placed.sort(key=itemgetter(0, 1))
+    for arena, position, tensor in placed:
+        end = -(-(position + tensor.size) // _PAGE) * _PAGE
+        last = parts[-1] if parts else None
+        if last is not None and last.arena == arena and position < last.end:
+            last.tensors.append((tensor, position))
+            last.end = max(last.end, end)
         else:
-            parts.append([tensor])
+            parts.append(_Part(arena, position // _PAGE * _PAGE, end, [(tensor, position)]))
     return parts
-
-
-def _place(tensor: wire.TensorHead) -> tuple[str, int]:
-    if tensor.place is None:
-        raise ValueError(f"tensor '{tensor.name}' is not in shared memory")
-    return tensor.place.arena, tensor.place.position
-
-
-def _extent(part: Sequence[wire.TensorHead]) -> tuple[int, int]:
-    """Return the pages of a part: where the first begins and the last ends."""
-    begin = min(_place(tensor)[1] for tensor in part)
-    end = max(_place(tensor)[1] + tensor.size for tensor in part)
-    return begin // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE

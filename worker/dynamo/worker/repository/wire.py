@@ -417,7 +417,7 @@ def pack(name: str, array: Array) -> tuple[TensorHead, Buffer]:
     else:
         datatype = datatype_of(name, array)
         contiguous = np.ascontiguousarray(array, NUMPY[datatype])
-        raw = contiguous.reshape(-1).view(np.uint8).data if contiguous.size else b""
+        raw = np.frombuffer(contiguous, np.uint8).data if contiguous.size else b""
     return TensorHead(name, datatype, tuple(array.shape), len(raw)), raw
 
 
@@ -433,7 +433,9 @@ def unpack(tensor: TensorHead, raw: Buffer) -> Array:
     """Return an aligned array of the tensor's shape; it is writable if `raw` is. BYTES become an object array of `bytes`."""
     if tensor.datatype == "BYTES":
         return _decode_bytes(raw, tensor.shape)
-    array = np.frombuffer(raw, NUMPY[tensor.datatype]).reshape(tensor.shape)
+    array: Array = np.ndarray(tensor.shape, NUMPY[tensor.datatype], raw)
+    if array.nbytes != len(raw):
+        raise ValueError(f"tensor '{tensor.name}' of shape {list(tensor.shape)} has {len(raw)} bytes")
     return array if array.flags.aligned else array.copy()
 
 
