@@ -79,8 +79,10 @@ class Client:
         request = pb.RepositoryModelUnloadRequest(model_name=model)
         await self.call("RepositoryModelUnload", request, pb.RepositoryModelUnloadResponse)
 
-    async def infer(self, model: str, value: float = 1.0) -> list[float]:
+    async def infer(self, model: str, value: float = 1.0, **parameters: int) -> list[float]:
         request = pb.ModelInferRequest(model_name=model)
+        for name, number in parameters.items():
+            request.parameters[name].int64_param = number
         request.inputs.add(name="x", datatype="FP32", shape=[1]).contents.fp32_contents.append(value)
         response = await self.call("ModelInfer", request, pb.ModelInferResponse)
         return np.frombuffer(response.raw_output_contents[0], "<f4").tolist()  # type: ignore[attr-defined]
@@ -338,10 +340,12 @@ async def test_metrics_of_a_model_are_on_the_page_of_its_worker_while_it_is_load
 
 
 @pytest.mark.timeout(60)
-async def test_equal_requests_get_cached_responses_and_are_counted_as_in_triton(
+async def test_responses_are_cached_and_queues_have_limits_as_in_triton(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:
     python_model(tmp_path, "counts", COUNTS, X_TO_Y + "response_cache { enable: true }\n")
+    policy = "timeout_action: REJECT default_timeout_microseconds: 60000000 allow_timeout_override: true max_queue_size: 1"
+    python_model(tmp_path, "queues", SLOW, f"{X_TO_Y} dynamic_batching {{ default_queue_policy {{ {policy} }} }}")
     [port] = free_ports(1)
     flags = ("--model-repository", str(tmp_path), "--response-cache-byte-size", "1MiB", "--status-port", str(port))
     async with (
@@ -361,6 +365,34 @@ async def test_equal_requests_get_cached_responses_and_are_counted_as_in_triton(
         page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
         assert 'nv_cache_num_hits_per_model{model="counts",version="1"} 2.0\n' in page
         assert "nv_cache_num_hits 2.0\n" in page and "nv_cache_num_entries 2.0\n" in page
+        await queue_limits(front, client, http, tmp_path / "queues")
+
+
+async def queue_limits(front: FrontendProcess, client: Client, http: httpx2.AsyncClient, folder: Path) -> None:
+    """The only instance of a model is busy, and one request may wait: Triton's words and statuses, over both protocols."""
+    running = asyncio.create_task(client.infer("queues"))
+    await until(lambda: list(folder.glob("begun-*")))
+    for timeout in (1000, 2000):
+        with pytest.raises(grpc.aio.AioRpcError) as rejected:
+            await client.infer("queues", timeout=timeout)
+        assert (rejected.value.code(), rejected.value.details()) == (grpc.StatusCode.UNAVAILABLE, "Request timeout expired")
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}], "parameters": {"timeout": 1000}}
+    url = f"http://127.0.0.1:{front.http_port}/v2/models/queues/infer"
+    response = await http.post(url, json=body)
+    assert (response.status_code, response.json()) == (503, {"error": "Request timeout expired"})
+    over_grpc, over_http = (
+        asyncio.create_task(client.infer("queues")),
+        asyncio.create_task(http.post(url, json=body | {"parameters": {}})),
+    )
+    (refused,), (waiting,) = await asyncio.wait((over_grpc, over_http), return_when=asyncio.FIRST_COMPLETED)
+    words = "[request id: <id_unknown>] Exceeds maximum queue size"
+    if refused is over_http:
+        assert (over_http.result().status_code, over_http.result().json()) == (503, {"error": words})
+    else:
+        with pytest.raises(grpc.aio.AioRpcError, match="Exceeds maximum queue size"):
+            await over_grpc
+    (folder / "go").touch()
+    await asyncio.gather(running, waiting)
 
 
 @pytest.mark.timeout(60)

@@ -10,6 +10,7 @@ import pytest
 from dynamo.common.errors import DeadlineExceeded, EngineError, InvalidRequest, Overloaded
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.batching import Batch, Batcher, BatchPolicy, Tensors
+from dynamo.worker.engine.request_queue import QueuePolicies, QueuePolicy
 
 
 class Model:
@@ -93,7 +94,8 @@ async def test_a_batch_is_never_larger_than_the_model_allows() -> None:
         ([1, 1, 1], {}, []),
         ([1, 1, 1], {"preferred_batch_sizes": (2,)}, [2]),
         ([1, 1, 1], {"preferred_batch_sizes": (2,), "max_queue_delay_s": 60}, []),
-        ([1] * 5, {"preferred_batch_sizes": (2,), "max_queue_delay_s": 60}, [2]),
+        ([1] * 5, {"preferred_batch_sizes": (2,), "max_queue_delay_s": 60}, []),
+        ([2] * 2, {"preferred_batch_sizes": (4,), "max_queue_delay_s": 60}, [4]),
     ],
 )
 async def test_while_the_model_is_busy_only_batches_that_cannot_grow_are_handed_over(
@@ -189,7 +191,7 @@ async def test_a_request_whose_deadline_passed_in_the_queue_is_refused_and_not_c
 async def test_a_full_queue_refuses_more() -> None:
     model = Model()
     model.gate.clear()
-    async with batching(model, max_queue_size=2, max_batch_size=1) as batcher:
+    async with batching(model, queue=QueuePolicies(default=QueuePolicy(max_size=2)), max_batch_size=1) as batcher:
         tasks = [asyncio.create_task(batcher.submit(x(0), 1, Context("0")))]
         await model.entered.wait()
         tasks += [asyncio.create_task(batcher.submit(x(n), 1, Context(str(n)))) for n in (1, 2)]

@@ -8,6 +8,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelKind, TensorSpec
 from dynamo.protos.model_config_pb2 import TYPE_FP32, ModelConfig
 from dynamo.worker.engine.declaration import Batching, Declaration, Tensor, from_model_config, from_yaml, read_declaration
+from dynamo.worker.engine.request_queue import QueuePolicies, QueuePolicy
 
 PBTXT = """
 name: "net"
@@ -39,7 +40,8 @@ def test_a_config_pbtxt_becomes_a_card_with_the_batch_dimension_in_front(tmp_pat
     assert card.outputs == (TensorSpec(name="y", datatype="BF16", shape=(-1, 4), labels=("a", "b", "c", "d")),)
     assert (card.versions, card.max_batch_size, card.platform) == (("1", "3"), 8, "onnxruntime_onnx")
     assert ModelConfig.FromString(card.model_config).parameters["k"].string_value == "v"
-    assert declaration.batching == Batching(preferred_batch_size=(4, 8), max_queue_delay_us=300, max_queue_size=7)
+    queue = QueuePolicies(default=QueuePolicy(max_size=7))
+    assert declaration.batching == Batching(preferred_batch_size=(4, 8), max_queue_delay_us=300, queue=queue)
     assert declaration.concurrency == 2
 
 

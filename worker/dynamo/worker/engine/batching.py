@@ -1,19 +1,25 @@
 """Dynamic batching: requests that arrive close together are run as one execution of the model.
 
-Requests whose tensors agree in everything but the first dimension (and that name the same version) form a group. A free
-execution slot looks at the groups, longest-waiting first, and decides, as Triton does:
+Batches are composed as by Triton, whose sources define the rules. Requests wait in a queue (`request_queue`). While there is room
+for one more batch, the requests of the queue are added up in its order, those whose tensors differ from the first ones in more
+than the first dimension are passed over, and of the others
 
-1. a prefix of the group adds up to a preferred batch size: run the longest such prefix at once;
-2. the batch is full, or the next request no longer fits: run what fits;
-3. the first request has waited `max_queue_delay_s`, or half of what its deadline leaves it: run what is there;
-4. otherwise wait for more requests.
+1. a prefix that makes a preferred size forms a batch, unless one of them has waited `max_queue_delay_s`;
+2. what precedes the request that would exceed the largest preferred size does, if nothing makes a preferred size;
+3. all do, if they reach that size, if the next one does not fit, if another one differs, or if they have waited long enough;
+4. otherwise they wait for more.
 
-While all slots are busy, up to `ahead` batches are formed that could not grow any more (rule 2, and rule 1 without a queue
-delay), so that what runs them can begin with the next at once. Others form when a slot is free, to be as large as possible.
+There is room for two batches behind each execution, so that what arrives meanwhile can join the last of them, and the one after
+it can be handed over before the model is idle (`ahead`). With a delay, batches behind an execution that have waited for it are
+run together if they fit. With queue policies a batch is only formed when it can be run at once, since requests that left the
+queue no longer give way.
 
-A cancelled request leaves the queue at once; one whose deadline passed is refused when its turn comes. When the queue is full,
-new requests are refused as overload. When an execution fails, every request in it fails, as with Triton, except for
-InvalidRequest: then each request runs again alone, so that only the one at fault fails.
+Two things differ from Triton: requests of another shape are passed over rather than end the batch, and a request with a deadline
+waits for company no longer than half of what the deadline leaves it.
+
+A cancelled request leaves at once; one whose deadline passed is refused when its turn comes. When an execution fails, every
+request in it fails, as with Triton, except for InvalidRequest: then each request runs again alone, so that only the one at fault
+fails.
 """
 
 from __future__ import annotations
@@ -21,24 +27,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamo.common.background import start
-from dynamo.common.errors import DeadlineExceeded, EngineError, InvalidRequest, Overloaded
+from dynamo.common.background import Tasks
+from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InvalidRequest
 from dynamo.worker.engine.base import Context
+from dynamo.worker.engine.request_queue import NO_OPTIONS, Queued, QueueOptions, QueuePolicies, RequestQueue
 
 Array: TypeAlias = NDArray[Any]
 Tensors: TypeAlias = Mapping[str, Array]
 
 log = logging.getLogger(__name__)
 
-DEFAULT_QUEUE_SIZE = 1024
+_FORMED_PER_SLOT = 2
+"""Batches that may be formed while an execution runs, as in Triton."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +55,13 @@ class BatchPolicy:
 
     max_batch_size: int
     preferred_batch_sizes: tuple[int, ...] = ()
+    """Empty: the largest."""
     max_queue_delay_s: float = 0.0
-    max_queue_size: int = DEFAULT_QUEUE_SIZE
-    """Requests waiting; more are refused as overload."""
+    queue: QueuePolicies = field(default_factory=QueuePolicies)
     concurrency: int = 1
     """Executions at once."""
     ahead: int = 0
-    """Full batches that are handed over, besides, to wait where they are run."""
+    """Batches that cannot grow and are handed over, besides, to wait where they are run."""
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 1:
@@ -61,36 +69,54 @@ class BatchPolicy:
         for size in self.preferred_batch_sizes:
             if not 1 <= size <= self.max_batch_size:
                 raise ValueError(f"preferred batch size {size} is not between 1 and {self.max_batch_size}")
-        if self.max_queue_delay_s < 0 or self.max_queue_size < 1 or self.concurrency < 1 or self.ahead < 0:
-            raise ValueError("queue delay, queue size, concurrency and ahead of dynamic batching must be positive")
+        if self.max_queue_delay_s < 0 or self.concurrency < 1 or self.ahead < 0:
+            raise ValueError("queue delay, concurrency and ahead of dynamic batching must be positive")
 
 
-class _Job:
+class _Job(Queued):
     """A request in the queue or in execution."""
 
-    __slots__ = ("context", "due", "enqueued_ns", "group", "inputs", "request", "response", "rows")
+    __slots__ = ("context", "due", "enqueued_ns", "formed", "inputs", "key", "request", "response", "rows")
 
-    def __init__(self, inputs: Tensors, rows: int, context: Context, group: _Group, delay_s: float, request: Any) -> None:
+    def __init__(self, inputs: Tensors, rows: int, context: Context, key: Hashable, delay_s: float, request: Any) -> None:
+        super().__init__()
         loop = asyncio.get_running_loop()
         now = loop.time()
         self.inputs = inputs
         self.rows = rows
         self.context = context
-        self.group = group
+        self.key = key
         self.request = request
+        self.formed: _Formed | None = None
+        """The batch in which it waits for its execution."""
         self.response: asyncio.Future[Any] = loop.create_future()
         self.enqueued_ns = time.perf_counter_ns()
         self.due = now + (delay_s if context.deadline is None else min(delay_s, (context.deadline - now) / 2))
 
 
-class _Group:
-    """Waiting requests that may share an execution, in order of arrival."""
+class _Formed:
+    """Requests that are to be run together."""
 
-    __slots__ = ("jobs", "key")
+    __slots__ = ("jobs", "rows")
 
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
+    def __init__(self) -> None:
         self.jobs: dict[_Job, None] = {}
+        self.rows = 0
+
+    @property
+    def key(self) -> Hashable:
+        return next(iter(self.jobs)).key
+
+    def add(self, jobs: Iterable[_Job]) -> None:
+        for job in jobs:
+            self.jobs[job] = None
+            self.rows += job.rows
+            job.formed = self
+
+    def remove(self, job: _Job) -> None:
+        del self.jobs[job]
+        self.rows -= job.rows
+        job.formed = None
 
 
 class Batch:
@@ -133,153 +159,216 @@ Execute: TypeAlias = Callable[[Batch], Awaitable[Tensors | list[Any]]]
 
 
 class Batcher:
-    """Queues the requests of one model and runs them in batches through `execute`, between `start()` and `close()`."""
+    """Queues the requests of one model and runs them in batches through `execute`, from `start()` to `close()`."""
 
     def __init__(self, policy: BatchPolicy, execute: Execute) -> None:
         self._policy = policy
         self._execute = execute
-        self._preferred = frozenset(policy.preferred_batch_sizes)
-        self._groups: dict[Hashable, _Group] = {}
-        self._waiting = 0
-        self._changed = asyncio.Event()
-        self._choosing = asyncio.Lock()
-        self._slots: list[asyncio.Task[None]] = []
+        self._preferred = frozenset(policy.preferred_batch_sizes or (policy.max_batch_size,))
+        self._max_preferred = max(self._preferred)
+        self._queue: RequestQueue[_Job] = RequestQueue(policy.queue, self._wake, _reject)
+        self._formed: deque[_Formed] = deque()
+        """Batches that wait for an execution, in order."""
+        self._growing: _Formed | None = None
+        """The last of them, if requests may join it."""
+        self._executions = Tasks()
         self._running = 0
-        self._is_closed = False
+        self._next_turn: asyncio.Handle | None = None
+        self._next_due: asyncio.TimerHandle | None = None
+        self._is_open = False
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
-        return self._waiting
+        """Requests that have not begun."""
+        return len(self._queue) + sum(len(formed.jobs) for formed in self._formed)
 
     def start(self) -> None:
-        count = self._policy.concurrency + self._policy.ahead
-        self._slots = [start(self._run_slot(), f"batching slot {number}") for number in range(count)]
+        self._is_open = True
+        self._wake()
 
     async def close(self) -> None:
         """Stop. Requests that still wait are cancelled."""
-        self._is_closed = True
-        for slot in self._slots:
-            slot.cancel()
-        await asyncio.gather(*self._slots, return_exceptions=True)
-        for group in list(self._groups.values()):
-            for job in group.jobs:
-                job.response.cancel()
+        self._is_open = False
+        for handle in (self._next_turn, self._next_due):
+            if handle is not None:
+                handle.cancel()
+        await self._executions.close()
+        for job in self._take_all():
+            job.response.cancel()
 
-    async def submit(self, inputs: Tensors, rows: int, context: Context, version: str = "", request: Any = None) -> Any:
+    async def submit(
+        self,
+        inputs: Tensors,
+        rows: int,
+        context: Context,
+        version: str = "",
+        request: Any = None,
+        options: QueueOptions = NO_OPTIONS,
+    ) -> Any:
         """Return the model's outputs for `inputs`, whose arrays all have `rows` as their first dimension.
 
         The outputs are views into those of the whole batch, or what `execute` gave for this `request`. Raises InvalidRequest for
-        more rows than a batch may have, Overloaded, DeadlineExceeded, and whatever the execution raised.
+        more rows than a batch may have, Overloaded, QueueTimeout, DeadlineExceeded, and whatever the execution raised.
         """
         if rows > self._policy.max_batch_size:
             raise InvalidRequest(f"the request has a batch size of {rows}; the model takes at most {self._policy.max_batch_size}")
-        if self._waiting >= self._policy.max_queue_size:
-            raise Overloaded(f"{self._waiting} requests are waiting for the model already")
         key = (version, *((name, array.dtype.char, array.shape[1:]) for name, array in inputs.items()))
-        group = self._groups.get(key)
-        if group is None:
-            group = self._groups[key] = _Group(key)
-        job = _Job(inputs, rows, context, group, self._policy.max_queue_delay_s, request)
-        group.jobs[job] = None
-        self._waiting += 1
-        self._changed.set()
+        job = _Job(inputs, rows, context, key, self._policy.max_queue_delay_s, request)
+        self._queue.add(job, options)
+        self._wake()
         try:
             return await job.response
         finally:
-            self._remove(job)
+            self._withdraw(job)
 
-    def _remove(self, job: _Job) -> None:
-        """Take a request out of the queue, if it is still there."""
-        if job not in job.group.jobs:
-            return
-        del job.group.jobs[job]
-        self._waiting -= 1
-        if not job.group.jobs:
-            del self._groups[job.group.key]
-        self._changed.set()
+    def _withdraw(self, job: _Job) -> None:
+        """Take back a request that has not begun; others may be waiting behind it."""
+        if job.line is not None:
+            self._queue.remove(job)
+            self._wake()
+        elif job.formed is not None:
+            formed = job.formed
+            formed.remove(job)
+            if not formed.jobs:
+                self._formed.remove(formed)
+                self._growing = None if formed is self._growing else self._growing
+            self._wake()
 
-    async def _run_slot(self) -> None:
-        while True:
-            try:
-                async with self._choosing:
-                    jobs = await self._next_jobs()
-            except Exception:  # a defect of this module: callers that wait get an error, and the next request finds a slot again
-                log.exception("the next batch could not be chosen")
-                self._fail_waiting(EngineError("requests could not be batched"))
-                continue
-            self._running += 1
-            try:
-                await self._run(jobs)
-            finally:
-                self._running -= 1
-                self._changed.set()
+    # Forming batches
 
-    def _fail_waiting(self, error: EngineError) -> None:
-        for group in list(self._groups.values()):
-            waiting = list(group.jobs)
-            _fail(waiting, error)
-            for job in waiting:
-                self._remove(job)
+    def _wake(self) -> None:
+        """Look at the queue once what arrives together is there."""
+        if self._is_open and self._next_turn is None:
+            self._next_turn = asyncio.get_running_loop().call_soon(self._advance)
 
-    async def _next_jobs(self) -> list[_Job]:
-        """Wait until there is something to run, and take it from the queue."""
-        loop = asyncio.get_running_loop()
-        while True:
-            self._changed.clear()
-            now = loop.time()
-            is_busy = self._running >= self._policy.concurrency
-            due = None
-            for group in sorted(self._groups.values(), key=lambda group: next(iter(group.jobs)).enqueued_ns):
-                if count := self._ready(group, now, is_busy=is_busy):
-                    if jobs := self._take(group, count, now):
-                        return jobs
-                    break
-                head_due = next(iter(group.jobs)).due
-                if not is_busy:
-                    due = head_due if due is None else min(due, head_due)
-            else:
-                await self._change_until(due)
-
-    async def _change_until(self, when: float | None) -> None:
+    def _advance(self) -> None:
+        """Form and run batches for as long as there is room and the queue has some."""
+        self._next_turn = None
+        if self._next_due is not None:
+            self._next_due.cancel()
+            self._next_due = None
         try:
-            async with asyncio.timeout_at(when):
-                await self._changed.wait()
-        except TimeoutError:
-            return
+            while self._run_next() or self._form():
+                pass
+        except Exception:  # a defect of this module: callers that wait get an error, and the next request is served
+            log.exception("the next batch could not be chosen")
+            _fail(self._take_all(), EngineError("requests could not be batched"))
 
-    def _ready(self, group: _Group, now: float, *, is_busy: bool) -> int:
-        """Return how many of the group's first requests should run now, 0 to wait: the numbered rules of this module."""
-        rows = count = preferred = 0
-        full = False
-        for job in group.jobs:
-            if rows + job.rows > self._policy.max_batch_size:
-                full = True
-                break
-            rows += job.rows
-            count += 1
-            if rows in self._preferred:
-                preferred = count
-        full = full or rows == self._policy.max_batch_size
-        if is_busy and not full and (not preferred or self._policy.max_queue_delay_s):
-            return 0
-        if preferred:
-            return preferred
-        return count if full or now >= next(iter(group.jobs)).due else 0
-
-    def _take(self, group: _Group, count: int, now: float) -> list[_Job]:
-        """Remove the first `count` requests; return those that are not too late."""
-        taken = list(islice(group.jobs, count))
-        jobs = []
-        for job in taken:
-            is_late = job.context.deadline is not None and now >= job.context.deadline
-            self._remove(job)
-            if is_late:
-                if not job.response.done():
-                    job.response.set_exception(DeadlineExceeded())
-            elif not job.response.done():  # done: cancelled in this very turn of the event loop
-                jobs.append(job)
+    def _take_all(self) -> list[_Job]:
+        """Take out all requests that have not begun."""
+        jobs = [*(job for formed in self._formed for job in formed.jobs), *self._queue]
+        for job in jobs:
+            job.formed = None
+            self._queue.remove(job)
+        self._formed.clear()
+        self._growing = None
         return jobs
+
+    def _form(self) -> bool:
+        """Move requests from the queue to a batch. Return whether any have moved."""
+        if not len(self._queue) or not self._has_room():
+            return False
+        jobs, can_grow = self._choose(asyncio.get_running_loop().time())
+        if not jobs:
+            return False
+        growing = self._growing
+        if growing is None:
+            growing = _Formed()
+            self._formed.append(growing)
+        for job in jobs:
+            self._queue.remove(job)
+        growing.add(jobs)
+        self._growing = growing if can_grow and growing.rows < self._policy.max_batch_size else None
+        return True
+
+    def _has_room(self) -> bool:
+        slots = self._policy.concurrency
+        if not self._policy.queue.is_plain:
+            return self._running < slots and not self._formed
+        return len(self._formed) + max(0, self._running - slots) < _FORMED_PER_SLOT * slots
+
+    def _choose(self, now: float) -> tuple[list[_Job], bool]:
+        """Return the requests that should join the growing batch or form a new one, and whether more may join them.
+
+        These are the numbered rules of this module. If none should yet, look again when the first of them is due.
+        """
+        growing = self._growing
+        rows = 0 if growing is None else growing.rows
+        key = None if growing is None else growing.key
+        jobs: list[_Job] = []
+        preferred = 0
+        can_grow = True
+        is_full = has_others = False
+        for job in self._queue:
+            if key is None:
+                key = job.key
+            elif job.key != key:
+                has_others = True
+                continue
+            elif not preferred and rows + job.rows > self._max_preferred:
+                preferred, can_grow = len(jobs), False
+            if rows + job.rows > self._policy.max_batch_size:
+                is_full = True
+                break
+            jobs.append(job)
+            rows += job.rows
+            if rows in self._preferred:
+                preferred = len(jobs)
+        if not jobs:
+            return [], True
+        delay_s = self._policy.max_queue_delay_s
+        due = min(job.due for job in jobs)
+        is_late = delay_s > 0 and now >= due
+        if preferred and not is_late:
+            return jobs[:preferred], can_grow and delay_s > 0
+        if is_full or rows >= self._max_preferred:
+            return jobs, False
+        if has_others or is_late or not delay_s:
+            return jobs, can_grow
+        self._next_due = asyncio.get_running_loop().call_at(due, self._wake)
+        return [], True
+
+    # Executions
+
+    def _run_next(self) -> bool:
+        """Run the first batch, if there is a slot for it. Return whether it left."""
+        if not self._formed or not self._has_slot(self._formed[0]):
+            return False
+        first = self._formed.popleft()
+        now = asyncio.get_running_loop().time()
+        while self._formed and self._can_join(self._formed[0], first, now):
+            first.add(self._formed.popleft().jobs)
+        if not self._formed:
+            self._growing = None
+        for job in first.jobs:
+            job.formed = None
+        jobs = [job for job in first.jobs if not job.response.done()]  # done: cancelled in this very turn of the event loop
+        late = [job for job in jobs if job.context.deadline is not None and now >= job.context.deadline]
+        _fail(late, DeadlineExceeded())
+        if jobs := [job for job in jobs if job not in late]:
+            self._running += 1
+            self._executions.start(self._run_in_slot(jobs), "a batch")
+        return True
+
+    def _has_slot(self, formed: _Formed) -> bool:
+        if self._running < self._policy.concurrency:
+            return True
+        if self._running >= self._policy.concurrency + self._policy.ahead or formed is self._growing:
+            return False
+        return formed.rows == self._policy.max_batch_size or not self._policy.max_queue_delay_s
+
+    def _can_join(self, formed: _Formed, first: _Formed, now: float) -> bool:
+        """Whether a batch is run with the one before it, because it has waited for that as long as requests wait for company."""
+        if not self._policy.max_queue_delay_s or now < min(job.due for job in formed.jobs):
+            return False
+        return first.rows + formed.rows <= self._policy.max_batch_size and first.key == formed.key
+
+    async def _run_in_slot(self, jobs: list[_Job]) -> None:
+        try:
+            await self._run(jobs)
+        finally:
+            self._running -= 1
+            self._wake()
 
     async def _run(self, jobs: list[_Job]) -> None:
         batch = Batch(jobs)
@@ -304,7 +393,7 @@ class Batcher:
             self._account(jobs, batch, 0)
             _fail(jobs, error)
         except asyncio.CancelledError:
-            if self._is_closed:
+            if not self._is_open:
                 for job in jobs:
                     job.response.cancel()
                 raise
@@ -342,6 +431,10 @@ def _fail(jobs: Sequence[_Job], error: Exception) -> None:
     for job in jobs:
         if not job.response.done():
             job.response.set_exception(error)
+
+
+def _reject(job: _Job, error: DynamoError) -> None:
+    _fail([job], error)
 
 
 def _split(outputs: Tensors, jobs: Sequence[_Job], rows: int) -> list[Any]:

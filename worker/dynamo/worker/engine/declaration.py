@@ -23,8 +23,9 @@ from google.protobuf import text_format
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensors import datatype_named, datatype_of_config
-from dynamo.protos.model_config_pb2 import ModelConfig, ModelDynamicBatching, ModelInput, ModelOutput
-from dynamo.worker.engine.batching import DEFAULT_QUEUE_SIZE, BatchPolicy
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelDynamicBatching, ModelInput, ModelOutput, ModelQueuePolicy
+from dynamo.worker.engine.batching import BatchPolicy
+from dynamo.worker.engine.request_queue import DEFAULT_QUEUE_SIZE, QueuePolicies, QueuePolicy, TimeoutAction
 from dynamo.worker.paths import relative_path
 
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -50,13 +51,15 @@ class Batching:
     preferred_batch_size: Sequence[int] = ()
     max_queue_delay_us: int = 0
     max_queue_size: int = DEFAULT_QUEUE_SIZE
+    queue: QueuePolicies | None = None
+    """Priority levels and timeouts of waiting requests; then `max_queue_size` is that of its policies."""
 
     def to_policy(self, max_batch_size: int, concurrency: int) -> BatchPolicy:
         return BatchPolicy(
             max_batch_size=max_batch_size,
             preferred_batch_sizes=tuple(self.preferred_batch_size),
             max_queue_delay_s=self.max_queue_delay_us / 1e6,
-            max_queue_size=self.max_queue_size or DEFAULT_QUEUE_SIZE,
+            queue=self.queue or QueuePolicies(default=QueuePolicy(max_size=self.max_queue_size)),
             concurrency=concurrency,
         )
 
@@ -256,5 +259,19 @@ def from_dynamic_batching(settings: ModelDynamicBatching) -> Batching:
     return Batching(
         preferred_batch_size=tuple(settings.preferred_batch_size),
         max_queue_delay_us=settings.max_queue_delay_microseconds,
-        max_queue_size=settings.default_queue_policy.max_queue_size or DEFAULT_QUEUE_SIZE,
+        queue=QueuePolicies(
+            levels=settings.priority_levels,
+            default_level=settings.default_priority_level,
+            default=_queue_policy(settings.default_queue_policy),
+            by_level={level: _queue_policy(policy) for level, policy in settings.priority_queue_policy.items()},
+        ),
+    )
+
+
+def _queue_policy(policy: ModelQueuePolicy) -> QueuePolicy:
+    return QueuePolicy(
+        timeout_action=TimeoutAction.DELAY if policy.timeout_action == ModelQueuePolicy.DELAY else TimeoutAction.REJECT,
+        timeout_us=policy.default_timeout_microseconds,
+        allow_timeout_override=policy.allow_timeout_override,
+        max_size=policy.max_queue_size or DEFAULT_QUEUE_SIZE,
     )

@@ -53,6 +53,7 @@ from dynamo.protos.inference_pb2 import InferParameter, ModelInferResponse
 from dynamo.worker.engine.base import Buffer, Context, TensorResponse
 from dynamo.worker.engine.batching import Batch, Batcher, Tensors
 from dynamo.worker.engine.declaration import Batching, Declaration, Tensor
+from dynamo.worker.engine.request_queue import QueueOptions
 from dynamo.worker.engine.user_class import call_hook, declaration_of, guarded, load_class, snake_case
 
 __all__ = ["Batching", "Declaration", "InferContext", "InvalidRequest", "PythonEngine", "Tensor"]
@@ -142,7 +143,7 @@ class PythonEngine:
             rows = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
             if len(rows) != 1:
                 raise InvalidRequest("the inputs of the request differ in their first dimension, the batch")
-            outputs = await self._batcher.submit(inputs, rows.pop(), context, context.version)
+            outputs = await self._batcher.submit(inputs, rows.pop(), context, context.version, options=_queue_options(request))
         else:
             outputs = await caller.call(inputs, request, context)
         start = time.perf_counter_ns()
@@ -157,6 +158,12 @@ class PythonEngine:
             await call_hook(self._model, "close")
         if self._caller is not None:
             self._caller.close()
+
+
+def _queue_options(request: TensorRequest) -> QueueOptions:
+    parameters = request.head.parameters
+    read = {name: _value(parameters[name]) for name in ("priority", "timeout") if name in parameters} if parameters else {}
+    return QueueOptions.of(request.head.id, read)
 
 
 async def _execute_batch(caller: _Caller, batch: Batch) -> Tensors:

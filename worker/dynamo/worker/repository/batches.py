@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
-from dynamo.worker.engine.batching import BatchPolicy
+from dynamo.worker.engine.batching import Batcher, BatchPolicy
 from dynamo.worker.engine.declaration import from_dynamic_batching
-from dynamo.worker.repository.execution import Arrays
+from dynamo.worker.engine.request_queue import QueueOptions
+from dynamo.worker.repository.execution import Arrays, ModelRequest
 
 
 def batch_policy(config: ModelConfig, concurrency: int, ahead: int = 0) -> BatchPolicy | None:
-    """Return the batch policy of `config`; None if its requests are run one by one, as those of decoupled models are.
+    """Return the batch policy of `config`; None if its requests do not queue, as those of decoupled models.
 
-    Raises InvalidRequest for settings that contradict each other.
+    Requests of a model without a batch dimension count as one row, and are run one by one. Raises InvalidRequest for settings
+    that contradict each other.
     """
-    if not config.HasField("dynamic_batching") or not config.max_batch_size or config.model_transaction_policy.decoupled:
+    if not config.HasField("dynamic_batching") or config.model_transaction_policy.decoupled:
         return None
     try:
-        policy = from_dynamic_batching(config.dynamic_batching).to_policy(config.max_batch_size, concurrency)
+        policy = from_dynamic_batching(config.dynamic_batching).to_policy(max(1, config.max_batch_size), concurrency)
         return replace(policy, ahead=ahead)
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
+
+
+async def submit(batcher: Batcher, config: ModelConfig, request: ModelRequest) -> Any:
+    """Run a request with others. Raises InvalidRequest if its inputs differ in their batch size, and what `Batcher` raises."""
+    options = QueueOptions.of(request.id, request.parameters)
+    rows = rows_of(request.inputs) if config.max_batch_size else 1
+    return await batcher.submit(request.inputs, rows, request.context, request.context.version, request, options)
 
 
 def rows_of(inputs: Arrays) -> int:

@@ -14,7 +14,7 @@ from google.protobuf import json_format, text_format
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.message_json import to_json
 from dynamo.common.tensors import Array, datatype_of_config
-from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput, ModelQueuePolicy
 from dynamo.worker.repository.sequence_tensors import check_sequences
 
 CONFIG_FILE = "config.pbtxt"
@@ -147,14 +147,14 @@ def ignored_settings(config: ModelConfig, *, has_cache: bool) -> list[str]:
         "model_repository_agents": bool(config.model_repository_agents.agents),
         "cc_model_filenames": bool(config.cc_model_filenames),
         "rate_limiter": any(group.HasField("rate_limiter") for group in config.instance_group),
-        "priority_levels": batching.priority_levels > 1,
         "max_queue_delay_microseconds of sequences": bool(
             sequences.direct.max_queue_delay_microseconds or sequences.oldest.max_queue_delay_microseconds
         ),
         "minimum_slot_utilization": bool(sequences.direct.minimum_slot_utilization),
         "preserve_ordering of sequences": sequences.oldest.preserve_ordering,
         "iterative_sequence": sequences.iterative_sequence,
-        "queue timeouts": any(policy.default_timeout_microseconds for policy in policies),
+        "queue policies of a decoupled model": config.model_transaction_policy.decoupled
+        and (batching.priority_levels > 0 or any(policy != ModelQueuePolicy() for policy in policies)),
     }
     return [name for name, is_set in settings.items() if is_set]
 

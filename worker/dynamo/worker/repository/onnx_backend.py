@@ -19,7 +19,7 @@ from dynamo.common.tensors import DATATYPES, Array
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
 from dynamo.worker.engine.batching import Batch, Batcher, Tensors
 from dynamo.worker.paths import relative_path
-from dynamo.worker.repository.batches import batch_policy, rows_of
+from dynamo.worker.repository.batches import batch_policy, submit
 from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult, Version
 from dynamo.worker.repository.model_config import datatype_name, instances_of, model_dims
 from dynamo.worker.repository.sequence_tensors import added_tensors
@@ -85,12 +85,13 @@ class OnnxModel:
 
     def __init__(self, version: Version, session: _OnnxSession) -> None:
         self._name = version.name
+        self._config = version.config
         self._session = session
         self._outputs = sorted({output.name for output in version.config.output} | added_tensors(version.config)[1])
         self._text = {node.name for node in session.get_inputs() if node.type == "tensor(string)"}
         instances = len(list(instances_of(version.config)))
         self._pool = ThreadPoolExecutor(instances, f"model-{version.name}")
-        policy = batch_policy(version.config, instances)
+        policy = batch_policy(version.config, instances, ahead=instances)
         self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
         if self._batcher is not None:
             self._batcher.start()
@@ -105,9 +106,7 @@ class OnnxModel:
 
     async def respond(self, request: ModelRequest) -> ModelResult:
         if self._batcher is not None:
-            outputs = await self._batcher.submit(
-                request.inputs, rows_of(request.inputs), request.context, request.context.version
-            )
+            outputs = await submit(self._batcher, self._config, request)
         else:
             outputs = await self._execute(request)
         return ModelResult(outputs)
@@ -140,12 +139,20 @@ class OnnxModel:
             request.context.timings.queue_ns += begun - submitted
             request.context.timings.infer_ns += time.perf_counter_ns() - begun
 
-    async def _execute_batch(self, batch: Batch) -> Tensors:
-        start = time.perf_counter_ns()
+    async def _execute_batch(self, batch: Batch) -> Tensors | list[Any]:
+        submitted = begun = time.perf_counter_ns()
+
+        def run() -> Tensors:
+            nonlocal begun
+            begun = time.perf_counter_ns()
+            return self._run(batch.inputs())
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: self._run(batch.inputs()))
+            outputs = await asyncio.get_running_loop().run_in_executor(self._pool, run)
+            return outputs if self._config.max_batch_size else [outputs]
         finally:
-            batch.infer_ns = time.perf_counter_ns() - start - batch.input_ns
+            batch.queue_ns = begun - submitted
+            batch.infer_ns = time.perf_counter_ns() - begun - batch.input_ns
 
     def _run(self, inputs: Arrays) -> Tensors:
         feeds = {

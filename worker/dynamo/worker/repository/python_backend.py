@@ -23,7 +23,7 @@ from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.batching import Batch, Batcher
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository import wire
-from dynamo.worker.repository.batches import batch_policy, rows_of
+from dynamo.worker.repository.batches import batch_policy, submit
 from dynamo.worker.repository.custom_metrics import CustomMetrics, MetricOwner
 from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.model_config import ModelInstance, config_from_json, config_to_json, instances_of
@@ -196,9 +196,7 @@ class PythonModel:
 
     async def respond(self, request: ModelRequest) -> ModelResult:
         if self._batcher is not None:
-            result: ModelResult = await self._batcher.submit(
-                request.inputs, rows_of(request.inputs), request.context, request.context.version, request
-            )
+            result: ModelResult = await submit(self._batcher, self._version.config, request)
             return result
         submitted = time.perf_counter_ns()
         execution, [response] = Execution.of_one_response([request], self._version.name)
