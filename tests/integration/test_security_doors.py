@@ -364,6 +364,7 @@ SCOPED = {
     Scope.DOCS: ("GET", "/openapi.json"),
     Scope.CONSOLE: ("GET", "/v1/routing/decisions"),
     Scope.THRESHOLDS: ("GET", "/busy_threshold"),
+    Scope.NAMES: ("GET", "/v1/names"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +33,7 @@ from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import CapacityOptions, HttpOptions, OverloadStatus, ServingOptions, TextOptions
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.names.rules import Rule
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.text_files import open_text_files
 from dynamo.frontend.preprocess.tokenizer import Tokenizer
@@ -139,6 +140,13 @@ def end(stream: FakeStream, output_tokens: int = 0) -> None:
     stream.end(summary_encoder.encode(Summary(prompt_tokens=request.prompt_tokens, output_tokens=output_tokens)))
 
 
+@dataclass(frozen=True, slots=True)
+class FixedRules:
+    """A table of names that never changes."""
+
+    rules: Mapping[str, Rule]
+
+
 class _Links:
     nats = LinkState.CONNECTED
     etcd = LinkState.CONNECTED
@@ -181,6 +189,7 @@ async def open_http_edge(
     capacity: CapacityOptions | None = None,
     parsers: OutputParsers | None = None,
     declared: tuple[ModelCard, ...] = (),
+    rules: Mapping[str, Rule] | None = None,
 ) -> AsyncIterator[HttpEdge]:
     """An edge whose instances 1, 2, … serve one card each; without cards, one of `chat_card()`. Nobody serves `declared`."""
     served = cards or (chat_card(),)
@@ -192,7 +201,9 @@ async def open_http_edge(
     settings = ServingOptions(models=declared)
     async with (
         open_text_files(_Files(), text or TextOptions()) as texts,
-        open_data_plane(directory, client, FakeLink(), RoundRobin(), texts, metrics, settings) as plane,
+        open_data_plane(
+            directory, client, FakeLink(), RoundRobin(), texts, metrics, settings, rules=FixedRules(rules or {})
+        ) as plane,
     ):
         readiness = Readiness()
         readiness.attach(plane)

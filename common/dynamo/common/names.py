@@ -18,6 +18,8 @@ InstanceId = NewType("InstanceId", int)
 ROOT = "/dynamo/v1"
 REPOSITORY_ROOT = f"{ROOT}/%repositories"
 """Below `ROOT`, so that one permission in etcd covers both; no encoded namespace looks like this."""
+NAMES_ROOT = f"{ROOT}/%names"
+"""Below `ROOT` for the same reason; one key per namespace, with its names for models."""
 MAX_NAME_CHARS = 256
 _ALLOWED = re.compile(r"[A-Za-z0-9._/\-]")
 _TOKEN = re.compile(r"[A-Za-z0-9_\-%]+")
@@ -152,6 +154,11 @@ def namespace_prefix(namespace: str | None) -> str:
 def repository_prefix(namespace: str | None) -> str:
     """The etcd prefix holding all registrations of model repositories of a namespace, or of all namespaces."""
     return f"{REPOSITORY_ROOT}/" if namespace is None else f"{REPOSITORY_ROOT}/{encode(namespace, 'namespace')}/"
+
+
+def model_names_key(namespace: str) -> str:
+    """The etcd key with the names for models that the operators of a namespace have set."""
+    return f"{NAMES_ROOT}/{encode(namespace, 'namespace')}"
 
 
 def responses_prefix(namespace: str, client: str) -> str:

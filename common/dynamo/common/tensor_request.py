@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from dynamo.common.errors import EngineError, InvalidRequest, PayloadTooLarge
 from dynamo.common.message_limits import MessageScanner
-from dynamo.common.protobuf_wire import BYTES, FIXED32, FIXED64, VARINT, read_varint, tag, varint
+from dynamo.common.protobuf_wire import BYTES, FIXED32, FIXED64, VARINT, delimited, read_varint, tag, varint
 from dynamo.common.tensors import Buffer
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 
@@ -21,6 +21,7 @@ SMALL_BYTES = 16 * 1024
 """Up to this size, letting protobuf copy is faster than scanning for the tensors, and one buffer is faster than several."""
 
 _RAW_INPUT = ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | BYTES
+_MODEL_NAME = tag(ModelInferRequest, "model_name")
 _RAW_OUTPUT = tag(ModelInferResponse, "raw_output_contents")
 _RAW_OUTPUT_KEY = ModelInferResponse.DESCRIPTOR.fields_by_name["raw_output_contents"].number << 3 | BYTES
 
@@ -63,6 +64,16 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
         for raw in raw_inputs:
             pieces += (key + varint(len(raw)), raw)
         return cls(b"".join(pieces), head, raw_inputs)
+
+    def renamed(self, model: str) -> TensorRequest:
+        """Return the same request to another model. The message is copied unless it has this name already."""
+        if self.head.model_name == model:
+            return self
+        head = ModelInferRequest()
+        head.CopyFrom(self.head)
+        head.model_name = model
+        # Of a field that occurs twice, the last one counts.
+        return TensorRequest(b"".join((self.raw, delimited(_MODEL_NAME, model.encode()))), head, self.raw_inputs)
 
     @property
     def wants_empty_final_response(self) -> bool:

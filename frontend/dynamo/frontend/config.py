@@ -282,7 +282,8 @@ class HttpOptions:
     )
     console: bool = option(True, help="Serve `/console`, a page about the fleet.")
     admin_api: bool = option(
-        True, help="Serve `/busy_threshold` and `/v1/routing/decisions`, which change and show how requests are routed."
+        True,
+        help="Serve `/busy_threshold`, `/v1/routing/decisions` and `/v1/names`, which change and show where requests go.",
     )
     tls_cert_file: str | None = option(
         None,

@@ -92,6 +92,12 @@ class FrontendMetrics:
         self.unknown_fields = self._counter(
             "unknown_fields", "Fields of requests that this server does not have, which were ignored.", ("endpoint", "field")
         )
+        self.named = self._counter(
+            "name_requests",
+            "Requests by names of operators, by the model that each was sent to and why.",
+            ("name", "model", "reason"),
+        )
+        self.shadows = self._counter("shadow_requests", "Copies of requests to shadow models.", ("model", "outcome"))
         self.disconnected_clients = self._gauge("disconnected_clients", "Clients that left before the response was complete.", ())
         self.decisions = self._counter("router_decisions", "Instances chosen, by what decided.", ("model", "reason"))
         self.decision_time = self._histogram("router_decision_seconds", "To choose an instance.", by_model, SHORT_SECONDS)
@@ -162,6 +168,14 @@ class FrontendMetrics:
     def unknown_field(self, endpoint: str, field: str) -> None:
         """Count a field of a request that was ignored. The caller bounds the number of names."""
         self.unknown_fields.labels(endpoint, field).inc()
+
+    def sent_by_name(self, name: str, model: str, reason: str) -> None:
+        """Count a request by a name of an operator; `reason` is `target` or the condition of a fallback."""
+        self.named.labels(name, model, reason).inc()
+
+    def shadowed(self, model: str, outcome: str) -> None:
+        """Count a copy to a shadow model: `success`, `error` or `dropped`."""
+        self.shadows.labels(model, outcome).inc()
 
     def _counter(self, name: str, help: str, labels: Sequence[str]) -> Counter:
         return Counter(f"dynamo_frontend_{name}", help, labels, registry=self._registry)

@@ -68,7 +68,7 @@ def known_flags() -> set[str]:
 
 
 def known_variables() -> set[str]:
-    return {"DYN_CONFIG"}.union(*(variables(config) for config in CONFIGS))
+    return {"DYN_CONFIG", "DYN_API_KEY"}.union(*(variables(config) for config in CONFIGS))
 
 
 def of_others(listed: dict[str, str]) -> set[str]:

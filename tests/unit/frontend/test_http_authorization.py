@@ -23,6 +23,7 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.guard import HttpGuard
+from dynamo.frontend.api.http.name_operations import name_operations
 from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.http.routing_operations import routing_operations
@@ -49,6 +50,7 @@ ALLOWED: dict[Scope, set[Surface]] = {
     Scope.DOCS: {Surface.DOCS},
     Scope.CONSOLE: {Surface.CONSOLE},
     Scope.THRESHOLDS: {Surface.THRESHOLDS},
+    Scope.NAMES: {Surface.NAMES},
     Scope.ADMIN: set(Surface),
 }
 """Written down once more, so that a wrong entry in the server's own table is noticed."""
@@ -83,6 +85,7 @@ def all_operations() -> list[Operation]:
         *protocol_operations(readiness, TextOptions()),
         *console_operations(console),
         *routing_operations(readiness, anything),
+        *name_operations(readiness, anything),
     ]
     return [*operations, *openapi_operations(operations)]
 
@@ -98,7 +101,7 @@ class Caller:
 
 
 def callers_of(file: Path) -> list[Caller]:
-    """Fifteen kinds of callers, the keys of whom are in `file`."""
+    """Sixteen kinds of callers, the keys of whom are in `file`."""
     keys = {scope: make_key() for scope in Scope}
     limited, expired = make_key(), make_key()
     entries = [entry_for(key, scope.value, scopes=[scope]) for scope, key in keys.items()]
@@ -122,7 +125,7 @@ def callers_of(file: Path) -> list[Caller]:
 
 
 def canonical(operation: Operation) -> str:
-    parameters = {"{model:path}": "m", "{version}": "1", "{repository}": "r", "{region:path}": "g"}
+    parameters = {"{model:path}": "m", "{version}": "1", "{repository}": "r", "{region:path}": "g", "{name:path}": "n"}
     path = operation.path
     for name, value in parameters.items():
         path = path.replace(name, value)

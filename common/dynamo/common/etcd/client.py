@@ -33,6 +33,10 @@ class Etcd:
         """Set a key; return the revision. Raises LeaseLost if the lease is no more."""
         return await kv.put(self._transport, key, value, lease=lease)
 
+    async def replace(self, key: str, value: bytes, *, mod_revision: int, lease: int = 0) -> bool:
+        """Set a key that has not changed since `mod_revision` (0: was not there); return whether it holds `value` now."""
+        return await kv.replace(self._transport, key, value, mod_revision=mod_revision, lease=lease)
+
     async def delete(self, key: str, *, prefix: bool = False) -> int:
         """Delete a key, or all keys with a prefix; return how many there were."""
         return await kv.delete(self._transport, key, prefix=prefix)

@@ -8,6 +8,7 @@ from dynamo.common.etcd.transport import RANGE, Method, Transport
 from dynamo.protos import etcd_pb2 as pb
 
 PUT: Method[pb.PutRequest, pb.PutResponse] = Method("/etcdserverpb.KV/Put", pb.PutResponse)
+TXN: Method[pb.TxnRequest, pb.TxnResponse] = Method("/etcdserverpb.KV/Txn", pb.TxnResponse)
 DELETE: Method[pb.DeleteRangeRequest, pb.DeleteRangeResponse] = Method("/etcdserverpb.KV/DeleteRange", pb.DeleteRangeResponse)
 # Our keys are ASCII. Foreign ones may be any bytes, and must come through unchanged rather than fail a whole listing.
 _ENCODING, _ERRORS = "utf-8", "surrogateescape"
@@ -65,6 +66,21 @@ async def put(transport: Transport, key: str, value: bytes, *, lease: int = 0) -
     """Set a key; return the revision. Raises LeaseLost if the lease is no more."""
     response = await transport.unary(PUT, pb.PutRequest(key=to_key(key), value=value, lease=lease))
     return response.header.revision
+
+
+async def replace(transport: Transport, key: str, value: bytes, *, mod_revision: int, lease: int = 0) -> bool:
+    """Set a key whose last change was at `mod_revision` (0: there is no such key); return whether it holds `value` now.
+
+    So a repeated attempt, whose first response was lost, is no failure. Raises LeaseLost if the lease is no more.
+    """
+    name = to_key(key)
+    unchanged = pb.Compare(result=pb.Compare.EQUAL, target=pb.Compare.MOD, key=name, mod_revision=mod_revision)
+    put = pb.RequestOp(request_put=pb.PutRequest(key=name, value=value, lease=lease))
+    read = pb.RequestOp(request_range=pb.RangeRequest(key=name))
+    response = await transport.unary(TXN, pb.TxnRequest(compare=[unchanged], success=[put], failure=[read]))
+    if response.succeeded:
+        return True
+    return any(kv.value == value and kv.lease == lease for kv in response.responses[0].response_range.kvs)
 
 
 async def delete(transport: Transport, key: str, *, prefix: bool = False) -> int:

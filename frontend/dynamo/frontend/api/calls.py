@@ -48,6 +48,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """Router settings for these requests alone."""
     explanation: Explanation | None = None
     """Collects why instances are chosen; None if the caller does not want to know."""
+    shadows: tuple[str, ...] = ()
+    """Models that get a copy of the request, by the rule for its model's name."""
     grpc_errors: bool = False
     """On a stream: the first failure ends it with a status, instead of going in-band."""
 
@@ -129,6 +131,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             session=self.session,
             overrides=self.overrides,
             explanation=self.explanation,
+            shadows=self.shadows,
             endpoint=endpoint,
             request_type=request_type,
         )

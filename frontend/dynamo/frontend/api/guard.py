@@ -23,7 +23,9 @@ from dynamo.frontend.security.surfaces import SCOPES, Restriction, Surface
 BROWSED = frozenset({Surface.DOCS, Surface.CONSOLE, Surface.METRICS})
 """Pages, which browsers and scrapers may also read with the key as the password of a Basic login."""
 
-ADMIN = frozenset({Surface.MODEL_REPOSITORY, Surface.LOGGING, Surface.TRACE, Surface.SHARED_MEMORY, Surface.THRESHOLDS})
+ADMIN = frozenset(
+    {Surface.MODEL_REPOSITORY, Surface.LOGGING, Surface.TRACE, Surface.SHARED_MEMORY, Surface.THRESHOLDS, Surface.NAMES}
+)
 """Refused attempts to use these are recorded."""
 
 _COUNTED_BY_MODEL = frozenset({Surface.INFERENCE})

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from enum import StrEnum
 
 from dynamo.common.errors import Unavailable
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane
 
 _LONGEST_UNNOTICED_S = 0.5
@@ -62,7 +63,9 @@ class Readiness:
         return self._plane is not None and self.is_ready() and (not self._strict or self._plane.all_models_ready())
 
     def is_model_ready(self, model: str, version: str = "") -> bool:
-        return not self.draining and self._plane is not None and self._plane.model_ready(model, version)
+        if self.draining or self._plane is None:
+            return False
+        return self._plane.model_ready(self._plane.names.representative(ANONYMOUS, model, version), version)
 
     def start_draining(self) -> None:
         self.draining = True

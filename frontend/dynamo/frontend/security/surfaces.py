@@ -27,6 +27,8 @@ class Surface(StrEnum):
     CONSOLE = "console"
     THRESHOLDS = "thresholds"
     """The loads from which instances count as busy."""
+    NAMES = "names"
+    """What the names of operators stand for."""
 
 
 class Scope(StrEnum):
@@ -36,6 +38,7 @@ class Scope(StrEnum):
     DOCS = "docs"
     CONSOLE = "console"
     THRESHOLDS = "thresholds"
+    NAMES = "names"
     ADMIN = "admin"
     """Everything, including surfaces without a scope of their own."""
 
@@ -53,6 +56,7 @@ SCOPES: dict[Surface, Scope] = {
     Surface.DOCS: Scope.DOCS,
     Surface.CONSOLE: Scope.CONSOLE,
     Surface.THRESHOLDS: Scope.THRESHOLDS,
+    Surface.NAMES: Scope.NAMES,
 }
 """The scope that each surface needs. Health needs none."""
 

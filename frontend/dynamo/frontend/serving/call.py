@@ -24,11 +24,13 @@ from dynamo.frontend.security.accounts import Account
 class Progress:
     """How far a request got; shared by its protocol edge and the data plane."""
 
-    __slots__ = ("started",)
+    __slots__ = ("responded", "started")
 
     def __init__(self) -> None:
         self.started = False
         """The data plane has begun the request and counts how it ends; until then a failure is for the edge to count."""
+        self.responded = False
+        """The first part of the response has arrived."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +52,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Router settings of this request."""
     explanation: Explanation | None = None
     """Collects why instances were chosen; None: the caller did not request that."""
+    shadows: tuple[str, ...] = ()
+    """Models that get a copy of the request, and whose responses are dropped."""
     expected_tokens: int = 0
     """An estimate, reserved in the account until the request ends, for models that alone can count tokens."""
     endpoint: str = "tensor"

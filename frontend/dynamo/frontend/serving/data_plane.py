@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -47,7 +48,9 @@ from dynamo.frontend.serving.disaggregation import Disaggregation
 from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.generation import Generation
 from dynamo.frontend.serving.model_catalog import CatalogChange, ModelCatalog, ModelDirectory, NamedModel
+from dynamo.frontend.serving.names import ModelNames, NoRules, RuleTable
 from dynamo.frontend.serving.request_scope import RequestScope
+from dynamo.frontend.serving.shadows import Shadows
 from dynamo.frontend.serving.text_models import TextLoader, TextModel, TextModels
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 
@@ -75,9 +78,13 @@ class DataPlane:
         settings: ServingOptions,
         tracing: Tracing | None = None,
         repository: Repository | None = None,
+        rules: RuleTable | None = None,
     ) -> None:
         self.models = directory
         """The live view of registrations."""
+        self.names = ModelNames(rules or NoRules(), metrics, self.model_ready)
+        """The names of operators. All other methods take names of models."""
+        self.shadows = Shadows(metrics)
         self._link = link
         self._dispatcher = dispatcher
         self._repository = repository
@@ -135,6 +142,10 @@ class DataPlane:
             raise ModelNotFound(model, is_unloaded=True)
         return card
 
+    def described(self, account: Account, name: str, version: str = "") -> ModelCard:
+        """Return the card that describes a name, of an operator or of a model. Raises ModelNotFound, Forbidden."""
+        return self.card(account, self.names.representative(account, name, version), version)
+
     def cards(self, account: Account) -> list[ModelCard]:
         """Return one card per model that is served or declared and that the caller may use, in order of name."""
         return [card for card in self._catalog.cards() if any(map(account.permits, (card.name, *other_names(card))))]
@@ -147,6 +158,8 @@ class DataPlane:
 
     async def infer(self, request: TensorRequest, call: Call) -> Buffer:
         """Return the serialized ModelInferResponse. Raises DynamoError."""
+        if call.shadows:
+            self._copy_tensors(request, call)
         name, version = request.head.model_name, request.head.model_version
         model = self._catalog.find(name, version)
         card = model.card
@@ -164,6 +177,8 @@ class DataPlane:
 
     def infer_stream(self, request: TensorRequest, call: Call) -> TensorResponses:
         """The responses of any tensor model, decoupled or not. Raises ModelNotFound; entering and reading raise the rest."""
+        if call.shadows:
+            self._copy_tensors(request, call)
         name = request.head.model_name
         model = self._catalog.find(name, request.head.model_version)
         scope = RequestScope(model.metrics, model.card.name, name, call, self._tracing)
@@ -171,12 +186,32 @@ class DataPlane:
 
     def generate(self, request: TextRequest, call: Call) -> Generation:
         """Text of a language model. Raises ModelNotFound, InvalidRequest; entering and reading raise the rest."""
+        if call.shadows:
+            self._copy_text(request, call)
         model = self._catalog.find(request.model, "")
         if model.card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{model.card.name}' takes tensors; it does not generate text")
         scope = RequestScope(model.metrics, model.card.name, request.model, call, self._tracing, request.n)
         limit = self._settings.retry.migration_limit
         return Generation(self._dispatcher, self._disaggregation, self._texts, model.metrics, limit, model.card, request, scope)
+
+    def _copy_tensors(self, request: TensorRequest, call: Call) -> None:
+        async def send(copy: TensorRequest, call: Call) -> None:
+            async with self.infer_stream(copy, call) as responses:
+                while await responses.read():
+                    pass
+
+        for model in call.shadows:
+            self.shadows.copy(model, len(request.raw), call, partial(send, request.renamed(model)))
+
+    def _copy_text(self, request: TextRequest, call: Call) -> None:
+        async def send(copy: TextRequest, call: Call) -> None:
+            async with self.generate(copy, call) as generation:
+                while await generation.read():
+                    pass
+
+        for model in call.shadows:
+            self.shadows.copy(model, 0, call, partial(send, msgspec.structs.replace(request, model=model)))
 
     def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
         """Count a request that fails at its protocol's edge, and that was not begun here."""
@@ -334,6 +369,7 @@ async def open_data_plane(
     settings: ServingOptions | None = None,
     tracing: Tracing | None = None,
     repositories: RepositoryView | None = None,
+    rules: RuleTable | None = None,
 ) -> AsyncIterator[DataPlane]:
     """Open a data plane that follows `directory`. `text_loader` reads tokenizers; `link` is the client's connection."""
     settings = settings or ServingOptions()
@@ -354,7 +390,7 @@ async def open_data_plane(
         if repositories is not None:
             repository = Repository(repositories, dispatcher.query_at, directory, settings.repository_timeout_s)
         catalog = ModelCatalog(directory, metrics, settings.models, settings.remember_s)
-        plane = DataPlane(directory, catalog, link, dispatcher, texts, metrics, settings, tracing, repository)
+        plane = DataPlane(directory, catalog, link, dispatcher, texts, metrics, settings, tracing, repository, rules)
         try:
             if settings.canary.wait_s is None:
                 yield plane
@@ -365,6 +401,7 @@ async def open_data_plane(
                 yield plane
         finally:
             catalog.close()
+            await plane.shadows.close()
 
 
 def _infer(request: TensorRequest, model: NamedModel, name: str, version: str) -> Work:

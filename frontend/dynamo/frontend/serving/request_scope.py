@@ -99,10 +99,12 @@ class RequestScope:
 
     def responded(self) -> None:
         """The first part of the response has arrived; `tokens` implies it."""
+        self.call.progress.responded = True
         self._timer.responded()
 
     def tokens(self, count: int) -> None:
         """`count` tokens (at least 1) of the response have arrived together."""
+        self.call.progress.responded = True
         self._timer.tokens(count)
         if self._ticket is not None:
             self._ticket.charge(count)

@@ -15,6 +15,7 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.exchange import HttpSettings
 from dynamo.frontend.api.http.guard import HttpGuard
+from dynamo.frontend.api.http.name_operations import name_operations
 from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.http.routing_operations import RoutingControl, routing_operations
@@ -56,6 +57,7 @@ async def open_http(
         *protocol_operations(readiness, config.text, kserve=kserve),
         *_console_operations(config, readiness, loads),
         *(routing_operations(readiness, control) if config.http.admin_api else ()),
+        *(name_operations(readiness, links.change_names) if config.http.admin_api else ()),
     ]
     operations += openapi_operations(operations)
     app = HttpApp(operations, settings, HttpGuard(guard), metrics.frontend.refused)

@@ -11,6 +11,7 @@ from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.event_bus import EventBus, EventSubscription
 from dynamo.frontend.fleet.siblings import Siblings
+from dynamo.frontend.names.table import Change, NameTable
 from dynamo.frontend.router.thresholds import Thresholds
 
 
@@ -27,6 +28,7 @@ class Links:
     client: RequestClient | None = None
     directory: Directory | None = None
     siblings: Siblings | None = None
+    names: NameTable | None = None
 
     @property
     def nats(self) -> LinkState:
@@ -56,3 +58,9 @@ class Links:
         if self.siblings is None:
             raise Unavailable("there is no connection to NATS yet")
         self.siblings.set_thresholds(model, thresholds)
+
+    async def change_names(self, change: Change) -> None:
+        """Change the names of models for all frontends of the namespace. Raises InvalidRequest, Unavailable."""
+        if self.names is None:
+            raise Unavailable("there is no connection to etcd yet")
+        await self.names.change(change)

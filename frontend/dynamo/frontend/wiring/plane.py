@@ -20,6 +20,7 @@ from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
 from dynamo.frontend.fleet.repository import open_repositories
+from dynamo.frontend.names.table import open_names
 from dynamo.frontend.preprocess.text_files import open_text_files
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.wiring.links import Links
@@ -52,15 +53,19 @@ async def open_plane(
         router = await stack.enter_async_context(
             open_router(config, control, links, directory, events, nats, client, metrics.router)
         )
+        names = links.names = await stack.enter_async_context(open_names(etcd, config.namespace))
         repositories = await stack.enter_async_context(open_repositories(etcd, config.namespace))
         store = FileStore(nats, config.cache_dir.expanduser())
         texts = await stack.enter_async_context(open_text_files(store, config.text))
         plane = await stack.enter_async_context(
-            open_data_plane(directory, client, nats, router, texts, metrics.frontend, config.serving, tracing, repositories)
+            open_data_plane(
+                directory, client, nats, router, texts, metrics.frontend, config.serving, tracing, repositories, names
+            )
         )
         if not directory.ready.is_set():
             log.info("waiting for etcd")
         await directory.ready.wait()  # before, every model would be unknown
+        await names.ready.wait()
         yield plane
 
 

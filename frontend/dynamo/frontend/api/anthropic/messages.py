@@ -11,12 +11,14 @@ import msgspec
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason, Summary
 from dynamo.frontend.api.anthropic.requests import CountRequest, MessagesRequest, PreparedMessages, conversation, to_text
+from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.statuses import public_message
-from dynamo.frontend.api.text.model_names import name_or_only_model
+from dynamo.frontend.api.text.model_names import described_model, name_or_only_model
+from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import llm_of, new_tool_call_id, parse_delta
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
@@ -106,7 +108,7 @@ class CountTokens:
         exchange.caller()
         request = await self._reader.read(exchange)
         with exchange.account.occupy():
-            model = name_or_only_model(self._edge.plane, exchange.account, request.model)
+            model = described_model(self._edge.plane, exchange.account, request.model)
             llm = llm_of(self._edge.plane.card(exchange.account, model))
             text = await self._edge.plane.text_model(exchange.account, model)
             is_large = exchange.has_large_body
@@ -127,7 +129,14 @@ class Messages:
         caller = exchange.caller()
         request = await self._reader.read(exchange)
         model = name_or_only_model(edge.plane, exchange.account, request.model)
-        request = msgspec.structs.replace(request, model=model)
+
+        async def attempt(model: str, caller: Caller) -> None:
+            await self._serve(exchange, msgspec.structs.replace(request, model=model), caller)
+
+        await serve_by_name(edge.plane, caller, model, attempt, exchange.has_begun, user=request.user)
+
+    async def _serve(self, exchange: Exchange, request: MessagesRequest, caller: Caller) -> None:
+        edge, model = self._edge, request.model_name
         card = edge.plane.card(exchange.account, model)
         prepared = await edge.offload.run_if(exchange.has_large_body, to_text, request, card, edge.parsers, edge.limits)
         kind = RequestType.STREAM if request.stream else RequestType.UNARY

@@ -139,6 +139,12 @@ class MessagesRequest(CountRequest, kw_only=True, frozen=True):
     container: str | Json | None = None
     fallbacks: list[Any] | str | Json | None = None
 
+    @property
+    def user(self) -> str:
+        """The user that the metadata name; empty if they name none."""
+        user = (self.metadata or {}).get("user_id")
+        return user if isinstance(user, str) else ""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedMessages:

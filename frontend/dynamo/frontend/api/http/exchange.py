@@ -185,6 +185,10 @@ class Exchange:
         logged_id.set(request_id)
         return msgspec.structs.replace(caller, request_id=request_id)
 
+    def has_begun(self) -> bool:
+        """Return whether a part of the response, a comment perhaps, has been sent."""
+        return self.status is not None or (self.stream is not None and self.stream.begun)
+
     @property
     def has_large_body(self) -> bool:
         """Whether the body is so long that code which walks through its contents should leave the event loop."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Protocol
@@ -11,11 +12,13 @@ import orjson
 
 from dynamo.common.config import project_version
 from dynamo.common.discovery import Instance, other_names
+from dynamo.common.errors import Forbidden, ModelNotFound
 from dynamo.common.model_card import ModelCard
 from dynamo.frontend.api.health import Readiness, State
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Handler, Operation
+from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.security.surfaces import Surface
 
 Scrape = Callable[[], Awaitable[tuple[bytes, str]]]
@@ -133,6 +136,7 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
     """
 
     def describe(card: ModelCard, name: str) -> dict[str, object]:
+        rule = readiness.plane.names.rules.get(name)
         described: dict[str, object] = {
             "id": name,
             "object": "model",
@@ -145,7 +149,19 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
         }
         if card.llm is not None:
             described["max_model_len"] = card.llm.context_length
+        if rule is not None:
+            described["targets"] = [{"model": target.model, "weight": target.weight} for target in rule.targets]
         return described
+
+    def named(account: Account) -> list[tuple[ModelCard, str]]:
+        """Return the names that the caller may use, each with the card that describes it."""
+        plane = readiness.plane
+        cards = {name: card for card in plane.cards(account) for name in (card.name, *other_names(card))}
+        for name in plane.names.rules:
+            cards.pop(name, None)
+            with suppress(ModelNotFound, Forbidden):
+                cards[name] = plane.described(account, name)
+        return [(card, name) for name, card in cards.items() if account.permits(name)]
 
     created_at = datetime.fromtimestamp(int(started_at), UTC).isoformat().replace("+00:00", "Z")
 
@@ -157,20 +173,19 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
         return {"data": [anthropic_model(name) for name in names], "has_more": False, "first_id": first, "last_id": last}
 
     async def models(exchange: Exchange) -> None:
-        account = exchange.account
-        named = [(c, name) for c in readiness.plane.cards(account) for name in (c.name, *other_names(c)) if account.permits(name)]
+        models = named(exchange.account)
         if _ANTHROPIC in exchange.headers:
-            return await _respond(exchange, anthropic_list([name for _, name in named]))
-        await _respond(exchange, {"object": "list", "data": [describe(card, name) for card, name in named]})
+            return await _respond(exchange, anthropic_list([name for _, name in models]))
+        await _respond(exchange, {"object": "list", "data": [describe(card, name) for card, name in models]})
 
     async def model(exchange: Exchange) -> None:
         name = exchange.parameters["model"]
-        card = readiness.plane.card(exchange.account, name)
+        card = readiness.plane.described(exchange.account, name)
         await _respond(exchange, anthropic_model(name) if _ANTHROPIC in exchange.headers else describe(card, name))
 
     async def ready(exchange: Exchange) -> None:
         name = exchange.parameters["model"]
-        readiness.plane.card(exchange.account, name)
+        readiness.plane.described(exchange.account, name)
         is_ready = readiness.is_model_ready(name)
         await _respond(exchange, {"id": name, "ready": is_ready}, 200 if is_ready else 503)
 

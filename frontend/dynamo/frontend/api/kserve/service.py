@@ -24,6 +24,7 @@ from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, infer
+from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.placed import Places, fetch, is_placed, place
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request, unload_request
 from dynamo.frontend.api.kserve.server import NO_CUDA, KserveServer, check_cuda
@@ -122,22 +123,35 @@ class KserveService:
             request_id, explanation = caller.request_id, caller.explanation
             data = await message.read() if isinstance(message, PendingMessage) else message
             request = TensorRequest.parse(data, self._scanner)
-            card = self._plane.card(caller.account, request.head.model_name, check_version(request.head.model_version))
-            call = call_for(request, card, caller, RequestType.UNARY)
-            request_id = call.request_id
-            logged_id.set(request_id)
-            places: Places = {}
-            if is_placed(request.head):
-                request, places = fetch(request, self._server.regions)
-            response = place(await infer(self._plane, request, card, call), places)
+            model = request.head.model_name
+            if self._plane.names.has_rule(model):
+                request_id = caller.request_id or usable_id(request.head.id)
+                response = await serve_by_name(self._plane, request, caller, self._respond)
+            else:  # as in `_respond`, without another coroutine for each request
+                card = self._plane.card(caller.account, model, check_version(request.head.model_version))
+                call = call_for(request, card, caller, RequestType.UNARY)
+                request_id = call.request_id
+                logged_id.set(request_id)
+                places: Places = {}
+                if is_placed(request.head):
+                    request, places = fetch(request, self._server.regions)
+                response = place(await infer(self._plane, request, card, call), places)
             check_size(response, self._options.max_message_bytes)
-            if caller.request_id or call.explanation is not None:
+            if caller.request_id or explanation is not None:
                 context.set_trailing_metadata(_trailing_metadata(caller))
             return response
         except Exception as error:
             if not progress.started:
                 self._plane.refused(TENSOR_ENDPOINT, error)
             await self._abort(context, error, request_id, "ModelInfer", explanation)
+
+    async def _respond(self, request: TensorRequest, card: ModelCard, caller: Caller) -> Buffer:
+        call = call_for(request, card, caller, RequestType.UNARY)
+        logged_id.set(call.request_id)
+        places: Places = {}
+        if is_placed(request.head):
+            request, places = fetch(request, self._server.regions)
+        return place(await infer(self._plane, request, card, call), places)
 
     async def _model_stream_infer(self, unused: object, context: Context) -> None:
         request_id = ""
@@ -187,7 +201,7 @@ class KserveService:
         return statistics.SerializeToString()
 
     def _card(self, name: str, version: str) -> ModelCard:
-        return self._plane.card(self._account(), name, check_version(version))
+        return self._plane.described(self._account(), name, check_version(version))
 
     async def _repository_index(self, data: bytes) -> bytes:
         request = parse_message(pb.RepositoryIndexRequest, data)

@@ -27,6 +27,7 @@ from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of
+from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.placed import Places, fetch, is_placed, place
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
@@ -129,7 +130,7 @@ class KserveStream:
             occupied.hold(len(data))
             request = TensorRequest.parse(data, self._scanner)
             version = check_version(request.head.model_version)
-            card = self._plane.card(self._caller.account, request.head.model_name, version)
+            card = self._plane.described(self._caller.account, request.head.model_name, version)
         except DynamoError as error:
             release(error)  # this frame, which its traceback keeps, keeps the error
             problem = error
@@ -161,10 +162,19 @@ class KserveStream:
             if request is None or card is None:
                 assert problem is not None
                 raise problem
-            call = call_for(request, card, self._caller, RequestType.STREAM)
-            request_id = call.request_id
-            logged_id.set(request_id)
-            await self._respond(request, card, call, after)
+
+            async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> None:
+                nonlocal call, request_id
+                call = call_for(request, card, caller, RequestType.STREAM)
+                request_id = call.request_id
+                logged_id.set(request_id)
+                await self._respond(request, card, call, after)
+
+            if self._plane.names.has_rule(request.head.model_name):
+                has_begun = lambda: call is not None and call.progress.responded  # noqa: E731
+                await serve_by_name(self._plane, request, self._caller, respond, has_begun)
+            else:
+                await respond(request, card, self._caller)
         except _ClientGone:
             raise
         except Exception as error:

@@ -9,6 +9,7 @@ from msgspec import UNSET, Raw
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
+from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import ChatChunks, Details, Head, encode, finish_reason, token_ids
@@ -24,7 +25,8 @@ from dynamo.frontend.api.openai.response_objects import (
     ResponseToolCall,
     Usage,
 )
-from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text, last_words
+from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text, last_words, session_of
+from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
 from dynamo.frontend.api.text.rules import new_tool_call_id, parse_delta
 from dynamo.frontend.api.text.token_texts import TokenTexts
@@ -47,9 +49,19 @@ class ChatCompletions:
         caller = exchange.caller()
         request = edge.completed(await self._reader.read(exchange), exchange.account)
         edge.check_template(request.chat_template)
+        caller = exchange.identified(caller, request.request_id)
+
+        async def attempt(model: str, caller: Caller) -> None:
+            await self._serve(exchange, msgspec.structs.replace(request, model=model), caller, started)
+
+        session, user = session_of(request), request.user
+        await serve_by_name(edge.plane, caller, request.model_name, attempt, exchange.has_begun, session=session, user=user)
+
+    async def _serve(self, exchange: Exchange, request: ChatRequest, caller: Caller, started: float) -> None:
+        edge = self._edge
         card = edge.plane.card(exchange.account, request.model_name)
         prepared = await edge.offload.run_if(exchange.has_large_body, chat_to_text, request, card, edge.parsers, edge.limits)
-        call = call_of(request, exchange.identified(caller, request.request_id), exchange.endpoint)
+        call = call_of(request, caller, exchange.endpoint)
         extras = Extras(request, started, edge.clock)
         generation = edge.plane.generate(prepared.texts[0], call)
         async with exchange.attended(), generation:

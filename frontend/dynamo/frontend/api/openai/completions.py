@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import UNSET, Raw
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import FinishReason
+from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import CompletionChunks, Details, Head, encode, token_ids
@@ -23,8 +25,9 @@ from dynamo.frontend.api.openai.edge import (
 from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, CompletionLogprobWriter, join_logprobs, prompt_logprobs
 from dynamo.frontend.api.openai.requests import CompletionRequest
 from dynamo.frontend.api.openai.response_objects import Completion, CompletionChoice, CompletionLogprobs, Usage
-from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, completion_to_text
+from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, completion_to_text, session_of
 from dynamo.frontend.api.text.generations import TextSource, text_source
+from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.security.accounts import Account
@@ -43,8 +46,18 @@ class Completions:
         started = edge.clock()
         caller = exchange.caller()
         request = edge.completed(await self._reader.read(exchange), exchange.account)
+        caller = exchange.identified(caller, request.request_id)
+
+        async def attempt(model: str, caller: Caller) -> None:
+            await self._serve(exchange, msgspec.structs.replace(request, model=model), caller, started)
+
+        session, user = session_of(request), request.user
+        await serve_by_name(edge.plane, caller, request.model_name, attempt, exchange.has_begun, session=session, user=user)
+
+    async def _serve(self, exchange: Exchange, request: CompletionRequest, caller: Caller, started: float) -> None:
+        edge = self._edge
         prepared = completion_to_text(request, edge.plane.card(exchange.account, request.model_name), edge.limits)
-        call = call_of(request, exchange.identified(caller, request.request_id), exchange.endpoint)
+        call = call_of(request, caller, exchange.endpoint)
         extras = Extras(request, started, edge.clock)
         if len(prepared.texts) > 1 and extras:
             raise InvalidRequest("'nvext.annotations' and 'nvext.extra_fields' need a request with one prompt", param="nvext")

@@ -24,6 +24,7 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import bf16_to_float32, element_count, encode_bytes, to_numpy, typed_to_raw
+from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.edge import Edge
@@ -31,6 +32,7 @@ from dynamo.frontend.api.openai.requests import EmbeddingRequest
 from dynamo.frontend.api.openai.response_objects import Embedding, Embeddings, EmbeddingUsage
 from dynamo.frontend.api.openai.to_text import prompts_of
 from dynamo.frontend.api.text.model_names import name_or_only_model
+from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import check_chars
 from dynamo.frontend.metrics import RequestType
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
@@ -55,9 +57,19 @@ class EmbeddingsEndpoint:
         request = await self._reader.read(exchange)
         plane, limits = self._edge.plane, self._edge.limits
         model = name_or_only_model(plane, exchange.account, request.model, embeds_texts)
-        card = plane.card(exchange.account, model)
         inputs = _inputs(request, limits.max_embedding_inputs)
         check_chars(sum(map(len, inputs)), limits, "input")
+
+        async def attempt(model: str, caller: Caller) -> None:
+            await self._serve(exchange, request, inputs, model, caller)
+
+        await serve_by_name(plane, caller, model, attempt, exchange.has_begun, user=request.user)
+
+    async def _serve(
+        self, exchange: Exchange, request: EmbeddingRequest, inputs: Sequence[str | list[int]], model: str, caller: Caller
+    ) -> None:
+        plane = self._edge.plane
+        card = plane.card(exchange.account, model)
         tensors = to_tensors(inputs, model, card)
         call = caller.call(endpoint=exchange.endpoint, request_type=RequestType.UNARY)
         call = msgspec.structs.replace(call, expected_tokens=_expected_tokens(inputs))

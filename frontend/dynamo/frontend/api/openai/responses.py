@@ -10,16 +10,19 @@ import msgspec
 
 from dynamo.common.errors import Code, DynamoError, EngineError
 from dynamo.common.generation import FinishReason
+from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.logprobs import chat_logprobs
+from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_events import ResponseObject, ResponseWriter
 from dynamo.frontend.api.openai.response_objects import TokenLogprob
 from dynamo.frontend.api.openai.response_requests import ResponsesRequest
-from dynamo.frontend.api.openai.to_text import call_of, chat_to_text
+from dynamo.frontend.api.openai.to_text import call_of, chat_to_text, session_of
 from dynamo.frontend.api.statuses import log_failure, public_message
+from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import parse_delta
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, make_parser
@@ -42,9 +45,20 @@ class Responses:
         caller = exchange.caller()
         request = await self._reader.read(exchange)
         chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, request.to_chat), exchange.account)
+        caller = exchange.identified(caller, request.request_id)
+
+        async def attempt(model: str, caller: Caller) -> None:
+            await self._serve(exchange, request, msgspec.structs.replace(chat, model=model), caller, started)
+
+        session, user = session_of(chat), chat.user
+        await serve_by_name(edge.plane, caller, chat.model_name, attempt, exchange.has_begun, session=session, user=user)
+
+    async def _serve(
+        self, exchange: Exchange, request: ResponsesRequest, chat: ChatRequest, caller: Caller, started: float
+    ) -> None:
+        edge = self._edge
         card = edge.plane.card(exchange.account, chat.model_name)
         prepared = await edge.offload.run_if(exchange.has_large_body, chat_to_text, chat, card, edge.parsers, edge.limits)
-        caller = exchange.identified(caller, request.request_id)
         generation = edge.plane.generate(prepared.texts[0], call_of(chat, caller, exchange.endpoint))
         response = _response(request, chat.model_name, int(started))
         async with exchange.attended(), generation:

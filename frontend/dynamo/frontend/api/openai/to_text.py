@@ -251,13 +251,18 @@ def _tools_to_call(
     return [tool for tool in tools if tool["function"]["name"] in allowed], choice.allowed_tools.mode
 
 
+def session_of(request: TextGenerationRequest) -> str:
+    """Return the session that the body names; empty if it names none."""
+    return (request.nvext is not None and request.nvext.session_id) or request.session_id or ""
+
+
 def call_of(request: TextGenerationRequest, caller: Caller, endpoint: str) -> Call:
     """Return the call of a request: headers take precedence over the body. Raises InvalidRequest."""
     call = caller.call(endpoint=endpoint, request_type=RequestType.STREAM if request.stream else RequestType.UNARY)
     nvext = request.nvext
     priority = call.priority or request.priority or 0
+    session = call.session or session_of(request)
     if nvext is None:
-        session = call.session or request.session_id or ""
         return msgspec.structs.replace(call, priority=priority, session=session)
     hinted = nvext.agent_hints.priority if nvext.agent_hints is not None else None
     overrides = call.overrides
@@ -268,7 +273,6 @@ def call_of(request: TextGenerationRequest, caller: Caller, endpoint: str) -> Ca
     if instance is None and nvext.backend_instance_id is not None:
         instance = parse_instance(nvext.backend_instance_id)
     priority = priority or nvext.priority or hinted or 0
-    session = call.session or nvext.session_id or request.session_id or ""
     return msgspec.structs.replace(call, priority=priority, overrides=overrides, instance=instance, session=session)
 
 

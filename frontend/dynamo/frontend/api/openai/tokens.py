@@ -11,7 +11,7 @@ from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import DetokenizeRequest, TokenizeRequest
 from dynamo.frontend.api.openai.response_objects import Detokenized, Tokenized, TokenizerDescription
 from dynamo.frontend.api.openai.to_text import messages_to_text, tools_to_text
-from dynamo.frontend.api.text.model_names import name_or_only_model
+from dynamo.frontend.api.text.model_names import described_model
 from dynamo.frontend.api.text.rules import check_chars, llm_of
 from dynamo.frontend.preprocess.text import TextRequest
 
@@ -38,7 +38,7 @@ class Tokenize:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
         self._edge.check_template(request.chat_template)
-        model = name_or_only_model(self._edge.plane, exchange.account, request.model)
+        model = described_model(self._edge.plane, exchange.account, request.model)
         llm = llm_of(self._edge.plane.card(exchange.account, model))
         text = await self._edge.plane.text_model(exchange.account, model)
         if request.messages is not None:
@@ -76,7 +76,7 @@ class TokenizerInfo:
         self._edge = edge
 
     async def __call__(self, exchange: Exchange) -> None:
-        model = name_or_only_model(self._edge.plane, exchange.account, exchange.query.get("model"))
+        model = described_model(self._edge.plane, exchange.account, exchange.query.get("model"))
         llm = llm_of(self._edge.plane.card(exchange.account, model))
         text = await self._edge.plane.text_model(exchange.account, model)
         described = TokenizerDescription(
@@ -101,7 +101,7 @@ class Detokenize:
         request = await self._reader.read(exchange)
         tokens = request.tokens
         with exchange.account.occupy():
-            model = name_or_only_model(self._edge.plane, exchange.account, request.model)
+            model = described_model(self._edge.plane, exchange.account, request.model)
             vocabulary = (await self._edge.plane.text_model(exchange.account, model)).tokenizer
             if tokens:
                 vocabulary.check_ids(tokens, "tokens")

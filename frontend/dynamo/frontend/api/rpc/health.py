@@ -53,7 +53,7 @@ class HealthService:
             ready = True
         else:
             try:
-                self._plane.card(ANONYMOUS, service)  # health is for all
+                self._plane.described(ANONYMOUS, service)  # health is for all
             except ModelNotFound:
                 return ServingStatus.SERVICE_UNKNOWN
             ready = self._readiness.is_model_ready(service)

@@ -28,3 +28,8 @@ def name_or_only_model(
             param="model",
         )
     return next(filter(account.permits, (models[0].name, *other_names(models[0]))))
+
+
+def described_model(plane: DataPlane, account: Account, name: str | None) -> str:
+    """Return the model that stands for `name` or, without one, the only language model. Raises InvalidRequest, Forbidden."""
+    return plane.names.representative(account, name_or_only_model(plane, account, name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -10,10 +11,12 @@ import orjson
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import FinishReason
 from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import element_count
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import EventStream, Exchange
 from dynamo.frontend.api.kserve.infer import all_text, infer
+from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.rest.elements import to_json
 from dynamo.frontend.api.kserve.rest.generate_requests import GenerateRequest, read_generate
 from dynamo.frontend.api.kserve.rest.infer import begin
@@ -32,16 +35,32 @@ from dynamo.frontend.serving.data_plane import DataPlane
 
 
 async def handle_generate(plane: DataPlane, exchange: Exchange, target: Target) -> None:
-    parsed, card, call = await _read(plane, exchange, target, RequestType.UNARY)
+    parsed, caller = await _read(plane, exchange, target)
     if parsed.stream:
         raise InvalidRequest("generate returns one response; omit 'stream', or use generate_stream", param="stream")
-    async with exchange.attended():
-        result = await _single_response(plane, exchange.settings.offload, parsed, card, call)
+
+    async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> dict[str, Any]:
+        call = begin(exchange, caller, request, card, RequestType.UNARY)
+        async with exchange.attended():
+            return await _single_response(plane, exchange.settings.offload, replace(parsed, request=request), card, call)
+
+    result = await serve_by_name(plane, parsed.request, caller, respond)
     await send_response(exchange, orjson.dumps(result), [])
 
 
 async def handle_generate_stream(plane: DataPlane, exchange: Exchange, target: Target) -> None:
-    parsed, card, call = await _read(plane, exchange, target, RequestType.STREAM)
+    parsed, caller = await _read(plane, exchange, target)
+
+    async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> None:
+        call = begin(exchange, caller, request, card, RequestType.STREAM)
+        await _respond_with_events(plane, exchange, replace(parsed, request=request), card, call)
+
+    await serve_by_name(plane, parsed.request, caller, respond, exchange.has_begun)
+
+
+async def _respond_with_events(
+    plane: DataPlane, exchange: Exchange, parsed: GenerateRequest, card: ModelCard, call: Call
+) -> None:
     async with exchange.attended(), exchange.events() as stream:
         if card.kind is ModelKind.LLM and parsed.stream is not False:
             await _stream_text(plane, parsed, card, call, stream)
@@ -56,19 +75,17 @@ async def handle_generate_stream(plane: DataPlane, exchange: Exchange, target: T
         await stream.end(b"")
 
 
-async def _read(
-    plane: DataPlane, exchange: Exchange, target: Target, request_type: RequestType
-) -> tuple[GenerateRequest, ModelCard, Call]:
+async def _read(plane: DataPlane, exchange: Exchange, target: Target) -> tuple[GenerateRequest, Caller]:
     caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
     options = exchange.settings.options
     body = await exchange.decompressed_body(min(options.max_json_bytes, options.max_body_bytes))
-    card = plane.card(exchange.account, target.model, target.version)
+    card = plane.described(exchange.account, target.model, target.version)
     fields = await read_object(exchange, body)
     offload = exchange.settings.offload
     parsed = await offload.run_if(len(body) > PIECE_BYTES, read_generate, fields, card, target.model, target.version)
-    return parsed, card, begin(exchange, caller, parsed.request, card, request_type)
+    return parsed, caller
 
 
 def _event(fields: dict[str, Any]) -> bytes:

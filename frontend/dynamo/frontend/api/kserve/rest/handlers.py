@@ -48,7 +48,7 @@ class Handlers:
 
     async def model(self, exchange: Exchange) -> None:
         target = Target.of(exchange.parameters)
-        card = self._readiness.plane.card(exchange.account, target.model, check_version(target.version))
+        card = self._readiness.plane.described(exchange.account, target.model, check_version(target.version))
         metadata = to_json(kserve_messages.model_metadata(card, target.version))
         if not metadata["properties"]:
             del metadata["properties"]
@@ -56,7 +56,7 @@ class Handlers:
 
     async def config(self, exchange: Exchange) -> None:
         target = Target.of(exchange.parameters)
-        card = self._readiness.plane.card(exchange.account, target.model, check_version(target.version))
+        card = self._readiness.plane.described(exchange.account, target.model, check_version(target.version))
         await _send(exchange, to_json(kserve_messages.model_config(card).config))
 
     async def statistics(self, exchange: Exchange) -> None:

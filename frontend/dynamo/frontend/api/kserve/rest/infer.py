@@ -7,9 +7,11 @@ from functools import partial
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve.infer import call_for, infer
+from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.placed import Places, fetch, is_placed, place_outputs
 from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, split
 from dynamo.frontend.api.kserve.rest.long_arrays import PIECE_BYTES
@@ -28,17 +30,21 @@ async def handle_infer(plane: DataPlane, server: KserveServer, exchange: Exchang
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
     body = await exchange.decompressed_body()
-    card = plane.card(exchange.account, target.model, check_version(target.version))
+    card = plane.described(exchange.account, target.model, check_version(target.version))
     parts = split(body, exchange.headers.get(JSON_LENGTH))
     options, offload = exchange.settings.options, exchange.settings.offload
     reading = partial(read_request, parts, card, target.model, target.version, options.max_json_depth, options.max_json_values)
     request, form = await offload.run_if(len(parts.json) > PIECE_BYTES, reading)
-    call = begin(exchange, caller, request, card, RequestType.UNARY)
     places: Places = {}
     if is_placed(request.head):
         request, places = fetch(request, server.regions)
-    async with exchange.attended():
-        response = await infer(plane, request, card, call)
+
+    async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> Buffer:
+        call = begin(exchange, caller, request, card, RequestType.UNARY)
+        async with exchange.attended():
+            return await infer(plane, request, card, call)
+
+    response = await serve_by_name(plane, request, caller, respond)
     parsed = ModelResponse.parse(response)
     if places:
         place_outputs(parsed.head, parsed.raws, places)

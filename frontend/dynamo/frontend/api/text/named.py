@@ -1,0 +1,33 @@
+"""Text requests by names of operators, which stand for models."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.names.plan import Identity
+from dynamo.frontend.serving.data_plane import DataPlane
+
+
+async def serve_by_name(
+    plane: DataPlane,
+    caller: Caller,
+    name: str,
+    attempt: Callable[[str, Caller], Awaitable[None]],
+    has_begun: Callable[[], bool],
+    *,
+    session: str | None = None,
+    user: str | None = None,
+) -> None:
+    """Let `attempt` respond by a model that `name` stands for, or by another one if that cannot. Raises DynamoError.
+
+    `session` and `user` are those in the request's body, if any; a request without a user is its API key's.
+    """
+
+    async def by_model(model: str, shadows: tuple[str, ...]) -> None:
+        await attempt(model, msgspec.structs.replace(caller, shadows=shadows) if shadows else caller)
+
+    identity = Identity(session=caller.session or session or "", user=user or caller.account.name)
+    await plane.names.serve(caller.account, name, identity, by_model, has_begun=has_begun)

@@ -1,0 +1,175 @@
+"""`dynamo-models`: shows and changes the names that requests may use for models, through the admin API of a frontend.
+
+dynamo-models list
+dynamo-models set chat llama=95 llama-new=5 --sticky session --fallback small:no_instances,overloaded --shadow next=0.1
+dynamo-models remove chat
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import NoReturn
+from urllib.parse import quote
+
+import msgspec
+
+from dynamo.common.config import ConfigError, exit_with
+from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.names.rules import Condition, Fallback, Rule, Shadow, Sticky, Target, check_rules
+
+PROGRAM = "dynamo-models"
+_TIMEOUT_S = 30.0
+_URL = "http://127.0.0.1:8000"
+_KEY_VARIABLE = "DYN_API_KEY"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+class _Named(Rule, frozen=True, kw_only=True):
+    name: str
+
+
+class _Listing(msgspec.Struct):
+    names: list[_Named]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    try:
+        arguments = _parser().parse_args(argv)
+        match arguments.command:
+            case "set":
+                _set(arguments)
+            case "remove":
+                _send(arguments, "DELETE", _path(arguments.name))
+                print(f"{PROGRAM}: '{arguments.name}' is removed", file=sys.stderr)
+            case _:
+                _list(arguments)
+    except (ConfigError, ValueError) as error:
+        exit_with(PROGRAM, error)
+    except InvalidRequest as error:
+        exit_with(PROGRAM, ConfigError(str(error)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(PROGRAM, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default=_URL, help=f"A frontend's HTTP port; default: {_URL}.")
+    parser.add_argument("--api-key-file", metavar="FILE", help=f"A file with an API key; default: the variable {_KEY_VARIABLE}.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="Print the names and what they stand for, in the form that `set` takes.")
+    add = commands.add_parser("set", help="Set what a name stands for; what it stood for before is replaced.")
+    add.add_argument("name")
+    add.add_argument("target", nargs="+", metavar="MODEL[=WEIGHT]", help="Requests are split by weight; default: 1 each.")
+    conditions = ",".join(Condition)
+    add.add_argument(
+        "--fallback",
+        action="append",
+        default=[],
+        metavar="MODEL[:CONDITION,…]",
+        help=f"The model that serves instead, under any of the conditions; repeatable; default: {conditions}.",
+    )
+    add.add_argument(
+        "--shadow",
+        action="append",
+        default=[],
+        metavar="MODEL[=SHARE]",
+        help="Gets copies of this share (1: all); repeatable.",
+    )
+    add.add_argument("--sticky", choices=[sticky.value for sticky in Sticky], help="Whose requests go to the same target.")
+    remove = commands.add_parser("remove", help="Remove a name.")
+    remove.add_argument("name")
+    return parser
+
+
+def _set(arguments: argparse.Namespace) -> None:
+    rule = Rule(
+        targets=tuple(Target(model=model, weight=weight) for model, weight in map(_share, arguments.target)),
+        fallbacks=tuple(map(_fallback, arguments.fallback)),
+        shadows=tuple(Shadow(model=model, share=share) for model, share in map(_share, arguments.shadow)),
+        sticky=None if arguments.sticky is None else Sticky(arguments.sticky),
+    )
+    check_rules({arguments.name: rule})
+    _send(arguments, "PUT", _path(arguments.name), msgspec.json.encode(rule))
+    print(_line(arguments.name, rule))
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    for named in msgspec.json.decode(_send(arguments, "GET", "/v1/names"), type=_Listing).names:
+        print(_line(named.name, named))
+
+
+def _share(text: str) -> tuple[str, float]:
+    model, equals, number = text.partition("=")
+    try:
+        return model, float(number) if equals else 1.0
+    except ValueError:
+        raise ConfigError(f"{text!r} is not of the form MODEL=NUMBER") from None
+
+
+def _fallback(text: str) -> Fallback:
+    model, colon, conditions = text.partition(":")
+    if not colon:
+        return Fallback(model=model)
+    try:
+        return Fallback(model=model, on=tuple(map(Condition, conditions.split(","))))
+    except ValueError:
+        raise ConfigError(f"{text!r} names a condition that does not exist; there are {', '.join(Condition)}") from None
+
+
+def _line(name: str, rule: Rule) -> str:
+    """Return the arguments of `set` that make this rule."""
+    words = [name, *(f"{target.model}={target.weight:g}" for target in rule.targets)]
+    words += [f"--fallback {fallback.model}:{','.join(fallback.on)}" for fallback in rule.fallbacks]
+    words += [f"--shadow {shadow.model}={shadow.share:g}" for shadow in rule.shadows]
+    return " ".join([*words, *([] if rule.sticky is None else [f"--sticky {rule.sticky.value}"])])
+
+
+def _path(name: str) -> str:
+    return f"/v1/names/{quote(name, safe='')}"
+
+
+def _send(arguments: argparse.Namespace, method: str, path: str, body: bytes | None = None) -> bytes:
+    """Return the body of the response. Raises ConfigError with the server's sentence if it refuses."""
+    url: str = arguments.url
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url must begin with http:// or https://, got {url!r}")
+    headers = {"content-type": "application/json"}
+    if key := _key(arguments.api_key_file):
+        headers["authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url.rstrip("/") + path, data=body, headers=headers, method=method)  # noqa: S310
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
+            data: bytes = response.read()
+            return data
+    except urllib.error.HTTPError as error:
+        raise ConfigError(f"{url} responded {error.code}: {_sentence(error.read())}") from None
+    except (OSError, urllib.error.URLError) as error:
+        raise ConfigError(f"{url} cannot be reached: {getattr(error, 'reason', error)}") from None
+
+
+def _sentence(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")
+
+
+def _key(file: str | None) -> str:
+    if file is None:
+        return os.environ.get(_KEY_VARIABLE, "")
+    try:
+        with open(file, encoding="utf-8") as stream:
+            return stream.readline().strip()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    main()

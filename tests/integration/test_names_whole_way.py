@@ -1,0 +1,156 @@
+"""Names of operators: real etcd and nats-server, two frontends, simulated engines and an echo model, real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx2
+import pytest
+
+from dynamo.common.names import Endpoint
+from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+from dynamo.frontend.app import Frontend, serve_frontend
+from dynamo.frontend.config import AccessOptions, FrontendConfig, GrpcOptions, HttpOptions
+from dynamo.frontend.names.__main__ import main
+from dynamo.frontend.security.keys import entry_for, make_key
+from dynamo.frontend.security.surfaces import Scope
+from dynamo.protos import inference_pb2 as pb
+from dynamo.worker.app import open_worker
+from dynamo.worker.config import WorkerConfig
+from dynamo.worker.engine.sim.engine import SimEngine
+from dynamo.worker.engines import sim_config
+from tests.support.fleet import SERVICE, text_request
+from tests.support.servers import EtcdServer, NatsServer
+from tests.support.waiting import until
+
+SIM = "blocks=4000,block_size=16,speedup=100"
+MODELS = ("large", "small")
+
+
+@dataclass
+class Fleet:
+    """Two frontends in front of a worker for each of `MODELS`."""
+
+    frontends: list[Frontend]
+    http: list[httpx2.AsyncClient]
+    channel: grpc.aio.Channel
+    """Of the second frontend."""
+    key_file: Path
+    workers: dict[str, AsyncExitStack]
+
+    async def chat(self, model: str, frontend: int = 1, **headers: str) -> httpx2.Response:
+        body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.http[frontend].post("/v1/chat/completions", json=body, headers=named)
+
+
+@asynccontextmanager
+async def fleet_of(etcd: EtcdServer, nats: NatsServer, namespace: str, keys: Path) -> AsyncIterator[Fleet]:
+    links: dict[str, Any] = {
+        "etcd": EtcdOptions(endpoints=(etcd.endpoint,)),
+        "nats": NatsOptions(servers=(nats.url,)),
+        "log": LogOptions(),
+    }
+    async with AsyncExitStack() as stack:
+        workers = {}
+        for model in MODELS:
+            workers[model] = await stack.enter_async_context(AsyncExitStack())
+            engine = SimEngine(sim_config(SIM, model, None, None))
+            config = WorkerConfig(endpoint=Endpoint(namespace=namespace), drain_timeout_s=1, **links)
+            await workers[model].enter_async_context(open_worker(engine, config))
+        config = FrontendConfig(
+            namespace=namespace,
+            settle_s=0,
+            drain_timeout_s=1,
+            http=HttpOptions(port=0),
+            grpc=GrpcOptions(enabled=True, port=0),
+            access=AccessOptions(keys_file=keys),
+            **links,
+        )
+        frontends = [await stack.enter_async_context(serve_frontend(replace(config))) for _ in range(2)]
+        http = [
+            await stack.enter_async_context(httpx2.AsyncClient(base_url=f"http://127.0.0.1:{each.http_port}", timeout=20))
+            for each in frontends
+        ]
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{frontends[1].grpc_port}"))
+        for frontend in frontends:
+            await until(lambda frontend=frontend: all(map(frontend.plane.model_ready, MODELS)))  # type: ignore[misc]
+        yield Fleet(frontends, http, channel, keys, workers)
+
+
+async def run(fleet: Fleet, key: Path, *arguments: str) -> None:
+    url = f"http://127.0.0.1:{fleet.frontends[0].http_port}"
+    await asyncio.to_thread(main, ["--url", url, "--api-key-file", str(key), *arguments])
+
+
+async def test_a_name_set_at_one_frontend_is_served_by_all_on_every_protocol(
+    etcd_server: EtcdServer,
+    nats_server: NatsServer,
+    namespace: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    operator, user, narrow = make_key(), make_key(), make_key()
+    keys, operator_file = tmp_path / "keys", tmp_path / "operator"
+    keys.write_text(
+        entry_for(operator, "operator", scopes=[Scope.NAMES])
+        + entry_for(user, "user", scopes=[Scope.INFER])
+        + entry_for(narrow, "narrow", scopes=[Scope.INFER], models=["chat", "small"])
+    )
+    operator_file.write_text(operator)
+    caplog.set_level(logging.INFO, logger="dynamo.audit")
+    async with fleet_of(etcd_server, nats_server, namespace, keys) as fleet:
+        first, second = fleet.frontends
+        await run(fleet, operator_file, "set", "chat", "large", "--fallback", "small:no_instances")
+        await until(lambda: second.plane.names.has_rule("chat"))
+        await run(fleet, operator_file, "list")
+        assert capsys.readouterr().out.splitlines() == ["chat large=1 --fallback small:no_instances"] * 2
+        assert any("PUT /v1/names/chat by key 'operator'" in record.getMessage() for record in caplog.records)
+
+        assert (await fleet.chat("chat", x_api_key=user)).json()["model"] == "large"
+        infer = fleet.channel.unary_unary(SERVICE + "ModelInfer")
+        request = pb.ModelInferRequest.FromString(text_request("Hi", 2))
+        request.model_name = "chat"
+        del request.inputs[1]  # `streaming`
+        metadata = (("x-api-key", user),)
+        response = pb.ModelInferResponse.FromString(await infer(request.SerializeToString(), metadata=metadata, timeout=20))
+        assert response.model_name == "large"
+        stream = fleet.channel.stream_stream(SERVICE + "ModelStreamInfer")(metadata=metadata, timeout=20)
+        await stream.write(request.SerializeToString())
+        await stream.done_writing()
+        streamed = pb.ModelStreamInferResponse.FromString(await stream.read())
+        assert (streamed.error_message, streamed.infer_response.model_name) == ("", "large")
+        assert (await stream.read()) is grpc.aio.EOF
+
+        # A key needs the name and the model; what it may not use is passed over.
+        assert (await fleet.chat("chat", x_api_key=narrow)).json()["model"] == "small"
+        listed = (await fleet.http[1].get("/v1/models", headers={"x-api-key": narrow})).json()["data"]
+        assert [(model["id"], model["root"]) for model in listed] == [("small", "small"), ("chat", "small")]
+        refused = await fleet.http[0].put("/v1/names/chat", json={"targets": [{"model": "small"}]}, headers={"x-api-key": user})
+        assert refused.status_code == 403
+        looped = await fleet.http[0].put(
+            "/v1/names/large", json={"targets": [{"model": "chat"}]}, headers={"x-api-key": operator}
+        )
+        assert (looped.status_code, "loop: " in looped.text) == (400, True)
+
+        await fleet.workers["large"].aclose()
+        await until(lambda: not second.plane.model_ready("large"))
+        fallen = await fleet.chat("chat", x_api_key=user)
+        assert (fallen.status_code, fallen.json()["model"]) == (200, "small")
+
+        await run(fleet, operator_file, "remove", "chat")
+        await until(lambda: not second.plane.names.has_rule("chat"))
+        assert (await fleet.chat("chat", x_api_key=user)).status_code == 404
+        with pytest.raises(SystemExit):
+            await run(fleet, operator_file, "remove", "chat")
+        assert "responded 404: there is no name 'chat'" in capsys.readouterr().err
+        assert first.plane.names.rules == {}
