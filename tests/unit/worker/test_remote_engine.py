@@ -24,12 +24,16 @@ from dynamo.common.errors import (
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.worker.config import RemoteOptions, WorkerConfig
 from dynamo.worker.engine.base import Context
-from dynamo.worker.engine.remote.completions import StreamReader, read_failure, request_body
+from dynamo.worker.engine.remote.completions import StreamReader, TensorRtDialect, VllmDialect
 from dynamo.worker.engine.remote.engine import RemoteEngine
+from dynamo.worker.engine.remote.errors import NotServed, read_failure
 from dynamo.worker.engine.remote.http import HttpClient
+from dynamo.worker.engine.remote.sglang import SglangDialect, SglangReader
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import make_remote, sim_config
 from dynamo.worker.tokenizers.folder import read_folder
+from tests.support.engine_server import serving
+from tests.support.sglang_server import SglangServer
 from tests.support.vllm_server import VllmServer, serve_vllm
 from tests.support.waiting import until
 
@@ -72,7 +76,7 @@ async def test_a_request_has_token_ids_the_key_and_its_id(server: VllmServer, en
     ("status", "error"),
     [
         (400, InvalidRequest),
-        (404, Unavailable),
+        (404, NotServed),
         (413, PayloadTooLarge),
         (422, InvalidRequest),
         (429, Overloaded),
@@ -167,6 +171,83 @@ async def test_a_server_that_refuses_tokens_is_refused_at_the_start(server: Vllm
         await RemoteEngine(HttpClient(server.url, timeout_s=10)).start()
 
 
+async def test_a_server_of_another_kind_gets_text_if_its_tokenizer_is_not_at_hand(server: VllmServer) -> None:
+    server.owner, server.folder = "library", Path("llama3")
+    engine = RemoteEngine(HttpClient(server.url, timeout_s=10))
+    with pytest.raises(InvalidRequest, match="cannot be used with text"):  # this one has no chat completions
+        await engine.start()
+
+
+@pytest.mark.parametrize("is_incremental", [False, True])
+async def test_sglang_may_repeat_all_tokens_or_send_the_new_ones(tmp_path: Path, is_incremental: bool) -> None:
+    async with serving(SglangServer, SimEngine(sim_config("speedup=0", "sim", 8, 512)), tmp_path) as server:
+        server.is_incremental = is_incremental
+        engine = make_remote(server.url, RemoteOptions())
+        assert (await engine.start()).backend == "sglang"
+        request = make_request(logprobs=2, n=2, sampling=Sampling(temperature=1.0, seed=5))
+        items = await generate(engine, request)
+        expected = [item async for item in server.engine.generate(request, Context("r1"))]
+        assert tokens_of(items) == tokens_of(expected)
+        assert [len(position) for item in items if isinstance(item, Delta) for position in item.logprobs or ()] == [3] * 8
+
+
+def tokens_of(items: list[Delta | Summary]) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    for item in items:
+        if isinstance(item, Delta):
+            tokens.setdefault(item.index, []).extend(item.tokens)
+    return tokens
+
+
+def sglang_event(**info: Any) -> bytes:
+    return json.dumps({"output_ids": [5, 9], "meta_info": {"completion_tokens": 2, **info}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (sglang_event(finish_reason={"type": "abort", "status_code": 400, "message": "no"}), InvalidRequest),
+        (sglang_event(finish_reason={"type": "abort", "status_code": 503, "message": "no"}), Unavailable),
+        (sglang_event(finish_reason={"type": "abort"}), Unavailable),
+        (sglang_event(output_token_logprobs=[[-1.0, 5, None]]), EngineError),
+        (b'{"text": "a"}', EngineError),
+        (b'{"error": {"message": "no", "code": 400}}', InvalidRequest),
+    ],
+)
+def test_an_event_of_sglang_that_cannot_be_used_ends_the_request(data: bytes, error: type[DynamoError]) -> None:
+    with pytest.raises(error):
+        SglangReader(make_request(logprobs=1), frozenset()).read(data)
+
+
+def test_a_stop_token_that_sglang_matched_is_not_part_of_a_choice() -> None:
+    reader = SglangReader(make_request(), frozenset())
+    [delta] = reader.read(sglang_event(finish_reason={"type": "stop", "matched": 9}))
+    assert (delta.tokens, delta.stop_token, delta.finish_reason) == ((5,), 9, FinishReason.STOP)
+
+
+@pytest.mark.parametrize(
+    ("guided", "ours", "theirs"),
+    [
+        (
+            {"json_schema": {"type": "object"}},
+            {"json_schema": '{"type":"object"}'},
+            {"type": "json", "schema": {"type": "object"}},
+        ),
+        ({"json_object": True}, {"json_schema": '{"type": "object"}'}, {"type": "json_object"}),
+        ({"regex": "a+"}, {"regex": "a+"}, {"type": "regex", "regex": "a+"}),
+        ({"choice": ["a.", "b"]}, {"regex": r"(a\.|b)"}, {"type": "regex", "regex": r"(a\.|b)"}),
+        ({"grammar": "root ::= 'a'"}, {"ebnf": "root ::= 'a'"}, {"type": "ebnf", "ebnf": "root ::= 'a'"}),
+    ],
+)
+def test_structured_output_has_the_servers_names(guided: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    request = make_request(sampling=Sampling(guided=guided))
+    path, body = SglangDialect(64, frozenset()).call(request)
+    assert path == "/generate"
+    assert json.loads(body)["sampling_params"].items() >= ours.items()
+    _, body = TensorRtDialect("m", 64, frozenset()).call(request)
+    assert json.loads(body)["response_format"] == theirs
+
+
 @pytest.mark.parametrize("response", [b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000])
 async def test_a_server_that_does_not_speak_http_is_an_engine_error(response: bytes) -> None:
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -234,18 +315,24 @@ def test_an_event_that_cannot_be_used_ends_the_request(data: bytes, error: type[
         StreamReader(make_request(logprobs=1), frozenset()).read(data)
 
 
+def vllm_body(request: GenerateRequest) -> Any:
+    path, body = VllmDialect("m", 64, frozenset()).call(request)
+    assert path == "/v1/completions"
+    return json.loads(body)
+
+
 def test_settings_have_the_servers_names() -> None:
     sampling = Sampling(logit_bias={7: 1.0}, seed=3, guided={"regex": "a+"})
-    body = json.loads(request_body(make_request(sampling=sampling, first_choice=2, logprobs=20), "m", 64))
+    body = vllm_body(make_request(sampling=sampling, first_choice=2, logprobs=20))
     assert (body["logit_bias"], body["seed"], body["structured_outputs"]) == ({"7": 1.0}, 5, {"regex": "a+"})
     assert body["logprobs"] == 20, "which servers allow"
     assert "temperature" not in body, "the server's own default"
 
 
 def test_a_limit_beyond_the_context_is_the_room_that_is_left() -> None:
-    body = json.loads(request_body(make_request([1] * 10, 1000), "m", 64))
+    body = vllm_body(make_request([1] * 10, 1000))
     assert body["max_tokens"] == 54
-    assert json.loads(request_body(make_request([1] * 10, None), "m", 64))["max_tokens"] == 54
+    assert vllm_body(make_request([1] * 10, None))["max_tokens"] == 54
 
 
 def test_a_folder_says_template_and_tokens(server: VllmServer) -> None:

@@ -40,7 +40,7 @@ class Canary:
             model=model,
             prompt=pack_text(_TEXT) if takes_text else pack_tokens((_TOKEN,)),
             sampling=Sampling(temperature=0.0),
-            stop=Stop(max_tokens=1, ignore_eos=True),
+            stop=Stop(max_tokens=1, ignore_eos=not takes_text),
         )
         self._engine = engine
         self._loop = asyncio.get_running_loop()

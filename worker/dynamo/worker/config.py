@@ -28,6 +28,15 @@ class EngineKind(StrEnum):
     REMOTE = "remote"
 
 
+class RemoteKind(StrEnum):
+    """The protocol of an engine server."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    TENSORRT_LLM = "tensorrt-llm"
+    TEXT = "text"
+
+
 def parse_endpoint(text: str) -> Endpoint:
     """Parse `namespace.component.endpoint`. Raises ValueError."""
     try:
@@ -197,6 +206,11 @@ class RemoteOptions:
         repeatable=True,
         metavar="URL",
         help="An engine server such as `vllm serve`, instead of --model; given several times, each gets an instance of its own.",
+    )
+    kind: RemoteKind | None = option(
+        None,
+        parse=RemoteKind,
+        help="What the servers speak; default: as they say. `text`: OpenAI's chat and text completions, of any server.",
     )
     tokenizer: Path | None = option(
         None,

@@ -135,6 +135,7 @@ def make_remote(
     """Return an engine for the server at `url`, not started. Raises InvalidRequest for a URL or tokenizer that cannot be used."""
     return RemoteEngine(
         HttpClient(url, key=options.api_key, timeout_s=options.timeout_s),
+        kind=options.kind,
         name=name,
         files=None if options.tokenizer is None else _read_text_files(options.tokenizer),
         context_length=context_length,

@@ -1,34 +1,30 @@
-"""`/v1/completions` with token ids in both directions, as `vllm serve` has it: requests, stream events, errors."""
+"""`/v1/completions` with token ids in both directions: of `vllm serve`, and of TensorRT-LLM's `trtllm-serve`."""
 
 from __future__ import annotations
 
-import time
+import re
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
 
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded, PayloadTooLarge, Unavailable, Unsupported
+from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.generation_rules import Feature, check_features, check_prompt
 from dynamo.common.generation_rules import check_request as check_ranges
 from dynamo.worker.engine.open_requests import read_finish_reason
+from dynamo.worker.engine.remote.dialect import Choices, check_rank, choice_seed, decode_event, token_limit, without_none
+from dynamo.worker.engine.remote.errors import Error, stream_error
 from dynamo.worker.engine.vllm_request import structured_settings
 
-_SUPPORTED = frozenset(
+PATH = "/v1/completions"
+_VLLM_FEATURES = frozenset(
     {Feature.GUIDED, Feature.LOGIT_BIAS, Feature.ALLOWED_IDS, Feature.LOGPROB_IDS, Feature.ADAPTER, Feature.CACHE_SALT}
 )
+_TENSORRT_FEATURES = frozenset({Feature.GUIDED, Feature.LOGIT_BIAS})
 _SERVER_LOGPROBS = 20
 """Logprobs that a server allows unless configured otherwise."""
 _ID_PREFIX = "token_id:"
-_MAX_MESSAGE_CHARS = 1000
-_STATUSES = {
-    "invalid_request_error": 400,
-    "rate_limit_error": 429,
-    "not_implemented": 501,
-    "service_unavailable": 503,
-    "timeout": 504,
-}
-"""By the types of errors of servers whose error codes are words, as OpenAI's are."""
 
 
 class Logprobs(msgspec.Struct):
@@ -53,44 +49,87 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptDetails | None = None
 
 
-class Error(msgspec.Struct):
-    message: str = ""
-    type: str = ""
-    code: int | str | None = None
-
-
 class Chunk(msgspec.Struct):
     choices: list[Choice] = []
     usage: Usage | None = None
     error: Error | None = None
 
 
-class Failure(msgspec.Struct):
-    error: Error
-
-
 _chunk_decoder = msgspec.json.Decoder(Chunk)
-_failure_decoder = msgspec.json.Decoder(Failure)
 
 
-def check_request(request: GenerateRequest, context_length: int) -> None:
-    """Raises InvalidRequest for a request that the server would misunderstand or not bound."""
+class VllmDialect:
+    """`vllm serve`, and frontends of this project. Priorities are not passed on: most servers refuse all but 0."""
+
+    def __init__(self, model: str, context_length: int, eos: frozenset[int]) -> None:
+        self._model = model
+        self._context_length = context_length
+        self._eos = eos
+
+    def call(self, request: GenerateRequest) -> tuple[str, bytes]:
+        check_tokens(request, self._context_length, _VLLM_FEATURES)
+        sampling = request.sampling
+        fields = {
+            **_common(request, request.adapter or self._model, self._context_length),
+            "return_token_ids": True,
+            "allowed_token_ids": sampling.allowed_token_ids,
+            "structured_outputs": structured_settings(sampling.guided) if sampling.guided else None,
+            "logprobs": None if request.logprobs is None else _with_chosen(request.logprobs),
+            "logprob_token_ids": request.logprob_token_ids or None,
+            "return_tokens_as_token_ids": None if request.logprobs is None else True,
+            "cache_salt": request.cache_salt or None,
+        }
+        return PATH, msgspec.json.encode(without_none(fields))
+
+    def reader(self, request: GenerateRequest) -> StreamReader:
+        return StreamReader(request, self._eos)
+
+
+class TensorRtDialect:
+    """`trtllm-serve`, which refuses fields that it does not have, and returns token ids in the place of text."""
+
+    def __init__(self, model: str, context_length: int, eos: frozenset[int]) -> None:
+        self._model = model
+        self._context_length = context_length
+        self._eos = eos
+
+    def call(self, request: GenerateRequest) -> tuple[str, bytes]:
+        check_tokens(request, self._context_length, _TENSORRT_FEATURES, logprobs=False)
+        guided = request.sampling.guided
+        fields = {
+            **_common(request, self._model, self._context_length),
+            "detokenize": False,
+            "response_format": _response_format(structured_settings(guided)) if guided else None,
+        }
+        return PATH, msgspec.json.encode(without_none(fields))
+
+    def reader(self, request: GenerateRequest) -> StreamReader:
+        return StreamReader(request, self._eos)
+
+
+def check_tokens(request: GenerateRequest, context_length: int, features: Collection[Feature], *, logprobs: bool = True) -> None:
+    """Raises InvalidRequest for a request in token ids that the server would misunderstand or not bound."""
     check_prompt(request, context_length)
     check_ranges(request)
-    check_features(request, "remote", _SUPPORTED)
-    if request.data_parallel_rank:
-        raise InvalidRequest(f"data_parallel_rank must be 0, got {request.data_parallel_rank}", param="data_parallel_rank")
+    check_features(request, "remote", features)
+    check_rank(request)
+    if request.logprobs is not None and not logprobs:
+        raise InvalidRequest("log probabilities are not supported by the remote engine for this server", param="logprobs")
 
 
-def request_body(request: GenerateRequest, model: str, context_length: int) -> bytes:
-    """Return the body for a request that `check_request` let through. Raises InvalidRequest for unknown structured output.
-
-    Priorities stay here: most servers refuse all but 0.
-    """
+def _common(request: GenerateRequest, model: str, context_length: int) -> dict[str, object]:
+    """Return the fields that both servers have; None where the request leaves the server's own default."""
     sampling, stop = request.sampling, request.stop
-    room = context_length - request.prompt_tokens
-    max_tokens = room if stop.max_tokens is None else min(stop.max_tokens, room)
-    optional = {
+    max_tokens = token_limit(request, context_length)
+    return {
+        "model": model,
+        "prompt": request.tokens.tolist(),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "n": request.n,
+        "max_tokens": max_tokens,
+        "min_tokens": min(stop.min_tokens, max_tokens),
+        "ignore_eos": stop.ignore_eos,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -98,29 +137,33 @@ def request_body(request: GenerateRequest, model: str, context_length: int) -> b
         "frequency_penalty": sampling.frequency_penalty,
         "presence_penalty": sampling.presence_penalty,
         "repetition_penalty": sampling.repetition_penalty,
-        "seed": None if sampling.seed is None else sampling.seed + request.first_choice,
+        "seed": choice_seed(request),
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} if sampling.logit_bias else None,
-        "allowed_token_ids": sampling.allowed_token_ids,
-        "structured_outputs": structured_settings(sampling.guided) if sampling.guided else None,
         "stop_token_ids": stop.token_ids or None,
-        "logprobs": None if request.logprobs is None else _with_chosen(request.logprobs),
-        "logprob_token_ids": request.logprob_token_ids or None,
-        "return_tokens_as_token_ids": None if request.logprobs is None else True,
-        "cache_salt": request.cache_salt or None,
     }
-    body: dict[str, Any] = {
-        "model": request.adapter or model,
-        "prompt": request.tokens.tolist(),
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-        "n": request.n,
-        "max_tokens": max_tokens,
-        "min_tokens": min(stop.min_tokens, max_tokens),
-        "ignore_eos": stop.ignore_eos,
-        **{name: value for name, value in optional.items() if value is not None},
-    }
-    return msgspec.json.encode(body)
+
+
+def _response_format(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return TensorRT-LLM's `response_format`. Raises InvalidRequest for what it does not have."""
+    [(kind, value)] = settings.items()
+    match kind:
+        case "json":
+            return {"type": "json", "schema": value}
+        case "json_object":
+            return {"type": "json_object"}
+        case "regex":
+            return {"type": "regex", "regex": value}
+        case "grammar":
+            return {"type": "ebnf", "ebnf": value}
+        case "choice":
+            return {"type": "regex", "regex": any_of(value)}
+        case _:
+            raise InvalidRequest(f"structured output by '{kind}' is not supported by this server", param=kind)
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """Return a regular expression that matches one of `texts`."""
+    return f"({'|'.join(map(re.escape, texts))})"
 
 
 def _with_chosen(alternatives: int) -> int:
@@ -129,31 +172,24 @@ def _with_chosen(alternatives: int) -> int:
 
 
 class StreamReader:
-    """Turns the events of one stream into deltas and a summary."""
+    """Reads the events of one stream; see `Reader`."""
 
     def __init__(self, request: GenerateRequest, eos: frozenset[int]) -> None:
         """`eos` tokens end a generation, unless the request ignores them."""
         self._request = request
-        self._stops = frozenset(request.stop.token_ids) | (frozenset() if request.stop.ignore_eos else eos)
-        self._started_at = time.monotonic()
-        self._prefill_ms = 0.0
+        self._stops = stop_tokens(request, eos)
+        self._choices = Choices(request)
         self._output_tokens = 0
         self._cached_tokens = 0
-        self._unfinished = set(range(request.n))
 
     @property
     def has_finished(self) -> bool:
-        """Whether each choice has ended."""
-        return not self._unfinished
+        return self._choices.has_finished
 
     def read(self, event: bytes) -> list[Delta]:
-        """Return the deltas of an event. Raises the error that it holds, EngineError for an event that cannot be read."""
-        try:
-            chunk = _chunk_decoder.decode(event)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise EngineError(f"the server sent an event that cannot be read: {error}") from error
+        chunk = decode_event(_chunk_decoder, event)
         if chunk.error is not None:
-            raise _stream_error(chunk.error)
+            raise stream_error(chunk.error)
         if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
             self._cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens or 0
         return [delta for choice in chunk.choices if (delta := self._delta(choice)) is not None]
@@ -163,21 +199,21 @@ class StreamReader:
             prompt_tokens=self._request.prompt_tokens,
             output_tokens=self._output_tokens,
             cached_tokens=self._cached_tokens,
-            prefill_ms=self._prefill_ms,
+            prefill_ms=self._choices.prefill_ms,
         )
 
     def _delta(self, choice: Choice) -> Delta | None:
-        if choice.index not in self._unfinished:
-            raise EngineError(f"the server sent choice {choice.index}, which has ended or was not requested")
+        self._choices.check(choice.index)
         if choice.token_ids is None:
-            raise EngineError("the server sent no token ids, although 'return_token_ids' is set")
-        self._prefill_ms = self._prefill_ms or (time.monotonic() - self._started_at) * 1e3
+            raise EngineError("the server sent no token ids, although they are requested")
         tokens = choice.token_ids
         reason, stop_token = read_finish_reason(choice.finish_reason, "the server"), None
         if reason is FinishReason.STOP and tokens and (tokens[-1] in self._stops or tokens[-1] == choice.stop_reason):
             stop_token, tokens = tokens[-1], tokens[:-1]
+        elif reason is FinishReason.STOP and isinstance(choice.stop_reason, int):
+            stop_token = choice.stop_reason  # which TensorRT-LLM leaves out
         if reason is not None:
-            self._unfinished.remove(choice.index)
+            self._choices.finish(choice.index)
         elif not tokens:
             return None
         self._output_tokens += len(tokens)
@@ -191,14 +227,19 @@ class StreamReader:
         tops = logprobs.top_logprobs or [None] * len(tokens)
         alternatives = len(self._request.logprob_token_ids) or self._request.logprobs
         return [
-            _position(token, value, top or {}, alternatives)
+            chosen_first(token, value, [(_token_id(name), other) for name, other in (top or {}).items()], alternatives)
             for token, value, top in zip(tokens, logprobs.token_logprobs, tops, strict=False)
         ]
 
 
-def _position(token: int, value: float | None, top: dict[str, float], alternatives: int) -> list[tuple[int, float]]:
-    others = [(_token_id(name), other) for name, other in top.items()]
-    others = sorted((pair for pair in others if pair[0] != token), key=lambda pair: -pair[1])
+def stop_tokens(request: GenerateRequest, eos: frozenset[int]) -> frozenset[int]:
+    """Return the tokens that end a choice."""
+    return frozenset(request.stop.token_ids) | (frozenset() if request.stop.ignore_eos else eos)
+
+
+def chosen_first(token: int, value: float | None, top: Iterable[tuple[int, float]], alternatives: int) -> list[tuple[int, float]]:
+    """Return the log probabilities of one position: the chosen token, then the likeliest others."""
+    others = sorted((pair for pair in top if pair[0] != token), key=lambda pair: -pair[1])
     return [(token, value if value is not None else 0.0), *others[:alternatives]]
 
 
@@ -207,37 +248,3 @@ def _token_id(name: str) -> int:
     if number == name or not number.isdecimal():
         raise EngineError(f"the server names a token {name[:40]!r} although 'return_tokens_as_token_ids' is set")
     return int(number)
-
-
-def _stream_error(error: Error) -> DynamoError:
-    """Return our error for one that ends a stream. A server that has begun a response is not too busy for it, but lost it."""
-    code = str(error.code)
-    status = int(code) if code.isdecimal() else _STATUSES.get(error.type, 500)
-    return to_error(502 if status == 503 else status, error.message)
-
-
-def read_failure(status: int, body: bytes, retry_after: str = "") -> DynamoError:
-    """Return the error that a response with a status of failure means."""
-    try:
-        message = _failure_decoder.decode(body).error.message
-    except (msgspec.MsgspecError, RecursionError):
-        message = ""  # such as a page of a proxy
-    return to_error(status, message, float(retry_after) if retry_after.isdecimal() else 1.0)
-
-
-def to_error(status: int, message: str, retry_after_s: float = 1.0) -> DynamoError:
-    """Return our error for an HTTP status of the server."""
-    text = message[:_MAX_MESSAGE_CHARS] or f"the server responded with status {status}"
-    match status:
-        case 400 | 422:
-            return InvalidRequest(text)
-        case 413:
-            return PayloadTooLarge(text)
-        case 429 | 503:
-            return Overloaded(text, retry_after_s=retry_after_s)
-        case 404 | 502 | 504:  # it serves another model now, or a proxy in front of it has lost it
-            return Unavailable(text)
-        case 501:
-            return Unsupported(text)
-        case _:
-            return EngineError(text)

@@ -1,4 +1,4 @@
-"""A model on an engine server that runs elsewhere: `vllm serve`, or another whose `/v1/completions` takes and returns token ids.
+"""A model on an engine server that runs elsewhere: with token ids on vLLM, SGLang or TensorRT-LLM, with text on any other.
 
 The server schedules, batches and caches; its owners change nothing. Closing the connection aborts a request there. A server that
 cannot be reached fails its requests as a lost instance does, so they continue elsewhere, and serves again when it is back.
@@ -17,12 +17,17 @@ from typing import TypeVar
 import msgspec
 
 from dynamo.common.errors import EngineError, InvalidRequest, Overloaded, Unavailable
-from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, pack_tokens
-from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, TextPrompt, pack_text, pack_tokens
+from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
+from dynamo.worker.config import RemoteKind
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
-from dynamo.worker.engine.remote.completions import StreamReader, check_request, read_failure, request_body
+from dynamo.worker.engine.remote.completions import TensorRtDialect, VllmDialect
+from dynamo.worker.engine.remote.dialect import Dialect
+from dynamo.worker.engine.remote.errors import NotServed, read_failure
 from dynamo.worker.engine.remote.http import HttpClient
+from dynamo.worker.engine.remote.sglang import SglangDialect
+from dynamo.worker.engine.remote.text import REASONING_PARSER, TOOL_PARSER, TextDialect
 from dynamo.worker.tokenizers.folder import TextFiles, read_folder
 
 log = logging.getLogger(__name__)
@@ -31,9 +36,20 @@ T = TypeVar("T")
 
 _LONGEST_PAUSE_S = 5.0
 _HEALTH_S = 5.0
-_PATH = "/v1/completions"
+_KIND_BY_OWNER = {"vllm": RemoteKind.VLLM, "sglang": RemoteKind.SGLANG, "tensorrt_llm": RemoteKind.TENSORRT_LLM}
+"""By `owned_by` of the models that a server lists."""
 _DONE = b"[DONE]"
+_GREETING = TextPrompt(messages=[{"role": "user", "content": "Hi"}])
 _TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+class ModelMeta(msgspec.Struct):
+    n_ctx: int | None = None
+    n_ctx_train: int | None = None
+
+
+class Architecture(msgspec.Struct):
+    input_modalities: list[str] = []
 
 
 class ServedModel(msgspec.Struct):
@@ -44,6 +60,30 @@ class ServedModel(msgspec.Struct):
     parent: str | None = None
     max_model_len: int | None = None
     owned_by: str = ""
+    meta: ModelMeta | None = None
+    """Of llama.cpp's server, as is `architecture`."""
+    architecture: Architecture | None = None
+
+    @property
+    def name(self) -> str:
+        """The name to serve it by: of a file without folder and suffix."""
+        return self.id.rpartition("/")[2].removesuffix(".gguf") if self.id.startswith("/") else self.id
+
+    @property
+    def context_length(self) -> int | None:
+        meta = self.meta or ModelMeta()
+        return self.max_model_len or meta.n_ctx or meta.n_ctx_train
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """What it takes besides text. A server that does not say so refuses what its model does not take."""
+        if self.architecture is None:
+            return ("image", "audio")
+        return tuple(kind for kind in ("image", "audio") if kind in self.architecture.input_modalities)
+
+
+class SglangModel(msgspec.Struct):
+    tokenizer_path: str | None = None
 
 
 class ModelList(msgspec.Struct):
@@ -57,24 +97,25 @@ class RemoteEngine:
         self,
         client: HttpClient,
         *,
+        kind: RemoteKind | None = None,
         name: str = "",
         files: TextFiles | None = None,
         context_length: int | None = None,
         max_num_seqs: int | None = None,
     ) -> None:
-        """`name` also chooses among several models of the server, which otherwise serves its first one here.
+        """`kind`: default, what the server says. `name` also chooses among several models of the server, by default its first.
 
         `files`: default, those of the folder that the server names. `max_num_seqs`: sequences that the server runs at once.
         """
         self._client = client
+        self._kind = kind
         self._name = name
         self._text = files
         self._context_length = context_length
         self._max_num_seqs = max_num_seqs
         self._model = ""
         """The server's name of the model."""
-        self._limit = 0
-        self._eos: frozenset[int] = frozenset()
+        self._dialect: Dialect
         self._is_closed = False
         self._requests = OpenRequests()
 
@@ -86,29 +127,58 @@ class RemoteEngine:
         models = await self._when_ready(self._fetch_models)
         served = next((model for model in models if model.id == self._name), models[0])
         self._model = served.id
-        self._name = self._name or served.id
-        limits = [limit for limit in (served.max_model_len, self._context_length) if limit]
-        if not limits:
-            raise InvalidRequest(f"the server at {self._client} does not say its context length: give --context-length")
-        self._limit = min(limits)
-        text = self._text = self._text or self._find_files(served)
-        self._eos = frozenset(text.eos_token_ids)
-        await self._when_ready(self._check_token_ids)
+        self._name = self._name or served.name
+        limits = [limit for limit in (served.context_length, self._context_length) if limit]
+        kind = self._kind or self._detect_kind(served)
+        if kind is RemoteKind.TEXT:
+            info = self._text_info(served, min(limits, default=0))
+            log.info("the server at %s gets text: %s", self._client, "--remote-kind" if self._kind else "it is of no other kind")
+        else:
+            if not limits:
+                raise InvalidRequest(f"the server at {self._client} does not say its context length: give --context-length")
+            info = await self._token_info(kind, served, min(limits))
+        await self._when_ready(self._check)
+        adapters = tuple(model.id for model in models if model.parent == served.id and model.root != served.root)
         return ModelCard(
             name=self._name,
             kind=ModelKind.LLM,
             backend=served.owned_by or "remote",
-            llm=LlmInfo(
-                context_length=self._limit,
-                tokenizer=sha256(text.tokenizer).hexdigest(),
-                chat_template=sha256(text.chat_template).hexdigest() if text.chat_template else "",
-                bos_token=text.bos_token,
-                eos_token=text.eos_token,
-                eos_token_ids=text.eos_token_ids,
-                max_num_seqs=self._max_num_seqs or 0,
-                adapters=tuple(model.id for model in models if model.parent == served.id and model.root != served.root),
-            ),
+            llm=msgspec.structs.replace(info, max_num_seqs=self._max_num_seqs or 0, adapters=adapters),
         ).check()
+
+    def _detect_kind(self, served: ServedModel) -> RemoteKind:
+        """Return what the server speaks. One of no known kind gets token ids if their tokenizer is at hand, else text."""
+        named = _KIND_BY_OWNER.get(served.owned_by)
+        return named or (RemoteKind.VLLM if self._text is not None or _folder(served.root) is not None else RemoteKind.TEXT)
+
+    def _text_info(self, served: ServedModel, context_length: int) -> LlmInfo:
+        self._dialect = TextDialect(self._model)
+        return LlmInfo(
+            context_length=context_length,
+            tokenizer=TAKES_TEXT,
+            tool_parser=TOOL_PARSER,
+            reasoning_parser=REASONING_PARSER,
+            modalities=served.modalities,
+        )
+
+    async def _token_info(self, kind: RemoteKind, served: ServedModel, context_length: int) -> LlmInfo:
+        text = self._text = self._text or await self._read_files(kind, served)
+        eos = frozenset(text.eos_token_ids)
+        match kind:
+            case RemoteKind.SGLANG:
+                self._dialect = SglangDialect(context_length, eos)
+            case RemoteKind.TENSORRT_LLM:
+                self._dialect = TensorRtDialect(self._model, context_length, eos)
+            case _:
+                self._dialect = VllmDialect(self._model, context_length, eos)
+        return LlmInfo(
+            context_length=context_length,
+            tokenizer=sha256(text.tokenizer).hexdigest(),
+            chat_template=sha256(text.chat_template).hexdigest() if text.chat_template else "",
+            bos_token=text.bos_token,
+            eos_token=text.eos_token,
+            eos_token_ids=text.eos_token_ids,
+        )
 
     def files(self) -> Sequence[bytes]:
         return [file for file in (self._text.tokenizer, self._text.chat_template) if file] if self._text else []
@@ -116,16 +186,15 @@ class RemoteEngine:
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
         if self._is_closed:
             raise Unavailable("the engine is closed")
-        check_request(request, self._limit)
+        path, body = self._dialect.call(request)
         if request.stop.max_tokens == 0:
             for part in empty_response(request):
                 yield part
             return
-        body = request_body(request, self._model, self._limit)
-        reader = StreamReader(request, self._eos)
+        reader = self._dialect.reader(request)
         with self._requests.opened(request) as opened:
             try:
-                async with aclosing(self._events(body, context)) as events:
+                async with aclosing(self._events(path, body, context)) as events:
                     async for event in events:
                         opened.prefilled()
                         for delta in reader.read(event):
@@ -148,10 +217,10 @@ class RemoteEngine:
     async def close(self) -> None:
         self._is_closed = True
 
-    async def _events(self, body: bytes, context: Context) -> AsyncGenerator[bytes, None]:
+    async def _events(self, path: str, body: bytes, context: Context) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream up to its end. Raises the server's error if it refuses the request."""
         headers = {name: context.headers[name] for name in _TRACE_HEADERS if name in context.headers}
-        async with self._client.send("POST", _PATH, body, {**headers, "x-request-id": context.request_id}) as response:
+        async with self._client.send("POST", path, body, {**headers, "x-request-id": context.request_id}) as response:
             if response.status != 200:
                 raise read_failure(response.status, await response.read(), response.headers.get("retry-after", ""))
             async with aclosing(response.events()) as events:
@@ -195,24 +264,43 @@ class RemoteEngine:
             raise InvalidRequest(f"the server at {self._client} lists no model: GET /v1/models has status {status}")
         return models
 
-    def _find_files(self, served: ServedModel) -> TextFiles:
-        folder = Path(served.root or "")
-        if not (served.root and folder.is_absolute() and folder.is_dir()):
+    async def _read_files(self, kind: RemoteKind, served: ServedModel) -> TextFiles:
+        """Return tokenizer and template of the model's folder. Raises InvalidRequest if it is not on this machine."""
+        root = await self._fetch_tokenizer_path() if kind is RemoteKind.SGLANG else served.root
+        folder = _folder(root)
+        if folder is None:
             raise InvalidRequest(
-                f"the server at {self._client} names no folder of this machine for {served.id}: give its tokenizer by --tokenizer"
+                f"the server at {self._client} names no folder of this machine for {served.id}: give its tokenizer by "
+                "--tokenizer, or have it sent text by --remote-kind text"
             )
         return read_folder(folder)
 
-    async def _check_token_ids(self) -> None:
-        """Raises InvalidRequest if the server does not take or return token ids."""
+    async def _fetch_tokenizer_path(self) -> str | None:
+        """Return where SGLang has read its tokenizer."""
+        status, body = await self._client.fetch("GET", "/get_model_info")
+        try:
+            return msgspec.json.decode(body, type=SglangModel).tokenizer_path if status == 200 else None
+        except msgspec.MsgspecError:
+            return None
+
+    async def _check(self) -> None:
+        """Raises InvalidRequest if the server does not take or return what the requests to it have."""
+        takes_text = isinstance(self._dialect, TextDialect)
         request = GenerateRequest(
             model=self._model,
-            prompt=pack_tokens((1,)),
+            prompt=pack_text(_GREETING) if takes_text else pack_tokens((1,)),
             sampling=Sampling(temperature=0.0),
-            stop=Stop(max_tokens=1, ignore_eos=True),
+            stop=Stop(max_tokens=1, ignore_eos=not takes_text),
         )
         try:
             async for _ in self.generate(request, Context("probe")):
                 pass
-        except (InvalidRequest, EngineError) as error:
-            raise InvalidRequest(f"the server at {self._client} cannot be used with token ids: {error}") from error
+        except (InvalidRequest, EngineError, NotServed) as error:
+            what = "text" if takes_text else "token ids"
+            raise InvalidRequest(f"the server at {self._client} cannot be used with {what}: {error}") from error
+
+
+def _folder(root: str | None) -> Path | None:
+    """Return the folder of this machine that a server names, if it is one."""
+    folder = Path(root or "")
+    return folder if root and folder.is_absolute() and folder.is_dir() else None

@@ -1,0 +1,83 @@
+"""Errors of engine servers as errors of ours."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded, PayloadTooLarge, Unavailable, Unsupported
+
+_MAX_MESSAGE_CHARS = 1000
+_STATUSES = {
+    "invalid_request_error": 400,
+    "rate_limit_error": 429,
+    "not_implemented": 501,
+    "service_unavailable": 503,
+    "timeout": 504,
+}
+"""By the types of errors of servers whose error codes are words, as OpenAI's are."""
+
+
+class Error(msgspec.Struct):
+    message: str = ""
+    type: str = ""
+    code: int | str | None = None
+
+
+class _Failure(msgspec.Struct):
+    error: Error | str | None = None
+    """Ollama and TGI have a text."""
+    message: str = ""
+    """TensorRT-LLM has no object around the error."""
+
+    @property
+    def text(self) -> str:
+        match self.error:
+            case None:
+                return self.message
+            case str():
+                return self.error
+            case _:
+                return self.error.message
+
+
+_failure_decoder = msgspec.json.Decoder(_Failure)
+
+
+class NotServed(Unavailable):
+    """The server does not have the model, or the path."""
+
+
+def read_failure(status: int, body: bytes, retry_after: str = "") -> DynamoError:
+    """Return the error that a response with a status of failure means."""
+    try:
+        message = _failure_decoder.decode(body).text
+    except (msgspec.MsgspecError, RecursionError):
+        message = ""  # such as a page of a proxy
+    return to_error(status, message, float(retry_after) if retry_after.isdecimal() else 1.0)
+
+
+def stream_error(error: Error) -> DynamoError:
+    """Return our error for one that ends a stream. A server that has begun a response is not too busy for it, but lost it."""
+    code = str(error.code)
+    status = int(code) if code.isdecimal() else _STATUSES.get(error.type, 500)
+    return to_error(502 if status == 503 else status, error.message)
+
+
+def to_error(status: int, message: str, retry_after_s: float = 1.0) -> DynamoError:
+    """Return our error for an HTTP status of the server."""
+    text = message[:_MAX_MESSAGE_CHARS] or f"the server responded with status {status}"
+    match status:
+        case 400 | 422:
+            return InvalidRequest(text)
+        case 413:
+            return PayloadTooLarge(text)
+        case 429 | 503:
+            return Overloaded(text, retry_after_s=retry_after_s)
+        case 404:  # it serves another model now
+            return NotServed(text)
+        case 502 | 504:  # a proxy in front of it has lost it
+            return Unavailable(text)
+        case 501:
+            return Unsupported(text)
+        case _:
+            return EngineError(text)

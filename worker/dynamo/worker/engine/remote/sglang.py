@@ -1,0 +1,187 @@
+"""SGLang's own `/generate`, with token ids in both directions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
+from dynamo.common.generation_rules import Feature
+from dynamo.worker.engine.open_requests import read_finish_reason
+from dynamo.worker.engine.remote.completions import any_of, check_tokens, chosen_first, stop_tokens
+from dynamo.worker.engine.remote.dialect import Choices, choice_seed, decode_event, token_limit, without_none
+from dynamo.worker.engine.remote.errors import Error, stream_error, to_error
+from dynamo.worker.engine.vllm_request import structured_settings
+
+PATH = "/generate"
+_FEATURES = frozenset({Feature.GUIDED, Feature.LOGIT_BIAS, Feature.ADAPTER})
+
+
+class Finish(msgspec.Struct):
+    type: str = ""
+    matched: int | str | list[int] | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+TokenLogprob = tuple[float | None, int, str | None]
+
+
+class MetaInfo(msgspec.Struct):
+    finish_reason: Finish | None = None
+    completion_tokens: int = 0
+    """Of all events so far."""
+    cached_tokens: int = 0
+    output_token_logprobs: list[TokenLogprob] | None = None
+    output_top_logprobs: list[list[TokenLogprob] | None] | None = None
+
+
+class Event(msgspec.Struct):
+    index: int = 0
+    output_ids: list[int] | None = None
+    meta_info: MetaInfo | None = None
+    error: Error | None = None
+
+
+_event_decoder = msgspec.json.Decoder(Event)
+
+
+class SglangDialect:
+    """`python -m sglang.launch_server`."""
+
+    def __init__(self, context_length: int, eos: frozenset[int]) -> None:
+        self._context_length = context_length
+        self._eos = eos
+
+    def call(self, request: GenerateRequest) -> tuple[str, bytes]:
+        check_tokens(request, self._context_length, _FEATURES)
+        sampling, stop = request.sampling, request.stop
+        max_tokens = token_limit(request, self._context_length)
+        settings = {
+            "max_new_tokens": max_tokens,
+            "min_new_tokens": min(stop.min_tokens, max_tokens),
+            "ignore_eos": stop.ignore_eos,
+            "stop_token_ids": stop.token_ids or None,
+            "n": request.n,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "frequency_penalty": sampling.frequency_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "repetition_penalty": sampling.repetition_penalty,
+            "sampling_seed": choice_seed(request),
+            "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} if sampling.logit_bias else None,
+            **(_constraint(structured_settings(sampling.guided)) if sampling.guided else {}),
+        }
+        fields = {
+            "input_ids": request.tokens.tolist(),
+            "sampling_params": without_none(settings),
+            "stream": True,
+            "return_logprob": None if request.logprobs is None else True,
+            "top_logprobs_num": None if request.logprobs is None else request.logprobs + 1,
+            "lora_path": request.adapter or None,
+        }
+        return PATH, msgspec.json.encode(without_none(fields))
+
+    def reader(self, request: GenerateRequest) -> SglangReader:
+        return SglangReader(request, self._eos)
+
+
+def _constraint(settings: dict[str, Any]) -> dict[str, str]:
+    """Return SGLang's setting for structured output."""
+    [(kind, value)] = settings.items()
+    match kind:
+        case "json":
+            return {"json_schema": msgspec.json.encode(value).decode()}
+        case "json_object":
+            return {"json_schema": '{"type": "object"}'}
+        case "choice":
+            return {"regex": any_of(value)}
+        case "grammar":
+            return {"ebnf": value}
+        case "regex" | "structural_tag":
+            return {kind: value}
+        case _:
+            raise InvalidRequest(f"structured output by '{kind}' is not supported by this server", param=kind)
+
+
+class SglangReader:
+    """Reads the events of one stream; see `Reader`.
+
+    An event has all tokens of its choice so far or, of servers with `--incremental-streaming-output`, the new ones.
+    """
+
+    def __init__(self, request: GenerateRequest, eos: frozenset[int]) -> None:
+        """`eos` tokens end a generation, unless the request ignores them."""
+        self._request = request
+        self._stops = stop_tokens(request, eos)
+        self._choices = Choices(request)
+        self._received = [0] * request.n
+        self._output_tokens = 0
+        self._cached_tokens = 0
+
+    @property
+    def has_finished(self) -> bool:
+        return self._choices.has_finished
+
+    def read(self, event: bytes) -> list[Delta]:
+        data = decode_event(_event_decoder, event)
+        if data.error is not None:
+            raise stream_error(data.error)
+        if data.output_ids is None or data.meta_info is None:
+            raise EngineError("the server sent no token ids")
+        delta = self._delta(data.index, data.output_ids, data.meta_info)
+        return [] if delta is None else [delta]
+
+    def summary(self) -> Summary:
+        return Summary(
+            prompt_tokens=self._request.prompt_tokens,
+            output_tokens=self._output_tokens,
+            cached_tokens=self._cached_tokens,
+            prefill_ms=self._choices.prefill_ms,
+        )
+
+    def _delta(self, index: int, tokens: list[int], info: MetaInfo) -> Delta | None:
+        self._choices.check(index)
+        self._cached_tokens = max(self._cached_tokens, info.cached_tokens)
+        if len(tokens) == info.completion_tokens:
+            tokens = tokens[self._received[index] :]
+        self._received[index] += len(tokens)
+        reason, stop_token = _finish_reason(info.finish_reason), None
+        logprobs = self._logprobs(info, tokens)
+        if reason is FinishReason.STOP and tokens and (tokens[-1] in self._stops or _matches(info.finish_reason, tokens[-1])):
+            stop_token, tokens = tokens[-1], tokens[:-1]
+            logprobs = logprobs and (logprobs[:-1] or None)
+        if reason is not None:
+            self._choices.finish(index)
+        elif not tokens:
+            return None
+        self._output_tokens += len(tokens)
+        return Delta(tuple(tokens), index, reason, logprobs, stop_token)
+
+    def _logprobs(self, info: MetaInfo, tokens: list[int]) -> list[list[tuple[int, float]]] | None:
+        count = len(tokens)
+        if self._request.logprobs is None or not count:
+            return None
+        chosen = (info.output_token_logprobs or [])[-count:]
+        tops = (info.output_top_logprobs or [None] * count)[-count:]
+        if len(chosen) < count or len(tops) < count:
+            raise EngineError("the server sent tokens without their log probabilities")
+        return [
+            chosen_first(token, value, [(other, prob or 0.0) for prob, other, _ in top or ()], self._request.logprobs)
+            for token, (value, *_), top in zip(tokens, chosen, tops, strict=True)
+        ]
+
+
+def _matches(finish: Finish | None, token: int) -> bool:
+    return finish is not None and finish.matched in (token, [token])
+
+
+def _finish_reason(finish: Finish | None) -> FinishReason | None:
+    """Raises the error of a request that the server gave up."""
+    if finish is not None and finish.type == "abort" and finish.status_code is not None:
+        raise to_error(502 if finish.status_code == 503 else finish.status_code, finish.message or "")
+    return read_finish_reason(None if finish is None else finish.type, "the server")
