@@ -14,6 +14,7 @@ from dynamo.common.names import Endpoint, parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions, TraceOptions
 from dynamo.common.parser_names import AUTO, parse_reasoning_parser, parse_tool_parser
 from dynamo.common.repository import ControlMode
+from dynamo.worker.engine.remote.dialect import RemoteKind
 
 
 class EngineKind(StrEnum):
@@ -26,15 +27,6 @@ class EngineKind(StrEnum):
     REPOSITORY = "repository"
     VLLM = "vllm"
     REMOTE = "remote"
-
-
-class RemoteKind(StrEnum):
-    """The protocol of an engine server."""
-
-    VLLM = "vllm"
-    SGLANG = "sglang"
-    TENSORRT_LLM = "tensorrt-llm"
-    TEXT = "text"
 
 
 def parse_endpoint(text: str) -> Endpoint:

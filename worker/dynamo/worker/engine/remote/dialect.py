@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -12,6 +13,15 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 
 T = TypeVar("T")
+
+
+class RemoteKind(StrEnum):
+    """The protocol of an engine server."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    TENSORRT_LLM = "tensorrt-llm"
+    TEXT = "text"
 
 
 class Reader(Protocol):

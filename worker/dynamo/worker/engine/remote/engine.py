@@ -19,11 +19,10 @@ import msgspec
 from dynamo.common.errors import EngineError, InvalidRequest, Overloaded, Unavailable
 from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, TextPrompt, pack_text, pack_tokens
 from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
-from dynamo.worker.config import RemoteKind
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.remote.completions import TensorRtDialect, VllmDialect
-from dynamo.worker.engine.remote.dialect import Dialect
+from dynamo.worker.engine.remote.dialect import Dialect, RemoteKind
 from dynamo.worker.engine.remote.errors import NotServed, read_failure
 from dynamo.worker.engine.remote.http import HttpClient
 from dynamo.worker.engine.remote.sglang import SglangDialect
