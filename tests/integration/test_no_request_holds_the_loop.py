@@ -158,6 +158,16 @@ ATTACKS = {
         "/v2/models/echo-llm/generate",
         b'{"text_input":"a",' + b",".join(b'"%d":0' % number for number in range(110_000)) + b"}",
     ),
+    "log probabilities of many choices": (
+        "/v1/chat/completions",
+        b'{"model":"sim","messages":['
+        + MESSAGE
+        + b'],"n":128,"temperature":1,"max_tokens":100,"logprobs":true,"top_logprobs":20}',
+    ),
+    "log probabilities of many choices, streamed": (
+        "/v1/completions",
+        b'{"model":"sim","prompt":"a","n":128,"temperature":1,"max_tokens":100,"logprobs":20,"stream":true}',
+    ),
     "texts to embed": ("/v1/embeddings", filled(MODEL + b'"input":[', b'"a",', b'"b"]}')),
 }
 
@@ -217,10 +227,10 @@ def send(port: int, path: str, body: bytes) -> int:
 @pytest.mark.timeout(240)
 async def test_no_request_holds_the_event_loop(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
     async with (
-        worker(etcd_server, nats_server, namespace, "--model", "echo:llm"),
+        worker(etcd_server, nats_server, namespace, "--model", "echo:llm", "--model", "sim:blocks=4000,speedup=0"),
         frontend(etcd_server.endpoint, nats_server.url, namespace, "--http-max-json-size", "64MiB") as front,
     ):
-        await front.serves("echo-llm")
+        await front.serves("echo-llm", "sim")
         held = await asyncio.to_thread(attack, front)
     assert {name: seconds for name, seconds in held.items() if seconds > MAX_HOLD_S} == {}
 
