@@ -290,6 +290,53 @@ def test_invented_frontends_and_instances_take_no_memory() -> None:
     assert "instances=2 bookings=0 siblings=256" in repr(table)
 
 
+def invented(number: int, now: float, table: LoadTable) -> None:
+    """Apply a message of a frontend that does not exist, with bookings."""
+    table.apply(SharedBookings(f"invented {number}", [InstanceBookings(A, 1, 0, 0, 0, 0, 0)]), now, is_registered)
+
+
+def test_frontends_that_are_invented_displace_no_sibling_and_keep_out_none_that_starts_among_them() -> None:
+    here, there, late = sharing("here", "there", "late")
+    there.book("r", B, 0.0, prefill_tokens=10)
+    for second in range(10):
+        for message in there.all_own_bookings(100):
+            here.apply(message, float(second), is_registered)
+    late.book("r", B, 10.0, prefill_tokens=10)
+    for step in range(40):  # two seconds
+        now = 10 + step * 0.05
+        for number in range(250):
+            invented(250 * step + number, now, here)
+        assert read(here)[1] == (1 + (step > 0), 10 + 10 * (step > 0), 0)
+        for message in late.all_own_bookings(100):
+            here.apply(message, now, is_registered)
+    assert here.frontends == 257
+
+
+def test_invented_frontends_that_stay_do_not_keep_out_a_sibling_that_publishes_more_often() -> None:
+    here, late = sharing("here", "late")
+    late.book("r", B, 0.0, prefill_tokens=10)
+    for second in range(60):
+        for number in range(300):
+            if (second + number) % 4 == 0:  # often enough to be remembered
+                invented(number, float(second), here)
+        if second >= 30:
+            for message in late.all_own_bookings(100):
+                here.apply(message, float(second), is_registered)
+        here.expire_siblings(float(second))
+        if second > 33:
+            assert read(here)[1] == (1, 10, 0)
+    assert here.frontends == 257
+
+
+def test_a_sibling_that_was_displaced_leaves_no_bookings() -> None:
+    table = LoadTable("here")
+    for number in range(1000):
+        invented(number, number / 1000, table)
+    assert read(table)[0] == (256, 0, 0)
+    table.expire_siblings(100.0)
+    assert read(table)[0] == (0, 0, 0)
+
+
 def test_a_change_is_announced_once_until_it_is_taken() -> None:
     table, announced = LoadTable("here"), []
     table.on_unshared(lambda: announced.append(True))

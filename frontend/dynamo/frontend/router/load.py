@@ -33,7 +33,9 @@ OnSiblingPrompt = Callable[[InstanceId, Sequence[int], float], None]
 OnReport = Callable[["InstanceLoad", str, LoadReport, float], None]
 
 _MAX_SIBLINGS = 256
-"""Messages of more are ignored: anyone could invent frontends."""
+"""A further one takes the place of the least active: anyone could invent frontends."""
+_ACTIVITY_S = 5.0
+"""A message counts half for the activity of a sibling after this time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -208,6 +210,13 @@ class _Sibling:
     """When its last message arrived."""
     loads: dict[InstanceLoad, None]
     """The rows on which it has bookings."""
+    activity: float = -math.inf
+    """Binary logarithm of the number of its messages, each of which counts twice as much as one `_ACTIVITY_S` before it."""
+
+    def message_came(self, now: float) -> None:
+        weight = now / _ACTIVITY_S
+        self.activity = weight + math.log2(1 + 2 ** (self.activity - weight))
+        self.seen_at = now
 
 
 class LoadTable:
@@ -371,14 +380,16 @@ class LoadTable:
     def apply(self, message: SharedBookings, now: float, is_registered: Callable[[InstanceId], bool]) -> None:
         """Apply a message of a sibling. The frontend's own, which the bus sends back, are ignored.
 
-        So are bookings on instances that are not registered, and frontends past a few hundred: anyone could invent them.
+        So are bookings on instances that are not registered: anyone could invent them.
         """
-        sibling = self._siblings.get(message.origin)
-        if message.origin == self.origin or (sibling is None and len(self._siblings) >= _MAX_SIBLINGS):
+        if message.origin == self.origin:
             return
+        sibling = self._siblings.get(message.origin)
         if sibling is None:
+            if len(self._siblings) >= _MAX_SIBLINGS:
+                self._forget_sibling(min(self._siblings.items(), key=_activity_of)[0])
             sibling = self._siblings[message.origin] = _Sibling(now, {})
-        sibling.seen_at = now
+        sibling.message_came(now)
         if message.first <= message.last:
             listed = {bookings.instance for bookings in message.instances}
             for load in list(sibling.loads):
@@ -402,9 +413,13 @@ class LoadTable:
         """Release the bookings of siblings from which no message came for `sibling_ttl_s`."""
         for origin, sibling in list(self._siblings.items()):
             if sibling.seen_at < now - self._sibling_ttl_s:
-                for load in list(sibling.loads):
-                    self._set_shared(sibling, origin, load, None)
-                del self._siblings[origin]
+                self._forget_sibling(origin)
+
+    def _forget_sibling(self, origin: str) -> None:
+        """Release the bookings of a sibling."""
+        sibling = self._siblings.pop(origin)
+        for load in list(sibling.loads):
+            self._set_shared(sibling, origin, load, None)
 
     # Instances
 
@@ -518,6 +533,10 @@ class LoadTable:
         if booking.prefilling:
             load.unreflected_prefill_tokens -= booking.prefill_tokens
         load.unreflected_blocks -= booking.new_blocks + booking.extra_blocks
+
+
+def _activity_of(sibling: tuple[str, _Sibling]) -> float:
+    return sibling[1].activity
 
 
 def _total(by_model: Mapping[str, LoadReport]) -> LoadReport:
