@@ -28,7 +28,7 @@ FLAGS_OF_OTHERS = {
     " --frontend-route-extension --grpc-metrics-port --metrics-prefix --migration-max-seq-len --reasoning-field-name"
     " --router-event-threads --router-min-initial-workers --router-policy-config"
     " --router-predicted-ttl-secs --serve-indexer --use-remote-indexer",
-    "Triton": "--backend-config --cache-config --disable-auto-complete-config --exit-timeout-secs --rate-limit",
+    "Triton": "--backend-config --cache-config --disable-auto-complete-config --exit-timeout-secs",
     "kubectl, helm, docker": "--all --build-arg --for --from-file --from-literal --set --target --timeout",
     "pytest, py-spy": "--pdb --pid",
     "curl, etcdctl, pip, mypy": "--cacert --cert --key --prefix --no-deps --strict",

@@ -15,6 +15,7 @@ from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMe
 from dynamo.common.parser_names import AUTO, parse_reasoning_parser, parse_tool_parser
 from dynamo.common.repository import ControlMode
 from dynamo.worker.engine.remote.dialect import RemoteKind
+from dynamo.worker.repository.rate_limiter import ProvidedResource, RateLimit
 
 
 class EngineKind(StrEnum):
@@ -129,6 +130,24 @@ class RepositoryOptions:
         minimum=0,
         help="Bytes of the cache for responses of models with response_cache { enable: true }; 0: there is none.",
     )
+    rate_limit: RateLimit = option(
+        RateLimit.OFF,
+        flags=("--rate-limit",),
+        env=("DYN_RATE_LIMIT",),
+        parse=RateLimit,
+        choices=tuple(RateLimit),
+        help="Whether executions wait for the resources of instance_group.rate_limiter, as with Triton. execution_count: the "
+        "instance with the least executions, weighted by its priority, is first; off: they do not wait.",
+    )
+    rate_limit_resources: tuple[str, ...] = option(
+        (),
+        flags=("--rate-limit-resource",),
+        env=("DYN_RATE_LIMIT_RESOURCE",),
+        repeatable=True,
+        metavar="NAME:COUNT[:DEVICE]",
+        help="With --rate-limit execution_count: how much there is of a resource, on one device (a number), on each, or once "
+        "(global); may be given several times. None: as much of each as the instance needs that needs most of it.",
+    )
     path_roots: tuple[str, ...] = option(
         (),
         flags=("--model-path-root",),
@@ -151,6 +170,16 @@ class RepositoryOptions:
     def __post_init__(self) -> None:
         if self.load and self.control_mode is not ControlMode.EXPLICIT:
             raise ValueError("--load-model needs --model-control-mode explicit")
+        if self.rate_limit_resources and self.rate_limit is RateLimit.OFF:
+            raise ValueError("--rate-limit-resource needs --rate-limit execution_count")
+        self.provided_resources()
+
+    def provided_resources(self) -> tuple[ProvidedResource, ...]:
+        """Raises ValueError."""
+        try:
+            return tuple(map(ProvidedResource.parse, self.rate_limit_resources))
+        except ValueError as error:
+            raise ValueError(f"--rate-limit-resource {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ from dynamo.worker.engine.user_class import load_class
 from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.repository.layout import is_repository
 from dynamo.worker.repository.models import RepositorySettings
+from dynamo.worker.repository.rate_limiter import RateLimit, RateLimiter
 from dynamo.worker.tokenizers.folder import TextFiles, read_folder
 from dynamo.worker.tokenizers.gguf import GgufModel
 from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
@@ -181,6 +182,7 @@ def make_repository(options: RepositoryOptions, folders: tuple[Path, ...], drain
         path_max_bytes=options.path_max_bytes,
         on_request=options.control_mode is ControlMode.EXPLICIT,
         cache_bytes=options.cache_bytes,
+        rate_limiter=None if options.rate_limit is RateLimit.OFF else RateLimiter(options.provided_resources()),
     )
     return RepositoryEngine(settings, options.control_mode, options.load, exit_on_error=options.exit_on_error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,7 +14,14 @@ from google.protobuf import json_format, text_format
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.message_json import to_json
 from dynamo.common.tensors import Array, datatype_of_config
-from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput, ModelQueuePolicy
+from dynamo.protos.model_config_pb2 import (
+    ModelConfig,
+    ModelInput,
+    ModelInstanceGroup,
+    ModelOutput,
+    ModelQueuePolicy,
+    ModelRateLimiter,
+)
 from dynamo.worker.repository.sequence_tensors import check_sequences
 
 CONFIG_FILE = "config.pbtxt"
@@ -137,7 +144,7 @@ def check_tensors(config: ModelConfig) -> None:
             )
 
 
-def ignored_settings(config: ModelConfig, *, has_cache: bool) -> list[str]:
+def ignored_settings(config: ModelConfig, *, has_cache: bool, has_rate_limiter: bool) -> list[str]:
     """Return the settings of a configuration that are not supported and without which results are the same."""
     batching = config.dynamic_batching
     sequences = config.sequence_batching
@@ -146,7 +153,7 @@ def ignored_settings(config: ModelConfig, *, has_cache: bool) -> list[str]:
         "response_cache": config.response_cache.enable and not has_cache,
         "model_repository_agents": bool(config.model_repository_agents.agents),
         "cc_model_filenames": bool(config.cc_model_filenames),
-        "rate_limiter": any(group.HasField("rate_limiter") for group in config.instance_group),
+        "rate_limiter": not has_rate_limiter and any(group.HasField("rate_limiter") for group in config.instance_group),
         "max_queue_delay_microseconds of sequences": bool(
             sequences.direct.max_queue_delay_microseconds or sequences.oldest.max_queue_delay_microseconds
         ),
@@ -167,6 +174,7 @@ class ModelInstance:
     kind: str
     """`CPU`, `GPU` or `MODEL`."""
     device: int = 0
+    rate_limiter: ModelRateLimiter = field(default_factory=ModelRateLimiter)
 
 
 def instances_of(config: ModelConfig) -> Iterator[ModelInstance]:
@@ -178,7 +186,7 @@ def instances_of(config: ModelConfig) -> Iterator[ModelInstance]:
         for device in devices if kind == "GPU" else [0]:
             for index in range(max(1, group.count)):
                 name = f"{group.name or f'{config.name}_{number}'}_{index}"
-                yield ModelInstance(name, kind, device)
+                yield ModelInstance(name, kind, device, group.rate_limiter)
 
 
 def _kind(group: ModelInstanceGroup) -> str:

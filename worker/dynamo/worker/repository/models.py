@@ -49,6 +49,7 @@ from dynamo.worker.repository.model_config import (
 )
 from dynamo.worker.repository.onnx_backend import OnnxBackend
 from dynamo.worker.repository.python_backend import PythonBackend
+from dynamo.worker.repository.rate_limiter import RateLimiter
 from dynamo.worker.repository.response_cache import ResponseCache
 from dynamo.worker.repository.sequences import SequenceModel
 from dynamo.worker.repository.source import ModelPaths, temporary_folder, write_files
@@ -100,6 +101,8 @@ class RepositorySettings:
     """Whether a request fails whose model gives outputs that are not as declared."""
     cache_bytes: int = 0
     """Of the response cache; 0: there is none."""
+    rate_limiter: RateLimiter | None = None
+    """Of the resources of all models; None: they are not limited."""
 
 
 @dataclass(slots=True)
@@ -139,9 +142,9 @@ class RepositoryModels:
         self._lock = asyncio.Lock()
         self._host: Host | None = None
         self.cache = ResponseCache(settings.cache_bytes) if settings.cache_bytes else None
-        self._python = PythonBackend(self)
+        self._python = PythonBackend(self, settings.rate_limiter)
         self._backends: dict[str, ModelBackend] = {
-            "onnxruntime": OnnxBackend(settings.default_max_batch_size if settings.auto_complete else 0),
+            "onnxruntime": OnnxBackend(settings.default_max_batch_size if settings.auto_complete else 0, settings.rate_limiter),
             "python": self._python,
             "ensemble": EnsembleBackend(self),
         }
@@ -416,7 +419,9 @@ class RepositoryModels:
                 config = await backend.complete(Version(config.name, versions[-1], config, folder))
                 config.name = request.model
             check_supported(config)
-            if ignored := ignored_settings(config, has_cache=self.cache is not None):
+            if ignored := ignored_settings(
+                config, has_cache=self.cache is not None, has_rate_limiter=self._settings.rate_limiter is not None
+            ):
                 log.warning("model %s: its configuration has %s, which is not acted on", request.model, ", ".join(ignored))
             check_tensors(config)
             check_settings(config)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.batches import batch_policy, submit
 from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult, Version
 from dynamo.worker.repository.model_config import datatype_name, instances_of, model_dims
+from dynamo.worker.repository.rate_limiter import RateLimiter, limits_of
 from dynamo.worker.repository.sequence_tensors import added_tensors
 
 DEFAULT_FILE = "model.onnx"
@@ -63,8 +65,9 @@ class _OnnxSession(Protocol):
 class OnnxBackend:
     """Loads ONNX models. `default_max_batch_size` is for models that can batch and whose configuration gives no size."""
 
-    def __init__(self, default_max_batch_size: int) -> None:
+    def __init__(self, default_max_batch_size: int, limiter: RateLimiter | None = None) -> None:
         self._default_max_batch_size = default_max_batch_size
+        self._limiter = limiter
 
     async def complete(self, version: Version) -> ModelConfig:
         session = await asyncio.to_thread(_open_session, version)
@@ -77,21 +80,23 @@ class OnnxBackend:
     async def open(self, version: Version) -> OnnxModel:
         session = await asyncio.to_thread(_open_session, version)
         _check(version.config, session)
-        return OnnxModel(version, session)
+        return OnnxModel(version, session, self._limiter)
 
 
 class OnnxModel:
     """One version of a model."""
 
-    def __init__(self, version: Version, session: _OnnxSession) -> None:
+    def __init__(self, version: Version, session: _OnnxSession, limiter: RateLimiter | None) -> None:
+        """Raises InvalidRequest if an instance needs more of a resource than there is."""
         self._name = version.name
         self._config = version.config
         self._session = session
         self._outputs = sorted({output.name for output in version.config.output} | added_tensors(version.config)[1])
         self._text = {node.name for node in session.get_inputs() if node.type == "tensor(string)"}
-        instances = len(list(instances_of(version.config)))
-        self._pool = ThreadPoolExecutor(instances, f"model-{version.name}")
-        policy = batch_policy(version.config, instances, ahead=instances)
+        instances = list(instances_of(version.config))
+        policy = batch_policy(version.config, len(instances), ahead=len(instances))
+        [self._limits] = limits_of(limiter, [instances])
+        self._pool = ThreadPoolExecutor(len(instances), f"model-{version.name}")
         self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
         if self._batcher is not None:
             self._batcher.start()
@@ -103,6 +108,7 @@ class OnnxModel:
         if self._batcher is not None:
             await self._batcher.close()
         self._pool.shutdown(wait=False)
+        self._limits.close()
 
     async def respond(self, request: ModelRequest) -> ModelResult:
         if self._batcher is not None:
@@ -113,17 +119,20 @@ class OnnxModel:
 
     async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
         """Run requests of one row each as one batch, or one by one if their shapes differ."""
-        loop = asyncio.get_running_loop()
         shapes = {tuple((name, array.shape) for name, array in request.inputs.items()) for request in requests}
         if len(requests) == 1 or len(shapes) > 1:
-            return [ModelResult(await loop.run_in_executor(self._pool, self._run, request.inputs)) for request in requests]
+            return [ModelResult(await self._in_pool(partial(self._run, request.inputs))) for request in requests]
         names = requests[0].inputs
         joined = {name: np.concatenate([request.inputs[name] for request in requests]) for name in names}
-        outputs = await loop.run_in_executor(self._pool, self._run, joined)
+        outputs = await self._in_pool(partial(self._run, joined))
         return [ModelResult({name: array[row : row + 1] for name, array in outputs.items()}) for row in range(len(requests))]
 
     async def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         yield await self.respond(request)
+
+    async def _in_pool(self, run: Callable[[], Tensors]) -> Tensors:
+        async with self._limits.running():
+            return await asyncio.get_running_loop().run_in_executor(self._pool, run)
 
     async def _execute(self, request: ModelRequest) -> Tensors:
         submitted = begun = time.perf_counter_ns()
@@ -134,7 +143,7 @@ class OnnxModel:
             return self._run(request.inputs)
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+            return await self._in_pool(run)
         finally:
             request.context.timings.queue_ns += begun - submitted
             request.context.timings.infer_ns += time.perf_counter_ns() - begun
@@ -148,7 +157,7 @@ class OnnxModel:
             return self._run(batch.inputs())
 
         try:
-            outputs = await asyncio.get_running_loop().run_in_executor(self._pool, run)
+            outputs = await self._in_pool(run)
             return outputs if self._config.max_batch_size else [outputs]
         finally:
             batch.queue_ns = begun - submitted

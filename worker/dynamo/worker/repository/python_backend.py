@@ -33,6 +33,7 @@ from dynamo.worker.repository.pb_utils import (
     TritonError,
 )
 from dynamo.worker.repository.pipeline import Execution, NoProcess, Pipeline
+from dynamo.worker.repository.rate_limiter import ExecutionLimits, RateLimiter, limits_of
 from dynamo.worker.repository.responses import ProcessDied, SingleResponse
 from dynamo.worker.repository.stub_process import CallHandlers, StubProcess, open_stub, to_code
 
@@ -48,12 +49,13 @@ _RESTART_WAIT_S = 10.0
 class PythonBackend:
     """Loads models for one worker. They call its other models by `models`."""
 
-    def __init__(self, models: ModelRegistry) -> None:
+    def __init__(self, models: ModelRegistry, limiter: RateLimiter | None = None) -> None:
         self.memory: SharedMemory | None = None
         """Of this worker, for the tensors of models that are opened from now on."""
         self.metrics = CustomMetrics()
         """Of all models."""
         self._models = models
+        self._limiter = limiter
 
     def _handlers(self, metrics: MetricOwner) -> CallHandlers:
         return CallHandlers(partial(_serve_call, self._models), partial(_serve_control, self._models), metrics.carry_out)
@@ -81,9 +83,10 @@ class PythonBackend:
         """Return a model for each group of instances."""
         file = _file_of(version)
         owners = [self.metrics.owner() for _ in groups]
+        limits = limits_of(self._limiter, groups)
         models = [
-            PythonModel(version, file, self._handlers(metrics), self.memory, group, metrics)
-            for group, metrics in zip(groups, owners, strict=True)
+            PythonModel(version, file, self._handlers(metrics), self.memory, group, metrics, each)
+            for group, metrics, each in zip(groups, owners, limits, strict=True)
         ]
         try:
             await asyncio.gather(*(model.start() for model in models))
@@ -113,6 +116,7 @@ class PythonModel:
         memory: SharedMemory | None,
         instances: Sequence[ModelInstance],
         metrics: MetricOwner,
+        limits: ExecutionLimits,
     ) -> None:
         self._version = version
         self._file = file
@@ -121,6 +125,7 @@ class PythonModel:
         self._decoupled = version.config.model_transaction_policy.decoupled
         self._instances = instances
         self._metrics = metrics
+        self._limits = limits
         self._pipeline = Pipeline(version.name)
         self._keeping: list[asyncio.Task[None]] = []
         policy = batch_policy(version.config, len(self._instances), ahead=len(self._instances))
@@ -154,6 +159,7 @@ class PythonModel:
             await self._batcher.close()
         await asyncio.gather(*(stub.close() for stub in self.processes), *self._keeping, return_exceptions=True)
         self._metrics.close()
+        self._limits.close()
 
     async def _start(self, instance: ModelInstance) -> StubProcess:
         version = self._version
@@ -200,9 +206,10 @@ class PythonModel:
             return result
         submitted = time.perf_counter_ns()
         execution, [response] = Execution.of_one_response([request], self._version.name)
-        self._pipeline.submit(execution)
         try:
-            result_or_error = await response.done
+            async with self._limits.running():
+                self._pipeline.submit(execution)
+                result_or_error = await response.done
         finally:
             self._pipeline.leave(execution)
             _count_time(request, execution, submitted)
@@ -242,11 +249,12 @@ class PythonModel:
 
     async def _results(self, execution: Execution, responses: Sequence[SingleResponse]) -> list[ModelResult | DynamoError]:
         """Run an execution, and return the response to each request."""
-        self._pipeline.submit(execution)
-        try:
-            return [await response.done for response in responses]
-        finally:
-            self._pipeline.leave(execution)
+        async with self._limits.running():
+            self._pipeline.submit(execution)
+            try:
+                return [await response.done for response in responses]
+            finally:
+                self._pipeline.leave(execution)
 
     async def _respond_again(self, request: ModelRequest, died: ProcessDied) -> ModelResult | DynamoError:
         give_up_at = self._give_up_at(request.context)
@@ -282,9 +290,9 @@ class PythonModel:
     async def _stream(self, request: ModelRequest, *, is_retry: bool = False) -> AsyncIterator[ModelResult]:
         submitted = time.perf_counter_ns()
         execution, stream = Execution.of_many_responses(request, is_retry=is_retry)
-        self._pipeline.submit(execution)
         try:
-            async with aclosing(stream.read()) as responses:
+            async with self._limits.running(), aclosing(stream.read()) as responses:
+                self._pipeline.submit(execution)
                 async for response in responses:
                     yield response
         finally:
