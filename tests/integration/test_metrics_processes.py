@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import grpc.aio
@@ -12,6 +13,7 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dynamo.protos import inference_pb2 as pb
 from tests.support.fleet import echo_request
 from tests.support.processes import frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
@@ -29,6 +31,14 @@ async def becomes(port: int, value: float, name: str, **labels: str) -> None:
     async with asyncio.timeout(15):
         while await total(port, name, **labels) != value:
             await asyncio.sleep(0.05)
+
+
+async def memory_call(target: str, method: str, key: str) -> bytes:
+    """Call a method about shared memory of clients on a connection of its own, which any of the processes accepts."""
+    request = pb.SystemSharedMemoryRegisterRequest(name="r", key=key, byte_size=1).SerializeToString()
+    async with grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        call = channel.unary_unary(f"/inference.GRPCInferenceService/SystemSharedMemory{method}")
+        return bytes(await call(request if method == "Register" else b"", wait_for_ready=True, timeout=20))
 
 
 def children_of(pid: int) -> list[int]:
@@ -83,3 +93,17 @@ async def test_a_scrape_shows_what_all_processes_counted(
         rounding = 1e-6
         assert before - rounding <= used <= sum(cpu_s(pid) for pid in children) + rounding
         assert await total(front.http_port, "python_info") == 1
+
+        memory = SharedMemory(create=True, size=1)
+        try:
+            for method, is_registered in (
+                ("Register", None),
+                *[("Status", True)] * 6,
+                ("Unregister", None),
+                *[("Status", False)] * 6,
+            ):
+                response = await memory_call(front.grpc_target, method, memory.name)
+                assert is_registered is None or (memory.name.encode() in response) is is_registered, "it is of all processes"
+        finally:
+            memory.close()
+            memory.unlink()

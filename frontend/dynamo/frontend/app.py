@@ -19,6 +19,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from dynamo.common.background import running
 from dynamo.common.config import ConfigError
@@ -102,8 +103,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
     with _plain_errors():
         async with AsyncExitStack() as stack:
             http_guard, grpc_guard = make_guards(config)
-            shares_memory = config.kserve.client_shared_memory and not share_port
-            kserve = stack.enter_context(open_kserve(config.kserve.server_name, shares_memory=shares_memory))
+            kserve = await stack.enter_async_context(open_kserve(config.kserve, Path(metrics_folder) if metrics_folder else None))
             if config.grpc.wanted:
                 check_grpc(config.grpc, share_port=share_port)
             http = await stack.enter_async_context(

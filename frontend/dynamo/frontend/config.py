@@ -391,7 +391,17 @@ class KserveOptions:
         True, help="The server is ready if all models are that should be; off, if any model is. `/health` is always the latter."
     )
     client_shared_memory: bool = option(
-        True, help="Let clients on this host register system shared memory, for inputs and outputs. Needs `--processes 1`."
+        True, help="Let clients on this host register system shared memory, for inputs and outputs."
+    )
+    client_shared_memory_keys: tuple[str, ...] = option(
+        ("*",),
+        repeatable=True,
+        metavar="PATTERN",
+        help="Keys that clients may register, such as `clients-*`; all but those of this project's own memory by default.",
+    )
+    client_shared_memory_remote: bool = option(
+        False,
+        help="Let clients that come by another than the loopback address register memory, too.",
     )
 
 

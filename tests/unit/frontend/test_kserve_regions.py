@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.common.errors import AlreadyExists, EngineError, InvalidRequest, NotFound
+from dynamo.common.errors import AlreadyExists, EngineError, Forbidden, InvalidRequest, NotFound
 from dynamo.common.tensor_request import TensorRequest, parse_response
 from dynamo.frontend.api.kserve.placed import Place, fetch, is_placed, place
 from dynamo.frontend.api.kserve.regions import Regions
+from dynamo.frontend.api.kserve.registrations import SharedRegistrations
+from dynamo.frontend.api.kserve.server import check_is_local
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 
 SIZE = 4096
@@ -111,6 +113,83 @@ def test_memory_that_was_shrunk_is_an_error_and_no_signal(regions: Regions, memo
         with pytest.raises(InvalidRequest, match="smaller than when it was registered"):
             use()
     assert memory.stat().st_size == 10
+
+
+# Several processes
+
+
+@pytest.fixture
+def both(memory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Regions, Regions]]:
+    """The regions of two processes that serve the same clients."""
+    folder = tmp_path_factory.mktemp("registrations") / "regions"
+    one, two = (Regions(str(memory.parent), SharedRegistrations(folder)) for _ in range(2))
+    yield one, two
+    one.close()
+    two.close()
+
+
+def test_what_one_process_registers_another_reads_and_unregisters(both: tuple[Regions, Regions]) -> None:
+    one, two = both
+    one.register("r", "memory", 100, 50)
+    assert two.find("r", 10, 40).read(10, 3) == bytes([110, 111, 112])
+    with pytest.raises(AlreadyExists):
+        two.register("r", "memory", 0, 10)
+    two.unregister("r")
+    with pytest.raises(NotFound, match="Unable to find shared memory region: 'r'"):
+        one.find("r", 0, 1)
+    one.register("r", "memory", 0, 10)
+    assert two.find("r", 0, 1).read(0, 1) == b"\0"
+    assert [region.offset for region in two.status("")] == [0]
+
+
+def test_memory_that_took_the_place_of_what_was_registered_is_not_read(both: tuple[Regions, Regions], memory: Path) -> None:
+    one, two = both
+    one.register("r", "memory", 0, 10)
+    memory.rename(memory.with_name("former"))
+    memory.write_bytes(b"of somebody else")
+    assert one.find("r", 0, 2).read(0, 2) == bytes([0, 1])
+    with pytest.raises(InvalidRequest, match="was removed after it was registered"):
+        two.find("r", 0, 2)
+
+
+def test_memory_that_another_process_unregistered_is_closed(both: tuple[Regions, Regions], memory: Path) -> None:
+    one, two = both
+    one.register("r", "memory", 0, 10)
+    region = two.find("r", 0, 1)
+    one.unregister("")
+    two.close_stale()
+    assert region.read(0, 1) == b"\0"  # by a request that has it
+    descriptor = region.descriptor
+    del region
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+# Who may register what
+
+
+def test_only_keys_of_the_patterns_may_be_registered(memory: Path) -> None:
+    regions = Regions(str(memory.parent), keys=("/clients-*", "other"))
+    with pytest.raises(Forbidden, match="clients may not name the key '/memory'"):
+        regions.register("r", "/memory", 0, 1)
+    memory.rename(memory.with_name("clients-1"))
+    regions.register("r", "/clients-1", 0, 1)
+    regions.close()
+
+
+@pytest.mark.parametrize(
+    "peer", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "ipv4:127.0.0.9:41", "ipv6:[::1]:41", "ipv6:%5B::1%5D:41", "unix:"]
+)
+def test_clients_on_this_host_may_register(peer: str) -> None:
+    check_is_local(peer)
+
+
+@pytest.mark.parametrize(
+    "peer", ["10.0.0.7", "2001:db8::1", "ipv4:10.0.0.7:41", "ipv6:[2001:db8::1]:41", "unknown", "", "localhost"]
+)
+def test_clients_elsewhere_may_not_register(peer: str) -> None:
+    with pytest.raises(Forbidden, match="--client-shared-memory-remote"):
+        check_is_local(peer)
 
 
 # Requests

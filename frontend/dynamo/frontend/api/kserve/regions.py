@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from dynamo.common.errors import AlreadyExists, DynamoError, EngineError, InvalidRequest, NotFound
+from dynamo.common.errors import AlreadyExists, DynamoError, EngineError, Forbidden, InvalidRequest, NotFound
 from dynamo.common.tensors import Buffer
+from dynamo.frontend.api.kserve.registrations import OwnRegistrations, Registration, Registrations
 
 FOLDER = "/dev/shm"  # noqa: S108 - where POSIX shared memory is on Linux
 MAX_REGIONS = 4096
@@ -23,88 +25,140 @@ _MAX_BYTES = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Registered memory."""
+    """Registered memory that is open. It is closed with the last request that uses it."""
 
-    name: str
-    key: str
-    offset: int
-    size_bytes: int
+    registration: Registration
     descriptor: int
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         """Return a copy of a place in the region, which `Regions.find` has checked. Raises InvalidRequest if it is gone."""
-        data = os.pread(self.descriptor, size_bytes, self.offset + offset)
+        data = os.pread(self.descriptor, size_bytes, self.registration.offset + offset)
         if len(data) != size_bytes:
-            raise self._gone()
+            raise self._shrunk()
         return data
 
     def write(self, offset: int, data: Buffer) -> None:
         """Write to a place in the region, which `Regions.find` has checked. Raises InvalidRequest if it is gone."""
-        if os.fstat(self.descriptor).st_size < self.offset + offset + len(data):
-            raise self._gone()
-        os.pwrite(self.descriptor, data, self.offset + offset)
+        start = self.registration.offset + offset
+        if os.fstat(self.descriptor).st_size < start + len(data):
+            raise self._shrunk()
+        os.pwrite(self.descriptor, data, start)
 
-    def _gone(self) -> InvalidRequest:
-        return InvalidRequest(f"the memory of shared memory region '{self.name}' is smaller than when it was registered")
+    def _shrunk(self) -> InvalidRequest:
+        return InvalidRequest(
+            f"the memory of shared memory region '{self.registration.name}' is smaller than when it was registered"
+        )
+
+
+def _gone(registration: Registration) -> InvalidRequest:
+    return InvalidRequest(f"the memory of shared memory region '{registration.name}' was removed after it was registered")
 
 
 class Regions:
-    """The registered regions of one process."""
+    """The registered regions, and those of them that this process has open."""
 
-    def __init__(self, folder: str = FOLDER) -> None:
+    def __init__(self, folder: str = FOLDER, registrations: Registrations | None = None, *, keys: Sequence[str] = ("*",)) -> None:
+        """`registrations`: those of all processes that serve the same clients; None: of this one alone. `keys`: patterns, as of
+        `fnmatch`, of the keys that clients may register.
+        """
         self._folder = folder
-        self._regions: dict[str, Region] = {}
+        self._registrations = OwnRegistrations() if registrations is None else registrations
+        self._keys = keys
+        self._open_regions: dict[str, Region] = {}
 
     def __repr__(self) -> str:
-        return f"<Regions {sorted(self._regions)}>"
+        return f"<Regions {sorted(self._open_regions)}>"
 
     def register(self, name: str, key: str, offset: int, size_bytes: int) -> None:
         """Register part of the object `key`.
 
-        Raises InvalidRequest for a part that the object does not have, EngineError if there is no such object, AlreadyExists.
+        Raises InvalidRequest for a part that the object does not have, EngineError if there is no such object, AlreadyExists,
+        Forbidden.
         """
         if len(name) > 1024:
             raise InvalidRequest(f"the name of a shared memory region has {len(name)} characters; at most 1024 are allowed")
-        if key.lstrip("/").startswith(_RESERVED):
+        plain = key.lstrip("/")
+        if plain.startswith(_RESERVED):
             raise InvalidRequest(f"cannot register shared memory region '{name}': the key '{key[:80]}' is reserved")
-        if name in self._regions:
+        if not any(fnmatchcase(plain, pattern.lstrip("/")) for pattern in self._keys):
+            raise Forbidden(f"cannot register shared memory region '{name}': clients may not name the key '{key[:80]}'")
+        registered = self._registrations.all()
+        if any(one.name == name for one in registered):
             raise AlreadyExists(f"shared memory region '{name}' already in manager")
-        if len(self._regions) >= MAX_REGIONS:
+        if len(registered) >= MAX_REGIONS:
             raise InvalidRequest(f"{MAX_REGIONS} shared memory regions are registered; no more are allowed")
         descriptor = self._open(key)
         status = os.fstat(descriptor)
+        registration = Registration(
+            name=name, key=key, offset=offset, size_bytes=size_bytes, device=status.st_dev, inode=status.st_ino
+        )
         if not stat.S_ISREG(status.st_mode) or not 0 < size_bytes <= _MAX_BYTES or offset + size_bytes > status.st_size:
             os.close(descriptor)
             raise InvalidRequest(f"failed to register shared memory region '{name}': invalid args")
-        self._regions[name] = Region(name, key, offset, size_bytes, descriptor)
+        if not self._registrations.add(registration):
+            os.close(descriptor)
+            raise AlreadyExists(f"shared memory region '{name}' already in manager")
+        self.close_stale()
+        self._open_regions[name] = Region(registration, descriptor)
 
     def unregister(self, name: str) -> None:
         """Forget a region, or all if `name` is empty. An unknown one is none to forget."""
-        for region in [self._regions[name]] if name in self._regions else [] if name else list(self._regions.values()):
-            del self._regions[region.name]
-            os.close(region.descriptor)
+        for registration in self._registrations.all():
+            if name in ("", registration.name):
+                self._registrations.remove(registration.name)
+        self.close_stale()
 
-    def status(self, name: str) -> Iterable[Region]:
+    def status(self, name: str) -> Iterable[Registration]:
         """Return a region, or all if `name` is empty. Raises NotFound."""
         if not name:
-            return list(self._regions.values())
-        if name not in self._regions:
+            return sorted(self._registrations.all(), key=lambda registration: registration.name)
+        registration = self._registrations.get(name)
+        if registration is None:
             raise NotFound(f"Unable to find system shared memory region: '{name[:200]}'")
-        return [self._regions[name]]
+        return [registration]
 
     def find(self, name: str, offset: int, size_bytes: int) -> Region:
         """Return the region that has these bytes. Raises NotFound, InvalidRequest."""
-        region = self._regions.get(name)
-        if region is None:
+        registration = self._registrations.get(name)
+        if registration is None:
+            self._open_regions.pop(name, None)
             raise NotFound(f"Unable to find shared memory region: '{name[:200]}'")
-        if not 0 <= offset < region.size_bytes:
+        region = self._open_regions.get(name)
+        if region is None or region.registration.token != registration.token:
+            region = self._reopen(registration)
+        if not 0 <= offset < registration.size_bytes:
             raise InvalidRequest(f"Invalid offset for shared memory region: '{name}'")
-        if not 0 < size_bytes <= region.size_bytes - offset:
+        if not 0 < size_bytes <= registration.size_bytes - offset:
             raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{name}'")
         return region
 
+    def close_stale(self) -> None:
+        """Close the regions that other processes have unregistered, whose memory would stay in use otherwise."""
+        for name, region in list(self._open_regions.items()):
+            registration = self._registrations.get(name)
+            if registration is None or registration.token != region.registration.token:
+                del self._open_regions[name]
+
     def close(self) -> None:
-        self.unregister("")
+        """Close all regions. Those of several processes stay registered."""
+        self._open_regions.clear()
+
+    def _reopen(self, registration: Registration) -> Region:
+        """Open a region that another process registered. Raises InvalidRequest if its object is gone, or another one by now."""
+        self._open_regions.pop(registration.name, None)
+        try:
+            descriptor = self._open(registration.key)
+        except EngineError as error:
+            raise _gone(registration) from error
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != (registration.device, registration.inode):
+            os.close(descriptor)
+            raise _gone(registration)
+        region = self._open_regions[registration.name] = Region(registration, descriptor)
+        return region
 
     def _open(self, key: str) -> int:
         path = key.lstrip("/")

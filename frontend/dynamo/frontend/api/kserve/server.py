@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote
 
-from dynamo.common.errors import InvalidRequest, ModelNotFound, NotFound, Unsupported
+from dynamo.common.background import running
+from dynamo.common.errors import Forbidden, InvalidRequest, ModelNotFound, NotFound, Unsupported
 from dynamo.frontend.api.kserve.regions import Regions
+from dynamo.frontend.api.kserve.registrations import SharedRegistrations
 from dynamo.frontend.api.kserve.settings import LogSettings, TraceSettings, Values
+from dynamo.frontend.config import KserveOptions
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane
 
 NO_CUDA = "this server reads no memory of GPUs; register system shared memory instead"
+_CLOSE_STALE_S = 5.0
+"""How long a process may keep memory open that was unregistered at another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +29,8 @@ class KserveServer:
     name: str = "dynamo"
     shared_regions: Regions | None = None
     """None: clients cannot register memory."""
+    allows_remote_memory: bool = False
+    """Whether clients on other hosts may register memory of this one."""
     trace: TraceSettings = field(default_factory=TraceSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
@@ -27,8 +38,15 @@ class KserveServer:
     def regions(self) -> Regions:
         """Raises Unsupported if clients cannot register memory."""
         if self.shared_regions is None:
-            raise Unsupported("shared memory of clients is switched off: it needs --client-shared-memory and --processes 1")
+            raise Unsupported("shared memory of clients is switched off: it needs --client-shared-memory")
         return self.shared_regions
+
+    def register_memory(self, peer: str, name: str, key: str, offset: int, size_bytes: int) -> None:
+        """Register memory for the client at `peer`. Raises Unsupported, Forbidden, and what `Regions.register` does."""
+        regions = self.regions
+        if not self.allows_remote_memory:
+            check_is_local(peer)
+        regions.register(name, key, offset, size_bytes)
 
     def trace_settings(
         self, plane: DataPlane, account: Account, model: str, changes: Mapping[str, Values]
@@ -55,11 +73,47 @@ def check_cuda(region: str) -> None:
         raise NotFound(f"Unable to find cuda shared memory region: '{region[:200]}'")
 
 
-@contextmanager
-def open_kserve(name: str, *, shares_memory: bool) -> Iterator[KserveServer]:
-    """Make the state of a process; close the regions that clients have left registered at the end."""
-    regions = Regions()
+def check_is_local(peer: str) -> None:
+    """Raises Forbidden for a caller on another host, who cannot have made memory of this one. `peer` is as gRPC or HTTP say."""
+    scheme, _, rest = peer.partition(":")
+    if scheme == "unix":
+        return
+    host = unquote(rest).rpartition(":")[0].strip("[]") if scheme in ("ipv4", "ipv6") else peer
     try:
-        yield KserveServer(name, regions if shares_memory else None)
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        address = None
+    mapped = getattr(address, "ipv4_mapped", None)
+    if address is None or not (mapped or address).is_loopback:
+        raise Forbidden(
+            "shared memory is registered by clients on the host of the server, over its loopback address; "
+            "--client-shared-memory-remote lets others do it, too"
+        )
+
+
+@asynccontextmanager
+async def open_kserve(options: KserveOptions, folder: Path | None) -> AsyncIterator[KserveServer]:
+    """Make the state of a process; close the regions that clients have left registered at the end.
+
+    `folder`: shared by all processes on the same ports, if there are several.
+    """
+    if not options.client_shared_memory:
+        yield KserveServer(options.server_name)
+        return
+    registrations = None if folder is None else SharedRegistrations(folder / "regions")
+    regions = Regions(registrations=registrations, keys=options.client_shared_memory_keys)
+    server = KserveServer(options.server_name, regions, allows_remote_memory=options.client_shared_memory_remote)
+    try:
+        if folder is None:
+            yield server
+        else:
+            async with running(_close_stale(regions), "shared memory"):
+                yield server
     finally:
         regions.close()
+
+
+async def _close_stale(regions: Regions) -> None:
+    while True:
+        await asyncio.sleep(_CLOSE_STALE_S)
+        regions.close_stale()

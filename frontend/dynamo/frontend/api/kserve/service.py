@@ -88,7 +88,6 @@ class KserveService:
             "TraceSetting": self._trace_setting,
             "LogSettings": self._log_settings,
             "SystemSharedMemoryStatus": self._shared_memory_status,
-            "SystemSharedMemoryRegister": self._shared_memory_register,
             "SystemSharedMemoryUnregister": self._shared_memory_unregister,
             "CudaSharedMemoryStatus": self._cuda_status,
             "CudaSharedMemoryRegister": self._cuda_register,
@@ -98,15 +97,24 @@ class KserveService:
             "ModelInfer": grpc.unary_unary_rpc_method_handler(self._model_infer),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._model_stream_infer),
             **{name: self._unary(name, method) for name, method in methods.items()},
+            "SystemSharedMemoryRegister": self._unary_of("SystemSharedMemoryRegister", self._shared_memory_register),
         }
 
     def _unary(self, name: str, method: Callable[[bytes], Awaitable[bytes]]) -> grpc.RpcMethodHandler[bytes, bytes]:
+        async def of_anybody(data: bytes, peer: str) -> bytes:
+            return await method(data)
+
+        return self._unary_of(name, of_anybody)
+
+    def _unary_of(self, name: str, method: Callable[[bytes, str], Awaitable[bytes]]) -> grpc.RpcMethodHandler[bytes, bytes]:
+        """`method` gets the address of the client beside the message."""
+
         async def handle(request: bytes | PendingMessage, context: Context) -> bytes:
             request_id = _client_request_id(context)
             try:
                 if request_id:
                     context.set_trailing_metadata((("x-request-id", request_id),))
-                return await method(await read_message(request))
+                return await method(await read_message(request), context.peer())
             except Exception as error:
                 await self._abort(context, error, request_id, name)
 
@@ -265,9 +273,9 @@ class KserveService:
             status.name, status.key, status.offset, status.byte_size = region.name, region.key, region.offset, region.size_bytes
         return response.SerializeToString()
 
-    async def _shared_memory_register(self, data: bytes) -> bytes:
+    async def _shared_memory_register(self, data: bytes, peer: str) -> bytes:
         request = parse_message(pb.SystemSharedMemoryRegisterRequest, data)
-        self._server.regions.register(request.name, request.key, request.offset, request.byte_size)
+        self._server.register_memory(peer, request.name, request.key, request.offset, request.byte_size)
         return b""
 
     async def _shared_memory_unregister(self, data: bytes) -> bytes:

@@ -49,12 +49,13 @@ class SettingHandlers:
         )
 
     async def register_memory(self, exchange: Exchange) -> None:
-        regions = self._server.regions
+        _ = self._server.regions  # a server without any refuses first
         fields = await _object(exchange, required=True)
         for field in ("key", "byte_size"):
             if field not in fields:
                 raise InvalidRequest(f"Shared memory register request has no '{field}' field")
-        regions.register(
+        self._server.register_memory(
+            exchange.peer,
             exchange.parameters["region"],
             as_string(fields["key"]),
             as_unsigned(fields.get("offset", 0)),
