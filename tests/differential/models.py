@@ -109,6 +109,21 @@ class TritonPythonModel:
         ]
 """
 
+_SEQUENCE = """
+        controls = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        value = controls.pop("INPUT0")
+        about = {name: [str(item) for item in array.flatten()] for name, array in controls.items()}
+        about |= {"id": str(request.correlation_id()), "flags": request.flags(), "value": value.tolist()}
+        text = np.array([[json.dumps(about, sort_keys=True).encode()]] * len(value), dtype=np.object_)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", text)])
+"""
+_CONTROLS = """
+  control_input [ {{ name: "START" control [ {{ kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] }} ] }} ]
+  control_input [ {{ name: "END" control [ {{ kind: CONTROL_SEQUENCE_END bool_false_true: [ false, true ] }} ] }} ]
+  control_input [ {{ name: "READY" control [ {{ kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] }} ] }} ]
+  control_input [ {{ name: "CORRID" control [ {{ kind: CONTROL_SEQUENCE_CORRID data_type: {corrid} }} ] }} ]
+"""
+
 BROKEN = "broken"
 """A model that does not load."""
 LATE = ("late", "needs_late", BROKEN)
@@ -150,6 +165,15 @@ def write_repository(folder: Path) -> list[str]:
         batch=8,
     )
     _model(folder, "dynamic", _EACH + _ECHO, _one("TYPE_FP32") + "dynamic_batching { }", batch=2)
+    for name, corrid, strategy in (
+        ("seq_direct", "TYPE_UINT64", "direct { }"),
+        ("seq_oldest", "TYPE_UINT32", "oldest { max_candidate_sequences: 16 }"),
+        ("seq_text", "TYPE_STRING", "direct { }"),
+        ("seq_plain", "", ""),
+    ):
+        controls = _CONTROLS.format(corrid=corrid) if corrid else ""
+        tensors = _one("TYPE_INT32", "1", output="TYPE_STRING")
+        _model(folder, name, _EACH + _SEQUENCE, f"{tensors}sequence_batching {{ {controls} {strategy} }}\n", batch=4)
     _write(folder, "completing", _COMPLETING, "")
     for version in (1, 2, 3):
         _model(

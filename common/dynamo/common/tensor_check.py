@@ -334,13 +334,16 @@ _RESERVED: Mapping[str, tuple[str, ...]] = {
     EMPTY_FINAL_RESPONSE: ("bool_param",),
 }
 """Request parameters with a defined meaning, and the kinds each may have."""
+_MAX_SEQUENCE_ID_BYTES = 128
 _FREE = frozenset(("int64_param", "bool_param", "string_param", "double_param"))
 """The kinds of all other parameters."""
 SHARED_MEMORY = frozenset(("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"))
 
 
 def check_request_parameters(parameters: Mapping[str, InferParameter], *, more: Collection[str] = ()) -> None:
-    """Raises InvalidRequest for a parameter of a wrong kind or with a reserved name. `more` kinds are right besides Triton's."""
+    """Raises InvalidRequest for a parameter of a wrong kind or with a reserved name, Unsupported for the id of a sequence that is
+    too long. `more` kinds are right besides Triton's.
+    """
     _check_number_of(parameters, "the request")
     for key, parameter in parameters.items():
         kind = parameter.WhichOneof("parameter_choice") or ""
@@ -350,6 +353,8 @@ def check_request_parameters(parameters: Mapping[str, InferParameter], *, more: 
                 raise InvalidRequest(f"invalid value type for '{key}' parameter, expected {' or '.join(allowed)}.")
             if key == "priority" and parameter.int64_param < 0:
                 raise InvalidRequest("invalid value for 'priority', expected value >= 0.")
+            if key == "sequence_id" and len(parameter.string_param.encode()) > _MAX_SEQUENCE_ID_BYTES:
+                raise Unsupported(f"string correlation ID cannot be longer than {_MAX_SEQUENCE_ID_BYTES} characters")
         elif key.startswith("triton_"):
             raise InvalidRequest(
                 "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys starting with "

@@ -94,6 +94,15 @@ def test_good_requests_pass() -> None:
     checker.check(parsed(third))
 
 
+def test_the_id_of_a_sequence_has_at_most_128_characters() -> None:
+    message = raw_request()
+    message.parameters["sequence_id"].string_param = "s" * 128
+    check_request(parsed(message), CARD)
+    message.parameters["sequence_id"].string_param += "s"
+    with pytest.raises(Unsupported, match="string correlation ID cannot be longer than 128 characters"):
+        check_request(parsed(message), CARD)
+
+
 def test_empty_tensors_need_no_elements() -> None:
     empty = typed_request()
     empty.inputs[0].shape[:] = [0, 2]

@@ -507,16 +507,17 @@ def _parameters_of(request: ModelRequest) -> dict[str, Any]:
     parameters = dict(request.parameters)
     correlation_id = parameters.pop("sequence_id", 0)
     return {
-        "correlation_id": correlation_id if isinstance(correlation_id, int | str) else 0,
+        "correlation_id": correlation_id if isinstance(correlation_id, str) else _unsigned(correlation_id),
         "flags": int(bool(parameters.pop("sequence_start", False))) | 2 * int(bool(parameters.pop("sequence_end", False))),
-        "priority": _whole(parameters.pop("priority", 0)),
-        "timeout_us": _whole(parameters.pop("timeout", 0)),
+        "priority": _unsigned(parameters.pop("priority", 0)),
+        "timeout_us": _unsigned(parameters.pop("timeout", 0)),
         "parameters": parameters,
     }
 
 
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) else 0
+def _unsigned(value: object) -> int:
+    """Return a number as the 64 bits without a sign that models see of it; 0 if it is none."""
+    return value % 2**64 if isinstance(value, int) else 0
 
 
 async def open_stub(name: str, handlers: CallHandlers, memory: SharedMemory | None = None) -> StubProcess:

@@ -1,0 +1,111 @@
+"""Requests of sequences: their ids, starts and ends, over gRPC, streams and REST."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count, product
+
+from dynamo.protos import inference_pb2 as pb
+from tests.differential.cases import Case
+from tests.differential.cases.tensors import raw, request, set_parameter
+from tests.differential.doors import Door, Response
+
+Step = Mapping[str, object]
+"""The parameters of one request, without its sequence's id."""
+_START: Step = {"sequence_start": True}
+_END: Step = {"sequence_end": True}
+_BOTH: Step = {**_START, **_END}
+_COURSES: Mapping[str, Sequence[Step]] = {
+    "start, end": (_START, _END),
+    "one request": (_BOTH,),
+    "start, two more, end": (_START, {}, {}, _END),
+    "no start": ({},),
+    "an end alone": (_END,),
+    "start twice": (_START, _START, _END),
+    "another after the end": (_START, _END, {}),
+    "start after the end": (_START, _END, _START, _END),
+    "start that is false": ({"sequence_start": False}, _END),
+    "start=1": ({"sequence_start": 1},),
+    "start='true'": ({"sequence_start": "true"},),
+    "end='x'": (_START, {"sequence_end": "x"}),
+}
+_MODELS = ("seq_direct", "seq_oldest", "seq_text", "seq_plain")
+
+
+def cases() -> Iterator[Case]:
+    ids = count(1000)
+    for door, model, (what, course) in product(("gRPC", "REST", "stream"), _MODELS, _COURSES.items()):
+        id = f"id-{next(ids)}" if model == "seq_text" else next(ids)
+        yield Case(
+            "sequences", f"{door} {model}: {what}", partial(_run, door, model, [{"sequence_id": id, **step} for step in course])
+        )
+    for door, model, wrong in product(
+        ("gRPC", "REST"), _MODELS, (None, 0, -1, 2**63 - 1, "", "0", "17", "x", "x" * 128, "x" * 129, True, 1.5)
+    ):
+        if door == "REST" and wrong in (-1, 1.5):
+            continue
+        if wrong == "x" * 128 and model != "seq_plain":
+            continue  # it ends the model's process, or Triton
+        steps = [{**({} if wrong is None else {"sequence_id": wrong}), **step} for step in (_BOTH,)]
+        text = repr(wrong) if not isinstance(wrong, str) or len(wrong) < 20 else f"{len(wrong)} characters"
+        yield Case("sequences", f"{door} {model}: the id {text}", partial(_run, door, model, steps))
+    for door, shape in product(("gRPC", "REST"), ((2, 1), (0, 1), (1,), (1, 2), ())):
+        steps = [{"sequence_id": next(ids), **_BOTH}]
+        yield Case("sequences", f"{door} seq_direct: shape {shape}", partial(_shaped, door, "seq_direct", shape, steps))
+    for model in ("echo_fp32", "seq_direct"):
+        yield Case("sequences", f"a control as an input of {model}", partial(_with_control, model, next(ids)))
+    for name in ("START", "CORRID", "READY"):
+        yield Case("sequences", f"the control {name} as an output", partial(_wanting, name, next(ids)))
+    interleaved = [{"sequence_id": id, **step} for step in (_START, {}, _END) for id in (7001, 7002, 7003)]
+    for door, model in product(("gRPC", "stream"), ("seq_direct", "seq_oldest")):
+        yield Case("sequences", f"{door} {model}: three at once", partial(_run, door, model, interleaved))
+
+
+def _run(kind: str, model: str, steps: Sequence[Step], door: Door) -> Response:
+    return _shaped(kind, model, (1, 1), steps, door)
+
+
+def _shaped(kind: str, model: str, shape: Sequence[int], steps: Sequence[Step], door: Door) -> Response:
+    """Send the steps one after the other; return all responses as one."""
+    elements = math.prod(shape)
+    if kind == "stream":
+        return door.stream([_message(model, number, step) for number, step in enumerate(steps)])
+    responses = []
+    for number, step in enumerate(steps):
+        if kind == "gRPC":
+            responses.append(door.call("ModelInfer", _message(model, number, step, shape)))
+        else:
+            tensor = {"name": "INPUT0", "datatype": "INT32", "shape": list(shape), "data": [number] * elements}
+            body = {"id": str(number), "inputs": [tensor], "parameters": dict(step)}
+            responses.append(door.rest("POST", f"/v2/models/{model}/infer", body))
+    return joined(responses)
+
+
+def joined(responses: Sequence[Response]) -> Response:
+    """Return several responses as one: the last, with what the others say in its body."""
+    *others, last = responses
+    return replace(last, body=[*([one.status, one.words, one.body] for one in others), last.body])
+
+
+def _message(model: str, number: int, step: Step, shape: Sequence[int] = (1, 1)) -> pb.ModelInferRequest:
+    message = request(model, ("INPUT0", "INT32", shape), id=str(number))
+    message.raw_input_contents.append(raw("INT32", [number] * math.prod(shape)))
+    for key, value in step.items():
+        set_parameter(message.parameters[key], value)
+    return message
+
+
+def _with_control(model: str, id: int, door: Door) -> Response:
+    message = _message(model, 0, {"sequence_id": id, **_BOTH})
+    message.inputs.add(name="START", datatype="INT32", shape=[1, 1])
+    message.raw_input_contents.append(raw("INT32", [1]))
+    return door.call("ModelInfer", message)
+
+
+def _wanting(name: str, id: int, door: Door) -> Response:
+    message = _message("seq_direct", 0, {"sequence_id": id, **_BOTH})
+    message.outputs.add(name=name)
+    return door.call("ModelInfer", message)
