@@ -35,6 +35,8 @@ class EngineServer:
     """Status and message of the next responses to requests for text."""
     lost_after: int | None = None
     """Events after which connections are lost; None: never."""
+    metrics: str = ""
+    """The page at /metrics; empty: there is none."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[bytes] = field(default_factory=list)
     """The head of each request for text."""
@@ -90,6 +92,8 @@ class EngineServer:
                 for task in (generating, leaving):
                     task.cancel()
                 await asyncio.gather(generating, leaving, return_exceptions=True)
+            case [b"GET", b"/metrics"] if self.metrics:
+                await _send_body(writer, 200, b"text/plain", self.metrics.encode())
             case [b"GET", path] if self.is_ready and (page := self.page(path.decode())) is not None:
                 await _send(writer, 200, page)
             case _:
@@ -140,8 +144,11 @@ class EngineServer:
 
 
 async def _send(writer: asyncio.StreamWriter, status: int, body: dict[str, Any]) -> None:
-    data = json.dumps(body).encode()
-    writer.write(b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(data)) + data)
+    await _send_body(writer, status, b"application/json", json.dumps(body).encode())
+
+
+async def _send_body(writer: asyncio.StreamWriter, status: int, kind: bytes, data: bytes) -> None:
+    writer.write(b"HTTP/1.1 %d X\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (status, kind, len(data)) + data)
     await writer.drain()
 
 

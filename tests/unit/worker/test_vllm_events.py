@@ -46,15 +46,19 @@ class Publisher:
 
     def __init__(self, folder: Path, context: zmq.asyncio.Context) -> None:
         self.source = KvSource(0, f"ipc://{folder}/events", f"ipc://{folder}/replay")
-        self._events = context.socket(zmq.XPUB)
-        self._replay = context.socket(zmq.ROUTER)
+        self._context = context
+        self._bind()
+        self.kept: list[tuple[int, bytes]] = []
+        self.requested: list[int] = []
+        self._next = 0
+
+    def _bind(self) -> None:
+        self._events = self._context.socket(zmq.XPUB)
+        self._replay = self._context.socket(zmq.ROUTER)
         for socket in (self._events, self._replay):
             socket.linger = 0
         self._events.bind(self.source.events)
         self._replay.bind(str(self.source.replay))
-        self.kept: list[tuple[int, bytes]] = []
-        self.requested: list[int] = []
-        self._next = 0
 
     async def serve_replays(self) -> None:
         while True:
@@ -78,6 +82,13 @@ class Publisher:
         async with asyncio.timeout(10):
             await self._events.recv()
 
+    def restart(self) -> None:
+        """Count from 0 again, on new connections and with nothing to replay."""
+        self.close()
+        self._bind()
+        self.kept.clear()
+        self._next = 0
+
     def close(self) -> None:
         self._events.close()
         self._replay.close()
@@ -86,8 +97,17 @@ class Publisher:
 class Followed:
     def __init__(self, publisher: Publisher, kv: KvState, follower: KvFollower) -> None:
         self.publisher = publisher
+        self.replaying: asyncio.Task[None] | None = None
         self.kv = kv
         self.follower = follower
+
+    async def restart(self) -> None:
+        """Restart the publisher."""
+        if self.replaying is not None:
+            self.replaying.cancel()
+        self.publisher.restart()
+        self.replaying = asyncio.create_task(self.publisher.serve_replays())
+        await self.publisher.followed()
 
     async def holds(self, blocks: Iterable[int]) -> None:
         wanted = set(blocks)
@@ -101,12 +121,14 @@ async def followed(folder: Path, *before: bytes) -> AsyncIterator[Followed]:
         for payload in before:
             await publisher.publish(payload)
         replaying = asyncio.create_task(publisher.serve_replays())
-        try:
-            async with following(publisher.source, kv, lambda: None) as follower:
-                await publisher.followed()
-                yield Followed(publisher, kv, follower)
-        finally:
-            replaying.cancel()
+        async with following(publisher.source, kv, lambda: None) as follower:
+            await publisher.followed()
+            state = Followed(publisher, kv, follower)
+            state.replaying = replaying
+            try:
+                yield state
+            finally:
+                state.replaying.cancel()
 
 
 async def test_earlier_events_are_replayed_at_the_start(tmp_path: Path) -> None:
@@ -137,6 +159,21 @@ async def test_an_unrecoverable_gap_clears_the_cache_view(tmp_path: Path) -> Non
         await f.publisher.publish(batch(stored(200)))
         await f.holds({block(200)})
         assert f.follower.lost == 1
+
+
+async def test_an_engine_that_was_restarted_has_an_empty_cache(tmp_path: Path) -> None:
+    async with followed(tmp_path) as f:
+        await f.publisher.publish(batch(stored(100)))
+        await f.publisher.publish(batch(stored(200)))
+        await f.holds({block(100), block(200)})
+        await f.restart()
+        await f.publisher.publish(batch(stored(300)))
+        await f.holds({block(300)})
+        await f.restart()
+        await f.publisher.publish(batch(stored(400)), lost=True)
+        await f.publisher.publish(batch(stored(500)), lost=True)
+        await f.publisher.publish(batch(stored(600)))
+        await f.holds({block(400), block(500), block(600)})
 
 
 async def test_a_cleared_cache_and_an_odd_batch_do_not_stop_it(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def _make_engines(config: WorkerConfig, position: int) -> list[AnyEngine]:
             make_remote(
                 config.remote.urls[position],
                 config.remote,
+                position=position,
                 name=next(iter(config.model_names), ""),
                 context_length=config.context_length,
                 max_num_seqs=config.max_num_seqs,
@@ -395,9 +396,16 @@ async def _open_publishers(
     config: WorkerConfig, identity: Identity, models: Sequence[ServedModel], nats: Connection, stack: AsyncExitStack
 ) -> KvPublishers:
     """Publish KV events and loads of the engines that have them."""
-    tracked = [(model.card.name, model.engine) for model in models if isinstance(model.engine, TracksKv)]
+    tracked = [
+        (model.card.name, model.engine) for model in models if isinstance(model.engine, TracksKv) and _has_blocks(model.card)
+    ]
     record = KvStream(nats) if config.durable_kv_events else None
     return await stack.enter_async_context(publishing(nats, identity.endpoint, identity.instance, tracked, record))
+
+
+def _has_blocks(card: ModelCard) -> bool:
+    """Whether the size of the KV cache is known: a report without it would hide what routers estimate themselves."""
+    return card.llm is not None and card.llm.total_blocks > 0
 
 
 async def _open_service(

@@ -239,6 +239,18 @@ class RemoteOptions:
         metavar="PATH",
         help="The model's folder, or its tokenizer.json, .model or .gguf file; default: the folder that the server names.",
     )
+    kv_events: tuple[str, ...] = option(
+        (),
+        repeatable=True,
+        metavar="ADDRESS",
+        help="Where a server publishes KV events, such as tcp://gpu-7:5557, for routing by cache; one for each --url.",
+    )
+    kv_replay: tuple[str, ...] = option(
+        (),
+        repeatable=True,
+        metavar="ADDRESS",
+        help="Where it repeats lost KV events; one for each --url.",
+    )
     api_key: str | None = option(None, secret=True, help="Key that the servers demand.")
     timeout_s: float = option(
         120.0,
@@ -361,6 +373,11 @@ class WorkerConfig:
             raise ValueError("--model-name gives one name twice")
         if self.remote.urls and (self.models or self.num_workers > 1 or self.engine not in (None, EngineKind.REMOTE)):
             raise ValueError("--url takes the place of --model and --num-workers, and needs --engine remote or none")
+        for name, addresses in (("events", self.remote.kv_events), ("replay", self.remote.kv_replay)):
+            if addresses and len(addresses) != len(self.remote.urls):
+                raise ValueError(f"--remote-kv-{name} is given {len(addresses)} times for {len(self.remote.urls)} --url")
+        if self.remote.kv_replay and not self.remote.kv_events:
+            raise ValueError("--remote-kv-replay needs --remote-kv-events")
         if self.engine is EngineKind.REMOTE and not self.remote.urls:
             raise ValueError("--engine remote needs --url")
         if self.model_names and not self._has_one_model and len(self.model_names) != len(self.models):

@@ -38,6 +38,7 @@ from dynamo.worker.engine.sim.scheduler import SchedulerConfig
 from dynamo.worker.engine.sim.script import CALLS_TEMPLATE
 from dynamo.worker.engine.sim.timing import TimingModel
 from dynamo.worker.engine.user_class import load_class
+from dynamo.worker.kv.vllm_subscriber import KvSource
 from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.repository.layout import is_repository
 from dynamo.worker.repository.models import RepositorySettings
@@ -131,9 +132,22 @@ def make_engine(
 
 
 def make_remote(
-    url: str, options: RemoteOptions, *, name: str = "", context_length: int | None = None, max_num_seqs: int | None = None
+    url: str,
+    options: RemoteOptions,
+    *,
+    position: int = 0,
+    name: str = "",
+    context_length: int | None = None,
+    max_num_seqs: int | None = None,
 ) -> RemoteEngine:
-    """Return an engine for the server at `url`, not started. Raises InvalidRequest for a URL or tokenizer that cannot be used."""
+    """Return an engine for the server at `url`, the one at `position` of `options`, not started.
+
+    Raises InvalidRequest for a URL or tokenizer that cannot be used.
+    """
+    events = None
+    if options.kv_events:
+        replay = options.kv_replay[position] if options.kv_replay else None
+        events = KvSource(0, options.kv_events[position], replay)
     return RemoteEngine(
         HttpClient(url, key=options.api_key, timeout_s=options.timeout_s),
         kind=options.kind,
@@ -141,6 +155,7 @@ def make_remote(
         files=None if options.tokenizer is None else _read_text_files(options.tokenizer),
         context_length=context_length,
         max_num_seqs=max_num_seqs,
+        events=events,
     )
 
 

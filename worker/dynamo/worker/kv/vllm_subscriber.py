@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
-from dynamo.common.background import running
+from dynamo.common.background import running_tasks
 from dynamo.common.errors import EngineError
 from dynamo.common.kv.events import KvState
 from dynamo.worker.kv.vllm_events import Translator, decode_batch
@@ -44,11 +44,14 @@ async def following(source: KvSource, kv: KvState, on_change: Callable[[], None]
         events.linger = 0
         events.rcvhwm = 0  # what is not read yet waits here: the publisher would drop it
         events.subscribe(b"")
-        events.connect(source.events)
         follower = KvFollower(source, context, kv, on_change)
-        await follower.catch_up()
-        async with running(follower.follow(events), f"KV events of rank {source.rank}"):
-            yield follower
+        with closing(events.get_monitor_socket(zmq.EVENT_DISCONNECTED)) as monitor:
+            events.connect(source.events)
+            await follower.catch_up()
+            async with running_tasks() as tasks:
+                tasks.start(follower.follow(events), f"KV events of rank {source.rank}")
+                tasks.start(follower.watch(monitor), f"connection for KV events of rank {source.rank}")
+                yield follower
 
 
 class KvFollower:
@@ -62,6 +65,8 @@ class KvFollower:
         self._translator = Translator()
         self._next = 0
         """Number of the next batch."""
+        self._is_suspect = False
+        """Whether the connection was lost since the last batch, as when the engine was restarted."""
         self.lost = 0
         """Batches that could not be recovered."""
 
@@ -74,7 +79,17 @@ class KvFollower:
             _, number, payload = await events.recv_multipart()
             await self._take(int.from_bytes(number, "big"), payload)
 
+    async def watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """Notice when the connection is lost, forever."""
+        while True:
+            await monitor.recv_multipart()
+            self._is_suspect = True
+
     async def _take(self, number: int, payload: bytes) -> None:
+        if self._is_suspect:
+            self._is_suspect = False
+            if number != self._next:
+                self._restart()
         if number > self._next:
             await self.catch_up()
         if number < self._next:
@@ -100,7 +115,7 @@ class KvFollower:
                             break
                         self._replayed(int.from_bytes(number, "big"), payload)
             except TimeoutError:
-                log.warning("vLLM did not replay its KV events within %.0f s", self._source.replay_timeout_s)
+                log.warning("the engine did not replay its KV events within %.0f s", self._source.replay_timeout_s)
         self._on_change()
 
     def _replayed(self, number: int, payload: bytes) -> None:
@@ -112,9 +127,16 @@ class KvFollower:
 
     def _forget(self, number: int) -> None:
         """Skip the lost batches before `number`. Their removals are unknown, so the cache is seen as empty."""
-        log.warning("vLLM's KV events %d to %d are lost: routers see its cache as empty", self._next, number - 1)
+        log.warning("the engine's KV events %d to %d are lost: routers see its cache as empty", self._next, number - 1)
         self.lost += number - self._next
         self._next = number
+        self._translator = Translator()
+        self._kv.clear(self._source.rank)
+
+    def _restart(self) -> None:
+        """Begin again: the numbers are those of another process, whose cache was empty at its beginning."""
+        log.info("the engine's KV events begin again")
+        self._next = 0
         self._translator = Translator()
         self._kv.clear(self._source.rank)
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from dynamo.common.background import running
 from dynamo.common.errors import EngineError, InvalidRequest, Overloaded, Unavailable
 from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, TextPrompt, pack_text, pack_tokens
+from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
@@ -25,8 +27,10 @@ from dynamo.worker.engine.remote.completions import TensorRtDialect, VllmDialect
 from dynamo.worker.engine.remote.dialect import Dialect, RemoteKind
 from dynamo.worker.engine.remote.errors import NotServed, read_failure
 from dynamo.worker.engine.remote.http import HttpClient
+from dynamo.worker.engine.remote.load import LoadFollower, ServerLoad
 from dynamo.worker.engine.remote.sglang import SglangDialect
 from dynamo.worker.engine.remote.text import REASONING_PARSER, TOOL_PARSER, TextDialect
+from dynamo.worker.kv.vllm_subscriber import KvSource, following
 from dynamo.worker.tokenizers.folder import TextFiles, read_folder
 
 log = logging.getLogger(__name__)
@@ -101,10 +105,12 @@ class RemoteEngine:
         files: TextFiles | None = None,
         context_length: int | None = None,
         max_num_seqs: int | None = None,
+        events: KvSource | None = None,
     ) -> None:
         """`kind`: default, what the server says. `name` also chooses among several models of the server, by default its first.
 
         `files`: default, those of the folder that the server names. `max_num_seqs`: sequences that the server runs at once.
+        `events`: where it publishes what its KV cache holds.
         """
         self._client = client
         self._kind = kind
@@ -116,7 +122,12 @@ class RemoteEngine:
         """The server's name of the model."""
         self._dialect: Dialect
         self._is_closed = False
+        self._events_source = events
         self._requests = OpenRequests()
+        self._load = LoadFollower(client, self._requests, max_num_seqs)
+        self._callbacks: list[Callable[[], None]] = []
+        self._stack = AsyncExitStack()
+        self.kv = KvState()
 
     def __repr__(self) -> str:
         return f"<RemoteEngine {self._name or self._model} at {self._client}, open={self._requests.choices}>"
@@ -129,6 +140,8 @@ class RemoteEngine:
         self._name = self._name or served.name
         limits = [limit for limit in (served.context_length, self._context_length) if limit]
         kind = self._kind or self._detect_kind(served)
+        if kind is RemoteKind.TEXT and self._events_source is not None:
+            raise InvalidRequest("--remote-kv-events needs a server that takes token ids: its blocks are of tokens")
         if kind is RemoteKind.TEXT:
             info = self._text_info(served, min(limits, default=0))
             log.info("the server at %s gets text: %s", self._client, "--remote-kind" if self._kind else "it is of no other kind")
@@ -137,12 +150,19 @@ class RemoteEngine:
                 raise InvalidRequest(f"the server at {self._client} does not say its context length: give --context-length")
             info = await self._token_info(kind, served, min(limits))
         await self._when_ready(self._check)
+        blocks = await self._follow()
         adapters = tuple(model.id for model in models if model.parent == served.id and model.root != served.root)
         return ModelCard(
             name=self._name,
             kind=ModelKind.LLM,
             backend=served.owned_by or "remote",
-            llm=msgspec.structs.replace(info, max_num_seqs=self._max_num_seqs or 0, adapters=adapters),
+            llm=msgspec.structs.replace(
+                info,
+                max_num_seqs=self._max_num_seqs or 0,
+                adapters=adapters,
+                block_size=blocks.block_size if self._events_source is not None else 0,
+                total_blocks=blocks.total_blocks,
+            ),
         ).check()
 
     def _detect_kind(self, served: ServedModel) -> RemoteKind:
@@ -206,15 +226,41 @@ class RemoteEngine:
                 if await self._is_healthy():
                     raise
                 raise Unavailable(f"the server at {self._client} is unhealthy: {error}") from error
+            finally:
+                self._changed()
 
     def load(self) -> EngineLoad:
-        """Return the load by this worker's requests: the server may have others."""
-        choices = self._requests.choices
-        running = min(choices, self._max_num_seqs or choices)
-        return EngineLoad(waiting=choices - running, running=running, queued_prefill_tokens=self._requests.prefilling_tokens)
+        return self._load.load()
+
+    def on_step(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
 
     async def close(self) -> None:
         self._is_closed = True
+        await self._stack.aclose()
+
+    def _changed(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+    async def _follow(self) -> ServerLoad:
+        """Follow the server's load and KV events from now on; return what it says about its cache.
+
+        Raises InvalidRequest for events of a server that does not say the size of its blocks.
+        """
+        load = await self._when_ready(self._load.fetch)
+        source = self._events_source
+        if source is not None and (load is None or not load.block_size):
+            raise InvalidRequest(f"the server at {self._client} does not say the size of its KV blocks in its /metrics")
+        async with AsyncExitStack() as stack:
+            if load is None:
+                log.info("the server at %s has no metrics that are known: only requests from here count as load", self._client)
+            else:
+                await stack.enter_async_context(running(self._load.follow(self._changed), "load of the engine server"))
+            if source is not None:
+                await stack.enter_async_context(following(source, self.kv, self._changed))
+            self._stack = stack.pop_all()
+        return load or ServerLoad()
 
     async def _events(self, path: str, body: bytes, context: Context) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream up to its end. Raises the server's error if it refuses the request."""

@@ -1,0 +1,102 @@
+"""The load of engine servers, from pages of metrics as vLLM 0.32, SGLang and llama.cpp's server have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.common.config import ConfigError, load
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.generation import GenerateRequest, pack_tokens
+from dynamo.worker.config import RemoteKind, RemoteOptions, WorkerConfig
+from dynamo.worker.engine.open_requests import OpenRequests
+from dynamo.worker.engine.remote.http import HttpClient
+from dynamo.worker.engine.remote.load import LoadFollower, ServerLoad, read_load
+from dynamo.worker.engine.sim.engine import SimEngine
+from dynamo.worker.engines import make_remote, sim_config
+from tests.support.vllm_server import serve_vllm
+from tests.support.waiting import until
+
+VLLM = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="tiny"} 3.0
+vllm:num_requests_running{engine="1",model_name="tiny"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="tiny"} 4.0
+vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25
+vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="0",num_gpu_blocks="512",num_gpu_blocks_override="None"} 1.0
+"""
+SGLANG = """\
+sglang:token_usage{model_name="m"} 0.5
+sglang:num_running_reqs{model_name="m"} 8
+sglang:num_queue_reqs{model_name="m"} 1
+"""
+LLAMA = "llamacpp:requests_processing 2\nllamacpp:requests_deferred 1\nllamacpp:prompt_seconds_total 1.5e-03\n"
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        (VLLM, ServerLoad(5, 4, 0.25, 32, 512)),
+        (SGLANG, ServerLoad(8, 1, 0.5)),
+        (LLAMA, ServerLoad(2, 1)),
+        ("dynamo_frontend_inflight_requests 3\n", None),
+        ("", None),
+    ],
+)
+def test_a_page_of_metrics_says_the_load(page: str, expected: ServerLoad | None) -> None:
+    assert read_load(page) == expected
+
+
+async def test_requests_of_others_count_and_those_from_here_count_at_once(tmp_path: Path) -> None:
+    async with serve_vllm(SimEngine(sim_config("speedup=0", "sim", 8, 512)), tmp_path) as server:
+        server.metrics = VLLM
+        requests = OpenRequests()
+        follower = LoadFollower(HttpClient(server.url, timeout_s=5), requests, None)
+        request = GenerateRequest(model="m", prompt=pack_tokens((1, 2)))
+        with requests.opened(request):
+            await follower.fetch()  # 9, one of which is from here
+            seen = follower.load()
+            assert (seen.running, seen.waiting, seen.active_blocks, seen.total_blocks) == (5, 4, 128, 512)
+            with requests.opened(request):
+                assert follower.load().running == 6
+        assert follower.load().running == 4
+        server.metrics = ""
+        assert await follower.fetch() is None
+
+
+async def test_a_server_with_metrics_is_looked_at_again_and_again(tmp_path: Path) -> None:
+    async with serve_vllm(SimEngine(sim_config("speedup=0", "sim", 8, 512)), tmp_path) as server:
+        server.metrics = VLLM
+        engine = make_remote(server.url, RemoteOptions())
+        card = await engine.start()
+        assert card.llm is not None and (card.llm.block_size, card.llm.total_blocks) == (0, 512)
+        changes: list[None] = []
+        engine.on_step(lambda: changes.append(None))
+        assert engine.load().running == 5
+        server.metrics = VLLM.replace("} 3.0", "} 0.0")
+        await until(lambda: engine.load().running == 2 and bool(changes))
+        await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "kind", "message"), [(SGLANG, None, "size of its KV blocks"), (VLLM, RemoteKind.TEXT, "takes token ids")]
+)
+async def test_events_of_blocks_that_cannot_be_compared_are_refused(
+    tmp_path: Path, metrics: str, kind: RemoteKind | None, message: str
+) -> None:
+    async with serve_vllm(SimEngine(sim_config("speedup=0", "sim", 8, 512)), tmp_path) as server:
+        server.metrics = metrics
+        options: Any = RemoteOptions(kv_events=(f"ipc://{tmp_path}/events",), kind=kind)
+        with pytest.raises(InvalidRequest, match=message):
+            await make_remote(server.url, options).start()
+
+
+def test_each_server_has_events_of_its_own() -> None:
+    for flags in (["--remote-kv-events", "a"], ["--remote-kv-events", "a", "--remote-kv-events", "b", "--remote-kv-replay", "c"]):
+        with pytest.raises(ConfigError, match="--remote-kv-"):
+            load(WorkerConfig, ["--url", "http://a", "--url", "http://b", *flags], {}, program="worker")
+    with pytest.raises(ConfigError, match="needs --remote-kv-events"):
+        load(WorkerConfig, ["--url", "http://a", "--remote-kv-replay", "c"], {}, program="worker")

@@ -1,0 +1,116 @@
+"""The load of an engine server, from its `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dynamo.common.errors import EngineError, Unavailable
+from dynamo.worker.engine.base import EngineLoad
+from dynamo.worker.engine.open_requests import OpenRequests
+from dynamo.worker.engine.remote.http import HttpClient
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_FETCH_S = 5.0
+_RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing"})
+_WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred"})
+_CACHE_USAGE = frozenset({"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"})
+_CACHE_CONFIG = frozenset({"vllm:cache_config_info", "sglang:cache_config_info"})
+_SAMPLE = re.compile(r"^([a-z]+:\w+)(?:\{(.*)\})? ([0-9.eE+-]+)(?: \d+)?$")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """What a server says of itself; sums over its engines."""
+
+    running: int = 0
+    waiting: int = 0
+    cache_usage: float = 0.0
+    """Share of the KV cache that requests use, of the fullest engine."""
+    block_size: int = 0
+    total_blocks: int = 0
+
+
+def read_load(text: str) -> ServerLoad | None:
+    """Return what a page of metrics says; None if it is of no server that is known."""
+    running, waiting, usage, block_size, total_blocks = 0.0, 0.0, 0.0, 0, 0
+    is_known = False
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if match is None:
+            continue
+        name, labels, value = match[1], match[2] or "", float(match[3])
+        if name in _RUNNING:
+            running += value
+            is_known = True
+        elif name in _WAITING:
+            waiting += value
+        elif name in _CACHE_USAGE:
+            usage = max(usage, value)
+        elif name in _CACHE_CONFIG:
+            config = dict(_LABEL.findall(labels))
+            block_size = _integer(config.get("block_size"))
+            total_blocks += _integer(config.get("num_gpu_blocks"))
+    return ServerLoad(round(running), round(waiting), usage, block_size, total_blocks) if is_known else None
+
+
+def _integer(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0
+
+
+class LoadFollower:
+    """Keeps the load of a server current: its requests at the last look, and those that came and went here since."""
+
+    def __init__(self, client: HttpClient, requests: OpenRequests, max_num_seqs: int | None) -> None:
+        self._client = client
+        self._requests = requests
+        self._max_num_seqs = max_num_seqs
+        self._polled = ServerLoad()
+        self._others = 0
+        """Requests of other clients, at the last look."""
+
+    async def fetch(self) -> ServerLoad | None:
+        """Look now. Returns None if the server has no metrics that are known. Raises Unavailable, EngineError."""
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                status, body = await self._client.fetch("GET", "/metrics")
+        except TimeoutError:
+            raise Unavailable(f"the server at {self._client} sent no metrics in time") from None
+        load = read_load(body.decode(errors="replace")) if status == 200 else None
+        if load is not None:
+            self._polled = load
+            self._others = max(0, load.running + load.waiting - self._requests.choices)
+        return load
+
+    async def follow(self, changed: Callable[[], None]) -> None:
+        """Look again and again, and call `changed` when there is news."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            before = self._polled, self._others
+            try:
+                await self.fetch()
+            except (Unavailable, EngineError) as error:
+                log.debug("no load of the engine server: %s", error)
+                self._others = 0  # its clients have lost it, too
+            if (self._polled, self._others) != before:
+                changed()
+
+    def load(self) -> EngineLoad:
+        """Return the load of the server."""
+        total = self._requests.choices + self._others
+        at_most = total if self._max_num_seqs is None else min(total, self._max_num_seqs)
+        running = max(0, min(at_most, total - self._polled.waiting))
+        blocks = self._polled.total_blocks
+        return EngineLoad(
+            waiting=total - running,
+            running=running,
+            active_blocks=round(self._polled.cache_usage * blocks),
+            total_blocks=blocks,
+            queued_prefill_tokens=self._requests.prefilling_tokens,
+        )
