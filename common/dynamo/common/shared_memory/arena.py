@@ -134,6 +134,7 @@ class Arena:
         self._marks = table(self._map, self.layout.marks_offset, self.layout.units)
         self._beat = table(self._map, BEAT_OFFSET, 1)
         self._data = memoryview(self._map)[self.layout.data_offset :]
+        self._data_offset = self.layout.data_offset
         self._address = np.frombuffer(self._data, np.uint8).__array_interface__["data"][0]
         self._units = Units(self.layout.units)
         self._states = bytearray(self.layout.units)
@@ -229,7 +230,7 @@ class Arena:
         The region is let go of when the last view of any part is gone, in whichever thread. Until then, and until it is lent,
         `lend_in_place` knows it.
         """
-        array = np.frombuffer(self._map, np.uint8, region.size, self.layout.data_offset + region.unit * UNIT_BYTES)
+        array = np.frombuffer(self._map, np.uint8, region.size, self._data_offset + region.unit * UNIT_BYTES)
         array.flags.writeable = False
         self._views[region] = weakref.ref(array, partial(_append, self._unviewed, region))
         self._in_place[region.unit] = region

@@ -97,7 +97,7 @@ def _to_model_request(request: TensorRequest, context: Context) -> ModelRequest:
     return ModelRequest(
         read_inputs(request, aligned=False),
         context,
-        tuple(output.name for output in head.outputs),
+        tuple([output.name for output in head.outputs]) if head.outputs else (),
         {name: to_parameter(value) for name, value in head.parameters.items()} if head.parameters else {},
         head.id,
     )
@@ -107,7 +107,8 @@ def _to_tensor_response(response: ModelResult, datatypes: Mapping[str, str]) -> 
     head = ModelInferResponse()
     raws: list[Buffer] = []
     for name, array in response.outputs.items():
-        datatype, raw = from_numpy(array, output_datatype(array, datatypes[name]))
+        declared = datatypes[name]
+        datatype, raw = from_numpy(array, output_datatype(array, declared) if declared == "BF16" else "")
         head.outputs.add(name=name, datatype=datatype, shape=array.shape)
         raws.append(raw)
     for name, value in response.parameters.items():

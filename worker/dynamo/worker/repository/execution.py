@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
+
+import msgspec
 
 from dynamo.common.errors import DynamoError
 from dynamo.common.tensors import Array
@@ -18,8 +20,7 @@ Arrays: TypeAlias = Mapping[str, Array]
 Parameter: TypeAlias = bool | int | float | str
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRequest:
+class ModelRequest(msgspec.Struct, frozen=True):
     """One inference request, decoded once, however many models it passes through."""
 
     inputs: Arrays
@@ -27,15 +28,14 @@ class ModelRequest:
     context: Context
     outputs: Sequence[str] = ()
     """The names of the requested outputs; empty: all."""
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    parameters: Mapping[str, Parameter] = msgspec.field(default_factory=dict)
     id: str = ""
     """As the client named it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelResult:
+class ModelResult(msgspec.Struct, frozen=True):
     outputs: Arrays
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    parameters: Mapping[str, Parameter] = msgspec.field(default_factory=dict)
     is_final: bool = True
     """False: more may follow. The end may also come by itself, after the last."""
 

@@ -82,8 +82,7 @@ class LoadedModel:
             given = "BF16" if spec.datatype == "BF16" else datatype_of_array(array).name
             if given != spec.datatype:
                 raise InvalidRequest(f"input '{name}' of model '{self.name}' is {spec.datatype}, not {given}")
-            fits = array.ndim == len(spec.shape) and all(w in (-1, h) for w, h in zip(spec.shape, array.shape, strict=True))
-            if not fits:
+            if not _fits(array.shape, spec.shape):
                 raise InvalidRequest(
                     f"input '{name}' of model '{self.name}' has the shape {list(spec.shape)}, not {list(array.shape)}"
                 )
@@ -151,7 +150,8 @@ class LoadedModel:
     def _reshaped(self, request: ModelRequest) -> ModelRequest:
         if not self._reshape.has_inputs:
             return request
-        return replace(request, inputs={name: self._reshape.input(name, array) for name, array in request.inputs.items()})
+        inputs = {name: self._reshape.input(name, array) for name, array in request.inputs.items()}
+        return msgspec.structs.replace(request, inputs=inputs)
 
     def _checked(self, outputs: Arrays, wanted: Collection[str] | None) -> dict[str, Array]:
         """Return the declared outputs in their declared shapes, as far as the model gave them.
@@ -180,7 +180,7 @@ class LoadedModel:
             self._on_mismatch(
                 self.name, f"model '{self.name}' gave its output '{spec.name}' as {datatype}; it declares {spec.datatype}"
             )
-        if array.ndim != len(spec.shape) or any(w not in (-1, h) for w, h in zip(spec.shape, array.shape, strict=True)):
+        if not _fits(array.shape, spec.shape):
             shapes = f"in shape {list(array.shape)}; it declares {list(spec.shape)}"
             self._on_mismatch(self.name, f"model '{self.name}' gave its output '{spec.name}' {shapes}")
         return array
@@ -194,6 +194,13 @@ class LoadedModel:
         if self._cache is not None:
             self._cache.close()
         await self._files.aclose()
+
+
+def _fits(shape: tuple[int, ...], declared: tuple[int, ...]) -> bool:
+    """Return whether a declaration, in which -1 stands for any size, allows a shape."""
+    if shape == declared:
+        return True
+    return len(shape) == len(declared) and all(w in (-1, h) for w, h in zip(declared, shape, strict=True))
 
 
 def output_datatype(array: Array, declared: str) -> str:

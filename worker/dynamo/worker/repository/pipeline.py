@@ -46,24 +46,8 @@ class Execution:
         self.infer_ns = 0
         """How long `execute` ran; 0 if it has not returned."""
 
-    @classmethod
-    def of_one_response(
-        cls, requests: Sequence[ModelRequest], model: str, *, is_retry: bool = False
-    ) -> tuple[Execution, list[SingleResponse]]:
-        execution = cls(requests, is_retry=is_retry)
-        responses = [SingleResponse(model) for _ in requests]
-        execution.responses = responses
-        return execution, responses
-
-    @classmethod
-    def of_many_responses(cls, request: ModelRequest, *, is_retry: bool = False) -> tuple[Execution, ResponseStream]:
-        execution = cls([request], is_retry=is_retry)
-        stream = ResponseStream(execution._grant)
-        execution.responses = [stream]
-        execution.is_streamed = True
-        return execution, stream
-
-    def _grant(self, total: int) -> None:
+    def grant(self, total: int) -> None:
+        """Let the only request get `total` responses, counted from the first."""
         if self.process is not None:
             self.process.grant(self.numbers[0], total)
 
@@ -77,6 +61,7 @@ class Pipeline:
 
     def __init__(self, model: str) -> None:
         self._model = model
+        self._loop = asyncio.get_running_loop()
         self._waiting: OrderedDict[Execution, None] = OrderedDict()
         self._processes: list[StubProcess] = []
         self._has_process = asyncio.Event()
@@ -100,6 +85,22 @@ class Pipeline:
             self._has_process.set()
             process.serve(self._give, self._take_back, self._remove)
             self._give()
+
+    def of_one_response(
+        self, requests: Sequence[ModelRequest], *, is_retry: bool = False
+    ) -> tuple[Execution, list[SingleResponse]]:
+        """Return an execution, to be submitted, of requests with one response each."""
+        execution = Execution(requests, is_retry=is_retry)
+        execution.responses = responses = [SingleResponse(self._model, self._loop) for _ in requests]
+        return execution, responses
+
+    def of_many_responses(self, request: ModelRequest, *, is_retry: bool = False) -> tuple[Execution, ResponseStream]:
+        """Return an execution, to be submitted, of a request with any number of responses."""
+        execution = Execution([request], is_retry=is_retry)
+        stream = ResponseStream(execution.grant)
+        execution.responses = [stream]
+        execution.is_streamed = True
+        return execution, stream
 
     def submit(self, execution: Execution) -> None:
         """Run an execution as soon as a process has room. Raises NoProcess."""

@@ -8,7 +8,6 @@ its responses had lately. Other outputs lie in an arena of the process, and are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from dynamo.common.shared_memory.arena import Region
 from dynamo.common.shared_memory.files import ArenaRefused
@@ -43,8 +42,8 @@ class ProcessMemory:
         memory = self._memory
         return wire.Memory(str(memory.directory), memory.capacity_bytes, memory.least_bytes, memory.token)
 
-    def place(self, array: wire.Array) -> wire.Place | None:
-        """Return where an input lies in an arena that the process can read; None if it has to be sent."""
+    def place(self, name: str, array: wire.Array) -> wire.TensorHead | None:
+        """Return the head of an input that lies in an arena which the process can read; None if it has to be sent."""
         if (
             array.nbytes < self._memory.least_bytes
             or array.dtype.hasobject
@@ -56,7 +55,8 @@ class ProcessMemory:
             return None
         token, offset = located
         if token in self._opened:
-            return wire.Place(token, offset)
+            place = wire.Place(token, offset)
+            return wire.TensorHead(name, wire.datatype_of(name, array), array.shape, array.nbytes, place)
         if token not in self._offered:
             self._offered.add(token)
             self._send(wire.OpenArena(token))
@@ -111,8 +111,10 @@ class ProcessMemory:
             return  # without ArenaOpened the process goes on sending its outputs
         self._send(wire.ArenaOpened(token))
 
-    def views(self, request: int, outputs: Sequence[wire.TensorHead], raws: Sequence[memoryview]) -> list[memoryview]:
+    def views(self, request: int, outputs: Sequence[wire.TensorHead], raws: Sequence[memoryview]) -> Sequence[memoryview]:
         """Return the bytes of each output, which are in `raws` or in shared memory. Raises ValueError."""
+        if all(output.place is None for output in outputs):
+            return raws
         in_room = [output for output in outputs if output.place is not None and output.place.arena == self._memory.token]
         room = iter(self._take_room(request, in_room) if in_room else ())
         views = []
@@ -155,8 +157,3 @@ class ProcessMemory:
         if self._outputs is not None:
             self._outputs.remove()
             self._outputs.close()
-
-
-def to_head(name: str, array: Any, place: wire.Place) -> wire.TensorHead:
-    """Return the head of an input in shared memory."""
-    return wire.TensorHead(name, wire.datatype_of(name, array), tuple(array.shape), array.nbytes, place)

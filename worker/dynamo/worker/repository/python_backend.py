@@ -205,7 +205,7 @@ class PythonModel:
             result: ModelResult = await submit(self._batcher, self._version.config, request)
             return result
         submitted = time.perf_counter_ns()
-        execution, [response] = Execution.of_one_response([request], self._version.name)
+        execution, [response] = self._pipeline.of_one_response([request])
         try:
             async with self._limits.running():
                 self._pipeline.submit(execution)
@@ -224,7 +224,7 @@ class PythonModel:
 
     async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
         """Run requests in one call of `execute`, once: what a process that dies knew of them is lost."""
-        return await self._results(*Execution.of_one_response(requests, self._version.name))
+        return await self._results(*self._pipeline.of_one_response(requests))
 
     def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         """Run one request of a decoupled model, once."""
@@ -233,7 +233,7 @@ class PythonModel:
     async def _execute_batch(self, batch: Batch) -> list[ModelResult | DynamoError]:
         """Return the response to each request, or its error."""
         submitted = time.perf_counter_ns()
-        execution, responses = Execution.of_one_response(batch.requests, self._version.name)
+        execution, responses = self._pipeline.of_one_response(batch.requests)
         try:
             results = await self._results(execution, responses)
             died = [(index, result) for index, result in enumerate(results) if isinstance(result, ProcessDied)]
@@ -261,7 +261,7 @@ class PythonModel:
         while True:
             await self._process_again(request.context, died, give_up_at)
             with suppress(NoProcess):
-                [result] = await self._results(*Execution.of_one_response([request], self._version.name, is_retry=True))
+                [result] = await self._results(*self._pipeline.of_one_response([request], is_retry=True))
                 if not isinstance(result, NoProcess):
                     return result
 
@@ -289,7 +289,7 @@ class PythonModel:
 
     async def _stream(self, request: ModelRequest, *, is_retry: bool = False) -> AsyncIterator[ModelResult]:
         submitted = time.perf_counter_ns()
-        execution, stream = Execution.of_many_responses(request, is_retry=is_retry)
+        execution, stream = self._pipeline.of_many_responses(request, is_retry=is_retry)
         try:
             async with self._limits.running(), aclosing(stream.read()) as responses:
                 self._pipeline.submit(execution)

@@ -42,8 +42,8 @@ class SingleResponse:
 
     __slots__ = ("_model", "_result", "done")
 
-    def __init__(self, model: str) -> None:
-        self.done: asyncio.Future[ModelResult | DynamoError] = asyncio.get_running_loop().create_future()
+    def __init__(self, model: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.done: asyncio.Future[ModelResult | DynamoError] = loop.create_future()
         self._model = model
         self._result: ModelResult | DynamoError | None = None
 

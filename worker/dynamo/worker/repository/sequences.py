@@ -18,10 +18,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from dynamo.common.background import Tasks
@@ -258,12 +258,12 @@ class SequenceModel:
         if job.starts:
             sequence.state = self._states.initial()
         controls = self._controls.of(sequence.id, starts=job.starts, ends=job.ends)
-        return replace(job.request, inputs={**job.request.inputs, **controls, **sequence.state})
+        return msgspec.structs.replace(job.request, inputs={**job.request.inputs, **controls, **sequence.state})
 
     def _empty_row(self, template: ModelRequest) -> ModelRequest:
         inputs = {name: np.full_like(array, b"" if array.dtype.kind == "O" else 0) for name, array in template.inputs.items()}
         inputs |= self._controls.of_empty_row() | self._states.initial()
-        return replace(template, inputs=inputs, parameters={}, id="")
+        return msgspec.structs.replace(template, inputs=inputs, parameters={}, id="")
 
     def _finished(self, sequence: _Sequence, job: _Job) -> None:
         sequence.is_running = False

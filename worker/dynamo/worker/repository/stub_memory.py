@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import sys
 import threading
 import weakref
@@ -139,20 +140,23 @@ class StubMemory:
         Raises KeyError for an arena that is gone.
         """
         views: dict[tuple[int, str], memoryview] = {}
+        faults = _page_faults()
         parts = [(request.number, part) for request in requests for part in _parts_of(request.inputs)]
         with self._counting:
             self._parts[execution] = len(parts)
         unheld = len(parts)
         try:
             for request, part in parts:
-                if self._take_part(execution, request, part, views):
+                if self._take_part(execution, request, part, faults, views):
                     unheld -= 1
         finally:
             if unheld:
                 self._drop_parts(execution, unheld)
         return views
 
-    def _take_part(self, execution: int, request: int, part: _Part, views: dict[tuple[int, str], memoryview]) -> bool:
+    def _take_part(
+        self, execution: int, request: int, part: _Part, faults: int, views: dict[tuple[int, str], memoryview]
+    ) -> bool:
         """Add views of the tensors of a part, or copies; return whether they are views."""
         inputs = self._inputs[part.arena]
         begin, end = part.begin, part.end
@@ -165,15 +169,15 @@ class StubMemory:
                 views[request, tensor.name] = memoryview(copy)
             return False
         region = np.frombuffer(inputs.map, np.uint8, end - begin, begin)
-        inputs.held[begin] = end, weakref.ref(region, partial(self._release, inputs, begin, end, execution))
+        inputs.held[begin] = end, weakref.ref(region, partial(self._release, inputs, begin, end, faults, execution))
         whole = region.data
         for tensor, position in part.tensors:
             views[request, tensor.name] = whole[position - begin : position - begin + tensor.size]
         return True
 
-    def _release(self, inputs: _Inputs, begin: int, end: int, execution: int, _: object) -> None:
-        """Called in whichever thread drops the last array."""
-        if inputs.may_be_changed(begin, end):
+    def _release(self, inputs: _Inputs, begin: int, end: int, faults: int, execution: int, _: object) -> None:
+        """Called in whichever thread drops the last array. `faults`: of this process, before the array was made."""
+        if _page_faults() != faults and inputs.may_be_changed(begin, end):  # a private copy begins with a fault
             inputs.map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
         del inputs.held[begin]
         self._drop_parts(execution, 1)
@@ -264,6 +268,12 @@ class StubMemory:
         if self._outputs is not None:
             with self._lending:
                 self._outputs.sweep()
+
+
+def _page_faults() -> int:
+    """Return how many page faults this process has had."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt + usage.ru_majflt
 
 
 def _open_pagemap() -> int | None:

@@ -36,7 +36,7 @@ from dynamo.worker.repository.execution import ModelRequest, ModelResult
 from dynamo.worker.repository.link import Link
 from dynamo.worker.repository.pb_utils import TritonError
 from dynamo.worker.repository.pipeline import Execution
-from dynamo.worker.repository.process_memory import ProcessMemory, to_head
+from dynamo.worker.repository.process_memory import ProcessMemory
 from dynamo.worker.repository.responses import ProcessDied, Responses
 
 log = logging.getLogger(__name__)
@@ -244,19 +244,21 @@ class StubProcess:
 
     def execute(self, execution: Execution) -> None:
         """Send requests for one call of `execute`."""
-        heads, buffers = [], []
+        heads: list[wire.RequestHead] = []
+        buffers: list[wire.Buffer] = []
+        is_placed = False
         for request, responses in zip(execution.requests, execution.responses, strict=True):
             head, raws = _to_wire(next(self._numbers), request, self._name, self._memory, has_room=not execution.is_streamed)
             heads.append(head)
             buffers += raws
+            is_placed = is_placed or len(raws) < len(head.inputs)
             self._responses[head.number] = responses
         execution.number = next(self._numbers)
         execution.numbers = [head.number for head in heads]
         self._executions[execution.number] = execution
-        order = wire.Execute(execution.number, tuple(heads), execution.is_retry)
-        if self._memory is not None and wire.has_places(order):
+        if self._memory is not None and is_placed:
             self._memory.keep(execution.number, [request.inputs for request in execution.requests])
-        self.send(order, buffers)
+        self.send(wire.Execute(execution.number, tuple(heads), execution.is_retry), buffers)
         if self._watch is None:
             self._watch_oldest()
 
@@ -483,12 +485,11 @@ def _to_wire(
     inputs: list[wire.TensorHead] = []
     raws: list[wire.Buffer] = []
     for name, array in request.inputs.items():
-        if memory is not None and (place := memory.place(array)) is not None:
-            inputs.append(to_head(name, array, place))
-        else:
+        tensor = None if memory is None else memory.place(name, array)
+        if tensor is None:
             tensor, raw = wire.pack(name, array)
-            inputs.append(tensor)
             raws.append(raw)
+        inputs.append(tensor)
     head = wire.RequestHead(
         number=number,
         model=model,
