@@ -16,6 +16,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from email.utils import formatdate
+from typing import Protocol
 
 from dynamo.common.asgi import ASGIApp
 from dynamo.common.background import Tasks, running
@@ -31,17 +32,29 @@ OTHER_FILES = 256
 """File descriptors that are left for everything but HTTP connections."""
 
 
+class ConnectionObserver(Protocol):
+    """Learns of the connections that a server has accepted."""
+
+    def opened(self) -> None: ...
+
+    def closed(self, age_s: float) -> None:
+        """`age_s`: how long it was open."""
+        ...
+
+
 class HttpServer:
     """A port that is being served."""
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: HttpLimits, observer: ConnectionObserver | None = None) -> None:
         self.limits = limits
+        self._observer = observer
         self.draining = False
         self.date = b""
         self.port = 0
         self._app = app
         self._loop = asyncio.get_running_loop()
-        self._connections: set[HttpConnection] = set()
+        self._connections: dict[HttpConnection, float] = {}
+        """With the time at which they were opened."""
         self._refused: set[HttpConnection] = set()
         self._max_connections = min(limits.max_connections, max(16, raise_open_files() - OTHER_FILES))
         self._requests = Tasks()
@@ -116,8 +129,10 @@ class HttpServer:
 
     def opened(self, connection: HttpConnection) -> bool:
         if len(self._connections) < self._max_connections:
-            self._connections.add(connection)
+            self._connections[connection] = self._loop.time()
             self._empty.clear()
+            if self._observer is not None:
+                self._observer.opened()
             return True
         if len(self._refused) < OTHER_FILES // 2:
             self._refused.add(connection)
@@ -126,7 +141,9 @@ class HttpServer:
         return False
 
     def closed(self, connection: HttpConnection) -> None:
-        self._connections.discard(connection)
+        opened_at = self._connections.pop(connection, None)
+        if opened_at is not None and self._observer is not None:
+            self._observer.closed(self._loop.time() - opened_at)
         self._refused.discard(connection)
         if not self._connections:
             self._empty.set()
@@ -154,10 +171,14 @@ def raise_open_files() -> int:
 
 @asynccontextmanager
 async def serve_asgi(
-    listener: socket.socket, app: ASGIApp, tls: ssl.SSLContext | None = None, limits: HttpLimits | None = None
+    listener: socket.socket,
+    app: ASGIApp,
+    tls: ssl.SSLContext | None = None,
+    limits: HttpLimits | None = None,
+    observer: ConnectionObserver | None = None,
 ) -> AsyncIterator[HttpServer]:
     """Serve `app` on a listening socket until the context is left, which cuts off requests that still run."""
-    server = HttpServer(app, limits or HttpLimits())
+    server = HttpServer(app, limits or HttpLimits(), observer)
     await server.listen(listener, tls)
     try:
         async with running(server.keep_time(), "HTTP server"):

@@ -28,6 +28,7 @@ SHORT_SECONDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 MISPREDICTIONS = (0.1, 0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0, 4.0, 10.0)
 BLOCKS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)
+_AGES_S = (0.1, 1, 10, 60, 600, 3600, 6 * 3600, 24 * 3600)
 RATIOS = tuple(step / 10 for step in range(11))
 
 UNKNOWN_MODEL = "unknown_model"
@@ -377,6 +378,41 @@ class RequestTimer:
             self._gaps = None
             self._gap_sum = 0.0
             self._pending = 0
+
+
+class ConnectionMetrics:
+    """The connections of one protocol."""
+
+    def __init__(self, connections: Gauge, ages: Histogram) -> None:
+        self._connections = connections
+        self._ages = ages
+
+    def opened(self) -> None:
+        self._connections.inc()
+
+    def closed(self, age_s: float) -> None:
+        self._connections.dec()
+        self._ages.observe(age_s)
+
+
+def connection_metrics(registry: CollectorRegistry) -> tuple[ConnectionMetrics, ConnectionMetrics]:
+    """Return the metrics of HTTP and of gRPC. The `grpcio` server keeps its connections to itself, and counts none."""
+    connections = Gauge(
+        "dynamo_frontend_connections",
+        "Connections that are open.",
+        ("protocol",),
+        registry=registry,
+        multiprocess_mode="livesum",
+    )
+    ages = Histogram(
+        "dynamo_frontend_connection_seconds",
+        "How long connections were open that are closed.",
+        ("protocol",),
+        registry=registry,
+        buckets=_AGES_S,
+    )
+    http, grpc = (ConnectionMetrics(connections.labels(protocol), ages.labels(protocol)) for protocol in ("http", "grpc"))
+    return http, grpc
 
 
 class GrpcServerMetrics:

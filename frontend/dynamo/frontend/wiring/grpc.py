@@ -56,6 +56,7 @@ async def open_grpc(
         capacity=capacity,
         memory=memory,
         overload=config.overload_status,
+        observer=metrics.grpc_connections,
     ) as server:
         yield server
 

@@ -61,7 +61,7 @@ async def open_http(
     ]
     operations += openapi_operations(operations)
     app = HttpApp(operations, settings, HttpGuard(guard), metrics.frontend.refused)
-    async with serve_http(config.http, app, share_port=share_port) as server:
+    async with serve_http(config.http, app, share_port=share_port, observer=metrics.http_connections) as server:
         yield server
 
 

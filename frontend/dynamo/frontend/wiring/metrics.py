@@ -11,7 +11,7 @@ from dynamo.common.config import project_version
 from dynamo.common.scrape import Scraper
 from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
 from dynamo.frontend.api.http.server_operations import LinkState
-from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, GrpcServerMetrics, RouterMetrics
+from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, GrpcServerMetrics, RouterMetrics, connection_metrics
 from dynamo.frontend.wiring.links import Links
 
 _WATCH_S = 1.0
@@ -29,6 +29,7 @@ class Metrics:
         self._registry = make_registry()
         self.frontend = FrontendMetrics(self._registry)
         self.grpc = GrpcServerMetrics(self._registry)
+        self.http_connections, self.grpc_connections = connection_metrics(self._registry)
         self.router = RouterMetrics(self.frontend)
         self.link = LinkMetrics(self._registry, "dynamo_frontend")
         self.memory = SharedMemoryMetrics(self._registry, "dynamo_frontend")

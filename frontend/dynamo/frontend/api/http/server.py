@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from dynamo.common.asgi import ASGIApp
 from dynamo.common.http_connection import HttpLimits
-from dynamo.common.http_server import HttpServer, serve_asgi
+from dynamo.common.http_server import ConnectionObserver, HttpServer, serve_asgi
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.security.tls import server_context
 from dynamo.frontend.config import HttpOptions
@@ -32,10 +32,12 @@ def limits_of(options: HttpOptions) -> HttpLimits:
 
 
 @asynccontextmanager
-async def serve_http(options: HttpOptions, app: ASGIApp, *, share_port: bool = False) -> AsyncIterator[HttpServer]:
+async def serve_http(
+    options: HttpOptions, app: ASGIApp, *, share_port: bool = False, observer: ConnectionObserver | None = None
+) -> AsyncIterator[HttpServer]:
     """Serves `app` until the context is left. Raises ConfigError if the port or the certificate cannot be used."""
     context = None if options.tls is None else server_context(options.tls)
     listener = open_listener(options.host, options.port, flag="--http-port", reuse_port=share_port)
-    async with serve_asgi(listener, app, context, limits_of(options)) as server:
+    async with serve_asgi(listener, app, context, limits_of(options), observer) as server:
         _log.info("HTTP on %s:%d, %s", options.host, server.port, "no TLS" if context is None else "TLS")
         yield server

@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 
 from dynamo.common.config import ConfigError
+from dynamo.common.http_server import ConnectionObserver
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.security.files import Watched
 from dynamo.common.security.tls import TlsContents, read_contents, server_context
@@ -93,17 +94,21 @@ async def serve_grpc(
     capacity: Capacity | None = None,
     memory: SharedMemory | None = None,
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
+    observer: ConnectionObserver | None = None,
 ) -> AsyncIterator[GrpcServer]:
     """Serve `services` (full service name → handlers) until the context is left, which cancels running calls.
 
     `guarded`: callers must show credentials, so messages are read only after the handlers have
-    checked the metadata. `capacity` counts what the server keeps of messages, and `memory` is where http2 receives large ones.
+    checked the metadata. `capacity` counts what the server keeps of messages, and `memory` is where http2 receives large ones,
+    whose connections `observer` learns of.
     Raises ConfigError if the port or the certificate cannot be used.
     """
     if options.server is GrpcServerChoice.GRPCIO:
         server = await _start_grpcio(options, services, share_port=share_port, guarded=guarded)
     else:
-        http2 = Http2Server(options, services, capacity or Capacity(), guarded=guarded, memory=memory, overload=overload)
+        http2 = Http2Server(
+            options, services, capacity or Capacity(), guarded=guarded, memory=memory, overload=overload, observer=observer
+        )
         server = await _start_http2(http2, options, share_port=share_port)
     name = GrpcServerChoice.HTTP2 if options.server is GrpcServerChoice.AUTO else options.server
     secured = "TLS" if options.tls_cert_file is not None else "no TLS"

@@ -19,7 +19,7 @@ from typing import Final
 import grpc
 
 from dynamo.common.background import start
-from dynamo.common.http_server import OTHER_FILES, raise_open_files
+from dynamo.common.http_server import OTHER_FILES, ConnectionObserver, raise_open_files
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.handlers import Handlers, function_of
@@ -56,6 +56,7 @@ class Http2Server:
         guarded: bool = False,
         memory: SharedMemory | None = None,
         overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
+        observer: ConnectionObserver | None = None,
     ) -> None:
         """`guarded`: handlers check their caller before they read, so that messages are taken only after that.
 
@@ -66,6 +67,7 @@ class Http2Server:
         self.overload = overload
         self.inflating = asyncio.Lock()
         self._memory = memory
+        self._observer = observer
         self.methods = _methods(services, guarded=guarded)
         self.connection_window_bytes = options.initial_connection_window_size or CONNECTION_WINDOW_BYTES
         window = options.initial_stream_window_size or STREAM_WINDOW_BYTES
@@ -75,7 +77,8 @@ class Http2Server:
         self._loop = asyncio.get_running_loop()
         self.deadlines = Deadlines(self._loop, _expired)
         self._max_connections = min(options.max_connections, max(16, raise_open_files() - OTHER_FILES))
-        self.connections: set[Connection] = set()
+        self.connections: dict[Connection, float] = {}
+        """With the time at which they were opened."""
         self._empty = asyncio.Event()
         """There are no connections."""
         self._empty.set()
@@ -147,12 +150,16 @@ class Http2Server:
 
     def opened(self, connection: Connection) -> bool:
         """Count a new connection; False if there are too many, or the server has stopped, as it may during a handshake."""
-        self.connections.add(connection)
+        self.connections[connection] = self._loop.time()
         self._empty.clear()
+        if self._observer is not None:
+            self._observer.opened()
         return not self._stopped and len(self.connections) <= self._max_connections
 
     def closed(self, connection: Connection) -> None:
-        self.connections.discard(connection)
+        opened_at = self.connections.pop(connection, None)
+        if opened_at is not None and self._observer is not None:
+            self._observer.closed(self._loop.time() - opened_at)
         if not self.connections:
             self._empty.set()
 
