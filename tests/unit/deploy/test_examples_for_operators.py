@@ -55,6 +55,7 @@ def test_our_programs_understand_a_pod_for_kserve(pod: Manifest, tmp_path: Path)
         assert config.nats.password in ("pf", "pw")
         if isinstance(config, FrontendConfig):
             assert container.port("http1") == config.http.port
+            assert (container.port("h2c"), config.grpc.host) == (config.grpc.port, "0.0.0.0")
             assert probed(container) == {config.http.port}
             namespaces.add(config.namespace)
         else:
@@ -72,7 +73,6 @@ def test_a_runtime_for_kserve_offers_every_protocol_that_it_claims(tmp_path: Pat
     config = load(FrontendConfig, placed.command[1:], placed.environment, program="dynamo-frontend")
     offered = {"v2"} | ({"grpc-v2"} if config.grpc.wanted else set())
     assert set(runtime["spec"]["protocolVersions"]) == offered
-    assert (frontend.port("h2c"), config.grpc.host) == (config.grpc.port, "0.0.0.0")
 
 
 def probed(container: Container) -> set[int]:
