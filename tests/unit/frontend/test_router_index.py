@@ -111,6 +111,19 @@ def test_updates_sweep_in_passing() -> None:
     assert (index.slot(A) or 0) < 4500
 
 
+def test_instances_that_leave_together_are_swept_by_the_updates_of_others() -> None:
+    index = PrefixIndex()
+    leaving = [InstanceId(number) for number in range(100, 400)]
+    for instance in leaving:
+        index.store(instance, [h(10 * instance + number) for number in range(10)])
+    for instance in leaving:
+        index.apply(instance, KvUpdate(0, cleared=True))
+    assert len(index) == 3000, "their removal took no longer than that of one"
+    for number in range(4 * 4096):
+        index.apply(A, KvUpdate(number, stored=pack_hashes([h(1)])))
+    assert len(index) == 1
+
+
 class Counting(list[int]):
     """Hashes that count how many of them were looked at."""
 

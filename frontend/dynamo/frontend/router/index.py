@@ -6,7 +6,8 @@ keep it cheap at tens of millions of entries:
 - it is split into shards by hash, so that no single dictionary ever grows for long while a request waits;
 - a set of instances is one small integer (`holders.py`);
 - removing an instance, or replacing what it holds by a snapshot, only retires its *slot*: matches ignore retired slots, and
-  `sweep`, which goes round the shards a few at a time, takes them out of the map. A slot is used again after one round.
+  `sweep`, which goes round the shards one at a time, takes them out of the map. A slot is used again after one round, which
+  takes 2 s of CPU for 5 million blocks, however many instances left: each block is looked at, and memory is slow.
 
 Memory per (block, instance) entry: 81 to 107 bytes where every block is held by one instance only, less where they share.
 """
@@ -29,7 +30,10 @@ _SHARD_BITS = 12
 _SHARDS = 1 << _SHARD_BITS
 # By the highest bits: a dictionary spreads its keys by the lowest ones.
 _SHARD_SHIFT = 64 - _SHARD_BITS
-_SHARDS_SWEPT_PER_UPDATE = 2
+_SWEPT_PER_UPDATE = 0.25
+_SWEPT_PER_CLEAR = 2.0
+"""Shards that are swept for an update: few, since a hundred updates may be handled before the event loop gets to requests, but
+enough for an instance that clears its cache with every update."""
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -77,6 +81,8 @@ class PrefixIndex:
         """The retired slots as a bit mask, and the sets of exactly one of them."""
         self._swept = 0
         """How many shards have been swept, ever."""
+        self._due = 0.0
+        """How many shards are to be swept."""
         self.epoch = 0
         """Changes whenever an instance gets another slot."""
 
@@ -108,8 +114,10 @@ class PrefixIndex:
             self.remove(instance, update.removed_hashes)
         if update.stored:
             self.store(instance, update.stored_hashes)
-        if self._retired:
-            self.sweep(_SHARDS_SWEPT_PER_UPDATE)
+        if self._retired and (update.stored or update.removed):  # not when hundreds of instances leave at once
+            self._due += _SWEPT_PER_CLEAR if update.cleared else _SWEPT_PER_UPDATE
+            self.sweep(int(self._due))
+            self._due %= 1
 
     def replace(self, instance: InstanceId, snapshot: KvSnapshot) -> None:
         """Replace all blocks of an instance by those of a snapshot."""
