@@ -24,6 +24,7 @@ from dynamo.local.child import Child, ServerFailed
 from dynamo.local.logins import Login, protect_etcd
 
 HOST = "127.0.0.1"
+_CORES_PER_NATS_THREAD = 4
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.02
@@ -309,15 +310,24 @@ class NatsServer(Server):
         config_file.chmod(0o600)  # it may hold passwords, and may have been there
         config_file.write_text(self._config)
         listen = ["--addr", HOST, "--port", str(ports[0]), "--server_name", self._server_name]
-        # Large messages make much garbage: collecting it less often saves a third of the CPU time of a 1 MiB tensor.
-        memory = [] if "GOGC" in os.environ else ["/usr/bin/env", "GOGC=400"]
-        return [*memory, str(self._binary), *listen, "--config", str(config_file)]
+        return ["/usr/bin/env", *_go_settings(), str(self._binary), *listen, "--config", str(config_file)]
 
     async def _is_ready(self, ports: tuple[int, ...]) -> bool:
         # Every client is greeted with INFO; the name in it tells our server from another one on a port we are about to
         # fail on. "ready" follows once JetStream has recovered, and clients are let in only then.
         greeting = await _exchange(ports[0], b"", line=True)
         return f'"server_name":"{self._server_name}"'.encode() in greeting and "Server is ready" in self.log()
+
+
+def _go_settings() -> list[str]:
+    """Return what nats-server's runtime is told, apart from what our own environment says.
+
+    Large messages make much garbage: collecting it less often saves a third of the CPU time of a 1 MiB tensor. Between messages,
+    idle threads look for work on cores that the processes of this machine need: with one of two, a small request costs a third
+    less of nats-server's CPU time.
+    """
+    settings = {"GOGC": "400", "GOMAXPROCS": str(max(1, (os.cpu_count() or 1) // _CORES_PER_NATS_THREAD))}
+    return [f"{name}={value}" for name, value in settings.items() if name not in os.environ]
 
 
 async def _exchange(port: int, request: bytes, *, line: bool) -> bytes:
