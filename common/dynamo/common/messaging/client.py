@@ -306,7 +306,7 @@ class RequestStream:
         elif body.nbytes > self._client.limits.max_body_bytes:
             self._abort(PayloadTooLarge(f"the response is larger than {self._client.limits.max_body_bytes} bytes"))
         else:
-            self._consumed(FRAME_COST)
+            self._uncredited += FRAME_COST
 
     def on_unreadable(self) -> None:
         """What the instance has lent cannot be read."""
@@ -588,7 +588,7 @@ class RequestClient:
         self._streams[stream.id] = peer.streams[stream.id] = stream
         if deadline is not None:
             stream._timer = self.loop.call_at(deadline, stream.expire)
-        peer.outbox.add(stream)
+        peer.outbox.add(stream, at_once=len(self._streams) == 1)
         return stream
 
     def forget(self, stream: RequestStream, peer: _InstancePeer) -> None:

@@ -2,7 +2,8 @@
 
 A *patient* frame, such as any but the first token of a stream, may also wait a moment: if the last message to this peer left less
 than `PATIENCE_S` ago, it leaves when that time is over, together with what has come by then. So a token of an engine that takes
-longer for each leaves at once, and those of a faster one share messages, which cost both sides more than tokens do.
+longer for each leaves at once, and those of a faster one share messages, which cost both sides more than tokens do. The only
+request of a process does not wait for the end of the turn either, nor does the response after which no request is left.
 """
 
 from __future__ import annotations
@@ -46,9 +47,14 @@ class Outbox:
         self.flushed_at = float("-inf")
         """When the last message left."""
 
-    def add(self, frame: Opening | list[Buffer] | bytes, *, patient: bool = False) -> None:
-        """Queues one frame: encoded, in pieces, or to be encoded when it leaves."""
+    def add(self, frame: Opening | list[Buffer] | bytes, *, patient: bool = False, at_once: bool = False) -> None:
+        """Queues one frame: encoded, in pieces, or to be encoded when it leaves.
+
+        `at_once`: nothing else is under way that could share its message.
+        """
         self._waiting.append(frame)
+        if at_once:
+            return self.flush()
         if self._scheduled:
             return
         if patient:

@@ -172,8 +172,8 @@ class Incoming:
             self._queue(True, body)
             return
         whole = memoryview(frames.joined(body) if size else b"")  # the short way of most responses
-        self._peer.outbox.add(frames.encode(frames.End(self.id, self._seq, whole)))
         self._server.forget(self)
+        self._peer.outbox.add(frames.encode(frames.End(self.id, self._seq, whole)), at_once=not self._server.open_requests)
 
     def _lend(self, body: Body, size: int) -> bool:
         """Send a body of `size` bytes by reference. Return False if it is small, the caller far away, or there is no room."""
