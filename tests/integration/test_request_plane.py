@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -28,6 +29,7 @@ from dynamo.common.messaging import frames
 from dynamo.common.messaging.client import RequestClient, RequestStream, open_client
 from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.limits import KIB, MIB, PlaneLimits
+from dynamo.common.messaging.outbox import FRAMES
 from dynamo.common.messaging.server import Handler, Incoming, RequestServer, serve_requests
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import NatsOptions
@@ -128,12 +130,13 @@ async def test_answers_come_in_order_and_then_the_trailer(nats_server: NatsServe
         assert stream.started
 
 
-async def test_requests_of_one_turn_travel_in_one_message(nats_server: NatsServer) -> None:
+async def test_requests_of_one_turn_share_messages(nats_server: NatsServer) -> None:
     async with plane(nats_server.url, {"echo": echo}) as p:
         await p.open("echo").result()
-        streams = [p.open("echo", b"%d" % number) for number in range(50)]
-        assert [await stream.result() for stream in streams] == [b"%d" % number for number in range(50)]
-        assert len({stream.batch for stream in streams}) == 1
+        streams = [p.open("echo", b"%d" % number) for number in range(51)]
+        assert [await stream.result() for stream in streams] == [b"%d" % number for number in range(51)]
+        sizes = list(Counter(stream.batch for stream in streams).values())
+        assert sizes == [1, *[FRAMES] * 12, 2], "the first finds no other request, and the last wait for the end of the turn"
 
 
 async def test_many_large_requests_at_once_all_pass(nats_server: NatsServer) -> None:

@@ -1,6 +1,6 @@
 """What travels on the request plane.
 
-A NATS message is one msgpack array of frames: everything one process had for one peer within one event-loop turn. A frame is a
+A NATS message is one msgpack array of frames that one process had for one peer within one event-loop turn. A frame is a
 msgpack array whose first element is its kind. The body, where there is one, comes last, so that a large body need not be copied
 into the message: it is written to the socket from where it lies (`Body`).
 

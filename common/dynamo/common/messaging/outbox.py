@@ -1,9 +1,12 @@
-"""Batches frames: all that one event-loop turn has for one peer leaves as one NATS message.
+"""Batches frames: what one event-loop turn has for one peer shares NATS messages.
+
+A message leaves at the end of the turn, or as soon as it has `FRAMES` frames: the peer begins with them while the turn goes on.
+With one message a turn, however long, frontend and workers would wait for each other. A frame beside which nothing else is under
+way, such as the only request of a process, waits for nothing.
 
 A *patient* frame, such as any but the first token of a stream, may also wait a moment: if the last message to this peer left less
 than `PATIENCE_S` ago, it leaves when that time is over, together with what has come by then. So a token of an engine that takes
-longer for each leaves at once, and those of a faster one share messages, which cost both sides more than tokens do. The only
-request of a process does not wait for the end of the turn either, nor does the response after which no request is left.
+longer for each leaves at once, and those of a faster one share messages, which cost both sides more than tokens do.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from typing import Protocol
 from dynamo.common.messaging.connection import Connection
 from dynamo.common.messaging.frames import Buffer, message_head
 
+FRAMES = 4
+"""With more, 16 clients wait longer; with fewer, messages cost more than is gained."""
 PATIENCE_S = 0.001
 _MARGIN_BYTES = 4096
 """Of the server's `max_payload`, left for what it counts besides our frames."""
@@ -50,10 +55,10 @@ class Outbox:
     def add(self, frame: Opening | list[Buffer] | bytes, *, patient: bool = False, at_once: bool = False) -> None:
         """Queues one frame: encoded, in pieces, or to be encoded when it leaves.
 
-        `at_once`: nothing else is under way that could share its message.
+        `at_once`: nothing else is under way that could share its message. A patient frame leaves no earlier than its turn ends.
         """
         self._waiting.append(frame)
-        if at_once:
+        if at_once or (self._scheduled and not patient and len(self._waiting) >= FRAMES):
             return self.flush()
         if self._scheduled:
             return
@@ -65,11 +70,14 @@ class Outbox:
                 self._timer = self._loop.call_at(due, self.flush)
                 return
         self._scheduled = True
-        self._loop.call_soon(self.flush)
+        self._loop.call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        self._scheduled = False
+        self.flush()
 
     def flush(self) -> None:
         """Sends what waits. Without a connection it stays; call again when there is one."""
-        self._scheduled = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

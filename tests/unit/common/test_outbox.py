@@ -1,0 +1,82 @@
+"""Which frames share a message, and when it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import cast
+
+from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.frames import Buffer, Cancel, decode, encode
+from dynamo.common.messaging.outbox import FRAMES, Outbox
+
+
+class Bus:
+    """In place of the connection: it keeps the streams that the frames of each message name."""
+
+    def __init__(self) -> None:
+        self.is_connected = True
+        self.max_payload = 2**20
+        self.messages: list[list[int]] = []
+
+    def publish_nowait(self, subject: str, pieces: Sequence[Buffer], reply: str) -> None:
+        frames = decode(b"".join(pieces))
+        self.messages.append([frame.stream for frame in frames if isinstance(frame, Cancel)])
+
+
+def outbox_on(bus: Bus) -> Outbox:
+    return Outbox(cast(Connection, bus), "peer", str)
+
+
+def frame(stream: int) -> bytes:
+    return encode(Cancel(stream))
+
+
+async def turn() -> None:
+    """Let the event loop end its turn."""
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+
+async def test_frames_of_one_turn_leave_a_few_at_a_time_and_the_rest_at_its_end() -> None:
+    bus = Bus()
+    outbox = outbox_on(bus)
+    for stream in range(2 * FRAMES + 1):
+        outbox.add(frame(stream))
+    assert [len(message) for message in bus.messages] == [FRAMES, FRAMES]
+    await turn()
+    assert [len(message) for message in bus.messages] == [FRAMES, FRAMES, 1]
+    assert [stream for message in bus.messages for stream in message] == list(range(2 * FRAMES + 1))
+
+
+async def test_patient_frames_of_one_turn_share_one_message_however_many() -> None:
+    bus = Bus()
+    outbox = outbox_on(bus)
+    for stream in range(3 * FRAMES):
+        outbox.add(frame(stream), patient=True)
+    assert not bus.messages
+    await turn()
+    assert bus.messages == [list(range(3 * FRAMES))]
+
+
+async def test_a_frame_that_leaves_at_once_takes_along_what_waits() -> None:
+    bus = Bus()
+    outbox = outbox_on(bus)
+    outbox.add(frame(1))
+    outbox.add(frame(2), at_once=True)
+    assert bus.messages == [[1, 2]]
+    await turn()
+    assert bus.messages == [[1, 2]]
+
+
+async def test_frames_wait_for_the_connection() -> None:
+    bus = Bus()
+    bus.is_connected = False
+    outbox = outbox_on(bus)
+    for stream in range(FRAMES):
+        outbox.add(frame(stream), at_once=True)
+    await turn()
+    assert not bus.messages
+    bus.is_connected = True
+    outbox.flush()
+    assert bus.messages == [list(range(FRAMES))]
