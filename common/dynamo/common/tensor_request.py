@@ -92,6 +92,14 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
         return id.string_param or str(_whole_number(id) or "")
 
 
+def raw_begin(request: TensorRequest) -> int | None:
+    """Return where the only raw tensor of a parsed request begins in its message, if nothing follows it; else None."""
+    if len(request.raw_inputs) != 1:
+        return None
+    rest, raws = _split(memoryview(request.raw), _RAW_INPUT)
+    return None if rest[-1].nbytes else len(request.raw) - raws[0].nbytes
+
+
 def _parameter(head: ModelInferRequest, key: str) -> InferParameter:
     parameters = head.parameters
     return parameters.get(key, _NOTHING) if parameters else _NOTHING

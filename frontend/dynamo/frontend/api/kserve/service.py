@@ -24,6 +24,7 @@ from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, infer
+from dynamo.frontend.api.kserve.known_heads import KnownHeads
 from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.placed import Places, fetch, is_placed, place
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request, unload_request
@@ -67,6 +68,7 @@ class KserveService:
         self._options = options
         self._account = account
         self._scanner = MessageScanner(pb.ModelInferRequest, options.limits)
+        self._known_heads = KnownHeads()
         self._overload = overload
         self._capacity = capacity or Capacity()
         self._live = pb.ServerLiveResponse(live=True).SerializeToString()
@@ -130,7 +132,8 @@ class KserveService:
             caller = _caller(self._account(), context, progress)
             request_id, explanation = caller.request_id, caller.explanation
             data = await message.read() if isinstance(message, PendingMessage) else message
-            request = TensorRequest.parse(data, self._scanner)
+            known = self._known_heads.find(data)
+            request = TensorRequest.parse(data, self._scanner) if known is None else known
             model = request.head.model_name
             if self._plane.names.has_rule(model):
                 request_id = caller.request_id or usable_id(request.head.id)
@@ -141,8 +144,11 @@ class KserveService:
                 request_id = call.request_id
                 logged_id.set(request_id)
                 places: Places = {}
-                if is_placed(request.head):
-                    request, places = fetch(request, self._server.regions)
+                if known is None:
+                    if is_placed(request.head):
+                        request, places = fetch(request, self._server.regions)
+                    else:
+                        self._known_heads.add(request)
                 response = place(await infer(self._plane, request, card, call), places)
             check_size(response, self._options.max_message_bytes)
             if caller.request_id or explanation is not None:

@@ -1,0 +1,60 @@
+"""Heads of tensor requests that came before. Clients repeat them: from one request to the next only the tensor's elements differ.
+
+A message that begins with the same bytes as an earlier one, up to its tensor, and is as long, is the same request with another
+tensor. Finding it costs a comparison of these bytes instead of parsing them and looking at every field.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+from dynamo.common.tensor_request import SMALL_BYTES, TensorRequest, raw_begin
+from dynamo.common.tensors import Buffer
+from dynamo.protos.inference_pb2 import ModelInferRequest
+
+_MAX_HEADS: Final = 256
+_MAX_HEAD_BYTES: Final = 1024
+_KEY_BYTES: Final = 16
+"""The shortest head has so many bytes, and they hold most of the model's name."""
+
+_Key: TypeAlias = tuple[int, bytes]
+"""The size of a message, and its first bytes."""
+
+
+class KnownHeads:
+    """A few heads of requests with one tensor and without parameters."""
+
+    def __init__(self) -> None:
+        self._heads: dict[_Key, tuple[bytes, ModelInferRequest]] = {}
+        """The bytes before the tensor, and what they mean."""
+        self._missed: tuple[_Key, str] | None = None
+        """Of the last request that was added or might have been: its key, and its id."""
+
+    def find(self, data: Buffer) -> TensorRequest | None:
+        """Return a request whose head, the same object for all, came before. None: parse it."""
+        size = len(data)
+        known = self._heads.get((size, bytes(data[:_KEY_BYTES])))
+        if known is None:
+            return None
+        beginning, head = known
+        begin = len(beginning)
+        if data[:begin] != beginning:
+            return None
+        return TensorRequest(data, head, [data[begin:] if size <= SMALL_BYTES else memoryview(data)[begin:]])
+
+    def add(self, request: TensorRequest) -> None:
+        """Remember the head of a request that was not found, if its like is likely to come again.
+
+        That is so if the last one was of its size, model and id, and there are no parameters, which tell requests apart. Adding
+        costs more than finding saves, so requests that always differ must not get here each time.
+        """
+        head = request.head
+        missed, self._missed = self._missed, ((len(request.raw), bytes(request.raw[:_KEY_BYTES])), head.id)
+        if self._missed != missed or head.parameters:
+            return
+        begin = raw_begin(request)
+        if begin is None or begin > _MAX_HEAD_BYTES:
+            return
+        if len(self._heads) >= _MAX_HEADS:
+            self._heads.clear()
+        self._heads[missed[0]] = bytes(request.raw[:begin]), head
