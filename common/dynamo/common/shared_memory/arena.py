@@ -243,36 +243,40 @@ class Arena:
         """
         if not self._in_place:
             return None
-        found = self._find_parts(pieces)
-        region = self._in_place.get(found[0][0] // UNIT_BYTES) if found else None
-        if region is None:
+        others: list[tuple[int, bytes | bytearray | memoryview]] = []
+        """The pieces to be copied, with their positions in the body."""
+        region: Region | None = None
+        begin = position = parts = 0
+        for piece in pieces:
+            offset = self._offset_of(piece) if len(piece) >= LEAST_PART_BYTES else None
+            if offset is None:
+                others.append((position, piece))
+            else:
+                if region is None:
+                    region = self._in_place.get(offset // UNIT_BYTES)
+                    begin = offset - position
+                    if region is None:
+                        return None
+                part = offset - region.unit * UNIT_BYTES, len(piece)
+                if offset - position != begin or region.parts[parts : parts + 1] != [part]:
+                    return None
+                parts += 1
+            position += len(piece)
+        if region is None or parts != len(region.parts):
             return None
         start = region.unit * UNIT_BYTES
-        begin = found[0][0] - found[0][1]
-        if (
-            [(offset - start, size) for offset, _, size in found] != region.parts
-            or any(offset - position != begin for offset, position, _ in found)
-            or not start <= begin <= begin + size <= start + region.size
-        ):
+        if not start <= begin <= begin + size <= start + region.size:
             return None
-        parts = {position for _, position, _ in found}
-        position = 0
-        for piece in pieces:
-            if position not in parts:
-                self._data[begin + position : begin + position + len(piece)] = piece
-            position += len(piece)
+        for position, piece in others:
+            self._data[begin + position : begin + position + len(piece)] = piece
         return self.publish(region, begin - start, size, reader)
 
-    def _find_parts(self, pieces: Sequence[bytes | bytearray | memoryview]) -> list[tuple[int, int, int]]:
-        """Return, for each large piece that lies in the units: where, its position in the body, and its size."""
-        found, position = [], 0
-        for piece in pieces:
-            if isinstance(piece, memoryview) and len(piece) >= LEAST_PART_BYTES:
-                offset = np.frombuffer(piece, np.uint8).__array_interface__["data"][0] - self._address
-                if 0 <= offset < self.capacity_bytes:
-                    found.append((offset, position, len(piece)))
-            position += len(piece)
-        return found
+    def _offset_of(self, piece: bytes | bytearray | memoryview) -> int | None:
+        """Return where in the units a piece lies; None if somewhere else."""
+        if not isinstance(piece, memoryview):
+            return None
+        offset: int = np.frombuffer(piece, np.uint8).__array_interface__["data"][0] - self._address
+        return offset if 0 <= offset < self.capacity_bytes else None
 
     def _allocate(self, size: int) -> Region | None:
         self._look_at_oldest()
@@ -329,7 +333,8 @@ class Arena:
             self.let_go(region)
 
     def _look_at_oldest(self) -> None:
-        self._let_go_of_unviewed()
+        if self._unviewed:
+            self._let_go_of_unviewed()
         queue = self._queue
         for _ in range(min(_LOOKED_AT, len(queue))):
             region = queue.popleft()

@@ -36,6 +36,8 @@ class Link:
         self._unsent_bytes = 0
         self._is_scheduled = False
         """A call of `_write` is due: this turn, or when the socket takes more."""
+        self._is_full = False
+        """The socket takes no more now."""
         self._is_open = True
         self._room: deque[asyncio.Future[None]] = deque()
         connection.setblocking(False)
@@ -75,6 +77,7 @@ class Link:
             try:
                 sent = self._connection.sendmsg(list(islice(self._unsent, wire.MAX_PIECES)))
             except BlockingIOError:
+                self._is_full = True
                 self._loop.add_writer(self._connection, self._write)
                 return
             except OSError:  # the process has ended; `_read` notices it after the last message
@@ -86,7 +89,9 @@ class Link:
                 sent -= len(self._unsent.popleft())
             if sent:
                 self._unsent[0] = memoryview(self._unsent[0])[sent:]
-        self._loop.remove_writer(self._connection)
+        if self._is_full:
+            self._is_full = False
+            self._loop.remove_writer(self._connection)
         self._is_scheduled = False
         self._wake()
 
