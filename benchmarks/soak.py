@@ -78,7 +78,9 @@ class Door:
 
         text = b""
         async for data in self._stream(sent(), timeout=_TIMEOUT_S):
-            response = ModelStreamInferResponse.FromString(data).infer_response
+            message = ModelStreamInferResponse.FromString(data)
+            _check(not message.error_message, message.error_message)
+            response = message.infer_response
             for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
                 if output.name == "text_output":
                     text += raw[4:]

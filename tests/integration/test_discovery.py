@@ -13,7 +13,7 @@ import pytest
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.etcd import Etcd, Events, Listing, Reset, connect_etcd
+from dynamo.common.etcd import Etcd, Events, KeyValue, Listing, Reset, connect_etcd
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import EtcdOptions
@@ -57,6 +57,16 @@ async def until(directory: Directory, condition: Callable[[], object]) -> None:
 async def until_registered(registration: Registration) -> None:
     async with asyncio.timeout(WAIT_S):
         await registration.registered.wait()
+
+
+async def until_put_after(etcd: Etcd, key: str, revision: int) -> KeyValue:
+    """Return the key as soon as it was put again."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            for kv in (await etcd.range(key)).kvs:
+                if kv.mod_revision > revision:
+                    return kv
+            await asyncio.sleep(0.01)
 
 
 async def poll(condition: Callable[[], object]) -> None:
@@ -154,7 +164,7 @@ async def test_an_instance_that_died_is_gone_with_its_lease(etcd_server: EtcdSer
         await until(directory, lambda: directory.instances("adder"))
 
 
-async def test_a_revoked_lease_is_replaced_and_the_instance_id_stays(etcd: Etcd, etcd_server: EtcdServer, namespace: str) -> None:
+async def test_a_revoked_lease_is_replaced_and_the_instance_stays(etcd: Etcd, etcd_server: EtcdServer, namespace: str) -> None:
     one = instance(namespace)
     news: list[tuple[Sequence[Instance], Sequence[Instance]]] = []
     async with open_directory(etcd, namespace) as directory, registered(etcd, [one], ttl_s=TTL_S):
@@ -162,10 +172,12 @@ async def test_a_revoked_lease_is_replaced_and_the_instance_id_stays(etcd: Etcd,
         await until(directory, lambda: directory.instances("adder"))
         (kv,) = (await etcd.range(one.key)).kvs
         etcdctl(etcd_server.endpoint, "lease", "revoke", f"{kv.lease:x}")
-        await until(directory, lambda: len(news) == 3)
-        assert news == [((one,), ()), ((), (one,)), ((one,), ())]
-        (again,) = (await etcd.range(one.key)).kvs
+        again = await until_put_after(etcd, one.key, kv.mod_revision)
         assert again.lease != kv.lease
+        other = instance(namespace)
+        async with registered(etcd, [other]):
+            await until(directory, lambda: len(directory.instances("adder")) == 2)
+            assert news == [((one,), ()), ((other,), ())]
 
 
 async def test_a_registration_deleted_by_hand_comes_back(etcd: Etcd, etcd_server: EtcdServer, namespace: str) -> None:
@@ -176,9 +188,10 @@ async def test_a_registration_deleted_by_hand_comes_back(etcd: Etcd, etcd_server
     ):
         await until_registered(registration)
         await until(directory, lambda: directory.instances("adder"))
+        (kv,) = (await etcd.range(one.key)).kvs
         etcdctl(etcd_server.endpoint, "del", "--prefix", f"/dynamo/v1/{namespace}/")
-        await until(directory, lambda: not directory.instances("adder"))
-        await until(directory, lambda: directory.instances("adder"))
+        await until_put_after(etcd, one.key, kv.mod_revision)
+        assert list(directory.instances("adder")) == [one]
 
 
 async def test_everything_may_start_before_etcd(tmp_path: Path, namespace: str) -> None:

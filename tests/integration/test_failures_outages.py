@@ -121,3 +121,30 @@ async def test_etcd_away_for_longer_than_a_lease_while_workers_die_leave_and_joi
                 await asyncio.gather(*(other.infer(echo_request()) for _ in range(10)))
                 for worker in (joining, staying):
                     assert (await other.infer(echo_request(), x_dynamo_instance=worker.instance)).id == "1"
+
+
+async def test_a_pause_of_everything_that_outlasts_the_leases_fails_no_request(tmp_path: Path, namespace: str) -> None:
+    model = ("--model", "echo", *SIM, "--lease-ttl-s", "2")
+    async with (
+        start_etcd(tmp_path / "etcd") as etcd,
+        start_nats(tmp_path / "nats") as nats,
+        Fleet(etcd, nats, namespace, model) as fleet,
+    ):
+        await fleet.start(workers=1)
+        [front], [only] = fleet.frontends, fleet.workers
+        text = Text()
+        async with front.client() as client:
+            async with client.load(4) as load, asyncio.TaskGroup() as tasks:
+                tasks.create_task(client.text(text_request("a long story", 150), text))
+                await text.at_least(3)
+                await load.completed(100)
+                everything = [etcd.pid, nats.pid, only.pid, front.process.process.pid]
+                for pid in everything:
+                    fleet.pause(pid)
+                await asyncio.sleep(4.0)  # twice the life of a lease
+                for pid in everything:
+                    fleet.resume(pid)
+                await only.process.logged("a new one is granted")
+                await load.completed(100)
+            assert load.failures == []
+            assert text.reason == "length"

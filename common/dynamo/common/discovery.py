@@ -22,6 +22,9 @@ from dynamo.common.names import NAMES_ROOT, REPOSITORY_ROOT, Endpoint, InstanceI
 
 log = logging.getLogger(__name__)
 
+WITHDRAWN = b""
+"""The value by which an owner says that its registration ends; one that disappears without it has expired."""
+
 MAX_REGISTRATION_BYTES = 1024 * 1024
 """etcd refuses requests above 1.5 MiB."""
 _SUBJECT = re.compile(r"[^\s*>]+")
@@ -275,6 +278,10 @@ class View:
         """Return every registration that agrees with the others of its model, including instances that are marked down."""
         return tuple(instance for model in self._models.values() for instance in model.agreeing.by_id.instances)
 
+    def get(self, key: str) -> Instance | None:
+        """Return the registration under a key; None if there is none that can be decoded."""
+        return self._by_key.get(key)
+
     @property
     def keys(self) -> KeysView[str]:
         """The keys of all registrations that can be decoded."""
@@ -283,7 +290,7 @@ class View:
     # Changes
 
     def apply(self, changes: Mapping[str, bytes | None]) -> Change:
-        """Apply new values of keys, None for deleted ones. A value that cannot be decoded counts as deleted, and is logged."""
+        """Apply new values of keys, None for deleted ones. One that cannot be decoded, or is WITHDRAWN, counts as deleted."""
         added: dict[str, list[Instance]] = {}
         removed: dict[str, list[Instance]] = {}
         revived: set[InstanceId] = set()
@@ -380,7 +387,7 @@ class View:
         return added, removed
 
     def _read(self, key: str, value: bytes | None) -> Instance | None:
-        if value is None:
+        if value is None or value == WITHDRAWN:
             self._warned.discard(key)
             return None
         if key.startswith((REPOSITORY_ROOT, NAMES_ROOT)):  # seen by views of all namespaces

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar, cast
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dynamo.common.discovery import Instance, decode_registration, encode_registration
+from dynamo.common.discovery import WITHDRAWN, Instance, decode_registration, encode_registration
 from dynamo.common.etcd import Deleted, Etcd, Events, KeyValue, Put, Reset
 from dynamo.common.etcd.errors import EtcdUnavailable
 from dynamo.common.etcd.kv import Listing
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.fleet.directory import COALESCE_S, DOWN_S, RETURN_S, Directory, open_directory
+from dynamo.frontend.fleet.directory import COALESCE_S, DOWN_S, EXPIRED_S, RETURN_S, Directory, open_directory
 from tests.support.virtual_time import VirtualTimeLoop, in_virtual_time
 
 T = TypeVar("T")
 ENDPOINT = Endpoint()
 RECONCILE_S = 7.0
 SETTLED_S = 2 * max(RETURN_S, DOWN_S)
+GARBAGE = b"garbage"
+_UNREADABLE = (GARBAGE, WITHDRAWN)
 
 
 def variant(number: int, model: str, version: str, size: int, adapter: str) -> Instance:
@@ -49,7 +52,7 @@ registrations = st.builds(
 
 def _other_value(kv: KeyValue) -> bytes:
     """Return the registration with the other version of the model."""
-    if kv.value == b"garbage":
+    if kv.value in _UNREADABLE:
         return kv.value
     instance = decode_registration(kv.key, kv.value)
     versions = ("2",) if instance.card.versions == ("1",) else ("1",)
@@ -116,6 +119,7 @@ class Store:
 
     def _record(self, *events: Put | Deleted) -> None:
         self._log.append(Events(events, self.revision))
+        self._changed.set()
 
     # What the directory calls
 
@@ -201,11 +205,17 @@ class DirectoryAndStore(RuleBasedStateMachine):
 
     @rule(instance=registrations)
     def put_garbage(self, instance: Instance) -> None:
-        self.store.put(instance.key, b"garbage")
+        self.store.put(instance.key, GARBAGE)
 
     @rule(instance=registrations)
     def delete(self, instance: Instance) -> None:
         self.store.delete(instance.key)
+
+    @rule(instance=registrations, is_deleted=st.booleans())
+    def withdraw(self, instance: Instance, is_deleted: bool) -> None:
+        self.store.put(instance.key, WITHDRAWN)
+        if is_deleted:
+            self.store.delete(instance.key)
 
     @rule(number=st.integers(1, 6))
     def expire_lease(self, number: int) -> None:
@@ -307,7 +317,7 @@ def expected_view(store: Store) -> dict[str, list[Instance]]:
     And those that serve `shared`, the alias: of the model whose instance with it is the oldest.
     """
     result: dict[str, list[Instance]] = {"a": [], "b": []}
-    readable = [decode_registration(kv.key, kv.value) for kv in store.kvs.values() if kv.value != b"garbage"]
+    readable = [decode_registration(kv.key, kv.value) for kv in store.kvs.values() if kv.value not in _UNREADABLE]
     for name in result:
         groups: dict[int, list[Instance]] = {}
         for instance in readable:
@@ -341,6 +351,71 @@ async def test_marks_of_many_instances_are_applied_together() -> None:
             directory.mark_up(instance.id)
         await asyncio.sleep(2 * COALESCE_S)
         assert changes == [499, 101, 102, 500]
+
+
+@asynccontextmanager
+async def one_registered() -> AsyncIterator[tuple[Store, Directory, Instance]]:
+    """A store with one registration, whose changes are delivered at once, and a directory that has it."""
+    store, made = Store(), variant(1, "a", "1", 4, "")
+    store.put(made.key, encode_registration(made))
+    async with open_directory(cast(Etcd, store), None) as directory:
+        await directory.ready.wait()
+        store.release(10**6)
+        await asyncio.sleep(2 * COALESCE_S)
+        yield store, directory, made
+
+
+@in_virtual_time
+async def test_an_instance_that_lost_its_lease_serves_on_and_its_return_is_no_change() -> None:
+    async with one_registered() as (store, directory, instance):
+        changes: list[Sequence[Instance]] = []
+        directory.on_registrations(lambda added, removed: changes.append([*added, *removed]))
+        store.delete(instance.key)
+        await asyncio.sleep(0.9 * EXPIRED_S)
+        assert list(directory.instances("a")) == [instance]
+        store.put(instance.key, encode_registration(instance))
+        await asyncio.sleep(2 * EXPIRED_S)
+        assert list(directory.instances("a")) == [instance]
+        assert not changes
+
+
+@in_virtual_time
+async def test_an_instance_whose_lease_expired_and_that_does_not_return_is_gone_soon() -> None:
+    async with one_registered() as (store, directory, instance):
+        store.delete(instance.key)
+        await asyncio.sleep(1.1 * EXPIRED_S)
+        assert not directory.registered()
+
+
+@in_virtual_time
+async def test_an_instance_that_is_down_is_gone_with_its_lease() -> None:
+    async with one_registered() as (store, directory, instance):
+        directory.mark_down(instance.id)
+        await asyncio.sleep(2 * COALESCE_S)
+        store.delete(instance.key)
+        await asyncio.sleep(2 * COALESCE_S)
+        assert not directory.registered()
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+@in_virtual_time
+async def test_a_withdrawn_instance_is_gone_at_once(is_deleted: bool) -> None:
+    async with one_registered() as (store, directory, instance):
+        store.put(instance.key, WITHDRAWN)
+        if is_deleted:
+            store.delete(instance.key)
+        await asyncio.sleep(2 * COALESCE_S)
+        assert not directory.registered()
+
+
+@in_virtual_time
+async def test_a_registration_that_expires_in_the_moment_of_its_first_sight_ends_too() -> None:
+    async with one_registered() as (store, directory, _):
+        other = variant(2, "a", "1", 4, "")
+        store.put(other.key, encode_registration(other))
+        store.delete(other.key)
+        await asyncio.sleep(1.1 * EXPIRED_S)
+        assert [instance.id for instance in directory.registered()] == [1]
 
 
 TestDirectoryAndStore = DirectoryAndStore.TestCase

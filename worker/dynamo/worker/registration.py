@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 from dynamo.common.background import running
-from dynamo.common.discovery import Instance, encode_registration
+from dynamo.common.discovery import WITHDRAWN, Instance, encode_registration
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.etcd import Etcd, Session
 from dynamo.common.etcd.transport import backoff
@@ -115,13 +115,13 @@ class Registration:
     async def _withdraw(self, session: Session) -> None:
         """Delete the registrations, so that no further requests arrive. Without etcd, they expire with their lease."""
         self.registered.clear()
-        if not session.is_held:
+        lease = session.lease
+        if not lease:
             return
         try:
             async with asyncio.timeout(_DEREGISTER_TIMEOUT_S):
                 for key in sorted(self._present):
-                    await self._etcd.delete(key)
-                    self._present.discard(key)
+                    await self._delete(key, lease)
         except (DynamoError, TimeoutError) as error:
             why = str(error) or "no response in time"
             log.warning("the registrations could not be deleted; they end with their lease: %s", why)
@@ -131,9 +131,7 @@ class Registration:
         if not lease:
             return  # `_on_held` follows
         for key in sorted(self._present - self._wanted.keys()):
-            await self._etcd.delete(key)
-            self._present.discard(key)
-            self._stored.pop(key, None)
+            await self._delete(key, lease)
         for key, value in list(self._wanted.items()):
             if self._stored.get(key) == value:
                 continue
@@ -145,6 +143,13 @@ class Registration:
         if self._stored == self._wanted and not self.registered.is_set():
             log.info("registered %s", ", ".join(self._wanted) or "nothing")
             self.registered.set()
+
+    async def _delete(self, key: str, lease: int) -> None:
+        """Withdraw one registration: frontends keep one that disappears without a word for a while, since it may have expired."""
+        self._stored.pop(key, None)
+        await self._etcd.put(key, WITHDRAWN, lease=lease)
+        await self._etcd.delete(key)
+        self._present.discard(key)
 
     async def _check(self) -> None:
         for key, value in list(self._stored.items()):

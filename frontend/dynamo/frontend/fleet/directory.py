@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 
@@ -24,6 +24,9 @@ COALESCE_S = 0.05
 RECONCILE_S = 30.0
 RETURN_S = 10.0
 """The TTL of a lease: within it, a live worker has noticed that its lease is gone and has registered again."""
+EXPIRED_S = 3.0
+"""How long an instance is kept whose registration has expired. If it lives, as after a pause of etcd, of its link to it or of the
+whole machine, its own clock says that the lease is over, and it has registered again by then."""
 DOWN_S = 10.0
 """How long an instance stays marked down: after the TTL of a lease, the registration of a dead worker is gone as well."""
 _LONGEST_PAUSE_S = 10.0
@@ -54,8 +57,8 @@ class Directory:
         self._apply_timer: asyncio.TimerHandle | None = None
         self._put_at: dict[str, int] = {}
         """The revision at which each key was put last, so that a listing shows what changed since."""
-        self._returning: set[str] = set()
-        """Keys that etcd lost together with its history, and that their owners may still register again."""
+        self._returning: dict[str, float] = {}
+        """Keys that are gone from etcd without a word of their owners, and until when these may register them again."""
         self._return_timer: asyncio.TimerHandle | None = None
         self._down_timers: dict[InstanceId, asyncio.TimerHandle] = {}
         self._on_change: list[OnChange] = []
@@ -179,7 +182,7 @@ class Directory:
         self._apply_waiting()
         if reset.history_lost:
             self._put_at.clear()
-            self._await_return(self._view.keys - {kv.key for kv in reset.kvs})
+            self._await_return(self._view.keys - {kv.key for kv in reset.kvs}, self._return_s)
         self._apply_listing(reset.kvs, reset.revision)
         self.ready.set()
 
@@ -190,11 +193,23 @@ class Directory:
                 self._waiting[event.kv.key] = event.kv.value
                 self._put_at[event.kv.key] = event.kv.mod_revision
             elif not isinstance(event, Put) and event.revision > self._revision:
-                self._waiting[event.key] = None
-                self._put_at.pop(event.key, None)
+                self._deleted(event.key)
         self._revision = max(self._revision, events.revision)
         if self._waiting:
             self._apply_soon()
+
+    def _deleted(self, key: str) -> None:
+        """A registration is gone that its owner has not withdrawn: its lease expired, or somebody deleted it."""
+        self._put_at.pop(key, None)
+        if key in self._waiting:
+            self._apply_waiting()
+        registered = self._view.get(key)
+        if registered is None:
+            return
+        if self._view.is_down(registered.id):
+            self._waiting[key] = None
+        else:
+            self._await_return([key], EXPIRED_S)
 
     def _apply_soon(self) -> None:
         if self._apply_timer is None:
@@ -235,13 +250,13 @@ class Directory:
         self._apply_waiting()
         changes: dict[str, bytes | None] = {kv.key: kv.value for kv in kvs if self._put_at.get(kv.key) != kv.mod_revision}
         self._put_at = {kv.key: kv.mod_revision for kv in kvs}
-        absent = self._view.keys - self._put_at.keys() - self._returning
-        self._returning -= self._put_at.keys()
+        absent = self._view.keys - self._put_at.keys() - self._returning.keys()
+        self._end_return_of(self._returning.keys() & self._put_at.keys())
         self._revision = revision
         return self._apply(changes | dict.fromkeys(absent))
 
     def _apply(self, changes: Mapping[str, bytes | None]) -> Change:
-        self._returning.difference_update(changes)
+        self._end_return_of(changes)
         change = self._view.apply(changes)
         for instance in change.revived:
             self._stop_timer(instance)
@@ -249,17 +264,29 @@ class Directory:
             self._notify(change.added, change.removed)
         return change
 
-    def _await_return(self, keys: Collection[str]) -> None:
-        """Keep registrations that a store without history does not have, until their owners had the time to register again."""
-        self._returning.update(keys)
+    def _await_return(self, keys: Collection[str], for_s: float) -> None:
+        """Keep registrations that etcd does not have any more, until their owners had the time to register again."""
+        self._returning.update(dict.fromkeys(keys, asyncio.get_running_loop().time() + for_s))
+        self._schedule_end_of_returns()
+
+    def _schedule_end_of_returns(self) -> None:
         if self._return_timer is not None:
             self._return_timer.cancel()
-        self._return_timer = asyncio.get_running_loop().call_later(self._return_s, self._end_return)
-
-    def _end_return(self) -> None:
+            self._return_timer = None
         if self._returning:
-            log.warning("%d registrations were lost by etcd and did not come back", len(self._returning))
-        self._apply(dict.fromkeys(list(self._returning)))
+            self._return_timer = asyncio.get_running_loop().call_at(min(self._returning.values()), self._end_returns)
+
+    def _end_returns(self) -> None:
+        now = asyncio.get_running_loop().time()
+        over = [key for key, until in self._returning.items() if until <= now]
+        if over:
+            log.warning("%d registrations were lost by etcd or have expired, and did not come back", len(over))
+            self._apply(dict.fromkeys(over))
+        self._schedule_end_of_returns()
+
+    def _end_return_of(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._returning.pop(key, None)
 
     def _notify(self, added: Sequence[Instance] = (), removed: Sequence[Instance] = ()) -> None:
         """Call the subscribers. Without arguments: only marks have changed."""

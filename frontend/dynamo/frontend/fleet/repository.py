@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from dynamo.common.background import running
-from dynamo.common.discovery import Instance
+from dynamo.common.discovery import WITHDRAWN, Instance
 from dynamo.common.errors import Code, DynamoError, EngineError, ModelNotFound, Unsupported, from_wire
 from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
 from dynamo.common.etcd.transport import backoff
@@ -113,6 +113,9 @@ class RepositoryView:
 
     def _put(self, kv: KeyValue) -> None:
         if kv.key in self._registered and self._registered[kv.key][1] >= kv.mod_revision:
+            return
+        if kv.value == WITHDRAWN:
+            self._registered.pop(kv.key, None)
             return
         try:
             self._registered[kv.key] = decode_repository(kv.key, kv.value), kv.mod_revision
